@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.core.playing import Limits
+from headrace.core.protocols import Limits
 from headrace.core.types import Completion, Prompt, VersionSpan
 from headrace.episodes.environments.agents.served_rollouts import talks_of
 from headrace.episodes.environments.gateway.gateway import Gateway

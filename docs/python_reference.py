@@ -54,7 +54,7 @@ PAGES = {
     "api/ports.md": ReferencePage(
         "Ports",
         "What an engine, a trainer, a task, an environment, a scorer and a transport are to the pipeline. Each has a fake that ships.",
-        (("headrace.core.protocols", None), ("headrace.core.playing", None)),
+        (("headrace.core.protocols", None),),
     ),
 }
 START = "api/headrace.md"

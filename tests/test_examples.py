@@ -12,10 +12,10 @@ from types import ModuleType
 
 import pytest
 
-from headrace.core import batches, playing, protocols, reports, steps, types, weights
+from headrace.core import batches, protocols, reports, steps, types, weights
 from headrace.loop import buffer
 
-READING_ORDER = (types, batches, weights, steps, reports, protocols, playing, buffer)
+READING_ORDER = (types, batches, weights, steps, reports, protocols, protocols, buffer)
 PORTS_WITHOUT_A_VALUE = {
     "Agent",
     "Worker",

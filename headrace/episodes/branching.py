@@ -14,7 +14,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from headrace.core.playing import KEPT, EnvironmentKind
+from headrace.core.protocols import KEPT, EnvironmentKind
 from headrace.core.types import Branch, Completion, Episode, Scored, Turn
 from headrace.episodes.rollout import ForksConfig, seed_of
 

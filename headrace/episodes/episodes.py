@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from headrace.core.batches import Failure
-from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import EnvironmentKind
 from headrace.core.rewards import usable
 from headrace.core.types import Completion, Episode, Prompt, RolloutKey, Scored
 from headrace.episodes.branching import as_tree, path_to, pivot_of

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.core.batches import Failure
 from headrace.core.errors import PoisonedRequest, RolloutFailed, RolloutOver, encodable
-from headrace.core.playing import Environment, Limits, TokenListener
+from headrace.core.protocols import Environment, Limits, TokenListener
 from headrace.core.rewards import Unusable, number_of
 from headrace.core.types import Completion, Constraint, Episode, Prompt, Request, Turn
 from headrace.durable.spelling import jsonable

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
 from headrace.core.errors import HeadraceError, IdentityError
-from headrace.core.playing import EnvironmentKind
-from headrace.core.protocols import Engine, Scorer, Task, Trainer
+from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.core.types import Prompt
 from headrace.durable.journal import Journal, JournalStep
 from headrace.episodes.notebook import Notebook

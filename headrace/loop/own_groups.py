@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from headrace.core.batches import Failure
-from headrace.core.playing import EnvironmentKind
-from headrace.core.protocols import Scorer
+from headrace.core.protocols import EnvironmentKind, Scorer
 from headrace.core.types import Completion, Prompt, Request, Scored
 from headrace.episodes.episodes import as_trees, roll_out, with_rewards
 from headrace.episodes.notebook import Notebook

@@ -14,8 +14,7 @@ import numpy as np
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.core.playing import TokenListener
-from headrace.core.protocols import Engine
+from headrace.core.protocols import Engine, TokenListener
 from headrace.core.reports import LoadReport
 from headrace.core.sampling_masks import joined_masks, shortened_mask
 from headrace.core.steps import StepOutput

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
-from headrace.core.playing import EnvironmentKind
-from headrace.core.protocols import Engine, Scorer, Trainer
+from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Trainer
 from headrace.durable.journal import Journal
 from headrace.episodes.notebook import Notebook
 from headrace.facts.numbers.state import RunState

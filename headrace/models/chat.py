@@ -11,12 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from headrace.core.chat.formats import CallFormat
-from headrace.core.chat.messages import begins_answer, role_problem
-from headrace.core.chat.probing import format_of, tools_problem
-from headrace.core.chat.rendering import Rendering
-from headrace.core.chat.thinking import is_known_to
-from headrace.core.chat.token_bytes import bytes_of_piece
+from headrace.core.chat.messages import Rendering, begins_answer, role_problem
+from headrace.core.chat.reading import format_of, is_known_to, tools_problem
+from headrace.core.chat.token_text import bytes_of_piece
+from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Completion
 from headrace.models.control_tokens import ControlTokens, Written

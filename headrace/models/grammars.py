@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any
 
-from headrace.core.chat.call_grammars import SPACES
+from headrace.core.chat.tool_calls import SPACES
 from headrace.core.types import Constraint
 from headrace.settings.extras import absent
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.core.playing import EnvironmentKind
-from headrace.core.protocols import Observer, Scorer
+from headrace.core.protocols import EnvironmentKind, Observer, Scorer
 from headrace.episodes.branching import fork_problem
 from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.environments.kinds import environment_kind, named

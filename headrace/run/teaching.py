@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.config import AlgoConfig
-from headrace.core.chat.rendering import arguments_of, tools_of
+from headrace.core.chat.messages import arguments_of, tools_of
 from headrace.core.errors import ConfigError, first_error
 from headrace.core.protocols import Engine, Job, Launcher, Scorer, Trainer
 from headrace.core.types import Completion, Prompt

@@ -7,9 +7,8 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.core.chat.messages import described, for_template, uses_tools
-from headrace.core.chat.rendering import with_effort
-from headrace.core.chat.thinking import is_open_in
+from headrace.core.chat.messages import described, for_template, uses_tools, with_effort
+from headrace.core.chat.reading import is_open_in
 from headrace.core.types import Constraint, Request, Sampling
 from headrace.models.chat import LONG, ChatEncoder
 from headrace.models.control_tokens import texts_of

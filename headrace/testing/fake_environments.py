@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from headrace.core.playing import KEPT, Agent, EnvironmentKind, Limits, Resumes
+from headrace.core.protocols import KEPT, Agent, EnvironmentKind, Limits, Resumes
 from headrace.core.types import Completion, Prompt
 
 ChatReply = Callable[[Completion, int], Sequence[int]]

@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace.core.chat.call_grammars import call_grammar
-from headrace.core.chat.formats import CallFormat
 from headrace.core.chat.messages import Tool
-from headrace.core.chat.thinking import CLOSING
+from headrace.core.chat.reading import CLOSING
+from headrace.core.chat.tool_calls import CallFormat, call_grammar
 from headrace.core.types import Constraint
 from headrace.web.errors import Refused
 

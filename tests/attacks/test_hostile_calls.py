@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.core.chat.formats import FORMATS
 from headrace.core.chat.reading import read_calls
-from headrace.core.playing import Limits
+from headrace.core.chat.tool_calls import FORMATS
+from headrace.core.protocols import Limits
 from headrace.episodes.rollout_session import Played, storable
 from headrace.models.chat import ChatEncoder
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from served import faked
 from written_turns import MERGED, Model
 
-from headrace.core.playing import Limits
+from headrace.core.protocols import Limits
 from headrace.episodes.rollout_session import Played
 from headrace.models.chat import LONG, ChatEncoder, off_loop
 from headrace.models.control_tokens import Written

@@ -20,7 +20,7 @@ from served import answering
 from test_strange_questions import methods_of
 from written_turns import Model, encoder_of
 
-from headrace.core.playing import Limits
+from headrace.core.protocols import Limits
 from headrace.core.weights import WeightUpdate
 from headrace.episodes.rollout_session import Played
 from headrace.models.chat import ChatEncoder

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from headrace.core.chat.rendering import Rendering
+from headrace.core.chat.messages import Rendering
 from headrace.core.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.control_tokens import ControlTokens

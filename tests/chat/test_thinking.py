@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.chat.thinking import Thought, ThoughtReader, end_of_thought, is_open_in
+from headrace.core.chat.reading import Thought, ThoughtReader, end_of_thought, is_open_in
 
 CASES = [
     (False, "<think>\nso\n\nit is\n</think>\n\n12", Thought("so\n\nit is", "12")),

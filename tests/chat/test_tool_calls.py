@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
-from headrace.core.chat.formats import (
+from headrace.core.chat.messages import Message, Tool, described, for_template, uses_tools
+from headrace.core.chat.reading import CallReader, Malformed, read_calls
+from headrace.core.chat.tool_calls import (
     FORMATS,
     FUNCTION_GEMMA,
     GEMMA,
@@ -24,8 +26,6 @@ from headrace.core.chat.formats import (
     CallFormat,
     ToolCall,
 )
-from headrace.core.chat.messages import Message, Tool, described, for_template, uses_tools
-from headrace.core.chat.reading import CallReader, Malformed, read_calls
 from headrace.core.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 

@@ -13,7 +13,7 @@ import pytest
 from tool_chats import WrittenAgent
 
 from headrace.core.errors import ConfigError
-from headrace.core.playing import EnvironmentKind, Limits
+from headrace.core.protocols import EnvironmentKind, Limits
 from headrace.episodes.branching import fork_problem
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.function import _resumes

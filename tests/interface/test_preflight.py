@@ -15,7 +15,7 @@ from tiny_run import tiny_config
 
 import headrace
 from headrace.cli import main
-from headrace.core.chat.rendering import Rendering
+from headrace.core.chat.messages import Rendering
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.reports import Finding
 from headrace.core.types import Prompt

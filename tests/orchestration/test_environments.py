@@ -18,7 +18,7 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Failure
 from headrace.core.errors import ConfigError, WorkerDied
-from headrace.core.playing import Agent, EnvironmentKind, Limits
+from headrace.core.protocols import Agent, EnvironmentKind, Limits
 from headrace.core.types import Completion, Episode, Prompt, RolloutKey, Scored, Turn, VersionSpan
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.config import EnvironmentConfig, turn_problems

@@ -26,8 +26,7 @@ from fake_world import FakeWorld
 
 import headrace
 from headrace.core.errors import IdentityError, StalledError
-from headrace.core.playing import EnvironmentKind
-from headrace.core.protocols import Job
+from headrace.core.protocols import EnvironmentKind, Job
 from headrace.core.types import Completion, Episode, Prompt, Turn, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig

@@ -17,7 +17,7 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Failure, Row
 from headrace.core.errors import ConfigError
-from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import EnvironmentKind
 from headrace.core.types import Branch, Completion, Episode, Prompt, Scored, TeacherTrace, Turn, VersionSpan
 from headrace.durable.journal import read_steps
 from headrace.episodes.branching import as_tree, fork_problem, path_to, pivot_of

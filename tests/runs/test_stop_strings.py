@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.chat.token_text import StreamedText
 from headrace.durable.journal import read_steps
 from headrace.engine.native.sampling.stopping import Stopper
 from headrace.facts.records import StepRow

@@ -16,7 +16,7 @@ from test_openai_client import ASKING, run, saying
 from tool_chats import PLAIN, save_tokenizer, tokens_of
 from transformers import PreTrainedTokenizerFast
 
-from headrace.core.chat.token_bytes import offsets_of, text_of_bytes
+from headrace.core.chat.token_text import offsets_of, text_of_bytes
 from headrace.models.chat import ChatEncoder
 from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from served import Client, by_name, faked
 
-from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.chat.token_text import StreamedText
 from headrace.core.errors import IdentityError
 from headrace.core.steps import Finished, StepOutput
 from headrace.core.types import Completion, Request

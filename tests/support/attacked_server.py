@@ -21,7 +21,7 @@ from unittest.mock import AsyncMock
 from fact_stream import write_run
 from served import answering, faked
 
-from headrace.core.playing import Limits
+from headrace.core.protocols import Limits
 from headrace.core.types import Completion, Prompt, VersionSpan
 from headrace.episodes.environments.agents.served_rollouts import talks_of
 from headrace.episodes.environments.gateway.gateway import Gateway

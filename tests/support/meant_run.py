@@ -21,7 +21,7 @@ from fake_engine_model import FakeRunner
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.core.batches import Batch, Failure, Row
-from headrace.core.playing import KEPT, Agent, Environment, EnvironmentKind
+from headrace.core.protocols import KEPT, Agent, Environment, EnvironmentKind
 from headrace.core.reports import EngineStats, LoadReport, TrainReport
 from headrace.core.rewards import usable
 from headrace.core.steps import Transcript

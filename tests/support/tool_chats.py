@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.batches import Failure
-from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import EnvironmentKind
 from headrace.core.types import Completion, Prompt, VersionSpan
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.function import open_function

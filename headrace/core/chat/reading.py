@@ -6,11 +6,100 @@ A call is returned when its section is complete: a malformed one stays text, exa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from headrace.core.chat.formats import CallFormat, ToolCall
+from headrace.core.chat.tool_calls import FORMATS, CallFormat, ToolCall
+from headrace.core.errors import ConfigError
+
+# --- The thinking of a model, which stands between two marks before its answer, as the models of Qwen, DeepSeek and others write it.
+
+
+OPENING, CLOSING = "<think>", "</think>"
+MARKS = (OPENING, CLOSING)
+"""Texts of tokens that must stay in the decoded text, even where the tokenizer calls them special."""
+
+
+class Thought(NamedTuple):
+    reasoning: str
+    answer: str
+
+
+def is_known_to(template: str) -> bool:
+    """Whether a chat template is one of a model that thinks: it writes the end of a thought, or looks for it."""
+    return CLOSING in template
+
+
+def is_open_in(text: str) -> bool:
+    """Whether the thinking has begun and not ended in a text."""
+    return text.rfind(OPENING) > text.rfind(CLOSING)
+
+
+class ThoughtReader:
+    """Splits one completion in pieces. What is read is the same however the text is cut.
+
+    Thinking is what stands at the beginning, up to the closing mark. The new lines beside the marks belong to neither part: templates write
+    them themselves."""
+
+    def __init__(self, begun: bool) -> None:
+        """`begun`: whether the prompt ends within the thinking."""
+        self._inside: bool | None = True if begun else None
+        """None: not known yet."""
+        self.began, self.ended = begun, False
+        """Whether there was thinking, and whether it has ended."""
+        self._rest = ""
+        """Text that is not decided yet."""
+        self._bare = True
+        """Whether the part that is being read has no character yet."""
+
+    def push(self, text: str, last: bool) -> Thought:
+        """Returns the text that later text cannot change. `last`: no more text follows."""
+        self._rest += text
+        if self._inside is None:
+            self._begin(last)
+        reasoning = self._reasoning(last) if self._inside else ""
+        return Thought(reasoning, self._answer() if self._inside is False else "")
+
+    def _begin(self, last: bool) -> None:
+        begun = self._rest.lstrip()
+        if begun.startswith(OPENING):
+            self._inside, self.began, self._rest = True, True, begun.removeprefix(OPENING)
+        elif last or not OPENING.startswith(begun):
+            self._inside, self._bare = False, False  # an answer without a thought stays as it is
+
+    def _reasoning(self, last: bool) -> str:
+        if self._bare:
+            self._rest = self._rest.lstrip("\n")
+        place = self._rest.find(CLOSING)
+        if place >= 0:
+            said, self._rest = self._rest[:place].rstrip("\n"), self._rest[place + len(CLOSING) :]
+            self._inside, self._bare, self.ended = False, True, True
+            return said
+        held = 0 if last else next((n for n in range(len(CLOSING) - 1, 0, -1) if self._rest.endswith(CLOSING[:n])), 0)
+        end = len(self._rest[: len(self._rest) - held].rstrip("\n"))
+        said, self._rest = self._rest[:end], self._rest[end:]
+        self._bare = self._bare and not said
+        return said
+
+    def _answer(self) -> str:
+        said, self._rest = self._rest.lstrip("\n") if self._bare else self._rest, ""
+        self._bare = self._bare and not said
+        return said
+
+
+def end_of_thought(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], spell: Callable[[int], bytes]) -> int:
+    """Returns the number of tokens up to the end of the thinking, which has ended in them, with its mark. `decode`: shows the marks; `spell`:
+    the bytes of a token. Most vocabularies have the mark as one token; otherwise a few prefixes are decoded."""
+    mark = CLOSING.encode()
+    place = next((place for place, token in enumerate(tokens, 1) if spell(token) == mark), 0)
+    if place and CLOSING not in decode(tokens[: place - 1]):
+        return place
+    return bisect_left(range(len(tokens)), True, key=lambda end: CLOSING in decode(tokens[:end]))
+
+
+# --- reading ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -159,3 +248,69 @@ class CallReader:
 def _overlap(text: str, marker: str) -> int:
     """The number of characters at the end of the text with which the marker begins."""
     return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
+
+
+# --- The format of tool calls that a chat template uses. A template is a program: it is shown a tool and a call, and what it writes is read.
+
+
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
+"""(messages, tools) -> what the template writes. It may raise anything."""
+
+_QUESTION, _TOOL, _ARGUMENT = "headrace asks", "headrace_probe", "headrace_value"
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "a text"}}, "required": ["x"]}
+_TOOLS = [
+    {"type": "function", "function": {"name": _TOOL, "description": "a probe", "parameters": _PARAMETERS}},
+]
+_ASKING: dict[str, Any] = {"role": "user", "content": _QUESTION}
+_CALLING: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    # Mistral's templates want an id of nine letters and digits
+    "tool_calls": [{"id": "headrace0", "type": "function", "function": {"name": _TOOL, "arguments": {"x": _ARGUMENT}}}],
+}
+
+
+def tools_problem(render: Render, whose: str) -> str:
+    """Says why the template shows no tools; empty if it does. `whose`: it, in the sentence."""
+    try:
+        offered = render([_ASKING], _TOOLS)
+    except Exception as error:  # a template is a program of the model's author
+        return f"the chat template of {whose} refuses tools: {error}"
+    if _TOOL in offered:
+        return ""
+    return (
+        f"the chat template of {whose} does not show tools to the model; use a model whose template does, or write them into a "
+        "system message and read the calls from the text"
+    )
+
+
+def format_of(render: Render, whose: str) -> CallFormat:
+    """Raises ConfigError where the template shows no tools, or writes calls as no format here does. `whose`: it, in the sentence."""
+    if problem := tools_problem(render, whose):
+        raise ConfigError(problem)
+    try:
+        written = render([_ASKING, _CALLING], _TOOLS)
+    except Exception as error:
+        raise ConfigError(f"the chat template of {whose} shows tools and refuses a call of one: {error}") from None
+    for format in FORMATS:
+        if _reads(format, written.rpartition(_QUESTION)[2]):
+            return format
+    known = ", ".join(format.name for format in FORMATS)
+    raise ConfigError(
+        f"the chat template of {whose} writes tool calls in a format that is not read here (those of {known} are); leave tools out, and "
+        "read the calls from the text"
+    )
+
+
+def _reads(format: CallFormat, answer: str) -> bool:
+    """Whether the format reads the call from the template's rendering of an answer, which has an end of turn behind the call."""
+    if not format.closing:
+        answer = answer[: max(answer.rfind("]"), answer.rfind("}")) + 1]
+    if format.bare and format.opening not in answer:
+        answer = answer[max(answer.find("{"), 0) :]
+    said = read_calls(answer, format)
+    return [(call.name, _plain(call)) for call in said.calls] == [(_TOOL, f'{{"x":"{_ARGUMENT}"}}')]
+
+
+def _plain(call: ToolCall) -> str:
+    return "".join(call.arguments.split())

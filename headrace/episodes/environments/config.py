@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.core.playing import Limits, Resumes
+from headrace.core.protocols import Limits, Resumes
 from headrace.episodes.environments.kinds import (
     ENVIRONMENTS,
     GATEWAY_KINDS,

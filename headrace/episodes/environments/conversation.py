@@ -18,14 +18,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from headrace.core.chat.formats import HERMES, CallFormat
-from headrace.core.chat.messages import Tool, begins_answer, described
-from headrace.core.chat.reading import CallReader, read_calls
-from headrace.core.chat.rendering import TemplateUse
-from headrace.core.chat.streamed_text import StreamedText
-from headrace.core.chat.thinking import CLOSING, is_open_in
+from headrace.core.chat.messages import TemplateUse, Tool, begins_answer, described
+from headrace.core.chat.reading import CLOSING, CallReader, is_open_in, read_calls
+from headrace.core.chat.token_text import StreamedText
+from headrace.core.chat.tool_calls import HERMES, CallFormat
 from headrace.core.errors import ConfigError
-from headrace.core.playing import Agent
+from headrace.core.protocols import Agent
 from headrace.core.types import Completion, Constraint
 from headrace.episodes.environments.config import ToolPlace
 from headrace.episodes.environments.turn_stream import TurnStream

@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.core.chat.rendering import arguments_of
+from headrace.core.chat.messages import arguments_of
 from headrace.core.errors import ConfigError, RolloutFailed
-from headrace.core.playing import KEPT, Agent, Environment, EnvironmentKind, Resumes
+from headrace.core.protocols import KEPT, Agent, Environment, EnvironmentKind, Resumes
 from headrace.core.types import Prompt
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.conversation import Conversation, TurnEncoder

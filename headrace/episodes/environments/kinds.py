@@ -6,12 +6,12 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import EnvironmentKind
 
 ENVIRONMENTS = {
     "single_turn": "headrace.episodes.environments.single_turn:SINGLE_TURN",
 }
-"""Places of `playing.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
+"""Places of `protocols.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
 that it needs."""
 
 LIBRARIES = {

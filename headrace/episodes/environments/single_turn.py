@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.core.playing import Agent, EnvironmentKind, Limits
+from headrace.core.protocols import Agent, EnvironmentKind, Limits
 from headrace.core.types import Prompt
 
 

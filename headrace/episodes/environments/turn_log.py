@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from headrace.core.playing import Agent
+from headrace.core.protocols import Agent
 from headrace.core.types import Struct
 from headrace.episodes.environments.workers.episode_frames import ChatAsked, Rewarded, RolloutDone, ToolAnswered
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.core.chat.reading import CallReader
-from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.chat.token_text import StreamedText
 from headrace.core.types import Completion
 from headrace.web.formats.followed_turn import TurnPiece
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.core.chat.rendering import Rendering
+from headrace.core.chat.messages import Rendering
 from headrace.episodes.tasks.task_kinds import TASK_KINDS, TaskKind
 from headrace.settings.strict import STRICT
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
-from headrace.core.chat.messages import begins_answer
-from headrace.core.chat.rendering import ARGUMENTS, TOOLS, arguments_of, tools_of
+from headrace.core.chat.messages import ARGUMENTS, TOOLS, arguments_of, begins_answer, tools_of
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Task
 from headrace.core.types import Prompt

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from headrace.core.chat.rendering import ARGUMENTS, TOOLS
+from headrace.core.chat.messages import ARGUMENTS, TOOLS
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Prompt
 from headrace.durable.spelling import jsonable

@@ -10,7 +10,7 @@ from statistics import NormalDist
 from typing import Any
 
 from headrace.core.batches import Failure
-from headrace.core.playing import Agent, EnvironmentKind, Limits
+from headrace.core.protocols import Agent, EnvironmentKind, Limits
 from headrace.core.types import Episode, Prompt, Request, Scored
 from headrace.episodes.rollout import seed_of
 from headrace.loop.world.codes import PROMPT, difficulty, prompt_tokens, result_tokens

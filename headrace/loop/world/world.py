@@ -19,8 +19,7 @@ from typing import Any
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
-from headrace.core.playing import EnvironmentKind
-from headrace.core.protocols import Engine, Observer, Scorer, Task, Trainer
+from headrace.core.protocols import Engine, EnvironmentKind, Observer, Scorer, Task, Trainer
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
 from headrace.episodes.environments.single_turn import SINGLE_TURN

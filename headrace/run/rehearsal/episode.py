@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
-from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import EnvironmentKind
 from headrace.core.types import Completion, Prompt, VersionSpan
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Decode, Played, TurnAsked

@@ -7,11 +7,10 @@ import string
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headrace.core.chat.formats import CallFormat, ToolCall
 from headrace.core.chat.messages import Tool, described
-from headrace.core.chat.reading import CallReader
-from headrace.core.chat.streamed_text import StreamedText
-from headrace.core.chat.thinking import MARKS, ThoughtReader, end_of_thought
+from headrace.core.chat.reading import MARKS, CallReader, ThoughtReader, end_of_thought
+from headrace.core.chat.token_text import StreamedText
+from headrace.core.chat.tool_calls import CallFormat, ToolCall
 from headrace.models.chat import ChatEncoder
 
 _ID = string.ascii_letters + string.digits

@@ -17,8 +17,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.core.chat.formats import CallFormat
 from headrace.core.chat.messages import Tool
+from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.types import Request
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, check_end, follow, to_their_ends

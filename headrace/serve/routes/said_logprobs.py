@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.core.chat.token_bytes import offsets_of, text_of_bytes
+from headrace.core.chat.token_text import offsets_of, text_of_bytes
 from headrace.core.steps import PromptScores
 from headrace.models.chat import ChatEncoder
 from headrace.serve.following import Piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import EnvironmentKind
 from headrace.core.types import Completion
 from headrace.episodes.environments.single_turn import SINGLE_TURN
 from headrace.episodes.notebook import Notebook

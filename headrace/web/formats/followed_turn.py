@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from headrace.core.chat.token_bytes import text_of_bytes
+from headrace.core.chat.token_text import text_of_bytes
 
 TokenBytes = Callable[[int], bytes]
 """The bytes that a token stands for."""

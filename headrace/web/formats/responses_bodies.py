@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.chat.messages import Function, MadeCall, Message, Name, Named, Tool
-from headrace.core.chat.rendering import TemplateUse, with_effort
+from headrace.core.chat.messages import Function, MadeCall, Message, Name, Named, TemplateUse, Tool, with_effort
 from headrace.web.bodies import Count, OpenBody
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import WholeTurn

@@ -13,7 +13,7 @@ import tool_chats
 from gateway_agent import Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.core.playing import Limits
+from headrace.core.protocols import Limits
 from headrace.episodes.environments.gateway.completions_routes import DEFAULT
 from headrace.episodes.rollout_session import Played
 

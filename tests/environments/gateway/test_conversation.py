@@ -15,7 +15,7 @@ from written_turns import Model, check_rows, encoder_of
 from headrace.algo.advantage.training_rows import rows_of
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
-from headrace.core.playing import Limits
+from headrace.core.protocols import Limits
 from headrace.core.types import Completion, Prompt, Scored
 from headrace.episodes.environments.conversation import Conversation, with_tools
 from headrace.episodes.environments.turn_stream import TurnStream

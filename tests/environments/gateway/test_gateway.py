@@ -16,7 +16,7 @@ from gateway_agent import LONGEST, Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
 from headrace.core.batches import Failure
-from headrace.core.playing import Limits
+from headrace.core.protocols import Limits
 from headrace.core.types import Completion
 from headrace.episodes.environments.gateway.chat_tree import LIMIT_REPLIES
 from headrace.episodes.rollout_session import Played, TurnAsked

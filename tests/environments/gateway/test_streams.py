@@ -15,7 +15,7 @@ import tool_chats
 from gateway_agent import LONGEST, Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.core.playing import Limits
+from headrace.core.protocols import Limits
 from headrace.episodes.rollout_session import Played
 
 SAID = "The first half, and the second.<|im_end|>"

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from headrace.core.batches import Failure
-from headrace.core.playing import Agent, Limits
+from headrace.core.protocols import Agent, Limits
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.served_rollouts import talks_of
 from headrace.episodes.environments.conversation import NO_ARGUMENTS

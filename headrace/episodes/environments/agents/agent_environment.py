@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.core.errors import ConfigError, RolloutFailed
-from headrace.core.playing import Agent, Environment, EnvironmentKind
+from headrace.core.protocols import Agent, Environment, EnvironmentKind
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper, agent_addresses, agent_variables
 from headrace.episodes.environments.agents.memory_watch import MemoryWatch

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from headrace.core.chat.rendering import arguments_of
+from headrace.core.chat.messages import arguments_of
 from headrace.core.errors import RolloutFailed
-from headrace.core.playing import Agent
+from headrace.core.protocols import Agent
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.printed_reward import GivenRewards
 from headrace.episodes.environments.config import ToolPlace

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.core.errors import RolloutFailed
-from headrace.core.playing import Agent, Environment, EnvironmentKind
+from headrace.core.protocols import Agent, Environment, EnvironmentKind
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.address_file import AddressFile
 from headrace.episodes.environments.agents.served_rollouts import ServedRollouts

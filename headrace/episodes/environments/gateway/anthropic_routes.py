@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.core.chat.rendering import TemplateUse
+from headrace.core.chat.messages import TemplateUse
 from headrace.episodes.environments.gateway.chat_routes import schema
 from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
 from headrace.episodes.environments.gateway.turn_request import (

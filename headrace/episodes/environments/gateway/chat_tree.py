@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.core.chat.messages import Message as ChatMessage
-from headrace.core.chat.messages import for_template
-from headrace.core.chat.rendering import TemplateUse
+from headrace.core.chat.messages import TemplateUse, for_template
 from headrace.core.types import Completion, Constraint
 from headrace.episodes.environments.conversation import Conversation, TokenPath
 from headrace.episodes.environments.turn_stream import TurnStream

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.core.chat.token_bytes import offsets_of, text_of_bytes
+from headrace.core.chat.token_text import offsets_of, text_of_bytes
 from headrace.episodes.environments.gateway.chat_answers import usage_of
 from headrace.episodes.environments.gateway.chat_tree import TreeReply
 from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from headrace.core.chat.streamed_text import StreamedText
-from headrace.core.playing import Agent
+from headrace.core.chat.token_text import StreamedText
+from headrace.core.protocols import Agent
 from headrace.core.types import Completion, Constraint
 from headrace.episodes.environments.conversation import extended
 from headrace.episodes.environments.gateway.chat_tree import LIMIT_REPLIES, TreeReply

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
-from headrace.core.chat.formats import CallFormat
-from headrace.core.chat.messages import Tool
-from headrace.core.chat.rendering import TemplateUse, with_effort
+from headrace.core.chat.messages import TemplateUse, Tool, with_effort
+from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, RolloutOver
 from headrace.core.types import Constraint
 from headrace.episodes.environments.gateway.chat_tree import TreeReply

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.core.errors import RolloutFailed
-from headrace.core.playing import Agent, Environment, EnvironmentKind
+from headrace.core.protocols import Agent, Environment, EnvironmentKind
 from headrace.core.rewards import Unusable, number_of
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.served_rollouts import ServedRollouts, given_of

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.core.batches import Failure
 from headrace.core.errors import encodable
-from headrace.core.playing import Resumes
+from headrace.core.protocols import Resumes
 from headrace.core.rewards import Unusable, number_of
 from headrace.episodes.environments.workers.episode_frames import (
     Cancel,

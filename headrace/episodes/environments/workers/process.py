@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.core.errors import RolloutFailed
-from headrace.core.playing import Resumes
+from headrace.core.protocols import Resumes
 from headrace.core.types import Struct
 from headrace.episodes.environments.workers.episode_frames import (
     LARGEST,
