@@ -32,7 +32,7 @@ from headrace.facts.facts import Fact, MemberMoved
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.models.resolve import resolve_model
-from headrace.native.cores import usable_cores
+from headrace.native.resources import usable_cores
 from headrace.processes.launch.local import LocalLauncher
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.fleets.core_shares import members_of

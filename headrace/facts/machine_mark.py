@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from headrace.native.cores import usable_cores
+from headrace.native.resources import usable_cores
 
 
 def machine_mark(cores: Sequence[int], threads: int = 0) -> dict[str, str]:

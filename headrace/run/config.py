@@ -34,7 +34,7 @@ from headrace.loop.partial import PartialConfig, partial_problems
 from headrace.loop.staleness import StalenessConfig
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
-from headrace.native.cores import available_cores, core_problems
+from headrace.native.resources import available_cores, core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
 from headrace.settings.extras import install, is_installed
 from headrace.settings.other_names import meaning

@@ -36,7 +36,7 @@ from headrace.loop.curriculum.config import CurriculumConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
-from headrace.native.free_memory import gib
+from headrace.native.resources import gib
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer
 from headrace.run.auto.share import measure_share
 from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task

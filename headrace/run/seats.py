@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.core.protocols import Launcher
 from headrace.facts.telemetry import Telemetry
-from headrace.native.cores import usable_cores
+from headrace.native.resources import usable_cores
 from headrace.processes.joining.greeting import Kind
 from headrace.processes.joining.same_model import terms_of
 from headrace.processes.joining.seated import Seats, SeatsWanted

@@ -11,7 +11,7 @@ from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.facts.facts import RunStarted, WeightWay
 from headrace.facts.texts import plural
-from headrace.native.cores import usable_cores
+from headrace.native.resources import usable_cores
 from headrace.processes.joining.seated import ONE_MACHINE
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import RunConfig

@@ -30,7 +30,7 @@ from tiny_run import (
 
 import headrace
 from headrace.facts.facts import RunEnded, Slept, Warned, Woke, WorkerLost
-from headrace.native.cores import available_cores
+from headrace.native.resources import available_cores
 
 CHILD = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"
 

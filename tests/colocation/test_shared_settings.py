@@ -10,7 +10,7 @@ from tiny_run import tiny_config
 
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
-from headrace.native.free_memory import GIB
+from headrace.native.resources import GIB
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import RunConfig, check, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, settings_of_lent

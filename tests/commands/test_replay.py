@@ -35,7 +35,7 @@ from headrace.durable.journal import (
 )
 from headrace.durable.segments import JOURNAL
 from headrace.facts.machine_mark import machine_mark
-from headrace.native.cores import available_cores
+from headrace.native.resources import available_cores
 from headrace.processes.health.family import Family, family
 from headrace.run.config import RunConfig, dump_config, load_config
 from headrace.run.run_directory import RunDirectory, configs_until

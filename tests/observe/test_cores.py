@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from headrace.native.cores import usable_cores
+from headrace.native.resources import usable_cores
 from headrace.processes.launch.child import environment
 
 CODE = (

@@ -21,7 +21,7 @@ from headrace.engine.config import EngineConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
-from headrace.native.free_memory import GIB, gib
+from headrace.native.resources import GIB, gib
 from headrace.run.build import build_task
 from headrace.run.config import RunConfig, dump_config, load_config
 from headrace.run.python_inputs import with_python_inputs

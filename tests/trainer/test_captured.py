@@ -17,7 +17,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.core.errors import CheckpointError
 from headrace.core.reports import Captured
 from headrace.models.lora import LoraConfig
-from headrace.native.free_memory import GIB
+from headrace.native.resources import GIB
 from headrace.processes.wire import Frame, pack_payload
 from headrace.run.worker.worker import Saver
 from headrace.trainer.config import TrainConfig

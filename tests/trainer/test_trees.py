@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.algo.loss.aggregate import token_mean
 from headrace.core.batches import Row
 from headrace.core.types import SamplingMask, TeacherTrace, TopLogprobs
-from headrace.native.varlen import Layout, is_right, varlen_kernel
+from headrace.native.cuda_ops import Layout, is_right, varlen_kernel
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
 from headrace.trainer.forward.varlen_tree import varlen_of

@@ -25,7 +25,7 @@ from headrace.facts.facts import RunStarted
 from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.checkpoints import Checkpoints, damage
 from headrace.models.resolve import resolve_model
-from headrace.native.cores import available_cores
+from headrace.native.resources import available_cores
 from headrace.run.build import plan_of
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, config_of_run, read_config

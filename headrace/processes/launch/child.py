@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from headrace.core.printing import say
 from headrace.core.protocols import Job
-from headrace.native.cores import usable_cores
+from headrace.native.resources import usable_cores
 from headrace.processes.health import orphans
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.own_stacks import VARIABLE

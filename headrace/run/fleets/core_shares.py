@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import ON_GPUS
-from headrace.native.cores import usable_cores
+from headrace.native.resources import usable_cores
 from headrace.processes.places import kinds_elsewhere
 from headrace.run.config import RunConfig
 from headrace.trainer.config import TrainConfig

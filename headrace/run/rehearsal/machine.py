@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.errors import ConfigError
-from headrace.native.cores import usable_cores
-from headrace.native.free_memory import available, memory
+from headrace.native.resources import available, memory, usable_cores
 
 # Importing torch takes seconds, and a broken build must not take the caller with it.
 TORCH_PROBE = """

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
-from headrace.native.free_memory import GIB, gib
+from headrace.native.resources import GIB, gib
 from headrace.run.rehearsal.machine import Machine
 from headrace.run.rehearsal.shape import ModelShape
 from headrace.trainer.config import TrainConfig

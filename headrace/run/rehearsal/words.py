@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
-from headrace.native.free_memory import gib
+from headrace.native.resources import gib
 from headrace.run.rehearsal.machine import Machine
 from headrace.run.rehearsal.memory_needs import MemoryNeed
 

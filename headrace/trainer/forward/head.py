@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headrace.native.logits import wide_logits
+from headrace.native.cuda_ops import wide_logits
 from headrace.trainer.forward.fused.fused_ops import valued
 from headrace.trainer.forward.fused.fused_served import Asked, FoundLogprobs, log_probabilities
 from headrace.trainer.forward.fused.fused_weights import PackedWeight

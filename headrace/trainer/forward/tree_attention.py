@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace.native.varlen import varlen_kernel
+from headrace.native.cuda_ops import varlen_kernel
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.varlen_tree import Varlen, varlen_of
 from headrace.trainer.packing import ROOT, Segment

@@ -1,4 +1,4 @@
-"""A pack's attention as one call of a varlen kernel (`native/varlen.py`): for CUDA, where many small calls and large masks are slow.
+"""A pack's attention as one call of a varlen kernel (`native/cuda_ops.py`): for CUDA, where many small calls and large masks are slow.
 
 Every segment is a sequence of its own: its keys are those of its ancestors, followed by its own. The kernel aligns the causal triangle at
 the lower right, so it needs no mask. Key i of a segment has position i, so windows are right too. Keys and values of ancestors are copied
@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from headrace.native.varlen import Kernel, Layout
+from headrace.native.cuda_ops import Kernel, Layout
 from headrace.trainer.packing import ROOT, Segment
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from headrace.native.free_memory import available, gib
+from headrace.native.resources import available, gib
 
 RESERVE = 1 << 29
 """Bytes that have to stay free beside a copy: other processes of the run grow too."""

@@ -19,8 +19,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
+from headrace.native.cuda_ops import Layout, varlen_kernel
 from headrace.native.memory import uploaded
-from headrace.native.varlen import Layout, varlen_kernel
 
 EXACT_BLOCKS = 4
 """Blocks that attention takes at a time in exact mode."""

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.engine.native.runners.families import Linear
-from headrace.native.logits import wide_logits
+from headrace.native.cuda_ops import wide_logits
 
 _PACK_ROWS = 64
 """Rows that oneDNN lays the weight out for. It serves any other number too."""

@@ -1,10 +1,12 @@
-"""The cores that this process may use. More threads than these would only wait for each other."""
+"""The cores and the memory that this process may use."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+# --- The cores that this process may use. More threads than these would only wait for each other.
 
 
 def usable_cores() -> int:
@@ -46,3 +48,34 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+# --- The memory of this machine, and what of it is free, within the limits of a container.
+
+
+GIB = 2**30
+
+
+def memory() -> int:
+    """Returns bytes, within a container's limit."""
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read("/sys/fs/cgroup/memory.max")
+    return min(present, int(limit)) if limit.isdigit() else present
+
+
+def available() -> int:
+    """Returns bytes that are free now. Caches of files count as free: the system gives them up when a process needs the room."""
+    found = [line.split() for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
+    free = int(found[0][1]) * 1024 if found else memory()
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit.isdigit() and used.isdigit():
+        caches = [line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines()]
+        files = sum(int(value) for name, value in caches if name in ("inactive_file", "active_file"))
+        free = min(free, int(limit) - int(used) + files)
+    return free
+
+
+def gib(count: float) -> str:
+    """Formats bytes: `0.02 GiB`, `1.5 GiB`, `500 GiB`."""
+    size = count / GIB
+    return f"{size:.0f} GiB" if size >= 100 else f"{size:.1f} GiB" if size >= 0.1 else f"{size:.2f} GiB"

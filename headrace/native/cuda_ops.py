@@ -1,8 +1,4 @@
-"""Attention over ragged sequences in one call, by the kernel that torch has for CUDA (FlashAttention's, `torch.nn.attention.varlen`).
-
-Every sequence has queries and keys, and sees causally with both ends aligned: its last query sees all its keys, the one before it all but
-one. The kernel is tried before it is trusted, with gradients, because versions of torch differ in what it accepts.
-"""
+"""Operations on CUDA that engine and trainer share: attention over ragged sequences, and logits in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +11,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+# --- Attention over ragged sequences in one call, by the kernel that torch has for CUDA (FlashAttention's, `torch.nn.attention.varlen`).
+#
+# Every sequence has queries and keys, and sees causally with both ends aligned: its last query sees all its keys, the one before it all but
+# one. The kernel is tried before it is trusted, with gradients, because versions of torch differ in what it accepts.
 
 
 @dataclass
@@ -126,3 +127,14 @@ def _one_by_one(queries: Sequence[int], keys: Sequence[int], *, q: Tensor, k: Te
         out = scaled_dot_product_attention(one, two, three, attn_mask=seen.to(q.device), enable_gqa=True)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+# --- Logits in float32 from factors in half precision.
+
+
+def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [R, H], weight [V, H] -> [R, V] float32. The product of half-precision matrices is rounded to half precision, which knows a logit of
+    20 to 1/16; on CUDA its sums are returned as they are. Autograd is not recorded there."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return linear(x, weight).float()
