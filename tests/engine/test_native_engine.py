@@ -757,7 +757,7 @@ def test_text_of_half_characters_hides_nothing_and_costs_no_more_than_other_text
 
 
 def test_every_end_token_that_the_model_names_counts(tmp_path):
-    from headrace.models.endings import end_tokens
+    from headrace.models.tokenizer import end_tokens
 
     def config(**fields):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))

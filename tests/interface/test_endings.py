@@ -13,7 +13,7 @@ import headrace
 from headrace.core.types import Completion, VersionSpan
 from headrace.facts.facts import GroupEnded
 from headrace.models.chat import ChatEncoder
-from headrace.models.endings import end_tokens, name_all
+from headrace.models.tokenizer import end_tokens, name_all
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|stop|>\n\n{{ m['content'] | trim }}<|eot|>{% endfor %}"

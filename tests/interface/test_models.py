@@ -15,9 +15,17 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.models import resolve
 from headrace.models.chat import ChatEncoder
-from headrace.models.known_models import KNOWN_MODELS, KnownModel
-from headrace.models.model_files import read_header
-from headrace.models.resolve import cache_dir, check_model_dir, damage, model_states, resolve_model, write_record
+from headrace.models.resolve import (
+    KNOWN_MODELS,
+    KnownModel,
+    cache_dir,
+    check_model_dir,
+    damage,
+    model_states,
+    read_header,
+    resolve_model,
+    write_record,
+)
 
 SMOL, GEMMA = (KNOWN_MODELS[name] for name in ("smollm2-135m-instruct", "gemma-3-270m"))
 

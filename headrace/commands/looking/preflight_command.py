@@ -28,7 +28,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from headrace.episodes.tasks.read import kind_of
-    from headrace.models.endings import ANSWER, QUESTION
+    from headrace.models.tokenizer import ANSWER, QUESTION
     from headrace.run.python_inputs import with_python_inputs
     from headrace.run.rehearse import try_files
     from headrace.views.screen.console import Console

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.core.errors import ConfigError
-from headrace.models.endings import end_of_turn
-from headrace.models.tokenizer import load_tokenizer
+from headrace.models.tokenizer import end_of_turn, load_tokenizer
 
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

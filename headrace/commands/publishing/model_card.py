@@ -14,7 +14,7 @@ from headrace.commands.publishing.curve_picture import curve_picture
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.diagnosis.verdicts import all_verdicts
 from headrace.facts.numbers.state import RunState
-from headrace.models.known_models import KNOWN_MODELS
+from headrace.models.resolve import KNOWN_MODELS
 from headrace.run.config import RunConfig, config_of_run, read_config
 from headrace.settings.toml import dump
 from headrace.version import __version__

@@ -15,7 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.episodes.scoring.config import BUILTIN, IN_SANDBOX
 from headrace.episodes.scoring.extract import last_number
 from headrace.episodes.tasks.read import kind_of, read_rows
-from headrace.models.known_models import KNOWN_MODELS
+from headrace.models.resolve import KNOWN_MODELS
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "conversations", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "label", "response")

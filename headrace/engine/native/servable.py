@@ -14,8 +14,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.runners import skeleton, weight_tensors
 from headrace.engine.native.sampling.stopping import Decode
-from headrace.models.endings import endings_of
-from headrace.models.tokenizer import load_tokenizer
+from headrace.models.tokenizer import endings_of, load_tokenizer
 
 GIB = 2**30
 

@@ -18,9 +18,9 @@ from headrace.core.errors import ConfigError
 from headrace.core.reports import Finding
 from headrace.engine.kinds import OWN_FAMILIES
 from headrace.models.chat import ChatEncoder, Message
-from headrace.models.endings import ANSWER, QUESTION
 from headrace.models.lora import LoraConfig
-from headrace.models.model_files import Stored, read_header, weight_files
+from headrace.models.resolve import Stored, read_header, weight_files
+from headrace.models.tokenizer import ANSWER, QUESTION
 
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """Endings of the names of output heads."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.models.lora import LoraConfig
-from headrace.models.model_files import read_header, weight_files
+from headrace.models.resolve import read_header, weight_files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.models.endings import name_all
+from headrace.models.tokenizer import name_all
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 

@@ -30,7 +30,7 @@ from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.facts.facts import FleetSample, GroupEnded, IdentityChecked, MemberMoved, RunEnded, WorkerLost
 from headrace.facts.records import StepRow
 from headrace.loop.world.world import FactList
-from headrace.models.endings import end_tokens
+from headrace.models.tokenizer import end_tokens
 from headrace.run import starting
 
 pytestmark = MARKS

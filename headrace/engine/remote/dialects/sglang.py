@@ -28,7 +28,7 @@ from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
 from headrace.engine.remote.dialects.sglang_facts import meet, statistics
 from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.server_kind import Control, ServerKind
-from headrace.models.endings import end_tokens
+from headrace.models.tokenizer import end_tokens
 
 
 class SglangDialect(LabelledDialect):

@@ -35,7 +35,7 @@ from headrace.engine.remote.dialects.vllm_checksums import Checksums
 from headrace.engine.remote.dialects.vllm_facts import find_transfer_engine, meet, statistics
 from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.server_kind import HOST, Control, Place, ServerKind, Startable
-from headrace.models.endings import end_tokens
+from headrace.models.tokenizer import end_tokens
 from headrace.settings.interpreters import Found
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.errors import Unreachable
-from headrace.models.model_files import read_header
+from headrace.models.resolve import read_header
 from headrace.models.vllm_names import parts_of
 
 FILE = "model.safetensors"
