@@ -10,9 +10,8 @@ from starlette.routing import Route
 
 from headrace.serve.routes import control, generate, openai, shared_formats
 from headrace.serve.serving import Serving
-from headrace.web.application import make_application
-from headrace.web.formats.stored_responses import StoredResponses
-from headrace.web.guard import Guard
+from headrace.web.application import Guard, make_application
+from headrace.web.formats.responses import StoredResponses
 
 ROUTES = [
     Route("/health", control.health),

@@ -17,7 +17,7 @@ from headrace.serve.serving import Serving
 from headrace.web.bodies import Chat, Completions, Drawing, Generate
 from headrace.web.constraints import checked, of_answer, of_format
 from headrace.web.errors import Refused
-from headrace.web.unserved import continues_last, offered_tools, refuse_unserved, stops
+from headrace.web.request_fields import continues_last, offered_tools, refuse_unserved, stops
 
 _TOKEN = re.compile(r"0|-?[1-9][0-9]{0,9}")
 _LAST = 8

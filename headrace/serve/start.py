@@ -25,7 +25,7 @@ from headrace.run.worker.worker_messages import EngineStart
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
-from headrace.web.crowd import room_for_connections
+from headrace.web.limits import room_for_connections
 from headrace.web.server import address_of, bind, make_server, serve_until_asked
 from headrace.weight_sync.directory import offer
 

@@ -1,8 +1,8 @@
 """Bodies of requests as msgspec structs. A wrong type and a value out of range are refused by name.
 
-A `Body` refuses an unknown field too. An `OpenBody`, of a route that many kinds of clients use, leaves it to `unknown_fields.py`. A known
+A `Body` refuses an unknown field too. An `OpenBody`, of a route that many kinds of clients use, leaves it to `request_fields.py`. A known
 field without influence on the sampled tokens (`user`, `detokenize`, ...) is accepted and ignored; an unsupported one that would influence
-them is refused unless it has its neutral value (`unserved.py`).
+them is refused unless it has its neutral value (`request_fields.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The limits of a server, and who can reach it. Imports no starlette."""
+"""The limits of a server: who can reach it, and how many connections it holds. Imports no starlette."""
 
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from headrace.core.errors import ConfigError
 
@@ -49,3 +51,105 @@ def check_address(host: str, port: int, token: str, danger: str) -> None:
         raise ConfigError(
             f"the token has {len(token)} characters; use at least {SHORTEST_TOKEN} (openssl rand -hex 32)"
         )
+
+
+# --- The limits on the connections of a server: how many it holds, and which one makes room for another. Imports no server.
+#
+# Whoever connects and then says nothing takes a place and an open file. Such connections have a deadline, and from a certain number on the
+# oldest of them makes room for each new one. A client that says at once what it wants is never among the oldest, however many others
+# there are.
+
+
+SILENT = 1024
+"""Connections that may wait for their first request, or for their next one."""
+HEAD_SECONDS = 10.0
+"""Seconds within which the head of a request has to arrive."""
+STALLED_SECONDS = 60.0
+"""Seconds that a client may read nothing while an answer waits for it. Its completions would count among those under way for ever."""
+READ_BYTES = 1 << 15
+"""Bytes of a connection that are read at once. Chunks of one byte take 1.4 µs a byte to parse, and others wait meanwhile."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+ACCEPTED = 64
+"""Connections that are accepted in one turn of the event loop, before anybody can count them."""
+OPEN_FILES = 1 << 16
+"""Open files that a server asks for at most: more would make room for an attack on its memory."""
+KEPT_FREE = 1024
+"""Open files that connections leave to the rest of the process, or a quarter of all where that is less."""
+
+
+def raise_open_files() -> int:
+    """Raises the soft limit of open files as far as the hard limit allows, up to `OPEN_FILES`. Returns the limit. Many systems have a soft
+    limit of 1024, for programs that use `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft == resource.RLIM_INFINITY:
+        return OPEN_FILES
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)
+
+
+def room_for_connections() -> int:
+    """Returns the number of connections that a server of this process may hold; raises the limit of open files before."""
+    limit = raise_open_files()
+    return limit - min(KEPT_FREE, limit // 4)
+
+
+@dataclass(eq=False)
+class Guest:
+    """A connection. `leave`: ends it when it has to make room."""
+
+    leave: Callable[[], None]
+    here: bool = field(default=True, init=False)
+
+
+class Crowd:
+    """The connections of a server.
+
+    >>> crowd, gone = Crowd(silent=2, most=9), []
+    >>> first, second, third = (crowd.came(lambda n=n: gone.append(n)) for n in (1, 2, 3))
+    >>> gone
+    [1]
+    """
+
+    def __init__(self, silent: int, most: int) -> None:
+        """`silent`: those that may wait for a request at once. `most`: of all."""
+        self._silent, self._most = min(silent, most), most
+        self._waiting: dict[Guest, None] = {}
+        """Those without a request, in the order in which they began to wait."""
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def came(self, leave: Callable[[], None]) -> Guest:
+        """Takes a new connection in. Another one may have to leave for it, or, if all others have requests, itself."""
+        guest = Guest(leave)
+        self._count += 1
+        self._waiting[guest] = None
+        self._make_room()
+        return guest
+
+    def asked(self, guest: Guest) -> None:
+        """The guest has sent its request: it may stay until it is answered."""
+        self._waiting.pop(guest, None)
+
+    def waits(self, guest: Guest) -> None:
+        """The guest may send another request."""
+        if guest.here and guest not in self._waiting:
+            self._waiting[guest] = None
+            self._make_room()
+
+    def left(self, guest: Guest) -> None:
+        if guest.here:
+            guest.here = False
+            self._count -= 1
+            self._waiting.pop(guest, None)
+
+    def _make_room(self) -> None:
+        while self._waiting and (len(self._waiting) > self._silent or self._count > self._most):
+            oldest = next(iter(self._waiting))
+            self.left(oldest)
+            oldest.leave()

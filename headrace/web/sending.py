@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace.web.errors import Refused, refusal_of
 from headrace.web.limits import ServerLimits
-from headrace.web.unknown_fields import note_unknown
+from headrace.web.request_fields import note_unknown
 
 T = TypeVar("T")
 

@@ -27,18 +27,18 @@ from headrace.processes.joining.dial import dial
 from headrace.processes.joining.listener import Listener
 from headrace.run.fleets import pool_door
 from headrace.testing.fake_engine import FakeEngine
-from headrace.web import limited_http
-from headrace.web.crowd import (
+from headrace.web import server
+from headrace.web.limits import (
     KEPT_FREE,
     OPEN_FILES,
     SILENT,
     Crowd,
     Guest,
+    ServerLimits,
     raise_open_files,
     room_for_connections,
 )
-from headrace.web.limits import ServerLimits
-from headrace.web.one_line import OneLine
+from headrace.web.server import OneLine
 from headrace.web.tls import server_context
 from headrace.weight_sync.over_http.http_ranges import AT_ONCE, WeightServer
 
@@ -111,7 +111,7 @@ def until(true: Callable[[], bool]) -> None:
 def test_the_head_of_a_request_has_a_deadline_and_trickling_does_not_move_it(
     tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limited_http, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
 
     async def trickles(url: str, first: bytes) -> None:
         reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
@@ -138,7 +138,7 @@ def test_the_head_of_a_request_has_a_deadline_and_trickling_does_not_move_it(
 def test_a_client_that_reads_nothing_does_not_keep_its_completions(
     tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limited_http, "STALLED_SECONDS", 0.3)
+    monkeypatch.setattr(server, "STALLED_SECONDS", 0.3)
 
     async def go() -> None:
         engine = FakeEngine(seconds_per_token=0.0, length=lambda rng: 60_000, context_length=100_000)

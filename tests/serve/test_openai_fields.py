@@ -22,7 +22,7 @@ from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.bodies import Chat
 from headrace.web.errors import Refused
-from headrace.web.unknown_fields import CHANGING, HEADER, MOST_UNKNOWN, note_unknown
+from headrace.web.request_fields import CHANGING, HEADER, MOST_UNKNOWN, note_unknown
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 

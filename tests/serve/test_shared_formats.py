@@ -17,7 +17,7 @@ from headrace.core.chat.messages import Message
 from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.errors import Refused
-from headrace.web.formats.stored_responses import StoredResponses
+from headrace.web.formats.responses import StoredResponses
 
 HERMES = TEMPLATES["hermes"]
 FUNCTION: Any = {"type": "function", "strict": None, **WEATHER["function"]}

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.engine.remote.errors import Busy, Unreachable
-from headrace.web.crowd import raise_open_files
+from headrace.web.limits import raise_open_files
 
 if TYPE_CHECKING:
     import aiohttp

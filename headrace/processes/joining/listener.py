@@ -46,7 +46,7 @@ from headrace.processes.joining.returning import Returning
 from headrace.processes.joining.worker_log import WorkerLog
 from headrace.processes.worker_place import PlaceSettings
 from headrace.version import __version__
-from headrace.web.crowd import BACKLOG, Crowd, Guest, room_for_connections
+from headrace.web.limits import BACKLOG, Crowd, Guest, room_for_connections
 
 M = TypeVar("M", bound=Struct)
 

@@ -28,9 +28,8 @@ from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
 from headrace.serve.sampling import begins_thinking, given_prompts, holds_strict_tools, of_chat, of_completions, work_of
 from headrace.serve.serving import Serving
 from headrace.web.bodies import Chat, Completions
+from headrace.web.request_fields import note_ignored, offered_tools, stops
 from headrace.web.sending import GONE, Events, body_bytes, json_response, read_body, while_there
-from headrace.web.unknown_fields import note_ignored
-from headrace.web.unserved import offered_tools, stops
 
 STARTED = int(time.time())
 

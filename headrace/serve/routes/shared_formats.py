@@ -18,13 +18,12 @@ from headrace.serve.routes.completion_text import CompletionText
 from headrace.serve.sampling import begins_thinking, holds_strict_tools, of_chat, work_of
 from headrace.serve.serving import Serving
 from headrace.web.bodies import Chat
-from headrace.web.formats import anthropic_bodies as anthropic
-from headrace.web.formats import responses_bodies as openai_responses
+from headrace.web.formats import anthropic_messages as anthropic
+from headrace.web.formats import responses as openai_responses
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
-from headrace.web.formats.responses_writer import ResponseWriter
+from headrace.web.formats.responses import ResponseWriter
+from headrace.web.request_fields import note_ignored, stops
 from headrace.web.sending import GONE, Events, body_bytes, json_response, read_body, while_there
-from headrace.web.unknown_fields import note_ignored
-from headrace.web.unserved import stops
 
 
 async def responses(request: HttpRequest) -> Response:

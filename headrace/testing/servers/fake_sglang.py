@@ -38,8 +38,8 @@ from headrace.testing.servers.sglang_bodies import (
     SglangUnloadLora,
     SglangUpdateFromDisk,
 )
+from headrace.web.application import Guard
 from headrace.web.errors import Refused, answer_error
-from headrace.web.guard import Guard
 from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 from headrace.weight_sync.files import RECORD, UpdateRecord
 

@@ -22,9 +22,8 @@ from headrace.views.board.cookie import CookieGate
 from headrace.views.board.runs_board import RunsBoard
 from headrace.views.board.swimlanes import KINDS, LaneQuery
 from headrace.views.report.page import SCRIPT, STYLE
-from headrace.web.application import make_application
+from headrace.web.application import Guard, make_application
 from headrace.web.errors import Refused
-from headrace.web.guard import Guard
 from headrace.web.sending import Events, json_response
 
 EVERY = 1.0

@@ -32,7 +32,7 @@ import msgspec
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import Manifest, WeightUpdate
-from headrace.web.crowd import Crowd, Guest
+from headrace.web.limits import Crowd, Guest
 from headrace.weight_sync.fetching import FetchingReceiver, SecuredTransport
 from headrace.weight_sync.over_http.relays import PATIENCE, Relays, path_to
 from headrace.weight_sync.slots import Manifests, WeightShelf, send_all

@@ -32,8 +32,8 @@ from headrace.episodes.environments.gateway.turn_request import (
 )
 from headrace.web.bodies import Chat, Completions, Drawing
 from headrace.web.errors import Refused
+from headrace.web.request_fields import offered_tools
 from headrace.web.sending import GONE, json_response, read_body, while_there
-from headrace.web.unserved import offered_tools
 
 Ask = Callable[[Speaker], Coroutine[Any, Any, TreeReply]]
 """Samples a turn of a rollout."""

@@ -16,7 +16,7 @@ from headrace.episodes.environments.gateway.turn_request import (
     speaker_of,
     turn_of,
 )
-from headrace.web.formats.anthropic_bodies import (
+from headrace.web.formats.anthropic_messages import (
     Messages,
     choice_of,
     events_of,
@@ -28,8 +28,8 @@ from headrace.web.formats.anthropic_bodies import (
     tools_of,
     unshown,
 )
+from headrace.web.request_fields import note_ignored
 from headrace.web.sending import GONE, Events, json_response, read_body
-from headrace.web.unknown_fields import note_ignored
 
 
 async def messages(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:

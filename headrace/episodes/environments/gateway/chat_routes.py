@@ -22,8 +22,8 @@ from headrace.episodes.environments.gateway.turn_request import (
     speaker_of,
 )
 from headrace.web.bodies import Chat
+from headrace.web.request_fields import offered_tools
 from headrace.web.sending import GONE, Events, json_response, read_body
-from headrace.web.unserved import offered_tools
 
 STARTED = int(time.time())
 

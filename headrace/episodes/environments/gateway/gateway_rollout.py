@@ -13,7 +13,7 @@ from headrace.episodes.environments.gateway.chat_tree import ChatTree, TreeReply
 from headrace.episodes.environments.gateway.text_tree import TextTree
 from headrace.processes.health.patience import within
 from headrace.web.errors import Refused
-from headrace.web.formats.stored_responses import StoredResponses
+from headrace.web.formats.responses import StoredResponses
 
 T = TypeVar("T")
 

@@ -17,8 +17,9 @@ from headrace.episodes.environments.gateway.turn_request import (
     speaker_of,
     turn_of,
 )
-from headrace.web.formats.responses_bodies import (
+from headrace.web.formats.responses import (
     Responses,
+    ResponseWriter,
     asked_of_template,
     format_of_response,
     history_of,
@@ -26,7 +27,6 @@ from headrace.web.formats.responses_bodies import (
     refuse_unserved_responses,
     system_of,
 )
-from headrace.web.formats.responses_writer import ResponseWriter
 from headrace.web.sending import GONE, Events, json_response, read_body
 
 

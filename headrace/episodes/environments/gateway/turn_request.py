@@ -25,8 +25,8 @@ from headrace.web.constraints import forces, of_answer
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
 from headrace.web.limits import ServerLimits
+from headrace.web.request_fields import continues_last, refuse_unserved, stops
 from headrace.web.sending import while_there
-from headrace.web.unserved import continues_last, refuse_unserved, stops
 
 Ask = Callable[[TurnStream | None], Coroutine[Any, Any, TreeReply]]
 """Samples the turn. It is followed through the stream, if there is one."""

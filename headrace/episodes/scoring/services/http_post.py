@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from headrace.web.crowd import raise_open_files
+from headrace.web.limits import raise_open_files
 
 if TYPE_CHECKING:
     import aiohttp

@@ -1,5 +1,4 @@
-"""Fields of requests that are none of their route's. Clients of other servers send many: one that would change the answer is refused, and
-so is one that is written almost like a field of the route. Any other is ignored, and the answer says so (`X-Headrace-Ignored`). So it does of a field that is known and has no effect."""
+"""Fields of requests that are refused, because no server here serves them, or told, because their route has none of that name."""
 
 from __future__ import annotations
 
@@ -13,11 +12,71 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.web.bodies import Chat, Completions, OpenBody
+from headrace.core.chat.messages import Tool
+from headrace.web.bodies import Chat, Completions, Drawing, OpenBody
 from headrace.web.errors import Refused
-from headrace.web.formats.anthropic_bodies import Messages
-from headrace.web.formats.responses_bodies import Responses
-from headrace.web.unserved import NEUTRAL
+from headrace.web.formats.anthropic_messages import Messages
+from headrace.web.formats.responses import Responses
+
+# --- Fields of requests that no server here serves. Those that would influence sampling are refused by name.
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "bad_words": (None, []),
+    "include_stop_str_in_output": (None, False),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+}
+"""Fields that are not served, and the values with which they ask for nothing."""
+
+REMEDIES = {
+    "functions": "give them as tools",
+    "function_call": "give tools and tool_choice",
+}
+
+
+def refuse_unserved(body: Drawing) -> None:
+    for name, values in NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value not in values:
+            remedy = f"; {REMEDIES[name]}" if name in REMEDIES else "; leave it out"
+            raise Refused(400, f"{name} is not served{remedy}", "unsupported_parameter")
+
+
+def stops(body: Drawing) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def offered_tools(body: Chat) -> list[Tool]:
+    """Returns the tools that the model is shown."""
+    return [] if body.tool_choice == "none" else body.tools or []
+
+
+def continues_last(body: Chat) -> bool:
+    """Whether the answer continues the last message. Raises Refused for fields that do not fit together."""
+    if not body.continue_final_message:
+        if body.add_generation_prompt is False:
+            said = "add_generation_prompt = false is served with continue_final_message = true only; leave it out"
+            raise Refused(400, said, "unsupported_parameter")
+        return False
+    if body.add_generation_prompt:
+        raise Refused(400, "continue_final_message and add_generation_prompt exclude each other; leave one out")
+    last = body.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise Refused(400, "continue_final_message needs a last message of the assistant with text; leave it out")
+    return True
+
+
+# --- Fields of requests that are none of their route's. Clients of other servers send many: one that would change the answer is refused, and
+# so is one that is written almost like a field of the route. Any other is ignored, and the answer says so (`X-Headrace-Ignored`). So it does of a field that is known and has no effect.
+
 
 HEADER = "X-Headrace-Ignored"
 """The header of an answer that names the fields that were ignored."""
