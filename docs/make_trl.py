@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.compat.trl.fields import FIELDS, Fate
+from headrace.compat.trl.trl_settings import FIELDS, Fate
 
 TARGET = Path(__file__).with_name("from_trl.md")
 HEADS: dict[Fate, str] = {

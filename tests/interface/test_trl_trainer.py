@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.compat.trl import GRPOConfig, GRPOTrainer
-from headrace.compat.trl.fields import FIELDS
-from headrace.compat.trl.trl_settings import algo_from, refuse_what_cannot_be, settings_from, without_meaning
+from headrace.compat.trl.trl_settings import FIELDS, algo_from, refuse_what_cannot_be, settings_from, without_meaning
 from headrace.core.errors import ConfigError
 from headrace.run.config import RunConfig, checked
 from headrace.settings.toml import build

@@ -5,11 +5,11 @@
 
     GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=reward, args=GRPOConfig(output_dir="out"), train_dataset=rows).train()
 
-Read `fields.py` (what becomes of every argument), `grpo_config.py` (the arguments, without TRL), `trl_settings.py` (arguments as settings),
-`trl_model.py` (models, adapters, tokenizers) and `grpo_trainer.py` (the trainer).
+Read `trl_settings.py` (what becomes of every argument, the arguments without TRL, arguments as settings) and `grpo_trainer.py` (models, adapters,
+tokenizers, and the trainer).
 """
 
-from headrace.compat.trl.grpo_config import GRPOConfig
 from headrace.compat.trl.grpo_trainer import GRPOTrainer
+from headrace.compat.trl.trl_settings import GRPOConfig
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]

@@ -1,18 +1,271 @@
-"""TRL's arguments as headrace's settings."""
+"""TRL's arguments: every field of its GRPOConfig with its fate, the config for machines without TRL, and both as headrace's settings."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import enum
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
-from headrace.compat.trl.fields import FIELDS
-from headrace.compat.trl.grpo_config import changed, unknown, value_of
 from headrace.core.errors import ConfigError
 from headrace.settings.toml import Tree
 from headrace.views.config import ObserveConfig
+
+# --- Every field of TRL's GRPOConfig, with its default, and its fate here: honoured, without meaning, or refused.
+#
+# The names and defaults are those of TRL 1.16 and transformers 5.23; a slow test compares them with the real dataclass. Imports nothing heavy.
+
+
+Fate = Literal["honoured", "no meaning", "refused"]
+
+
+class TrlField(NamedTuple):
+    default: Any
+    fate: Fate
+    words: str
+    """The setting that it becomes, or the reason why it has no meaning, or is refused unless it has its default."""
+
+
+HONOURED: dict[str, tuple[Any, str]] = {
+    "output_dir": (None, "the run is OUTPUT_DIR/headrace; save_model writes the model beside it"),
+    "seed": (42, "seed"),
+    "use_cpu": (False, 'engine.device and train.device = "cpu"'),
+    # the model
+    "model_init_kwargs": (
+        None,
+        'dtype = "bfloat16" is train.weights = "bfloat16"; other keys are refused by name, see there',
+    ),
+    # data and lengths
+    "num_generations": (8, "rollout.group_size"),
+    "max_completion_length": (512, "rollout.max_tokens"),
+    "vllm_max_model_length": (None, "engine.context_length; without it: room for the longest prompt and completion"),
+    "shuffle_dataset": (True, "task.shuffle"),
+    "chat_template_kwargs": (None, "task.template, where prompts are conversations"),
+    "per_device_train_batch_size": (
+        8,
+        "times gradient_accumulation_steps, by num_generations: staleness.groups_per_step",
+    ),
+    "gradient_accumulation_steps": (
+        1,
+        "see per_device_train_batch_size; the size of a microbatch is train.microbatch_tokens",
+    ),
+    "num_train_epochs": (3.0, "train.steps, from the number of rows"),
+    "max_steps": (-1, "train.steps"),
+    # sampling
+    "temperature": (1.0, "rollout.temperature"),
+    "top_p": (1.0, "rollout.top_p"),
+    "top_k": (0, "rollout.top_k"),
+    "min_p": (None, "rollout.min_p"),
+    "vllm_structured_outputs_regex": (None, "rollout.constraint.regex"),
+    # the algorithm
+    "beta": (0.0, "algo.kl.coef"),
+    "use_bias_correction_kl": (True, "algo.kl.unbiased"),
+    "epsilon": (0.2, "algo.clip_low"),
+    "epsilon_high": (None, "algo.clip_high; of cispo: 1 + algo.clip_high"),
+    "delta": (None, "algo.dual_clip"),
+    "importance_sampling_level": ("token", 'sequence: algo.loss = "gspo"'),
+    "loss_type": (
+        "dapo",
+        "algo.loss and algo.aggregation; bnpo is as dapo, because a denominator belongs to the whole step here; vespo is refused",
+    ),
+    "sapo_temperature_neg": (1.05, "algo.tau_negative"),
+    "sapo_temperature_pos": (1.0, "algo.tau"),
+    "reward_weights": (None, "the weights of reward.functions"),
+    "scale_rewards": ("group", 'group: algo.advantage = "group_norm"; none: "centred"; batch is refused'),
+    "multi_objective_aggregation": ("sum_then_normalize", 'normalize_then_sum: algo.advantage = "gdpo"'),
+    "mask_truncated_completions": (False, 'algo.overlong = "mask"'),
+    "off_policy_mask_threshold": (None, "algo.correction.opsm"),
+    # the optimizer
+    "learning_rate": (1e-6, "train.learning_rate"),
+    "lr_scheduler_type": (
+        "linear",
+        "train.schedule: linear, cosine, constant and constant_with_warmup; others are refused",
+    ),
+    "warmup_steps": (0, "train.warmup_steps; below 1: a share of the steps"),
+    "weight_decay": (0.0, "train.weight_decay"),
+    "adam_beta1": (0.9, "train.beta1"),
+    "adam_beta2": (0.999, "train.beta2"),
+    "max_grad_norm": (1.0, "train.max_grad_norm"),
+    "optim": ("adamw_torch_fused", "AdamW; adamw_torch is the same, others are refused"),
+    "bf16": (None, 'train.dtype: "bfloat16", or "float32" where it is false'),
+    "gradient_checkpointing": (
+        True,
+        "train.gradient_checkpointing; on by default, as in TRL, and needless for a small model",
+    ),
+    # evaluation, checkpoints, views
+    "eval_strategy": ("no", "eval.every, with eval_steps; prompts come from eval_dataset"),
+    "eval_steps": (None, "eval.every"),
+    "num_generations_eval": (None, "eval.samples"),
+    "save_strategy": ("steps", "checkpoint.every, with save_steps; best is refused"),
+    "save_steps": (500, "checkpoint.every"),
+    "save_total_limit": (None, "checkpoint.keep"),
+    "report_to": (
+        "none",
+        "observe.tensorboard, observe.trackio and the other sinks of [observe]; one that there is not is refused",
+    ),
+    "disable_tqdm": (None, 'observe.terminal = "off" where it is true'),
+}
+
+_MEMORY = "rows are packed without padding, and logits are never held whole"
+_ENGINE = "the engine is headrace's own, and generates without end beside the trainer"
+_MISMATCH = "ratios are taken to the sampler's own log-probs, which holds the mismatch of engine and trainer"
+_OFF = "it belongs to a setting that is refused"
+_LOG = "every step is written to metrics.jsonl, and the report shows prompts and completions"
+_LOADER = "there is no data loader: prompts are drawn one by one"
+_ONE = "one process trains on each device; several are train.parallel"
+_EVAL = "an evaluation samples held-out prompts with the engine, beside training"
+_SAVE = "a checkpoint holds all that a run needs, and is written whole or not at all"
+_FORWARD = "it does not change the numbers of this trainer"
+
+NO_MEANING: dict[str, dict[str, Any]] = {
+    _ENGINE: {
+        "generation_batch_size": None, "steps_per_generation": None, "cache_implementation": None, "use_vllm": False,
+        "vllm_mode": "colocate", "vllm_model_impl": "vllm", "vllm_enable_sleep_mode": False, "vllm_server_base_url": None,
+        "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 240.0, "vllm_group_port": 51216,
+        "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1, "use_transformers_continuous_batching": False,
+        "transformers_continuous_batching_config": None, "use_transformers_paged": False, "ds3_gather_for_generation": True,
+        "use_cache": False,
+    },
+    _MISMATCH: {
+        "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_cap": None,
+    },
+    _MEMORY: {
+        "pad_to_multiple_of": "auto", "use_liger_kernel": False, "liger_kernel_config": None, "torch_empty_cache_steps": None,
+        "average_tokens_across_devices": True, "gradient_checkpointing_kwargs": None, "activation_checkpointing": None,
+        "activation_checkpointing_kwargs": None, "skip_memory_metrics": True,
+    },
+    _FORWARD: {
+        "disable_dropout": False, "tf32": None, "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
+        "label_smoothing_factor": 0.0, "remove_unused_columns": False, "label_names": None,
+    },
+    _OFF: {
+        "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "ref_model_mixup_alpha": 0.6,
+        "ref_model_sync_steps": 512, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
+        "entropy_target": 0.2, "greater_is_better": None, "metric_for_best_model": None,
+    },
+    _LOG: {
+        "logging_steps": 10, "logging_strategy": "steps", "logging_first_step": False, "log_on_each_node": True,
+        "logging_nan_inf_filter": True, "log_level": "passive", "log_level_replica": "warning", "log_completions": False,
+        "log_multimodal": True, "num_completions_to_print": None, "log_unique_prompts": False, "run_name": None,
+        "project": "huggingface", "include_num_input_tokens_seen": "no", "debug": "",
+    },
+    _LOADER: {
+        "dataloader_drop_last": False, "dataloader_num_workers": 0, "dataloader_pin_memory": True, "dataloader_persistent_workers": False,
+        "dataloader_prefetch_factor": None, "dataloader_multiprocessing_context": None, "dataloader_in_order": True,
+        "train_sampling_strategy": "random", "length_column_name": "length", "ignore_data_skip": False, "data_seed": None,
+    },
+    _ONE: {
+        "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None, "ddp_broadcast_buffers": None, "ddp_static_graph": None,
+        "ddp_backend": None, "ddp_timeout": 1800, "local_rank": -1, "accelerator_config": None, "fsdp_config": None,
+    },
+    _EVAL: {
+        "eval_delay": 0, "per_device_eval_batch_size": 8, "prediction_loss_only": False, "eval_on_start": False,
+        "eval_do_concat_batches": True, "eval_use_gather_object": False, "eval_accumulation_steps": None, "include_for_metrics": [],
+        "batch_eval_metrics": False, "bf16_full_eval": False, "fp16_full_eval": False, "do_train": False, "do_eval": False,
+        "do_predict": False,
+    },
+    _SAVE: {
+        "save_only_model": False, "save_on_each_node": False, "enable_jit_checkpoint": False,
+        "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "hub_token": None, "hub_private_repo": None,
+        "hub_model_id": None, "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "trackio_space_id": None,
+        "trackio_bucket_id": None, "trackio_static_space_id": None,
+    },
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "trust_remote_code": (False, "no code of a model is run; use a model that transformers itself has"),
+    "router_aux_loss_coef": (None, "there is no auxiliary loss of routers; rollout.keep_routing replays the sampler's experts instead"),
+    "cast_lm_head_to_fp32": (False, "the head computes in train.dtype; use bf16=False"),
+    "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p"),
+    "repetition_penalty": (1.0, "the sampler would not draw from the distribution that is trained"),
+    "num_iterations": (1, "every batch gets exactly one update; smaller batches give more updates"),
+    "sync_ref_model": (False, "the reference is the model that training began with"),
+    "top_entropy_quantile": (1.0, "tokens are not chosen by entropy; algo.select has other ways"),
+    "entropy_coef": (0.0, "there is no entropy bonus; a loss of your own can have one (algo.loss)"),
+    "use_adaptive_entropy": (False, "there is no entropy bonus"),
+    "max_tool_calling_iterations": (None, "tools are an environment here (docs/environments.md)"),
+    "log_completions_hub_repo": (None, "completions stay in the run's directory"),
+    "lr_scheduler_kwargs": (None, "schedules have no arguments here"),
+    "optim_args": (None, "AdamW has no arguments beside weight decay and betas"),
+    "optim_target_modules": (None, "all parameters have one optimizer; peft_config trains an adapter"),
+    "adam_epsilon": (1e-8, "AdamW's epsilon is 1e-8"),
+    "fp16": (False, "training is in bfloat16 or float32"),
+    "neftune_noise_alpha": (None, "noise on embeddings would be another policy than the one that was sampled from"),
+    "auto_find_batch_size": (False, "train.microbatch_tokens bounds memory"),
+    "full_determinism": (False, "a replay is exact as it is (docs/journal.md); engine.exact makes sampling so"),
+    "parallelism_config": (None, "several devices are train.parallel"),
+    "fsdp": (None, "several devices are train.parallel, which holds a part of the weights on each"),
+    "deepspeed": (None, "several devices are train.parallel, which holds a part of the weights on each"),
+    "load_best_model_at_end": (False, "headrace export --step takes any checkpoint that was kept"),
+    "push_to_hub": (False, "headrace export RUN --push ORG/NAME does it after training"),
+}  # fmt: skip
+
+FIELDS: dict[str, TrlField] = {
+    **{name: TrlField(default, "honoured", words) for name, (default, words) in HONOURED.items()},
+    **{
+        name: TrlField(default, "no meaning", why)
+        for why, names in NO_MEANING.items()
+        for name, default in names.items()
+    },
+    **{name: TrlField(default, "refused", why) for name, (default, why) in REFUSED.items()},
+}
+
+
+# --- GRPOConfig with TRL's names and defaults, for machines without TRL, and how a given one is compared with its defaults.
+
+
+GRPOConfig: Any = dataclasses.make_dataclass(
+    "GRPOConfig",
+    [
+        (
+            name,
+            Any,
+            dataclasses.field(default_factory=partial(copy.copy, rule.default), kw_only=name != "output_dir"),
+        )
+        for name, rule in sorted(FIELDS.items(), key=lambda pair: pair[0] != "output_dir")
+    ],
+    namespace={
+        "__doc__": "The fields of TRL's GRPOConfig, with its defaults (`trl_settings.py`). TRL's own may be given instead."
+    },
+)
+GRPOConfig.__module__ = __name__  # a process that unpickles one looks here
+
+
+def value_of(args: Any, name: str) -> Any:
+    """Returns a field as a plain value: transformers turns names into enums."""
+    value = getattr(args, name, FIELDS[name].default)
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def changed(args: Any, fate: Fate) -> Iterator[str]:
+    """Yields the fields of a fate whose value is not the default. TRL's own config fills in many fields when it is made: so it is compared
+    with another one that was given nothing."""
+    plain = _plain(args)
+    derived = ("generation_batch_size", "steps_per_generation", "run_name", "output_dir", "logging_dir")
+    for name, rule in FIELDS.items():
+        if rule.fate == fate and name not in derived and value_of(args, name) != value_of(plain, name):
+            yield name
+
+
+def _plain(args: Any) -> Any:
+    """Returns a config that was given nothing. Where there is no GPU, transformers makes none with bf16 unless `use_cpu` is given."""
+    return type(args)(use_cpu=True, bf16=args.bf16)
+
+
+def unknown(args: Any) -> list[str]:
+    """Returns fields that this table does not have: those of a later TRL, if they were changed."""
+    plain = _plain(args)
+    names = [field.name for field in dataclasses.fields(args) if field.name not in FIELDS and field.init]
+    return [name for name in names if getattr(args, name) != getattr(plain, name)]
+
+
+# --- TRL's arguments as headrace's settings.
+
 
 ROOM = 256
 """Tokens that a chat template may add to a prompt."""
