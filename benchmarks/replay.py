@@ -29,7 +29,7 @@ from swap_accuracy import ASKED
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from headrace.algo.loss.aggregate import token_mean
+from headrace.algo.objective import token_mean
 from headrace.core.batches import Row
 from headrace.core.steps import Transcript, write_down
 from headrace.core.types import Request, Sampling

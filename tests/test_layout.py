@@ -53,7 +53,7 @@ FLOORS = {
 # The rooms of a folder, from the lowest up: each imports only from those before it. A folder's own files have no order of their
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
-    "algo": ("policy", "rules", "advantage", "loss"),
+    "algo": ("policy",),
     "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed", "plan"),
     "commands.plan": ("rates", "parts"),
     "core": ("chat",),

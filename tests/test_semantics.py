@@ -16,9 +16,9 @@ import torch
 from fake_engine_model import CoreDriver
 from fake_world import PATIENT, FakeWorld
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.algo.loss.aggregate import AGGREGATIONS
+from headrace.algo.objective import AGGREGATIONS
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.errors import IdentityError, StalledError
 from headrace.durable.journal import read_steps
 from headrace.episodes.rollout import RolloutConfig

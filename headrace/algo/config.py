@@ -11,10 +11,11 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.advantages import ADVANTAGES, PER_TURN
-from headrace.algo.policy.constants import settings_of
-from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.user import UserLoss
-from headrace.algo.recipe_parts import (
+from headrace.algo.recipes import (
+    LOSSES,
+    RECIPES,
     Aggregation,
     Correction,
     CorrectionConfig,
@@ -23,10 +24,10 @@ from headrace.algo.recipe_parts import (
     KLConfig,
     LagWeightConfig,
     Old,
+    Recipe,
     SelectConfig,
 )
-from headrace.algo.recipes import LOSSES, RECIPES, Recipe
-from headrace.algo.rules.table import RULES
+from headrace.algo.rules import RULES
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
@@ -383,3 +384,110 @@ def _have(names: list[str]) -> str:
 
 def _them(names: list[str]) -> str:
     return "it" if len(names) == 1 else "them"
+
+
+# --- Warnings about settings that work, but not as one might expect. Imports no torch.
+
+
+LONG = 512
+"""Number of tokens above which a product over a sequence deserves a warning (NeMo-RL #2269)."""
+
+
+def caveats(algo: AlgoConfig, max_tokens: int, max_lag: int = 0) -> list[str]:
+    """Returns warnings about an algorithm in a run with completions of `max_tokens` and the lag bound `max_lag`."""
+    return [*_of_lag(algo, max_lag), *_of_length(algo, max_tokens)]
+
+
+def trusts_a_region(algo: AlgoConfig) -> bool:
+    """Whether a bound on the ratio to the sampler, or a correction, keeps the policy near the one that sampled. A
+    user's own loss is assumed to."""
+    recipe, correction = algo.recipe, algo.recipe.correction
+    if recipe.loss.pairs:  # which of two rollouts is better does not depend on who sampled them
+        return True
+    bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
+    corrects = correction.mode != "none" or bool(correction.rules)
+    return bounds or corrects or recipe.select.kind == "m2po"
+
+
+def _of_lag(algo: AlgoConfig, max_lag: int) -> list[str]:
+    if max_lag == 0 or trusts_a_region(algo):
+        return []
+    why = ", where every ratio is 1" if algo.recipe.old == "trainer" else ""
+    return [
+        f"staleness.max_lag = {max_lag} with algo.loss = {algo.recipe.loss}, algo.old = {algo.recipe.old}{why}: neither a clip nor a "
+        "correction holds the policy near the older one that sampled. In one published comparison plain policy gradients at age <= 1 "
+        "finished 2 of 128 answers, with truncated importance sampling 98; use algo.name = tis (or algo.correction.mode = truncate), "
+        "a loss with a clip (algo.name = grpo), or staleness.max_lag = 0"
+    ]
+
+
+def _of_length(algo: AlgoConfig, max_tokens: int) -> list[str]:
+    correction = algo.recipe.correction
+    if max_tokens <= LONG or correction.mode == "none" or correction.level != "sequence":
+        return []
+    return [
+        f"algo.correction.level = sequence multiplies the ratios of up to {max_tokens} tokens: such a product is nearly "
+        f"always outside [{correction.low}, {correction.high}] and most sequences will teach nothing; "
+        "algo.correction.level = geometric does not depend on the length"
+    ]
+
+
+# --- Translates settings of runs made before 2026-11-22, so that such a run is done again with the arithmetic that it had.
+#
+# Recipes had other constants then, one name stood for another algorithm, and an answer was extracted from completions
+# that were cut off. A run keeps all of its settings that have a value, and since that day `algo.denominator` is always
+# one of them: a resolved `[algo]` without it is from before.
+
+
+Tree = dict[str, Any]
+_ALWAYS_KEPT = {"name", "length_constant", "length_penalty", "overlong"}
+"""Settings that a resolved `[algo]` has had from the first version on, and that nobody sets all by hand."""
+_RENAMED = {"dppo_kl": "dppo_tv_quadratic"}
+_EARLIER_CONSTANTS: dict[str, Tree] = {
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "ipo": {"delta": 0.1, "penalty": 1e-3},
+}
+"""Constants by loss."""
+_CORRECTIONS: dict[str, Tree] = {"mis_geometric": {"low": 0.99, "high": 1.001}, "opsm": {"opsm": 1e-4}}
+"""Corrections by recipe."""
+
+
+def as_it_was(config: Tree) -> Tree:
+    """Returns the settings as they have to be read: unchanged, unless an earlier version resolved them."""
+    algo = config.get("algo")
+    if not isinstance(algo, dict) or not algo.keys() >= _ALWAYS_KEPT or "denominator" in algo:
+        return config
+    translated = {**config, "algo": _translated(algo), **_rewards(config)}
+    if "adapters" in config:
+        translated["adapters"] = [_adapter(one) for one in config["adapters"]]
+    return translated
+
+
+def _adapter(table: Tree) -> Tree:
+    translated = {**table, **_rewards(table)}
+    return {**translated, "algo": _translated(table["algo"])} if "name" in table.get("algo", {}) else translated
+
+
+def _rewards(table: Tree) -> Tree:
+    """Restores that answers were extracted from completions that were cut off, too."""
+    reward = table.get("reward")
+    return {"reward": {"extract_truncated": True, **reward}} if isinstance(reward, dict) and reward else {}
+
+
+def _translated(algo: Tree) -> Tree:
+    name = str(algo["name"])
+    translated: Tree = {**algo, **{key: _RENAMED.get(algo[key], algo[key]) for key in ("name", "loss") if key in algo}}
+    recipe = RECIPES.get(_RENAMED.get(name, name))
+    if recipe is None:  # refused elsewhere
+        return translated
+    if translated.get("old") != "trainer":  # where no ratio reaches a bound
+        translated = {**_EARLIER_CONSTANTS.get(str(translated.get("loss", recipe.loss.name)), {}), **translated}
+    correction = dict(translated.get("correction", {}))
+    if name in _CORRECTIONS and correction.get("mode") != "none":
+        translated["correction"] = {**_CORRECTIONS[name], **correction}
+    kl = dict(translated.get("kl", {}))
+    if kl.get("place") == "reward":
+        kl.pop("estimator", None)  # recorded rows keep their values; new ones use the estimator that is sound
+        translated["kl"] = kl
+    return translated

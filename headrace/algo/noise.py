@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
-from headrace.algo.rules.table import RULES
+from headrace.algo.rules import RULES
 from headrace.core.reports import Noise, TrainReport
 
 COSTLY = 0.02

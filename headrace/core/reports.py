@@ -8,7 +8,7 @@ from headrace.core.types import Struct
 
 
 class LagStats(Struct, frozen=True):
-    """The sampler's log-probs against the trainer's, over the loss tokens of one lag (`algo/loss/diagnostics.py`).
+    """The sampler's log-probs against the trainer's, over the loss tokens of one lag (`algo/diagnostics.py`).
 
     >>> lag = LagStats("1", tokens=4, ratio=1.002, kl=0.004, ess=0.99, chi2=0.01, clipped=0.0)
     """

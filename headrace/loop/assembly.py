@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
+from headrace.algo.training_rows import Algorithm
 from headrace.core.errors import HeadraceError, IdentityError
 from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.core.types import Prompt

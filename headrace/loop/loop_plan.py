@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.algo.advantage.groups import Algorithm
+from headrace.algo.training_rows import Algorithm
 from headrace.core.batches import Batch, Group
 from headrace.core.types import Constraint, Prompt, Request, RolloutKey
 from headrace.durable.journal import JournalStep

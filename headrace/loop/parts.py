@@ -6,8 +6,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
+from headrace.algo.training_rows import Algorithm
 from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Trainer
 from headrace.durable.journal import Journal
 from headrace.episodes.notebook import Notebook

@@ -16,8 +16,7 @@ from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.config import AlgoConfig
-from headrace.algo.earlier import as_it_was
+from headrace.algo.config import AlgoConfig, as_it_was
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.episodes.scoring.overlong import punished

@@ -11,34 +11,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.algo.advantage.credit import (
-    agent_advantages,
-    agent_returns,
-    gae,
-    kl_penalty,
-    rae,
-    return_to_go,
-    turn_advantages,
-    turn_returns,
-    whiten,
-)
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.advantages import (
     ADVANTAGES,
     GroupRewards,
+    agent_advantages,
+    agent_returns,
     centred,
+    gae,
     gdpo,
     group_norm,
     has_contrast,
+    kl_penalty,
     leave_one_out,
     maxrl,
     opo,
     pass_at_k,
     penalised,
+    rae,
     raw,
+    return_to_go,
+    turn_advantages,
+    turn_returns,
+    whiten,
     z_scores,
 )
 from headrace.algo.config import AlgoConfig
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Group
 from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Episode, Prompt, Scored, TeacherTrace, Turn, VersionSpan

@@ -10,17 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.caveats import caveats
-from headrace.algo.config import AlgoConfig
-from headrace.algo.loss.aggregate import AGGREGATIONS
-from headrace.algo.loss.objective import objective_of, selection_of
+from headrace.algo.config import AlgoConfig, caveats
+from headrace.algo.objective import AGGREGATIONS, objective_of, selection_of
 from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.user import UserLoss
-from headrace.algo.recipe_parts import KL, Correction
-from headrace.algo.recipes import LOSSES, RECIPES, Recipe
-from headrace.algo.rules.kpop import KPop
-from headrace.algo.rules.opsm import OPSM
-from headrace.algo.rules.veto import Veto
+from headrace.algo.recipes import KL, LOSSES, RECIPES, Correction, Recipe
+from headrace.algo.rules import OPSM, KPop, Veto
 from headrace.run.config import load_config
 
 MINIMAL = {
@@ -270,5 +265,5 @@ def test_k1_is_offered_in_the_reward():
 
 
 def test_the_controllers_half_imports_no_torch():
-    code = "import sys, headrace.algo.advantage.groups, headrace.trainer.config; assert 'torch' not in sys.modules"
+    code = "import sys, headrace.algo.training_rows, headrace.trainer.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

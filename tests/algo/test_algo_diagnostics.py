@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.algo.loss.diagnostics import Diagnostics
+from headrace.algo.diagnostics import Diagnostics
 from headrace.algo.policy.tokens import TokenLoss, Tokens
 
 

@@ -17,10 +17,8 @@ import torch
 from pydantic import ValidationError
 
 from headrace.algo.policy.clipped import GMPO, GSPO, GSPOToken, PPOClip
-from headrace.algo.policy.constants import settings_of
-from headrace.algo.policy.loss import Loss
-from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
-from headrace.algo.policy.smooth import SAPO, Kimi, KLCov
+from headrace.algo.policy.loss import Loss, settings_of
+from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.recipes import LOSSES, RECIPES

@@ -12,9 +12,9 @@ from tiny_run import of, tiny_config
 
 import headrace
 from headrace.algo.config import AlgoConfig
-from headrace.algo.loss.diagnostics import Diagnostics
-from headrace.algo.loss.objective import objective_of
+from headrace.algo.diagnostics import Diagnostics
 from headrace.algo.noise import NoiseWatch, inside_rounding
+from headrace.algo.objective import objective_of
 from headrace.algo.policy.tokens import TokenLoss, Tokens
 from headrace.algo.recipes import RECIPES
 from headrace.core.reports import TrainReport

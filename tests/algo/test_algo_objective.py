@@ -13,19 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.algo.advantage.credit import kl_penalty
+from headrace.algo.advantages import kl_penalty
 from headrace.algo.config import AlgoConfig
-from headrace.algo.loss.aggregate import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum, token_mean, token_sum
-from headrace.algo.loss.corrections import importance_weight
-from headrace.algo.loss.denominator import KeptCounts
-from headrace.algo.loss.distill import _with_tail, top_divergence
-from headrace.algo.loss.kl import kl_estimate, kl_loss
-from headrace.algo.loss.objective import objective_of, old_of, selection_of
-from headrace.algo.loss.selection import covariance, m2po
+from headrace.algo.objective import (
+    AGGREGATIONS,
+    KeptCounts,
+    _with_tail,
+    covariance,
+    importance_weight,
+    kl_estimate,
+    kl_loss,
+    m2po,
+    objective_of,
+    old_of,
+    selection_of,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    token_mean,
+    token_sum,
+    top_divergence,
+)
 from headrace.algo.policy.tokens import Tokens, TopTokens
-from headrace.algo.recipe_parts import Distill
-from headrace.algo.recipes import RECIPES
-from headrace.algo.rules.kpop import larger_binary_kl
+from headrace.algo.recipes import RECIPES, Distill
+from headrace.algo.rules import larger_binary_kl
 from headrace.core.errors import ConfigError
 
 SEQUENCE = np.array([0, 0, 0, 1, 2, 2, 2, 2])

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.algo.advantage.training_rows import Overlong, paths_of, reference_of, row_of, rows_of
+from headrace.algo.training_rows import Overlong, paths_of, reference_of, row_of, rows_of
 from headrace.core.batches import Row
 from headrace.core.types import (
     Completion,

@@ -12,9 +12,9 @@ import torch
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import RECIPES
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.reports import TrainReport
 from headrace.core.steps import spans_of

@@ -13,9 +13,9 @@ import torch
 import transformers
 from msgspec.structs import replace
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.policy.pairs import DPO, IdentityPreference, PairLoss, SimPO
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.testing.simulated_ranks import Ring

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.loss.aggregate import seq_mean_token_sum
+from headrace.algo.objective import seq_mean_token_sum
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay, no_replay

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from headrace.algo.advantage.training_rows import rows_of
+from headrace.algo.training_rows import rows_of
 from headrace.core.batches import Group
 from headrace.core.reports import TrainReport
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan

@@ -13,8 +13,8 @@ from fake_world import FakeWorld
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Failure, Row
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import EnvironmentKind

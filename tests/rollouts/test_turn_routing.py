@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.algo.advantage.training_rows import rows_of
+from headrace.algo.training_rows import rows_of
 from headrace.core.protocols import Limits
 from headrace.core.types import Completion, Prompt, RoutingTrace, Scored, VersionSpan
 from headrace.episodes.rollout_session import Played, RolloutSession, TurnAsked

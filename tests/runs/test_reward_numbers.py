@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.config import AlgoConfig
+from headrace.algo.training_rows import algorithm_of
 from headrace.core import rewards
 from headrace.core.batches import Failure, Group
 from headrace.core.errors import TrainingError

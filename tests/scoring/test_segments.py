@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Failure
 from headrace.core.types import Completion, Episode, Scored, Turn, VersionSpan
 from headrace.episodes.scoring.config import RewardConfig, RewardSpec

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from headrace import cli
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.algo.training_rows import algorithm_of
 from headrace.commands.plan.answer import PlanRequest, answer
 from headrace.commands.plan.charts import draw
 from headrace.commands.plan.parts.shared_cores import Shared

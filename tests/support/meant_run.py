@@ -19,7 +19,7 @@ import pytest
 import torch
 from fake_engine_model import FakeRunner
 
-from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Failure, Row
 from headrace.core.protocols import KEPT, Agent, Environment, EnvironmentKind
 from headrace.core.reports import EngineStats, LoadReport, TrainReport

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.algo.loss.aggregate import seq_mean_token_mean, token_mean
+from headrace.algo.objective import seq_mean_token_mean, token_mean
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.types import Prompt, RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
 from headrace.trainer.packing import (

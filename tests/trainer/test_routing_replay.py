@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.loss.aggregate import token_mean
+from headrace.algo.objective import token_mean
 from headrace.commands.installed import parity
 from headrace.commands.installed.parity import ParityRow
 from headrace.core.batches import Batch, Group, Row

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.algo.loss.aggregate import token_mean
+from headrace.algo.objective import token_mean
 from headrace.core.batches import Row
 from headrace.core.types import SamplingMask, TeacherTrace, TopLogprobs
 from headrace.native.cuda_ops import Layout, is_right, varlen_kernel

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.constants import ClipHigh, ClipLow
-from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.loss import ClipHigh, ClipLow, Loss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, log_ratio, ratio_of, sequence_mean
 from headrace.settings.strict import STRICT
 

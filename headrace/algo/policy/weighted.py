@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.constants import Cap, ClipHigh, ClipLow
-from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.loss import Cap, ClipHigh, ClipLow, Loss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, ratio_of, sequence_sum, unclipped
 from headrace.settings.strict import STRICT
 

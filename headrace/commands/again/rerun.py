@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.algo.advantage.groups import Algorithm, algorithm_of
+from headrace.algo.training_rows import Algorithm, algorithm_of
 from headrace.core.batches import Batch
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.protocols import Trainer

@@ -12,8 +12,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from headrace.algo.advantage.groups import Algorithm, algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.algo.training_rows import Algorithm, algorithm_of
 from headrace.commands.again.bundle import STATE, Bundle
 from headrace.commands.again.replay import beyond, is_exact, tolerance_of, worded
 from headrace.commands.again.rerun import batch_of, open_trainer

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.algo.advantage.training_rows import paths_of
+from headrace.algo.training_rows import paths_of
 from headrace.core.batches import Group, Row
 from headrace.core.types import Completion, Episode, Scored, Struct, Turn
 from headrace.durable.journal import JournalStep

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.protocols import Engine, EnvironmentKind, Observer, Scorer, Task, Trainer
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import msgspec
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.errors import HeadraceError, StalledError, WorkerDied
 from headrace.core.protocols import Engine, Job, Task
 from headrace.durable.journal import Journal

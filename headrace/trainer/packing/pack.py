@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.algo.objective import AggregationFunction
 from headrace.core.batches import Row
 
 ROOT = -1

@@ -8,7 +8,7 @@ Rows that begin alike form a tree: what they share is forwarded once, and every 
     segments  (0, 3, root) (3, 2, parent 0) (5, 1, parent 0)
     predictor 2 3 4 2 5                             M = 5: logits at these places predict a a a b b
 
-Only the split depends on the budget: weights come from the whole step (`algo/loss/aggregate.py`, C9).
+Only the split depends on the budget: weights come from the whole step (`algo/objective.py`, C9).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.denominator import KeptCounts
+from headrace.algo.objective import KeptCounts
 from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import Tokens, TopTokens
 from headrace.trainer.forward.forward import Forward, TokenScores

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.loss.aggregate import AGGREGATIONS, AggregationFunction
-from headrace.algo.loss.objective import Objective, Selection, objective_of, selection_of
+from headrace.algo.objective import AGGREGATIONS, AggregationFunction, Objective, Selection, objective_of, selection_of
 from headrace.core.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig

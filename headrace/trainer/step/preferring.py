@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.algo.advantage.training_rows import paths_of
 from headrace.algo.policy.pairs import PairLoss, Side
+from headrace.algo.training_rows import paths_of
 from headrace.core.batches import Batch
 from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Placement

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from headrace.algo.loss.denominator import COUNTS, KeptCounts
-from headrace.algo.loss.diagnostics import Diagnostics
-from headrace.algo.loss.kl import kl_estimate
+from headrace.algo.diagnostics import Diagnostics
+from headrace.algo.objective import COUNTS, KeptCounts, kl_estimate
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of
 from headrace.trainer.forward.forward import TokenScores
 from headrace.trainer.packing import Pack, StepPlan

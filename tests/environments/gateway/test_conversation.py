@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.algo.advantage.training_rows import rows_of
+from headrace.algo.training_rows import rows_of
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Limits

@@ -15,8 +15,8 @@ from gateway_agent import Asks, parents, played, user
 from test_handing_out import Service, handed_out
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.algo.advantage.credit import agent_returns
-from headrace.algo.advantage.training_rows import rows_of
+from headrace.algo.advantages import agent_returns
+from headrace.algo.training_rows import rows_of
 from headrace.core.batches import Failure
 from headrace.core.types import Prompt, Scored
 from headrace.episodes.environments.agents.agent_environment import open_agents

@@ -11,7 +11,7 @@ from typing import Any
 
 import tool_chats
 
-from headrace.algo.advantage.training_rows import rows_of
+from headrace.algo.training_rows import rows_of
 from headrace.core.types import Completion, Prompt, Scored, VersionSpan
 from headrace.episodes.episodes import Played
 from headrace.episodes.rollout_session import TurnAsked

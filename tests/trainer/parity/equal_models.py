@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tiny_models import make
 from torch import Tensor
 
-from headrace.algo.loss.aggregate import token_mean
+from headrace.algo.objective import token_mean
 from headrace.core.batches import Row
 from headrace.core.steps import Transcript, write_down
 from headrace.core.types import Request, Sampling

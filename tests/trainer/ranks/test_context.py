@@ -15,7 +15,7 @@ from rank_processes import RankProcesses
 from sharded_case import BUDGET, CPU, GROUPS, Case, compare, trainer_of_rank
 from torch import Tensor
 
-from headrace.algo.loss.aggregate import AGGREGATIONS
+from headrace.algo.objective import AGGREGATIONS
 from headrace.core.errors import ConfigError
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.training_rows import algorithm_of
 from headrace.commands.plan.rates.fits import alike, line, newly_computed, rotated
 from headrace.commands.plan.rates.publish_times import Publishing, time_publishing, timed
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates

@@ -1,0 +1,374 @@
+"""The composed loss of an algorithm, which the trainer computes on every microbatch:
+
+old        the log-probs that ratios are taken against
+advantage  the rewards' + the teacher's
+loss       the policy loss, a value of `policy/` (or the user's function)
+× weight   the correction's and the lag's; zero for tokens that a rule takes out
++ KL       the divergence from the reference
++ teacher  the divergence from the teacher over its top tokens
+
+A token that a rule takes out keeps the last two, unless `algo.denominator = kept` removes it from them too. The parts come first, in the
+order in which a step needs them; `Objective` puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.policy.loss import LossFunction
+from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, log_ratio, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.recipes import Aggregation, Correction, Distill, Estimator, LagWeight, Level, Old, Recipe
+
+# --- Aggregation of per-token losses to one number: the weight of each loss token, fixed before the first microbatch runs.
+#
+# C9: the denominator is that of the whole optimizer step. With these weights the losses of microbatches simply add up, so
+# no split of the step can change its gradient. (A mean of the means of microbatches depends on the split: TRL #7206.)
+
+
+AggregationFunction = Callable[[Sequence[int], int], list[float]]
+"""(loss tokens of every row of the step, length constant) -> the weight of each loss token of that row.
+
+A row without loss tokens is in no denominator.
+"""
+
+
+def token_mean(counts: Sequence[int], constant: int) -> list[float]:
+    """Every token weighs the same: sum / all loss tokens (DAPO)."""
+    tokens = max(sum(counts), 1)
+    return [1 / tokens for _ in counts]
+
+
+def seq_mean_token_mean(counts: Sequence[int], constant: int) -> list[float]:
+    """Every sequence weighs the same: mean over sequences of the mean over their tokens (GRPO as published)."""
+    rows = _rows(counts)
+    return [1 / (rows * max(count, 1)) for count in counts]
+
+
+def seq_mean_token_sum(counts: Sequence[int], constant: int) -> list[float]:
+    """Mean over sequences of the sum over their tokens: the policy gradient of REINFORCE and RLOO."""
+    return [1 / _rows(counts) for _ in counts]
+
+
+def token_sum(counts: Sequence[int], constant: int) -> list[float]:
+    """Sum / (constant × sequences) (Dr.GRPO, arXiv 2503.20783): the length of a completion does not enter."""
+    assert constant > 0, "filled in by AlgoConfig.with_length"
+    return [1 / (_rows(counts) * constant) for _ in counts]
+
+
+def pair_mean(counts: Sequence[int], constant: int) -> list[float]:
+    """Every pair of rollouts weighs the same: the loss of pairs is divided by the pairs of the whole step where it is made
+    (`trainer/step/preferring.py`), so that nothing is left to divide here."""
+    return [1.0 for _ in counts]
+
+
+def _rows(counts: Sequence[int]) -> int:
+    return max(sum(count > 0 for count in counts), 1)
+
+
+AGGREGATIONS: dict[str, AggregationFunction] = {
+    "token_mean": token_mean,
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum": seq_mean_token_sum,
+    "token_sum": token_sum,
+    "pair_mean": pair_mean,
+}
+
+
+# --- Tokens selected over the whole optimizer step. Shapes: M loss tokens of the step, all microbatches and ranks.
+#
+# The log-probs come from a forward pass without gradient before the first microbatch, so that no split of the step
+# changes the selection. Ties are broken by position.
+
+
+def m2po(logprob: Tensor, sampled: Tensor, tau: float) -> Tensor:
+    """[M] bool: all but the tokens with the largest (log ratio)² that keep its mean at τ or above (M2PO, arXiv
+    2510.01161)."""
+    moment = (logprob - sampled).cpu().double() ** 2  # a running sum on CUDA differs from call to call (C8)
+    ascending, order = torch.sort(moment, stable=True)
+    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(moment) + 1)
+    keep = torch.zeros_like(moment, dtype=torch.bool)
+    keep[order] = mean < tau  # running means of ascending values ascend: what is kept is a prefix
+    return keep.to(logprob.device)
+
+
+def covariance(logprob: Tensor, sampled: Tensor, advantage: Tensor, fraction: float) -> Tensor:
+    """[M] bool: all but the `fraction` of tokens with the largest (logprob - mean)·(A - mean), at least one.
+
+    Clip-Cov and KL-Cov (arXiv 2505.22617): these tokens reduce the entropy most. Choice: 2e-4 of the tokens (SkyRL
+    0.2). Clip-Cov of the paper draws among those inside bounds; here the largest are taken, without chance, so that a
+    step can be replayed. Two tokens always have equal covariances, so that a choice would depend on their order: below
+    three, none is taken.
+    """
+    value = (logprob - logprob.double().mean()) * (advantage - advantage.double().mean())
+    count = max(1, int(fraction * len(value))) if len(value) > 2 else 0
+    keep = torch.ones_like(value, dtype=torch.bool)
+    keep[torch.sort(value, descending=True, stable=True).indices[:count]] = False
+    return keep
+
+
+# --- Weights on the policy loss: against the gap between sampler and trainer, and by lag. Shapes: M loss tokens.
+#
+# x is the log-prob whose gap to the sampler's is weighed, without gradient: `old`, or the current one if `old` is the
+# sampler's itself. w = exp(clamp(x - sampled, ±20)). A token that a rule takes out counts zero in the numerator;
+# `objective.py` decides whether it counts in the denominator.
+
+
+def importance_weight(x: Tensor, tokens: Tokens, level: Level) -> Tensor:
+    """[M] w of the token; of its sequence, exp Σ; or the geometric mean over its sequence, exp mean.
+
+    Sources: token, "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025); sequence
+    and geometric, "When speed kills stability" (Liu et al. 2025). exp Σ of a long sequence vanishes (NeMo-RL #2269):
+    for thousands of tokens nearly every weight is outside any bounds, and the geometric mean is the one to use.
+    """
+    gap = x - tokens.sampled
+    match level:
+        case "token":
+            pass
+        case "sequence":
+            gap = sequence_sum(gap, tokens.sequence)
+        case "geometric":
+            gap = sequence_mean(gap, tokens.sequence)
+    return ratio_of(gap, torch.zeros_like(gap))
+
+
+def corrected(x: Tensor, tokens: Tokens, correction: Correction) -> tuple[Tensor, dict[str, Tensor]]:
+    """([M] the weight, rule -> [M] bool: tokens that it takes out).
+
+    Truncate (TIS): the weight clamped to [low, high]. Mask (MIS; IcePop, arXiv 2510.18855): the weight, zero outside.
+    """
+    taken: dict[str, Tensor] = {}
+    weight = torch.ones_like(tokens.sampled)
+    if correction.mode != "none":
+        weight = importance_weight(x, tokens, correction.level)
+        if correction.mode == "mask":
+            taken["mask"] = (weight < correction.low) | (weight > correction.high)
+        weight = torch.clamp(weight, correction.low, correction.high)
+    return weight, taken | {rule.name: rule(x, tokens) for rule in correction.rules}
+
+
+def lag_weight(lag: Tensor, rule: LagWeight) -> tuple[Tensor, dict[str, Tensor]]:
+    """([M] 1, decay ** lag, or 1 up to `maximum`; rule -> [M] bool: tokens that it takes out)."""
+    match rule.kind:
+        case "constant":
+            return torch.ones_like(lag), {}
+        case "exponential":
+            return rule.decay**lag, {}
+        case "trim":
+            return torch.ones_like(lag), {"lag": lag > rule.maximum}
+
+
+# --- `algo.denominator = kept`: what a rule took out leaves the denominator of the whole step too (C9).
+#
+# The weights of a step are fixed before its first microbatch, and what a rule takes out is known only after a microbatch was forwarded.
+# So a microbatch is weighed by what was packed, and corrected afterwards: within a row at once, because rows are whole; over the step at
+# its end, by one factor on the gradient that all microbatches and ranks have added to. Both are exact.
+
+
+COUNTS = ("tokens", "kept_tokens", "rows", "kept_rows")
+"""The fields that add up over ranks."""
+
+
+@dataclass
+class KeptCounts:
+    """The kept part of a step, summed over its microbatches (and ranks)."""
+
+    aggregation: Aggregation
+    tokens: int = 0
+    kept_tokens: int = 0
+    rows: int = 0
+    """Rows with loss tokens."""
+    kept_rows: int = 0
+    """Rows with a token that was kept."""
+
+    def within_rows(self, sequence: Tensor, rejected: Tensor) -> Tensor:
+        """[M] the factors on the microbatch's weights that are known at once. Counts what it keeps."""
+        kept = (~rejected).to(torch.float32)
+        of_row, kept_of_row = sequence_sum(torch.ones_like(kept), sequence), sequence_sum(kept, sequence)
+        self.tokens += len(kept)
+        self.kept_tokens += int(kept.sum())
+        self.rows += len(sequence.unique())
+        self.kept_rows += len(sequence[~rejected].unique())
+        if self.aggregation != "seq_mean_token_mean":
+            return torch.ones_like(kept)
+        return of_row / torch.clamp(kept_of_row, min=1)
+
+    @property
+    def factor(self) -> float:
+        """The factor on the gradient of the whole step."""
+        if self.aggregation == "token_mean":
+            return self.tokens / max(self.kept_tokens, 1)
+        return self.rows / max(self.kept_rows, 1)
+
+
+# --- Divergence from a reference model, estimated on the sampled tokens (Schulman 2020, "Approximating KL divergence").
+#
+# k1 = lp - ref (unbiased, of any sign), k2 = ½(lp - ref)², k3 = exp(ref - lp) - (ref - lp) - 1 (unbiased, never
+# negative).
+#
+# Only the log ratio is bounded, to ±20, and its gradient passes the bound unchanged: descent on any of them ends at 0,
+# wherever it starts. A bound on the *value*, as in verl, removes the gradient of k3 from ref - lp = 2.6 on; multiplied by
+# a ratio with a gradient it reverses it, and a token that is too improbable is pushed further down.
+
+
+def kl_estimate(logprob: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+    """[M] estimates of KL(policy || reference)."""
+    gap = log_ratio(reference, logprob)
+    match estimator:
+        case "k1":
+            return -gap
+        case "k2":
+            return gap**2 / 2
+        case "k3":
+            return torch.expm1(gap) - gap
+
+
+def kl_loss(logprob: Tensor, sampled: Tensor, reference: Tensor, estimator: Estimator, unbiased: bool) -> Tensor:
+    """[M] to add to the loss. `unbiased` multiplies by r = π/sampler, *with* its gradient (DeepSeek-V3.2, arXiv
+    2512.02556): then value and gradient are right for tokens that older weights sampled. AlgoConfig refuses k1 here.
+
+    Without it, on policy, the expected gradient of k2 is that of KL(policy || reference), that of k3 is KL(reference ||
+    policy)'s, and that of k1 is zero.
+    """
+    value = kl_estimate(logprob, reference, estimator)
+    return ratio_of(logprob, sampled) * value if unbiased else value
+
+
+# --- Distillation: the student samples, a teacher scores. Shapes: M loss tokens, k teacher tokens a position.
+#
+# On-policy distillation (GKD, arXiv 2306.13649; Thinking Machines, "On-policy distillation", 2025).
+
+
+TINY = 1e-12
+"""Least probability of the tail, -27.6 as a logarithm: k tokens may hold all of the probability, up to rounding."""
+
+
+def teacher_advantage(tokens: Tokens) -> Tensor:
+    """[M] sg(teacher - logprob), zero without a teacher: the policy gradient of the reverse KL on the sampled token."""
+    assert tokens.teacher is not None, "a row without a teacher has NaN, not nothing"
+    gap = tokens.teacher - tokens.logprob.detach()
+    return torch.where(torch.isfinite(gap), gap, 0.0)
+
+
+def top_divergence(top: TopTokens, distill: Distill) -> Tensor:
+    """[M] over the teacher's k tokens and one bucket for all others, log(1 - Σp); zero without a teacher.
+
+    forward KL(T || S), reverse KL(S || T), or jsd: β·KL(T || M) + (1 - β)·KL(S || M) with M = β·T + (1 - β)·S (GKD, eq. 1).
+    No importance weight: the divergence of a position does not depend on which token was sampled there.
+    """
+    there = torch.isfinite(top.teacher)
+    teacher, student = _with_tail(top.teacher, there), _with_tail(top.student, there)
+    counted = torch.cat([there, torch.ones_like(there[:, :1])], dim=1)
+    match distill.kind:
+        case "forward":
+            value = _kl(teacher, student, counted)
+        case "reverse":
+            value = _kl(student, teacher, counted)
+        case _:
+            value = _jsd(teacher, student, counted, distill.beta)
+    return torch.where(there.any(dim=1), value, 0.0)
+
+
+def _with_tail(logprob: Tensor, there: Tensor) -> Tensor:
+    """[M, k + 1]: padding is set to 0 and left out of the sums, so that no -inf is multiplied by a zero."""
+    total = torch.where(there, logprob.double(), -torch.inf).exp().sum(dim=1, keepdim=True)
+    tail = torch.log1p(-torch.clamp(total, max=1 - TINY))  # in float32, 1 - total has no digits left below 1e-6
+    return torch.cat([torch.where(there, logprob, 0.0), tail.to(logprob.dtype)], dim=1)
+
+
+def _kl(of: Tensor, to: Tensor, counted: Tensor) -> Tensor:
+    return torch.where(counted, of.exp() * (of - to), 0.0).sum(dim=1)
+
+
+def _jsd(teacher: Tensor, student: Tensor, counted: Tensor, beta: float) -> Tensor:
+    mixture = torch.log(beta * teacher.exp() + (1 - beta) * student.exp())
+    return beta * _kl(teacher, mixture, counted) + (1 - beta) * _kl(student, mixture, counted)
+
+
+# --- objective ------------------------------------------------------------
+
+
+Objective = Callable[[Tokens], TokenLoss]
+"""tokens of a microbatch -> losses per token, which the aggregation weighs and sums."""
+
+Selection = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logprob [M_step], sampled [M_step], advantage [M_step]), without gradients -> keep [M_step] bool"""
+
+
+def objective_of(algo: AlgoConfig) -> Objective:
+    """Returns the algorithm's loss. Raises ConfigError if the user's loss function cannot be loaded."""
+    recipe = algo.recipe
+    return partial(_objective, recipe, recipe.loss.ready(), algo.denominator == "kept")
+
+
+def selection_of(algo: AlgoConfig) -> Selection | None:
+    """Returns the function that makes `Tokens.keep`; None if nothing is selected, so that no forward pass beforehand is
+    needed."""
+    select = algo.recipe.select
+    match select.kind:
+        case "none":
+            return None
+        case "m2po":
+            return lambda logprob, sampled, advantage: m2po(logprob, sampled, select.tau)
+        case _:
+            return partial(covariance, fraction=select.fraction)
+
+
+def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, tokens: Tokens) -> TokenLoss:
+    tokens = _taught(tokens, recipe.distill)
+    old = old_of(tokens, recipe.old)
+    policy = loss(tokens, old)
+    weight, masked = _weighed(tokens, old, recipe)
+    masked |= policy.masked
+    out = TokenLoss(policy.loss, policy.clipped, masked).rejected
+    total = torch.where(out, 0.0, policy.loss * weight)
+    if recipe.kl.coef and recipe.kl.place == "loss":
+        assert tokens.reference is not None, "the trainer scores the reference where AlgoConfig.reference_in_loss"
+        kl = kl_loss(tokens.logprob, tokens.sampled, tokens.reference, recipe.kl.estimator, recipe.kl.unbiased)
+        total = total + recipe.kl.coef * kl
+    if recipe.distill.kind in ("forward", "reverse", "jsd") and tokens.top:
+        total = total + recipe.distill.coef * top_divergence(tokens.top, recipe.distill)
+    if only_kept:  # no part of the loss may count tokens that the denominator leaves out
+        total = torch.where(out, 0.0, total)
+    return TokenLoss(total, policy.clipped & ~out, masked)
+
+
+def old_of(tokens: Tokens, old: Old) -> Tensor:
+    """[M] the log-probs that ratios are taken against, without gradient.
+
+    trainer: the trainer's own log-prob before the update. A batch gets exactly one update here, so it is the current
+    one: exact and at no cost, and every ratio is 1 with its gradient. loglinear: a proximal policy (decoupled PPO,
+    arXiv 2110.00641; AReaL, arXiv 2505.24298) one step behind the current one, on the log-linear path from the
+    sampler's weights to it: sampled + α·(logprob - sampled), α = (v_prox - v_sampler)/(v_now - v_sampler) = (lag -
+    1)/lag (A-3PO, arXiv 2512.06547).
+    """
+    match old:
+        case "sampler":
+            return tokens.sampled
+        case "trainer":
+            return tokens.logprob.detach()
+        case "loglinear":
+            alpha = torch.clamp(tokens.lag - 1, min=0) / torch.clamp(tokens.lag, min=1)
+            return tokens.sampled + alpha * (tokens.logprob.detach() - tokens.sampled)
+
+
+def _taught(tokens: Tokens, distill: Distill) -> Tokens:
+    if distill.kind != "sampled":
+        return tokens
+    return tokens._replace(advantage=tokens.advantage + distill.coef * teacher_advantage(tokens))
+
+
+def _weighed(tokens: Tokens, old: Tensor, recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
+    x = tokens.logprob.detach() if recipe.old == "sampler" else old
+    weight, masked = corrected(x, tokens, recipe.correction)
+    by_lag, too_old = lag_weight(tokens.lag, recipe.lag)
+    masked |= too_old
+    if recipe.select.kind in ("m2po", "clip_cov"):
+        assert tokens.keep is not None, "filled in from selection_of"
+        masked[recipe.select.kind] = ~tokens.keep
+    return weight * by_lag, masked
