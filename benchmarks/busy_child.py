@@ -71,7 +71,7 @@ def engine(sequences: int) -> Callable[[], int]:
     from headrace.core.weights import WeightUpdate
     from headrace.engine.config import EngineConfig
     from headrace.engine.native.core import NativeEngine
-    from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+    from headrace.engine.native.runners.skeleton import parameters_from_dir
 
     made = NativeEngine(model(), EngineConfig(dtype="bfloat16", kv_gib=0.5, max_running=sequences, context_length=256))
     weights = parameters_from_dir(model(), torch.bfloat16)

@@ -34,9 +34,9 @@ from headrace.core.types import Prompt, Request, Sampling
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
+from headrace.engine.native.model_loading import read_model
 from headrace.engine.native.runners.decoder import FusedRunner
-from headrace.engine.native.servable import read_model
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import scoring
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
 

@@ -22,7 +22,7 @@ from headrace.core.types import Prompt, Request, Sampling
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.facts.facts import CheckpointSaved, EngineSample, TicketDrawn, WeightsLive
 from headrace.facts.records import StepRow, read_metrics
 from headrace.models.chat import ChatEncoder

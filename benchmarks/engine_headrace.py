@@ -14,7 +14,7 @@ from headrace.core.types import Request, Sampling
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 
 KV_GIB = 2.0
 """GiB of KV cache for a load that sets no budget: as much as vLLM gets."""

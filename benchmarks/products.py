@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.kernels.packing import SIDE, Packer, padded
+from headrace.engine.native.kernels.runner import SIDE, Packer, padded
 from headrace.native.build import LIMIT
 from headrace.native.memory import zeros
 

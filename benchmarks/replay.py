@@ -36,7 +36,7 @@ from headrace.core.types import Request, Sampling
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.trainer.forward.forward import Forward, choose_forward

@@ -58,7 +58,7 @@ ROOMS = {
     "commands.plan": ("rates", "parts"),
     "core": ("chat",),
     "engine": ("native", "remote", "servers", "fleet"),
-    "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
+    "engine.native": ("runners", "kernels"),
     "episodes": ("sandbox", "tasks", "scoring", "environments"),
     "episodes.environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "episodes.sandbox": ("kernel", "inside"),

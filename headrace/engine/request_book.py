@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from headrace.core.steps import Finished, StepOutput, Transcript, write_down
-from headrace.core.types import Completion, Request
+from headrace.core.types import Completion, Request, Sampling
+
+# --- A request that samples nothing: it asks for the log-probs of tokens that are there.
+
+
+def scoring(request_id: str, tokens: Sequence[int], priority: int = 0, adapter: str = "") -> Request:
+    """Makes a request for the log-probs of `tokens` (`Completion.prompt_logprobs`) that samples nothing."""
+    return Request(
+        request_id, tuple(tokens), Sampling(max_tokens=0), priority=priority, adapter=adapter, prompt_logprobs=True
+    )
+
+
+# --- request book ------------------------------------------------------------
 
 
 @dataclass

@@ -19,11 +19,9 @@ from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
-from headrace.engine.remote.server_kind import Described, Place, server_kind
-from headrace.engine.remote.strangers import open_control
-from headrace.engine.servers.commands import Command, command
+from headrace.engine.remote.server_kind import Described, Place, open_control, server_kind
 from headrace.engine.servers.installed import require
-from headrace.engine.servers.server_process import ServerProcess
+from headrace.engine.servers.server_process import Command, ServerProcess, command
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.suspects import Suspects
 from headrace.processes.joining.same_model import terms_of

@@ -15,10 +15,9 @@ from fake_world import LendingTrainer, OnLentDevices, lends
 
 from headrace.core.errors import ConfigError
 from headrace.core.reports import EngineStats
-from headrace.engine.fleet.fleet import Fleet
+from headrace.engine.fleet.fleet import Fleet, Totals, samples
 from headrace.engine.fleet.member import Member
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.engine.fleet.totals import Totals, samples
 from headrace.facts.costs import Costs
 from headrace.facts.facts import FleetSample, MemberMoved, Slept, StepTrained, Warned, Woke
 from headrace.facts.numbers.state import RunState

@@ -15,7 +15,7 @@ from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
-from headrace.engine.native.runners.low_rank import PREFIX, by_adapter
+from headrace.engine.native.runners.layers import PREFIX, by_adapter
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama-tied-biased", "gemma3_text", "qwen2", "qwen3_moe", "qwen3_moe-mixed", "mixtral", "olmoe"]

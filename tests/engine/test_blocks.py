@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.native.cache.blocks import Blocks
-from headrace.engine.native.cache.prefixes import Prefixes
 from headrace.engine.native.forward_pass import BLOCK
+from headrace.engine.native.kv_cache import Blocks, Prefixes
 
 ROOT = (0, "", 0)
 TEXT = tuple(range(100, 200))

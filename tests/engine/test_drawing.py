@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from headrace.engine.native.forward_pass import ForwardOutput
-from headrace.engine.native.sampling.drawing import draw
-from headrace.engine.native.sampling.sampler import Settings, sample, uniforms
+from headrace.engine.native.sampler import Settings, draw, sample, uniforms
 
 VOCABULARY = 50
 

@@ -11,7 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.steps import Finished, Transcript, write_down
 from headrace.core.types import Completion, Fork, Request, Sampling
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import scoring
 from headrace.testing.makers import request
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.core.steps import StepOutput, Transcript, write_down
 from headrace.core.types import Completion
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import scoring
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request, update

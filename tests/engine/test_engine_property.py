@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.types import Fork, Request, Sampling
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import scoring
 from headrace.testing.makers import request
 
 PROMPTS = [

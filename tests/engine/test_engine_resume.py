@@ -26,8 +26,8 @@ from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.runners.low_rank import PREFIX
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.layers import PREFIX
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 
 WIDE = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, "intermediate_size": 112}
 """What the kernels serve, and more than one block of 32 in every product."""

@@ -22,7 +22,7 @@ from headrace.core.types import Completion, Request, Sampling, VersionSpan
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import scoring
 from headrace.engine.streaming import check_parts, stages
 from headrace.loop.world import virtual_time
 from headrace.processes.wire import Frame, pack_payload

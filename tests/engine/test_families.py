@@ -31,12 +31,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners.attention import PagedCache
-from headrace.engine.native.runners.cuda_graphs import rows_bucket, width_bucket
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
-from headrace.engine.native.runners.padding import cut, fill_up, require_exact
-from headrace.engine.native.runners.skeleton import read
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.paged import cut, fill_up, require_exact, rows_bucket, width_bucket
+from headrace.engine.native.runners.skeleton import parameters_from_dir, read
 from headrace.models.resolve import resolve_model
 
 CPU = torch.device("cpu")
@@ -533,7 +531,7 @@ def test_an_exact_engine_is_refused_where_products_depend_on_a_rows_place():
 
 
 def test_equal_rows_have_equal_bits_in_avx2_too():
-    code = "import torch\nfrom headrace.engine.native.runners.padding import require_exact\n" + "\n".join(
+    code = "import torch\nfrom headrace.engine.native.runners.paged import require_exact\n" + "\n".join(
         f"torch.set_num_threads({threads}); require_exact(torch.float32, torch.device('cpu'))" for threads in (1, 2)
     )
     limits = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

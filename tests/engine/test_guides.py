@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.core.types import Constraint
-from headrace.engine.native.sampling.guides import Guides
+from headrace.engine.native.guides import Guides
 
 VOCABULARY = 16
 

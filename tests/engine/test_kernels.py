@@ -23,12 +23,10 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
-from headrace.engine.native.kernels.runner import KernelRunner, serves
-from headrace.engine.native.runners.low_rank import PREFIX
+from headrace.engine.native.kernels.runner import KernelRunner, Packer, gate_up_order, padded, serves
+from headrace.engine.native.runners.layers import PREFIX
 from headrace.engine.native.runners.skeleton import read
-from headrace.engine.native.sampling.drawing import draw
-from headrace.engine.native.sampling.sampler import Settings, sample, uniforms
+from headrace.engine.native.sampler import Settings, draw, sample, uniforms
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 PORTABLE = "x86-64-v3"
@@ -426,7 +424,7 @@ def test_without_a_compiler_the_engine_runs_in_pytorch(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
         "from headrace.engine.config import EngineConfig\n"
-        "from headrace.engine.native.kernels.build import built\n"
+        "from headrace.engine.native.kernels.binding import built\n"
         "from headrace.engine.native.core import NativeEngine\n"
         "assert built().library is None and 'compiler' in built().reason, built()\n"
         "print(NativeEngine(Path(sys.argv[1]), EngineConfig(kv_gib=0.1, context_length=64)).capabilities.path)"

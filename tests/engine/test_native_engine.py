@@ -21,8 +21,8 @@ from headrace.core.types import Fork, Request, RoutingTrace, Sampling
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
-from headrace.engine.scoring_request import scoring
+from headrace.engine.native.runners.skeleton import parameters_from_dir
+from headrace.engine.request_book import scoring
 from headrace.testing.makers import update
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
@@ -733,7 +733,7 @@ def test_stop_tokens_and_end_of_sequence(speaker):
 
 
 def test_a_special_token_can_be_a_stop_string(speaker):
-    from headrace.engine.native.sampling.stopping import Stopper
+    from headrace.engine.native.guides import Stopper
 
     stopper = Stopper((), ("<eos>",), lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=False))
     assert [stopper.push(token) for token in (*encode("hi"), EOS)] == [False, False, True]
@@ -741,7 +741,7 @@ def test_a_special_token_can_be_a_stop_string(speaker):
 
 def test_text_of_half_characters_hides_nothing_and_costs_no_more_than_other_text():
     """Bytes that never become a character: a stop string after them is found, and windows stay small."""
-    from headrace.engine.native.sampling.stopping import LONGEST_CHARACTER, Stopper
+    from headrace.engine.native.guides import LONGEST_CHARACTER, Stopper
 
     windows: list[int] = []
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.native.sampling.sampler import BLOCK, CHUNK, Drawn, Settings, sample, token_logprobs, uniforms
+from headrace.engine.native.sampler import BLOCK, CHUNK, Drawn, Settings, sample, token_logprobs, uniforms
 
 
 def same(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, counter=0) -> Settings:
@@ -310,7 +310,7 @@ def test_uniforms_are_uniform_and_depend_on_seed_and_counter_alone():
 
 def test_the_generator_is_splitmix64():
     """First outputs for the state 0, as published with the reference implementation; our state is the mixed seed."""
-    from headrace.engine.native.sampling.sampler import _mix
+    from headrace.engine.native.sampler import _mix
 
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
@@ -319,7 +319,7 @@ def test_the_generator_is_splitmix64():
 
 
 def test_the_ends_of_the_unit_interval_never_reach_a_token_of_probability_zero():
-    from headrace.engine.native.sampling.sampler import _draw_kept, _search
+    from headrace.engine.native.sampler import _draw_kept, _search
 
     p = np.zeros((3, 600))
     p[:, 10], p[:, 300] = 0.25, 0.75

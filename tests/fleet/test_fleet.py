@@ -17,9 +17,8 @@ from headrace.core.reports import Capabilities
 from headrace.core.steps import StepOutput
 from headrace.core.types import Completion, Request, RolloutKey, Sampling
 from headrace.core.weights import AdapterSpec
-from headrace.engine.fleet.fleet import Fleet
+from headrace.engine.fleet.fleet import Fleet, in_common
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.engine.fleet.totals import in_common
 from headrace.facts.facts import MemberMoved, Warned
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits

@@ -9,7 +9,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
-from headrace.engine.servers.commands import visible
+from headrace.engine.servers.server_process import visible
 from headrace.native.resources import usable_cores
 from headrace.run.fleets.core_shares import in_words, members_of, share_problems, split
 from headrace.serve.config import ServeConfig

@@ -16,7 +16,7 @@ from test_native_engine import save_model
 
 from headrace.core.types import Completion, Constraint, Request, Sampling
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine

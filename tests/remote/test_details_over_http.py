@@ -14,7 +14,7 @@ from tiny_models import saved
 
 from headrace.core.types import Completion, Request, Sampling
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine

@@ -29,15 +29,13 @@ from headrace.commands.installed.doctor import engine_findings
 from headrace.core.errors import ConfigError, WorkerDied
 from headrace.core.reports import Capabilities, EngineStats
 from headrace.engine.config import EngineConfig
-from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.connection import Connection, Unreachable
 from headrace.engine.remote.dialect import ServerState
-from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.outages import Presence
 from headrace.engine.remote.server_kind import Place, server_kind
 from headrace.engine.servers import server_guard
-from headrace.engine.servers.commands import Command, command
 from headrace.engine.servers.installed import look, places, require
-from headrace.engine.servers.server_process import ServerProcess
+from headrace.engine.servers.server_process import Command, ServerProcess, command
 from headrace.loop.world import virtual_time
 from headrace.models.lora import LoraConfig
 from headrace.processes.deaths import FORGIVEN

@@ -12,10 +12,9 @@ from labelled_engine import ENDS, LENGTH, SGLANG, request, so_far, until, update
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.types import Request, Sampling
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.dialects.sglang import SglangDialect
-from headrace.engine.remote.dialects.sglang_facts import statistics
+from headrace.engine.remote.dialects.sglang import SglangDialect, statistics
 from headrace.engine.remote.remote_engine import RemoteEngine
-from headrace.engine.remote.strangers import open_control
+from headrace.engine.remote.server_kind import open_control
 from headrace.testing.servers.fake_sglang import FakeSglang
 
 served, run = SGLANG.served, SGLANG.run

@@ -10,10 +10,9 @@ from labelled_engine import ENDS, LENGTH, VLLM, request, so_far, until, update
 
 from headrace.core.types import Request, Sampling
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.dialects.vllm import VllmDialect
-from headrace.engine.remote.dialects.vllm_facts import statistics
+from headrace.engine.remote.dialects.vllm import VllmDialect, statistics
 from headrace.engine.remote.remote_engine import RemoteEngine
-from headrace.engine.remote.strangers import open_control
+from headrace.engine.remote.server_kind import open_control
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.servers.fake_vllm import FakeVllm
 

@@ -12,7 +12,7 @@ from tiny_run import of, tiny_config
 import headrace
 from headrace.core.chat.token_text import StreamedText
 from headrace.durable.journal import read_steps
-from headrace.engine.native.sampling.stopping import Stopper
+from headrace.engine.native.guides import Stopper
 from headrace.facts.records import StepRow
 
 PIECES = ["t", "he", "then", "e", "ab", "abc", "🙂", "日本", "\u0301", " ", "x"]

@@ -636,7 +636,7 @@ def test_files_that_were_written_again_are_refused(tmp_path: Path):
 def test_weights_that_lack_a_parameter_are_not_made_up(tiny_llama: Path, tmp_path: Path):
     from safetensors.torch import load_file, save_file
 
-    from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+    from headrace.engine.native.runners.skeleton import parameters_from_dir
 
     tensors = load_file(tiny_llama / "model.safetensors")
     del tensors["model.norm.weight"]

@@ -19,7 +19,7 @@ import torch
 from served import Client, answering
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving

@@ -19,8 +19,8 @@ from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
-from headrace.engine.native.sampling.sampler import Settings, sample
-from headrace.engine.native.servable import GIB, ServableModel
+from headrace.engine.native.model_loading import GIB, ServableModel
+from headrace.engine.native.sampler import Settings, sample
 
 VOCABULARY = 40
 POISON = 39

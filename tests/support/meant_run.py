@@ -30,7 +30,7 @@ from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.forward_pass import ForwardInput
-from headrace.engine.native.servable import GIB, ServableModel
+from headrace.engine.native.model_loading import GIB, ServableModel
 from headrace.engine.request_book import RequestBook
 from headrace.episodes.environments.kinds import environment_kind
 from headrace.episodes.scoring.extract import Extractor

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
-from headrace.engine.native.runners.padding import require_exact
+from headrace.engine.native.runners.paged import require_exact
 from headrace.engine.native.runners.skeleton import Skeleton, read
 
 

@@ -28,7 +28,7 @@ from headrace.core.types import Prompt, Request, Sampling
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.models.resolve import resolve_model
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward

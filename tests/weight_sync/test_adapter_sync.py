@@ -17,7 +17,7 @@ from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import scoring
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment

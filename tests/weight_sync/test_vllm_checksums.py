@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
-from headrace.engine.remote.dialects.vllm import VllmDialect
-from headrace.engine.remote.dialects.vllm_checksums import checksums
+from headrace.engine.remote.dialects.vllm import VllmDialect, checksums
 from headrace.testing.servers.fake_vllm import FakeVllm
 from headrace.testing.servers.runtime_checksums import checksums_of
 

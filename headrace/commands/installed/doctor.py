@@ -77,7 +77,7 @@ def torch_findings(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
 
 def _kernels() -> Iterator[DoctorFinding]:
     from headrace.engine.native.kernels import binding
-    from headrace.engine.native.kernels import build as engine
+    from headrace.engine.native.kernels import binding as engine
     from headrace.native.build import LIMIT
     from headrace.trainer.kernels import build as trainer
 

@@ -1,7 +1,7 @@
 """Protocol `Engine`, made of engines.
 
 Rollouts of one group go to the member that has computed their prompt, unless they would wait there longer than another one with room needs for
-the prompt (`homes.py`); a new group goes to the member with the fewest requests.
+the prompt (`dispatch.py`); a new group goes to the member with the fewest requests.
 A member that dies, hangs, is slow with new weights or fails its probe leaves the rotation at once. Its requests go on elsewhere from
 their tokens, and it comes back when it answers and has the newest weights. The fleet is lost when no member is left.
 """
@@ -12,21 +12,174 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any, Protocol
 
-from headrace.core.errors import ConfigError, HeadraceError, IdentityError
-from headrace.core.reports import Capabilities, EngineStats, LoadReport
+import msgspec
+from msgspec.structs import replace
+
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError, WorkerDied
+from headrace.core.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
 from headrace.core.steps import Transcript
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
-from headrace.engine.fleet.care import Care
-from headrace.engine.fleet.lent import LentEngine
 from headrace.engine.fleet.member import Member, MemberEngine
-from headrace.engine.fleet.rotation import Check, Examination, FleetPatience, Rotation
-from headrace.engine.fleet.totals import Totals, in_common, samples
-from headrace.engine.scoring_request import scoring
+from headrace.engine.fleet.rotation import Care, Check, Examination, FleetPatience, Rotation
+from headrace.engine.request_book import scoring
 from headrace.engine.streaming import check_parts
-from headrace.facts.facts import EngineSample, FleetSample
+from headrace.facts.facts import EngineSample, FleetSample, MemberSample
 from headrace.facts.telemetry import Telemetry
+
+# --- Statistics of a fleet: those of its members, as those of one engine.
+
+
+class Totals:
+    """Sums that never decrease, whoever joins, leaves or starts anew."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(TOTALS, 0.0)
+        self._seen: dict[Member, EngineStats] = {}
+
+    def taken(self, members: Sequence[Member]) -> EngineStats:
+        """Returns the statistics of the fleet. Its busy seconds are the mean of its members', so that it is idle to the share to which they
+        are on average."""
+        own = sum(not member.lent for member in members)
+        for member in members:
+            before, now = self._seen.get(member, EngineStats()), member.stats
+            for name in TOTALS:
+                more = max(0, getattr(now, name) - getattr(before, name))
+                if name != "busy_seconds":
+                    self._sums[name] += more
+                elif not member.lent:  # whose devices are the trainer's, which is idle meanwhile
+                    self._sums[name] += more / own
+            self._seen[member] = now
+        self._seen = {member: self._seen[member] for member in members}
+        serving = [member for member in members if member.serves]
+        sums = {name: value if name == "busy_seconds" else round(value) for name, value in self._sums.items()}
+        return EngineStats(
+            running=sum(member.stats.running for member in serving),
+            waiting=sum(member.stats.waiting for member in serving),
+            kv_used=max((member.stats.kv_used for member in serving), default=0.0),
+            version=min((member.versions.get("", -1) for member in serving), default=-1),
+            **sums,  # type: ignore[arg-type]
+        )
+
+
+def samples(members: Iterable[Member]) -> tuple[MemberSample, ...]:
+    return tuple(
+        MemberSample(
+            name=member.name,
+            state=member.state,
+            version=member.versions.get("", -1),
+            running=len(member.attempts),
+            tokens=member.stats.sampled_tokens,
+            rate=member.rate if member.serves else 0.0,
+            absences=member.absences,
+            why=member.why,
+            lent=member.lent,
+        )
+        for member in members
+    )
+
+
+def in_common(all_: Sequence[Capabilities]) -> Capabilities:
+    """Returns what every one of them can do."""
+    kinds = {one.path.partition(" at ")[0] for one in all_}
+    arithmetic = all_[0].arithmetic if len({one.arithmetic for one in all_}) == 1 else ""
+    flags = [name for name, kind in Capabilities.__annotations__.items() if kind == "bool"]
+    each = {name: all(getattr(one, name) for one in all_) for name in flags}
+    each["exact"] &= len(kinds) == 1 and len({one.arithmetic for one in all_}) == 1  # a request may change its member
+    return msgspec.structs.replace(
+        all_[0],
+        context_length=min(one.context_length for one in all_),
+        adapters=min(one.adapters for one in all_),
+        rows=sum(one.rows for one in all_) if all(one.rows for one in all_) else 0,
+        kv_tokens=sum(one.kv_tokens for one in all_) if all(one.kv_tokens for one in all_) else 0,
+        path=f"{len(all_)} members: {', '.join(sorted(kinds))}",
+        arithmetic=arithmetic,
+        **each,
+    )
+
+
+# --- The member of a fleet that is on devices which the trainer lends while it waits.
+#
+#     asleep, resting ──wake──▶ away: it loads the newest weights ──▶ serving ──sleep: a batch is ready──▶ resting ──▶ asleep, or killed
+#
+# It leaves the rotation before anything is asked of it, so that its requests go on elsewhere from their tokens, whatever becomes of it. The
+# devices are given back when it sleeps, or is dead: one that does neither in time is killed.
+
+
+class LentMember(MemberEngine, Protocol):
+    """A member that can sleep. One that has died begins asleep again, and whoever wakes it loads all weights."""
+
+    async def sleep(self, keep: bool) -> SleepReport: ...
+
+    async def wake(self, replaced: bool) -> SleepReport: ...
+
+    async def ended(self) -> str:
+        """Returns as soon as it has no process, which would have devices. One whose process has just begun again is absent, but not ended: it
+        may be waking."""
+
+
+class LentEngine:
+    """The member as an engine that sleeps (`SleepingEngine` in `loop/turns.py`). Both calls may be repeated, and cut off."""
+
+    def __init__(
+        self, rotation: Rotation, member: Member, cares: dict[Member | None, asyncio.Task[None]], patience: float
+    ) -> None:
+        """`cares`: of the fleet's members. `patience`: seconds in which it must have given its devices back."""
+        self._rotation, self._member, self._cares, self._patience = rotation, member, cares, patience
+        self._engine: LentMember = member.engine  # type: ignore[assignment]
+        self._counted = 0
+        """Tokens of it that an earlier sleep has reported."""
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        """It enters the rotation later, when it has the newest weights. Raises HeadraceError if it is lost for good."""
+        if self._member.state == "lost":
+            raise WorkerDied(f"engine {self._member.name}", self._member.why)
+        try:
+            report = await self._engine.wake(replaced)
+        except HeadraceError as error:
+            self._rotation.lose(self._member, error)
+            raise
+        if self._member.state == "resting":
+            self._member.state = "away"
+            self._cares[self._member] = asyncio.get_running_loop().create_task(Care(self._rotation, self._member).run())
+        return report
+
+    async def sleep(self, keep: bool) -> SleepReport:
+        """Returns when its devices are free. Whatever its care was about to do, it does not enter: it is known to have no weights."""
+        if care := self._cares.pop(self._member, None):
+            care.cancel()
+        self._rotation.rest(self._member)
+        report = await self._freed(keep)
+        tokens, self._counted = self._member.accepted - self._counted, self._member.accepted
+        return replace(report, tokens=tokens)
+
+    async def _freed(self, keep: bool) -> SleepReport:
+        """Returns an empty report where its process is dead: a new one begins asleep."""
+        asleep = asyncio.ensure_future(self._engine.sleep(keep))
+        dead = asyncio.ensure_future(self._engine.ended())
+        ends: list[asyncio.Future[Any]] = [asleep, dead]
+        try:
+            done, _ = await asyncio.wait(ends, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._rotation.telemetry.warn(
+                    f"engine {self._member.name} has not given the trainer's devices back within {self._patience:g} s "
+                    "(orchestration.give_way); it is killed, and comes back when they are lent again"
+                )
+                self._engine.kill()
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(HeadraceError):  # it is lost for good, and has nothing left to give back
+                if asleep.done():
+                    return asleep.result()
+            return SleepReport()
+        finally:
+            for one in ends:
+                one.cancel()
+
+
+# --- fleet ------------------------------------------------------------
+
 
 SAMPLES = 20
 """Members whose statistics are recorded in one second: those of a thousand, every second, would fill a gigabyte in two hours."""

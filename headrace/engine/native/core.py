@@ -6,8 +6,10 @@ package's own docstring says where everything else is.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,25 +21,236 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.core.reports import EngineStats, SleepReport, capable
 from headrace.core.steps import Finished, StepOutput
-from headrace.core.types import Request, Stop
+from headrace.core.types import Request, Sampling, Stop
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.cache.blocks import Blocks
-from headrace.engine.native.cache.recorded_routing import RecordedRouting
-from headrace.engine.native.compiling import Compiling
-from headrace.engine.native.forward_pass import BLOCK
-from headrace.engine.native.requests import RequestLimits
-from headrace.engine.native.sampling.guides import Guides
-from headrace.engine.native.sampling.stopping import Stopper
-from headrace.engine.native.schedule.forks import Forks
-from headrace.engine.native.schedule.passes import Planner
-from headrace.engine.native.schedule.scheduler import Scheduler
-from headrace.engine.native.schedule.sequences import Running, Sequence
-from headrace.engine.native.servable import ServableModel, count_blocks, read_model
-from headrace.engine.native.served import Served
-from headrace.engine.native.sleeping import Sleeping
+from headrace.engine.native.forward_pass import BLOCK, Runner
+from headrace.engine.native.guides import Guide, Guides, Stopper
+from headrace.engine.native.kv_cache import Blocks, RecordedRouting
+from headrace.engine.native.live_weights import Served
+from headrace.engine.native.model_loading import ServableModel, count_blocks, read_model
+from headrace.engine.native.scheduler import Forks, Scheduler
+from headrace.engine.native.sequences import Planner, Running, Sequence
 from headrace.engine.native.stepping import Stepper
 from headrace.models.grammars import Grammars
+from headrace.native.memory import held, trim
+
+# --- Checks of requests. Every refusal gives its reason and names its remedy.
+
+
+COLDEST = 1e-5
+"""Logits divided by less could overflow."""
+HOTTEST = 1e30
+"""Divided by more than a float32 holds, masked logits are no numbers."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """The limits that requests are checked against."""
+
+    context_length: int
+    vocabulary: int
+    stop_strings: bool
+    routing: bool
+
+    def check(self, request: Request, context: int) -> None:
+        """Raises ValueError if the request can never run. `context`: tokens of its prompt, or of the sequence that it forks."""
+        _check_tokens(request.prompt, self.vocabulary)
+        _check_tokens(request.prefix, self.vocabulary)
+        if not context:
+            raise ValueError("the prompt has no tokens; begin it with a start token at least")
+        _check_sampling(request.sampling)
+        self._check_length(request, context)
+        self._check_wishes(request)
+
+    def _check_length(self, request: Request, context: int) -> None:
+        most = request.sampling.max_tokens
+        if context + most > self.context_length:
+            raise ValueError(
+                f"a prompt of {context} tokens and max_tokens = {most} need {context + most} tokens, the engine's context "
+                f"holds {self.context_length}; shorten the prompt, lower max_tokens or raise engine.context_length"
+            )
+        if len(request.prefix) > most:
+            raise ValueError(f"a prefix of {len(request.prefix)} tokens exceeds max_tokens = {most}; raise max_tokens")
+        if not most and not request.prompt_logprobs:
+            raise ValueError("max_tokens = 0 samples nothing; raise it, or set prompt_logprobs to score the prompt")
+
+    def _check_wishes(self, request: Request) -> None:
+        if biased := request.sampling.logit_bias:
+            _check_tokens(tuple(token for token, _ in biased), self.vocabulary)
+        if biased and request.return_mask:
+            raise ValueError(
+                "logit_bias changes the distribution, which no mask can tell a trainer: leave one of them out"
+            )
+        if request.sampling.stop and not self.stop_strings:
+            raise ValueError("stop strings need the model's tokenizer, which its directory lacks; use stop_token_ids")
+        if not 0 <= request.top_logprobs <= self.vocabulary:
+            raise ValueError(
+                f"top_logprobs = {request.top_logprobs} cannot be returned; it must be 0 to {self.vocabulary}, the vocabulary"
+            )
+        if request.return_routing and not self.routing:
+            raise ValueError(
+                "return_routing needs engine.routing = true (and a model with experts); set it, or do not ask"
+            )
+        if request.fork and (request.prompt or request.prefix or request.prompt_logprobs or request.adapter):
+            raise ValueError(
+                "a fork has the prompt and the adapter of its source; leave prompt, prefix, prompt_logprobs and adapter empty"
+            )
+
+
+def _check_tokens(tokens: tuple[int, ...], vocabulary: int) -> None:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise ValueError(
+            f"token {wrong} is not in the model's vocabulary of {vocabulary}; use the model's own tokenizer"
+        )
+
+
+def _is_temperature(value: float) -> bool:
+    return math.isfinite(value) and (value == 0 or value >= COLDEST)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    rules = [
+        (sampling.max_tokens >= 0, "max_tokens", "at least 0"),
+        (_is_temperature(sampling.temperature), "temperature", f"0 (greedy) or at least {COLDEST}"),
+        (sampling.temperature <= HOTTEST, "temperature", f"at most {HOTTEST:g}"),
+        (0 < sampling.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps all tokens)"),
+        (sampling.top_k >= 0, "top_k", "0 (keeps all tokens) or more"),
+        (0 <= sampling.min_p <= 1, "min_p", "from 0 (keeps all tokens) to 1"),
+        ("" not in sampling.stop, "stop", "strings that are not empty"),
+        (all(math.isfinite(bias) for _, bias in sampling.logit_bias), "logit_bias", "of finite numbers"),
+    ]
+    for ok, name, wanted in rules:
+        if not ok:
+            raise ValueError(f"{name} = {getattr(sampling, name)} cannot be sampled with; it must be {wanted}")
+
+
+# --- Requests with a constraint, between their arrival and the schedule: threads compile the constraints meanwhile.
+
+
+PATIENCE = 0.02
+"""Seconds for which a step without other work waits for a constraint."""
+
+
+class Compiling:
+    def __init__(self, guides: Guides) -> None:
+        self._guides = guides
+        self._waiting: dict[str, tuple[Sequence, Future[Guide]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter([sequence for sequence, _ in self._waiting.values()])
+
+    @property
+    def begun(self) -> bool:
+        """Whether one of them has tokens already."""
+        return any(sequence.begun for sequence in self)
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError for a constraint that no request can have here."""
+        self._guides.check(sampling)
+
+    def add(self, sequence: Sequence) -> None:
+        constraint = sequence.request.sampling.constraint
+        assert constraint is not None
+        self._waiting[sequence.id] = sequence, self._guides.begin(constraint, sequence.said)
+
+    def now(self, sampling: Sampling, tokens: tuple[int, ...]) -> Guide | None:
+        """Returns the guide of a completion that has these tokens; None without a constraint. Raises ValueError."""
+        return self._guides.begin(sampling.constraint, tokens).result() if sampling.constraint else None
+
+    def cancel(self, request_id: str) -> None:
+        if found := self._waiting.pop(request_id, None):
+            found[1].cancel()
+
+    def clear(self) -> list[Sequence]:
+        """Returns those that were there."""
+        there = list(self)
+        for sequence in there:
+            self.cancel(sequence.id)
+        return there
+
+    def enter(self, schedule: Scheduler) -> list[Finished]:
+        """Puts those that are ready into the schedule. Returns the ends of those whose constraint cannot be followed."""
+        if not schedule.has_work():
+            wait([future for _, future in self._waiting.values()], PATIENCE, FIRST_COMPLETED)
+        failed = []
+        for request_id, (sequence, future) in list(self._waiting.items()):
+            if not future.done():
+                continue
+            del self._waiting[request_id]
+            try:
+                sequence.guide = future.result()
+            except ValueError as error:
+                failed.append(Finished(request_id, "error", str(error)))
+            else:
+                schedule.add(sequence)
+        return failed
+
+
+# --- An engine asleep: its weights and its KV cache are given back while a trainer uses the same device, and taken again.
+#
+#     awake ──sleep: blocks that sequences hold are copied to the host, or dropped──▶ asleep ──wake──▶ awake, without weights ──swap──▶
+#
+# Sequences stay where they are: those that run keep their rows and tokens, and with their blocks the versions that computed them. Dropped
+# blocks are computed again under the weights that come next, as after a preemption.
+
+
+class Sleeping:
+    """The memory of an engine on a device, which it has only while it is awake."""
+
+    def __init__(self, runner: Runner, schedule: Scheduler, device: torch.device, asleep: bool) -> None:
+        """`asleep`: whether it begins without any."""
+        self._runner, self._schedule, self._device = runner, schedule, device
+        self._kept: tuple[np.ndarray, torch.Tensor] | None = None
+        """Numbers and content of the blocks that are on the host."""
+        self.asleep = asleep
+        if not asleep:
+            runner.allocate(schedule.blocks.count)
+
+    @torch.no_grad()
+    def begin(self, keep: bool) -> SleepReport:
+        """Frees weights and cache. `keep`: blocks that sequences hold go to the host. Nothing happens while it is asleep."""
+        if self.asleep:
+            return SleepReport()
+        started, before = time.perf_counter(), held(self._device)
+        self._schedule.fall_asleep(keep)
+        blocks, moved = self._schedule.blocks.in_use(), 0
+        if len(blocks):
+            content = self._runner.take_out(blocks)
+            self._kept, moved = (blocks, content), content.nbytes
+        self._runner.free()
+        self.asleep = True
+        _give_back(self._device)
+        return SleepReport(time.perf_counter() - started, max(0, before - held(self._device)), moved)
+
+    @torch.no_grad()
+    def end(self) -> SleepReport:
+        """Takes memory for the cache again, and puts the kept blocks back. Nothing happens while it is awake."""
+        if not self.asleep:
+            return SleepReport()
+        started, before, moved = time.perf_counter(), held(self._device), 0
+        self._runner.allocate(self._schedule.blocks.count)
+        if self._kept:
+            self._runner.put_back(*self._kept)
+            moved, self._kept = self._kept[1].nbytes, None
+        self.asleep = False
+        return SleepReport(time.perf_counter() - started, max(0, held(self._device) - before), moved)
+
+
+def _give_back(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim()
+
+
+# --- core ------------------------------------------------------------
 
 
 @dataclass(frozen=True)

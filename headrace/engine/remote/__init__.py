@@ -1,6 +1,6 @@
 """Engines behind HTTP.
 
-Read `errors.py` (failures of a request), `connection.py` (one server: pool, token, deadlines, streams), `dialect.py`
-(differences between kinds of servers), `server_kind.py` (the facts that a kind states), `dialects/` (the kinds), `outages.py` (a server that was away), `counts.py` (its statistics),
-`strangers.py` (whether anybody may change it), `standstill.py` (streams that are left for an update), `remote_engine.py` (protocol `Engine`).
+Read `connection.py` (one server: pool, token, deadlines, streams, failures), `dialect.py` (differences between kinds of servers, and what
+servers that label their weights have in common), `server_kind.py` (the facts that a kind states, and whether strangers may change a server), `dialects/` (the kinds),
+`outages.py` (a server that was away), `remote_engine.py` (protocol `Engine`, a run's own counts, and streams that are left for an update).
 """

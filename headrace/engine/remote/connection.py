@@ -8,12 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.core.errors import ConfigError, IdentityError
-from headrace.engine.remote.errors import Busy, Unreachable
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError
 from headrace.web.limits import raise_open_files
 
 if TYPE_CHECKING:
     import aiohttp
+
+
+# --- Failures of a request to a server.
+
+
+class Unreachable(HeadraceError):
+    """No answer, or an incomplete one: the server may be gone. A later attempt may succeed."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        """Status of an answer that was refused by the server; 0 where none came."""
+
+
+class Busy(HeadraceError):
+    """The server has no room now."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+        """The time to wait before asking again."""
+
+
+# --- connection ------------------------------------------------------------
+
 
 CONNECT = 10.0
 """Seconds in which a connection must be made."""

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.connection import Busy, Connection, Unreachable
 from headrace.engine.remote.dialect import Dialect, ServerState
-from headrace.engine.remote.errors import Busy, Unreachable
 from headrace.processes.deaths import Deaths
 
 T = TypeVar("T")

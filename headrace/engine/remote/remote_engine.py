@@ -14,26 +14,125 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 
 from headrace.core.errors import ConfigError, HeadraceError, IdentityError
-from headrace.core.reports import Capabilities, EngineStats, LoadReport
+from headrace.core.reports import TOTALS, Capabilities, EngineStats, LoadReport
 from headrace.core.steps import Finished, StepOutput, Transcript
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
-from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.counts import RunCounts
+from headrace.engine.remote.connection import Busy, Connection, Unreachable
 from headrace.engine.remote.dialect import Dialect, Heard, ServerState
-from headrace.engine.remote.errors import Busy, Unreachable
 from headrace.engine.remote.outages import Host, Presence
-from headrace.engine.remote.standstill import Standstill
-from headrace.engine.request_book import Pending, RequestBook
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import Pending, RequestBook, scoring
 from headrace.engine.streaming import check_parts
 from headrace.facts.facts import EngineSample, WorkerLost
 from headrace.facts.telemetry import Telemetry
+
+# --- A run's own counts over a server: it may have counted other work before the run, and its processes may end during it.
+
+
+class RunCounts:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """`clock`: where the server does not report for how long it has worked. Then the time counts in which it had requests of this
+        run, without which the run would report an engine that is never busy."""
+        self._clock = clock
+        self._streams, self._since, self._asked = 0, 0.0, 0.0
+        """Open streams; the time from which on there have been some; seconds with some before that."""
+        self._before, self._base, self._latest = EngineStats(), EngineStats(), EngineStats()
+        """Statistics of processes of the server that ended; what the present one had done before this run; what it has now."""
+
+    def begin(self, stats: EngineStats) -> None:
+        self._base = self._latest = stats
+
+    def update(self, stats: EngineStats) -> None:
+        self._latest = stats
+
+    def process_ended(self) -> None:
+        self._before, self._base, self._latest = self.of_run(0), EngineStats(), EngineStats()
+
+    def stream_began(self) -> None:
+        if self._clock and not self._streams:
+            self._since = self._clock()
+        self._streams += 1
+
+    def stream_ended(self) -> None:
+        self._streams -= 1
+        if self._clock and not self._streams:
+            self._asked += self._clock() - self._since
+
+    def of_run(self, version: int) -> EngineStats:
+        """`version`: that of the live weights."""
+        counts = {
+            name: getattr(self._before, name) + getattr(self._latest, name) - getattr(self._base, name)
+            for name in TOTALS
+        }
+        if self._clock:
+            counts["busy_seconds"] = self._asked + (self._clock() - self._since if self._streams else 0.0)
+        return msgspec.structs.replace(self._latest, version=version, **counts)
+
+
+# --- Streams that are left for an update, where the server does not report the version with each token.
+#
+# Every token that was heard is then of the weights before, and every one that will be is of those after: between, the server is asked
+# for none.
+
+
+class Standstill:
+    def __init__(self) -> None:
+        self._streams: dict[str, tuple[str, asyncio.Future[Any]]] = {}
+        """Request -> its adapter, and what its stream is left by."""
+        self._updating: set[str] = set()
+        """Adapters whose requests wait; all wait for the base model's update, which goes by the empty name."""
+        self._changed = asyncio.Event()
+
+    def enter(self, request: Request) -> asyncio.Future[Any]:
+        """A stream begins. Returns the future by which it is to be left."""
+        left: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._streams[request.id] = request.adapter, left
+        return left
+
+    def leave(self, request: Request) -> None:
+        """Nothing more is heard from its stream."""
+        del self._streams[request.id]
+        self._notify()
+
+    async def until_over(self, adapter: str, done: asyncio.Future[Any]) -> None:
+        """Returns when requests of the adapter may be sent, or the request is done without."""
+        while self._waits(adapter) and not done.done():
+            changed = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait([changed, done], return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+
+    @asynccontextmanager
+    async def of(self, adapter: str) -> AsyncIterator[None]:
+        """Keeps the server free of requests that the adapter's weights would sample. One at a time for each adapter."""
+        self._updating.add(adapter)
+        try:
+            while streams := [left for name, left in self._streams.values() if self._waits(name)]:
+                for left in streams:
+                    if not left.done():
+                        left.set_result(None)
+                await self._changed.wait()
+            yield
+        finally:
+            self._updating.discard(adapter)
+            self._notify()
+
+    def _waits(self, adapter: str) -> bool:
+        return "" in self._updating or adapter in self._updating
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
+
+# --- remote engine ------------------------------------------------------------
+
 
 ATTEMPTS = 5
 """Streams of one request that may break without a token; then it has failed."""

@@ -6,17 +6,22 @@ A server is a dialect with its `ServerKind` in one file of `remote/dialects/`, a
 from __future__ import annotations
 
 import importlib
+import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
+from urllib.parse import urlsplit
 
+from headrace.core.errors import ConfigError
 from headrace.engine.kinds import SERVERS
+from headrace.engine.remote.connection import Connection, Unreachable
 from headrace.settings.interpreters import Found
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
     from headrace.engine.remote.dialect import Dialect
+
 
 HOST = "127.0.0.1"
 """The address of servers that a run starts."""
@@ -111,3 +116,29 @@ def server_kind(kind: str) -> ServerKind:
 def startable_servers() -> dict[str, Startable]:
     """Returns the servers that a run starts, by kind."""
     return {kind: starts for kind in SERVERS if (starts := server_kind(kind).starts)}
+
+
+# --- Whether anybody who reaches a server may change it.
+
+
+async def open_control(kind: str, url: str, stranger: Connection, seconds: float) -> str:
+    """Returns a warning about a server that other machines reach and may change; an empty string for one that they cannot. `stranger`: a
+    connection to it without a token."""
+    control = server_kind(kind).control
+    if control is None or _is_here(urlsplit(url).hostname or ""):
+        return ""
+    try:
+        await stranger.get(control.path, seconds)
+    except (ConfigError, Unreachable):
+        return ""
+    return (
+        f"the server at {url} is reached over a network, and its control routes ({control.routes}) answer without a token: whoever "
+        f"reaches them can replace its weights; {control.remedy}"
+    )
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

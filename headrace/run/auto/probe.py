@@ -23,7 +23,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Struct
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
-from headrace.engine.native.servable import read_model
+from headrace.engine.native.model_loading import read_model
 from headrace.run.auto.candidates import Candidate, Figures
 from headrace.run.auto.slices import Slice, slice_of
 from headrace.trainer.config import TrainConfig

@@ -15,7 +15,7 @@ from headrace.core.reports import Capabilities, EngineStats, LoadReport
 from headrace.core.steps import Transcript
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import scoring
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.suspects import Suspects
 from headrace.run.hosts.bus.bus_port import Bus

@@ -16,8 +16,7 @@ from headrace.core.steps import StepOutput, Transcript
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
-from headrace.engine.request_book import RequestBook
-from headrace.engine.scoring_request import scoring
+from headrace.engine.request_book import RequestBook, scoring
 from headrace.engine.streaming import check_parts
 from headrace.facts.facts import EngineSample, WorkerLost
 from headrace.facts.telemetry import Telemetry

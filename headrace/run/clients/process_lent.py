@@ -1,4 +1,4 @@
-"""An engine process on devices that the trainer lends while it waits (`engine/fleet/lent.py`)."""
+"""An engine process on devices that the trainer lends while it waits (`engine/fleet/fleet.py`)."""
 
 from __future__ import annotations
 

@@ -13,10 +13,9 @@ from headrace.core.errors import ConfigError, WorkerDied
 from headrace.core.protocols import Engine
 from headrace.core.weights import Manifest
 from headrace.engine.config import EngineConfig
-from headrace.engine.fleet.fleet import Fleet
+from headrace.engine.fleet.fleet import Fleet, in_common
 from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.engine.fleet.totals import in_common
 from headrace.facts.facts import EngineSample, Fact
 from headrace.facts.telemetry import Telemetry
 from headrace.run.fleets import roster

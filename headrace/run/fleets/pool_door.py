@@ -17,9 +17,8 @@ import msgspec
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.types import Struct
-from headrace.engine.fleet.fleet import Fleet
+from headrace.engine.fleet.fleet import Fleet, samples
 from headrace.engine.fleet.member import MemberEngine
-from headrace.engine.fleet.totals import samples
 from headrace.facts.facts import MemberSample
 from headrace.run.fleets import roster
 

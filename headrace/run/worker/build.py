@@ -204,7 +204,7 @@ def build_shared_trainer(start: SharedStart) -> SharedTrainer:
 def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
     import torch
 
-    from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+    from headrace.engine.native.runners.skeleton import parameters_from_dir
     from headrace.weight_sync.directory import DirectoryReceiver
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)

@@ -9,7 +9,7 @@ import torch
 
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import TrainerCore
-from headrace.engine.native.kernels import stream as engine
+from headrace.engine.native.kernels import runner as engine
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.step import rescore as trainer
 from headrace.trainer.step.bitwise import UnequalLogprobs

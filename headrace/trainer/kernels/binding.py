@@ -67,7 +67,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library(instructions: str = "native") -> Any | None:
-    """The functions, or None if there are no kernels (`build.built().reason` says why)."""
+    """The functions, or None if there are no kernels (`binding.built().reason` says why)."""
     path = built(instructions).library
     if path is None:
         return None

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.kernels.packing import SIDE, Packer
+from headrace.engine.native.kernels.runner import SIDE, Packer
 from headrace.native.build import LIMIT, SHARED
 
 HERE = Path(__file__).parent

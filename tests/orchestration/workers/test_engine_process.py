@@ -20,7 +20,7 @@ from headrace.core.protocols import Engine, Job, Launcher, Transport
 from headrace.core.steps import StepOutput
 from headrace.core.types import Fork, Request, Sampling
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.processes.launch.local import LocalWorker

@@ -1,8 +1,7 @@
 """The decoder in C++: a forward pass as one job of a team of threads, over weights packed for the CPU's matrix unit.
 
-`src/` is compiled once for the machine it runs on (`build.py`) and needs nothing but a C++ compiler; without one the engine
-runs the same models in PyTorch (`decoder.py`). `binding.py` mirrors its structs, `runner.py` is the `Runner`.
+`src/` is compiled once for the machine it runs on and needs nothing but a C++ compiler; without one the engine runs the same models in
+PyTorch (`runners/decoder.py`).
 
-Read `binding.py`, `packing.py` (weights as the kernels want them), `runner.py`, `stream.py` (hidden states, to compare with a
-trainer's), `build.py`.
+Read `binding.py` (how `src/` is compiled and called), `runner.py` (the `Runner`; weights as the kernels want them, and hidden states to compare with a trainer's).
 """

@@ -1,13 +1,35 @@
-"""The C++ structs of `src/decoder.h`, field by field, and the functions of the library."""
+"""The engine's kernels: compiled for this machine (`native/build.py`), and called through the C++ structs of `src/decoder.h`."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from headrace.engine.native.kernels.build import built
+from headrace.core.printing import echo
+from headrace.models.resolve import cache_dir
+from headrace.native.build import Built, compiled
+
+# --- The engine's kernels, compiled for this machine (`native/build.py`).
+#
+# python -m headrace.engine.native.kernels.binding        compiles now (`make demo` and `make setup` do) and prints the result
+
+
+SOURCE = Path(__file__).parent / "src"
+
+
+@cache
+def built(instructions: str = "native", dtype: str = "bfloat16") -> Built:
+    """Never raises: without kernels the engine is slower, not wrong. `instructions`: as the compiler calls a set of them.
+    `dtype`: that weights and cache are stored in."""
+    flags = ("-DWIDE",) if dtype == "float32" else ()
+    return compiled(SOURCE / "decoder.cpp", cache_dir() / "kernels", instructions, flags)
+
+
+# --- The C++ structs of `src/decoder.h`, field by field, and the functions of the library.
 
 
 class Linear(Structure):
@@ -79,7 +101,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library(instructions: str = "native", dtype: str = "bfloat16") -> Any | None:
-    """The functions over weights and cache of `dtype`, or None if there are no kernels (`build.built().reason` says why).
+    """The functions over weights and cache of `dtype`, or None if there are no kernels (`binding.built().reason` says why).
     ctypes releases the GIL in a call, so messages are read and weights prepared during a pass."""
     path = built(instructions, dtype).library
     if path is None:
@@ -95,3 +117,11 @@ def tier(instructions: str = "native") -> str | None:
     """The kind of processor that the kernels are made for, such as AVX2; None where they cannot run."""
     functions = library(instructions)
     return functions.headrace_tier().decode() if functions else None
+
+
+if __name__ == "__main__":
+    for dtype in ("bfloat16", "float32"):
+        found = built(dtype=dtype)
+        remedy = "" if found.library else "; the engine runs in PyTorch, which is slower"
+        echo(f"engine kernels, {dtype}: {found.reason}{remedy}")
+    sys.exit(0)

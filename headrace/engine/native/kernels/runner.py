@@ -7,17 +7,20 @@ one path, and blocks that sequences share are only read together. So `exact` cos
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
+from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
@@ -28,10 +31,84 @@ from headrace.engine.native.runners.families import (
     rotary_tables,
 )
 from headrace.engine.native.runners.families import serves as is_family
-from headrace.engine.native.runners.low_rank import PARTS, read_adapter
+from headrace.engine.native.runners.layers import PARTS, read_adapter
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.native.arithmetic import arithmetic
 from headrace.native.memory import address, zeros
+
+# --- Weights in the layout of `native/src/product.h`.
+
+
+SIDE = 32
+"""Rows and columns of a block; outputs of a panel."""
+
+
+ARENA = 32 * 2**20
+"""Numbers taken from the system at once."""
+
+
+def padded(count: int) -> int:
+    return -(-count // SIDE) * SIDE
+
+
+def gate_up_order(inner: int) -> np.ndarray:
+    """Rows of [gate; up] so that sixteen gates and their sixteen ups lie in one panel."""
+    return np.arange(2 * inner, dtype=np.int32).reshape(2, inner // 16, 16).swapaxes(0, 1).ravel()
+
+
+class Packer:
+    """Packs matrices and keeps alive all that the C++ side is pointed to."""
+
+    def __init__(self, library: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+        """`dtype`: the dtype in which the library stores weights."""
+        self._library = library
+        self._kept: list[Any] = []
+        self._arena = torch.zeros(0, dtype=dtype)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies a tensor to large pages, because rows of an embedding are read in random order."""
+        return self._room(tensor.numel()).view(tensor.shape).copy_(tensor)
+
+    def linear(
+        self, weights: tuple[torch.Tensor, torch.Tensor | None], order: np.ndarray | None = None
+    ) -> binding.Linear:
+        """`order`: which row of the weight becomes which output; -1 leaves an output zero."""
+        weight, bias = weights
+        packed = self.experts(weight[None], order)
+        if bias is not None:
+            ordered = bias.float() if order is None else bias.float()[torch.from_numpy(order).long()]
+            packed.bias = address(self.keep(pad(ordered, (0, padded(len(bias)) - len(bias))).contiguous()))
+        return packed
+
+    def experts(self, stack: torch.Tensor, order: np.ndarray | None = None) -> binding.Linear:
+        """Packs matrices [E, out, in] consecutively."""
+        stack, (count, outputs, inputs) = stack.contiguous(), stack.shape
+        rows = np.arange(outputs, dtype=np.int32) if order is None else order
+        packed = self._room(count * padded(outputs) * padded(inputs)).view(count, -1)
+        for matrix, room in zip(stack, packed, strict=True):
+            self._library.headrace_pack(address(matrix), inputs, address(rows), outputs, address(room))
+        return binding.Linear(address(packed), None, outputs, inputs)
+
+    def _room(self, count: int) -> torch.Tensor:
+        """Allocates `count` elements from a large arena, so that consecutive matrices are adjacent in memory."""
+        if count > len(self._arena):
+            self._arena = self.keep(zeros(max(count, ARENA), self._arena.dtype))
+        room, self._arena = self._arena[:count], self._arena[count:]
+        return room
+
+    def wide(self, weight: torch.Tensor | None) -> int | None:
+        """[..., n] in float32, each row padded with zeros."""
+        if weight is None:
+            return None
+        return address(self.keep(pad(weight.float(), (0, padded(weight.shape[-1]) - weight.shape[-1])).contiguous()))
+
+
+# --- runner ------------------------------------------------------------
+
 
 WIDEST_HEAD, MOST_EXPERTS = 512, 1024
 """Sizes of stack buffers of the C++ side."""
@@ -311,3 +388,55 @@ def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, pac
     into.after_attention, into.after_mlp = packer.wide(weights.attention_out_norm), packer.wide(weights.mlp_out_norm)
     into.q_norm, into.k_norm = packer.wide(weights.q_norm), packer.wide(weights.k_norm)
     into.window, into.scale = spec.window or 0, spec.scale
+
+
+# --- The residual stream of one sequence through the kernels, to find the layer from which on a trainer computes something else.
+
+
+Parameters = Iterable[tuple[str, Tensor]]
+"""Names and tensors, as a trainer publishes them."""
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """Weights that a runner is made for, and served with."""
+
+    model_dir: Path
+    parameters: Parameters
+    dtype: torch.dtype
+    """The serving dtype."""
+    adapter: tuple[AdapterSpec, Parameters] | None = None
+
+    def runner(self, length: int) -> KernelRunner:
+        """A runner for one sequence of `length` tokens; an adapter is in its slot 0."""
+        model = skeleton.read(self.model_dir, self.dtype, torch.device("cpu"))
+        slots = int(self.adapter is not None)
+        runner = KernelRunner(model, length, dtype=self.dtype, device=torch.device("cpu"), max_adapters=slots)
+        runner.allocate(-(-length // BLOCK))
+        runner.use(runner.prepare(self._published(self.parameters)))
+        if self.adapter is not None:
+            spec, tensors = self.adapter
+            runner.use_adapter(0, runner.prepare_adapter(spec, self._published(tensors)))
+        return runner
+
+    def _published(self, parameters: Parameters) -> dict[str, Tensor]:
+        return {name: parameter.detach().to(self.dtype) for name, parameter in parameters}
+
+
+def residual_stream(weights: ServedWeights, tokens: Sequence[int]) -> tuple[Tensor, int, float]:
+    """([layers + 1, T, H] float32: the embeddings, then the result of each layer; the most probable next token; its log-prob)."""
+    count = len(tokens)
+    runner = weights.runner(count)
+    batch = ForwardInput(
+        tokens=np.array(tokens, np.int64),
+        starts=np.array([0, count], np.int32),
+        context=np.zeros(1, np.int32),
+        tables=np.arange(-(-count // BLOCK), dtype=np.int32)[None],
+        rows=np.array([count - 1], np.int64),
+        adapters=np.full(1, 0 if weights.adapter else -1, np.int32),
+    )
+    stream = torch.empty(len(runner.spec.layers) + 1, count, runner.spec.hidden)
+    draw = runner.forward(batch, stream).draw
+    assert draw is not None
+    (token,), (logprob,) = draw(np.zeros(1), np.zeros(1), None)
+    return stream, int(token), float(np.float32(logprob))

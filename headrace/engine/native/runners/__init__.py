@@ -1,5 +1,5 @@
 """A model's forward pass in PyTorch: the known families, and any other through Hugging Face's own.
 
-Read `families.py`, `skeleton.py`, `weight_tensors.py`, `decoder.py` with `attention.py`, `paged.py`, `padding.py`, `linear.py` and `experts.py`,
-then `low_rank.py`, `cuda_graphs.py` and `hugging_face.py`.
+Read `skeleton.py` (a model without weights, and new weights), `families.py`, `attention.py`, `paged.py` (what all runners share), `layers.py` (products, experts,
+LoRA), `decoder.py` (the known families) and `hugging_face.py`.
 """

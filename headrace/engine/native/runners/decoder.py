@@ -19,8 +19,6 @@ from torch.nn.functional import embedding, gelu, rms_norm, silu
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
-from headrace.engine.native.runners.cuda_graphs import DecodeGraphs
-from headrace.engine.native.runners.experts import Mixture, Stack, route
 from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
@@ -31,10 +29,19 @@ from headrace.engine.native.runners.families import (
     read_weights,
     rotary_tables,
 )
-from headrace.engine.native.runners.linear import Matrix, packs
-from headrace.engine.native.runners.low_rank import Adapter, Groups, by_adapter, groups, read_adapter
-from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
-from headrace.engine.native.runners.paged import PagedRunner
+from headrace.engine.native.runners.layers import (
+    Adapter,
+    Groups,
+    Matrix,
+    Mixture,
+    Stack,
+    by_adapter,
+    groups,
+    packs,
+    read_adapter,
+    route,
+)
+from headrace.engine.native.runners.paged import EXACT_ROWS, DecodeGraphs, PagedRunner, in_pieces
 from headrace.engine.native.runners.skeleton import Skeleton
 
 

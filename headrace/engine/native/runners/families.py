@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.engine.kinds import OWN_FAMILIES
-from headrace.engine.native.runners.skeleton import Skeleton
-from headrace.engine.native.runners.weight_tensors import fuse
+from headrace.engine.native.runners.skeleton import Skeleton, fuse
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]

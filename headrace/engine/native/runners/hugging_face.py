@@ -18,8 +18,7 @@ from headrace.core.weights import AdapterSpec
 from headrace.engine.kinds import OWN_FAMILIES
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
-from headrace.engine.native.runners.padding import EXACT_ROWS
-from headrace.engine.native.runners.paged import PagedRunner
+from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner
 from headrace.engine.native.runners.skeleton import Skeleton, attention
 
 

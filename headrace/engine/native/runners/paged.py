@@ -1,16 +1,103 @@
-"""The code that the PyTorch runners share: the cache of blocks, and exactness by cutting every pass into pieces of one size."""
+"""The code that the PyTorch runners share: batches of fixed sizes, the cache of blocks, and CUDA graphs of decoding."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
+from torch.nn.functional import pad as pad_tensor
 
-from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
+from headrace.core.errors import ConfigError
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
-from headrace.engine.native.runners.padding import EXACT_ROWS, cut, fill_up, join, require_exact
 from headrace.native.memory import uploaded
+
+# --- Batches of a fixed size: cut into pieces of that many tokens, and padded with tokens that no sequence reads.
+#
+# Two need this: exactness (a matrix product that always has the same shape always adds in the same order) and CUDA graphs
+# (which replay the shapes they were captured with).
+
+
+EXACT_ROWS = 48
+"""Rows of every matrix product in exact mode. Libraries multiply tiles of rows, and add in another order in a smaller tile at the end: MKL in
+AVX2 has tiles of 12 rows, so that of 32 rows the last 8 had other bits than the same rows elsewhere. 48 are whole tiles of 12 and of 16."""
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def require_exact(dtype: torch.dtype, device: torch.device, multiply: Multiply = linear) -> None:
+    """Tries products of `EXACT_ROWS` equal rows. Raises ConfigError if this machine gives a row other bits in another place."""
+    for inputs, outputs in ((32, 51), (96, 64), (576, 960), (1536, 112)):
+        x, weight = (
+            torch.linspace(-1, 1, size, device=device).sin().to(dtype).view(-1, inputs)
+            for size in (inputs, inputs * outputs)
+        )
+        found = multiply(x.expand(EXACT_ROWS, -1).contiguous(), weight)
+        if not bool((found == found[:1]).all()):
+            raise ConfigError(
+                "engine.exact = true, but products of this machine's libraries depend on a row's place in a batch; set it to false, or use "
+                "the C++ kernels, which are always exact (engine.path)"
+            )
+
+
+def cut(batch: ForwardInput, size: int) -> Iterator[ForwardInput]:
+    """Pieces of `size` tokens, the last one shorter. Run in this order they give the result of the whole batch: a later token of a
+    sequence finds the earlier ones in the cache."""
+    for start in range(0, len(batch.tokens), size):
+        stop = min(start + size, len(batch.tokens))
+        first = int(np.searchsorted(batch.starts, start, "right")) - 1
+        last = int(np.searchsorted(batch.starts, stop, "left"))
+        behind = np.maximum(start - batch.starts[first:last], 0)
+        rows = batch.rows[(batch.rows >= start) & (batch.rows < stop)] - start
+        yield replace(
+            batch,
+            tokens=batch.tokens[start:stop],
+            starts=batch.starts[first : last + 1].clip(start, stop) - start,
+            context=batch.context[first:last] + behind.astype(batch.context.dtype),
+            tables=batch.tables[first:last],
+            rows=rows,
+            adapters=batch.adapters[first:last],
+        )
+
+
+def fill_up(batch: ForwardInput, tokens: int, width: int, scratch: int) -> ForwardInput:
+    """Pads a batch to at least `tokens` tokens and `width` columns in its tables. Each added token is a sequence of its own,
+    written to the block `scratch`, which no other sequence reads. The rows do not change."""
+    missing = max(tokens - len(batch.tokens), 0)
+    columns = max(width - batch.tables.shape[1], 0)
+    tables = np.pad(batch.tables, ((0, missing), (0, columns)))
+    tables[len(batch.context) :, 0] = scratch
+    return replace(
+        batch,
+        tokens=np.pad(batch.tokens, (0, missing)),
+        starts=np.concatenate([batch.starts, batch.starts[-1] + np.arange(1, missing + 1, dtype=batch.starts.dtype)]),
+        context=np.pad(batch.context, (0, missing)),
+        tables=tables,
+        adapters=np.pad(batch.adapters, (0, missing), constant_values=-1),
+    )
+
+
+def join(parts: Sequence[ForwardOutput], sizes: Sequence[int]) -> ForwardOutput:
+    """The passes over the pieces of a batch as one; `sizes` are the pieces' tokens without filling."""
+    routing = [part.routing[:size] for part, size in zip(parts, sizes, strict=True) if part.routing is not None]
+    return ForwardOutput(torch.cat([part.logits for part in parts]), np.concatenate(routing) if routing else None)
+
+
+def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`function` of x [n, ...], which it sees `rows` rows at a time, never more or fewer."""
+    parts = [function(_filled(x[start : start + rows], rows))[: len(x) - start] for start in range(0, len(x), rows)]
+    return torch.cat(parts) if parts else function(x)
+
+
+def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return x if len(x) == rows else pad_tensor(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x)))
+
+
+# --- The code that the PyTorch runners share: the cache of blocks, and exactness by cutting every pass into pieces of one size.
 
 
 class PagedRunner(ABC):
@@ -66,3 +153,118 @@ class PagedRunner(ABC):
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return uploaded(array, self.device)
+
+
+# --- Decoding passes as CUDA graphs: captured once for each size, then replayed without Python and without launches.
+#
+# A batch in which every segment is one token is filled up to the next size (`paged.fill_up`: added tokens write to a block
+# that no sequence reads), copied into buffers that never move, and replayed. Everything but the capture itself runs on a CPU,
+# too, and is tested there.
+
+
+MAX_ROWS = 1024
+"""Larger batches keep a GPU busy without graphs."""
+
+
+def rows_bucket(rows: int) -> int:
+    """1, 2, 4, 8, 16, then multiples of 16, from 256 on of 64: at most half, later a few per cent of the rows are filling."""
+    if rows <= 16:
+        return 1 << (rows - 1).bit_length()
+    step = 16 if rows <= 256 else 64
+    return -(-rows // step) * step
+
+
+def width_bucket(width: int) -> int:
+    """Powers of two from 4 blocks (128 tokens)."""
+    return max(4, 1 << (width - 1).bit_length())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffers:
+    """The inputs of one size, at addresses that stay."""
+
+    tokens: torch.Tensor
+    """[B] int64, as are the next two"""
+    positions: torch.Tensor
+    where: torch.Tensor
+    tables: torch.Tensor
+    """[B, W] int64"""
+    starts: torch.Tensor
+    """[B + 1] int32: every segment is one token. It and the next two are for the kernel that reads pages."""
+    lengths: torch.Tensor
+    """[B] int32"""
+    narrow: torch.Tensor
+    """[B, W] int32: the tables again."""
+
+    def fill(self, batch: ForwardInput) -> None:
+        """`batch`: of this size."""
+        positions = batch.context.astype(np.int64)
+        where = batch.tables[np.arange(len(positions)), positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+        fresh = (batch.tokens, positions, where, batch.tables, positions + 1, batch.tables)
+        kept = (self.tokens, self.positions, self.where, self.tables, self.lengths, self.narrow)
+        for buffer, array in zip(kept, fresh, strict=True):
+            buffer.copy_(torch.from_numpy(np.ascontiguousarray(array)), non_blocking=True)
+
+    def attention(self, cache: PagedCache) -> Pass:
+        longest = self.tables.shape[1] * BLOCK
+        paged = (self.starts, self.lengths, self.narrow, 1, longest) if cache.kernel is not None else None
+        return Pass(cache=cache, positions=self.positions, where=self.where, tables=self.tables, paged=paged)
+
+
+def _buffers(rows: int, width: int, device: torch.device) -> Buffers:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Buffers(
+        tokens=zeros(rows),
+        positions=zeros(rows),
+        where=zeros(rows),
+        tables=zeros(rows, width),
+        starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        lengths=zeros(rows, dtype=torch.int32),
+        narrow=zeros(rows, width, dtype=torch.int32),
+    )
+
+
+Step = Callable[[torch.Tensor, Pass], torch.Tensor]
+"""tokens [B] and their attention -> hidden states [B, H], in which nothing waits for the GPU and no shape depends on a value."""
+
+
+class DecodeGraphs:
+    """`capture` off runs the step on the filled buffers each time, as a CPU must."""
+
+    def __init__(self, step: Step, cache: PagedCache, capture: bool) -> None:
+        self._step, self._cache, self.capture = step, cache, capture
+        self._buffers: dict[tuple[int, int], Buffers] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if capture else None
+
+    def takes(self, batch: ForwardInput) -> bool:
+        rows = len(batch.tokens)
+        return rows == len(batch.context) <= MAX_ROWS and not batch.routing and bool((batch.adapters < 0).all())
+
+    def forward(self, batch: ForwardInput) -> torch.Tensor:
+        """Hidden states [R, H] of a batch that `takes` accepts. The head is not captured: every size would keep logits of its own."""
+        size = rows_bucket(len(batch.tokens)), width_bucket(batch.tables.shape[1])
+        if size not in self._buffers:
+            self._buffers[size] = _buffers(*size, self._cache.device)
+        self._buffers[size].fill(fill_up(batch, *size, self._cache.scratch))
+        rows = uploaded(batch.rows, self._cache.device)
+        hidden = self._replay(size) if self.capture else self._run(size)
+        return hidden[rows]  # a copy: the next replay writes over them
+
+    def _run(self, size: tuple[int, int]) -> torch.Tensor:
+        return self._step(self._buffers[size].tokens, self._buffers[size].attention(self._cache))
+
+    def _replay(self, size: tuple[int, int]) -> torch.Tensor:
+        if size not in self._graphs:
+            self._run(size)  # what is made on first use (workspaces, compiled kernels) must not be made in the capture
+            torch.cuda.synchronize(self._cache.device)
+            graph = torch.cuda.CUDAGraph()
+            # Only this thread's calls may break a capture: meanwhile another one moves and verifies new weights.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                hidden = self._run(size)
+            self._graphs[size] = graph, hidden
+        graph, hidden = self._graphs[size]
+        graph.replay()
+        return hidden

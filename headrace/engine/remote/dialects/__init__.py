@@ -1,3 +1,3 @@
-"""The dialects. Read `headrace.py` (`headrace serve`, which reports everything), `labelled.py` (the common part of servers that label their
-weights), then `vllm.py` with `vllm_facts.py` (facts about a vLLM server) and `vllm_checksums.py` (whether it runs the weights that it was given), and
-`sglang.py` with `sglang_facts.py`."""
+"""The dialects. Read `headrace.py` (`headrace serve`, which reports everything), then `vllm.py` and `sglang.py` (servers that label their weights), each
+with the facts about a server; vLLM also has checksums of its weights.
+"""

@@ -18,9 +18,8 @@ from headrace.core.reports import Capabilities, EngineStats, LoadReport
 from headrace.core.steps import Finished, PromptScores, TokenDetails
 from headrace.core.types import Request, RoutingTrace, Stop, TopLogprobs
 from headrace.core.weights import WeightUpdate
-from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.connection import Connection, Unreachable
 from headrace.engine.remote.dialect import Heard, Run, ServerState
-from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.server_kind import HOST, Place, ServerKind, Startable
 from headrace.settings.extras import install
 from headrace.settings.interpreters import Found

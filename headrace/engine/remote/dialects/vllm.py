@@ -9,37 +9,203 @@ clears the prefix cache.
 
 **Weights over HTTP** are fetched by a transfer engine of ours in vLLM's processes (`weight_sync/in_vllm/`), which compares the fingerprint.
 
-**Checksums.** Before new weights serve, those that vLLM reports of them are compared with the files', where there are files (`vllm_checksums.py`).
+**Checksums.** Before new weights serve, those that vLLM reports of them are compared with the files', where there are files (`vllm.py`).
 
 **Prefix cache.** Every request is salted with the label, so that no KV of older weights is served to it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.reports import Capabilities, EngineStats
 from headrace.core.steps import Finished, PromptScores
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
-from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.dialect import Heard, Run, ServerState
-from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
-from headrace.engine.remote.dialects.vllm_checksums import Checksums
-from headrace.engine.remote.dialects.vllm_facts import find_transfer_engine, meet, statistics
-from headrace.engine.remote.errors import Unreachable
+from headrace.engine.remote.connection import Connection, Unreachable
+from headrace.engine.remote.dialect import ENDS, Heard, LabelledDialect, Run, ServerFacts, ServerState, sums_of
 from headrace.engine.remote.server_kind import HOST, Control, Place, ServerKind, Startable
+from headrace.models.resolve import read_header
 from headrace.models.tokenizer import end_tokens
+from headrace.models.vllm_names import parts_of
 from headrace.settings.interpreters import Found
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
+
+
+# --- Facts about a vLLM server: its settings, which it reports in full, and its statistics.
+
+
+MEETING = 120.0
+"""Seconds in which the settings must be there: vLLM collects facts about its machine first."""
+
+
+async def meet(connection: Connection, seconds: float) -> ServerFacts:
+    """Raises ConfigError for a server that was started without what a run needs, with the options to start it with."""
+    seconds = max(seconds, MEETING)
+    version = str((await connection.get("/version", seconds))["version"])
+    described = await connection.get("/server_info?config_format=json", seconds)
+    try:
+        config, env = described["vllm_config"], described["vllm_env"]
+        model, lora = config["model_config"], config["lora_config"]
+        mode, length = model["logprobs_mode"], model["max_model_len"]
+        loads = str(env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", False)).lower() in ("true", "1")
+        facts = ServerFacts(
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            capabilities=Capabilities(
+                context_length=length - 1,  # behind a prompt that it scores, too, it samples one token
+                path=f"vllm {version}",
+                adapters=lora["max_loras"] if lora and loads else 0,
+                spans=True,
+                constraints=True,
+                prompt_logprobs=True,
+            ),
+            priorities=config["scheduler_config"]["policy"] == "priority",
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{connection.url} (vLLM {version}) does not describe itself as vLLM 0.32 does: {error!r}"
+        ) from None
+    if mode != "processed_logprobs":
+        raise ConfigError(
+            f"the server at {connection.url} returns {mode}, and a trainer needs the log-probs of the distribution that was sampled from; "
+            "start vLLM with --logprobs-mode processed_logprobs"
+        )
+    await _check_generation(connection, seconds)
+    return facts
+
+
+async def find_transfer_engine(connection: Connection, seconds: float) -> None:
+    """Raises ConfigError for a server that cannot fetch weights (`weight_sync/in_vllm/`)."""
+    try:
+        await connection.tell("/init_weight_transfer_engine", {"init_info": {}}, seconds)
+    except (ValueError, Unreachable) as error:
+        if isinstance(error, Unreachable) and not error.status:
+            raise
+        raise ConfigError(
+            f"vLLM at {connection.url} cannot fetch weights over HTTP ({error}); install headrace in its environment and start it with "
+            '--weight-transfer-config \'{"backend": "headrace"}\', or set weight_sync.kind = "files"'
+        ) from None
+
+
+async def _check_generation(connection: Connection, seconds: float) -> None:
+    """A request without tokens is refused in one way by a server that generates, and in another by one that does not."""
+    try:
+        await connection.tell("/inference/v1/generate", {}, seconds)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. vLLM generates from tokens if it is started with --enable-scale-out") from None
+    except ValueError:
+        return
+
+
+def statistics(text: str) -> EngineStats:
+    """Reads the Prometheus text of `/metrics`. Sums over the engines behind the server."""
+    sums = sums_of(text, "vllm")
+
+    def count(name: str) -> int:
+        return int(sums.get(name, 0))
+
+    return EngineStats(
+        running=count("num_requests_running"),
+        waiting=count("num_requests_waiting"),
+        kv_used=sums.get("kv_cache_usage_perc", 0.0),
+        sampled_tokens=count("generation_tokens"),
+        prompt_tokens=count("prompt_tokens"),
+        asked_tokens=count("prefix_cache_queries"),
+        cached_tokens=count("prefix_cache_hits"),
+        preemptions=count("num_preemptions"),
+    )
+
+
+# --- vLLM's checksums of its weights, compared with those of the files that it was to load.
+#
+# `/weight_checker` (`entrypoints/rl/online/api_router.py`, vLLM 0.32) returns the SHA-256 of every parameter as it runs, under
+# `dp0:pp0:pcp0:tp0:NAME` (`v1/worker/gpu_worker.py`). One can be compared if the parameter runs as it lies in the file, or as some tensors
+# of the file one behind the other. Shards, padded vocabularies, and weights that vLLM quantises or packs anew cannot: on a CPU, only the
+# embeddings and the norms are left. The first version that a server is given shows which they are: a checksum that equals the file's then
+# has to do so under every later version.
+
+
+FILE = "model.safetensors"
+CHUNK = 1 << 24
+SHOWN = 3
+"""Names of weights in a message."""
+
+
+class Checksums:
+    """The checksums of one server."""
+
+    def __init__(self) -> None:
+        self._names: frozenset[str] = frozenset()
+        self.comparable: frozenset[str] = frozenset()
+        """Empty until the first comparison."""
+
+    async def compare(self, connection: Connection, update: WeightUpdate, seconds: float) -> None:
+        """Raises IdentityError if the server does not run the weights of the update. Does nothing if the server has no checksums."""
+        try:
+            answer = await connection.post("/weight_checker", {"action": "checksum"}, seconds)
+        except Unreachable as error:
+            if error.status == 404:
+                return
+            raise
+        found: dict[str, str] = answer["checksums"]
+        first = self._names != found.keys()
+        asked = frozenset(found) if first else self.comparable
+        try:
+            expected = await asyncio.to_thread(checksums, Path(str(update.where["path"])) / FILE, asked)
+        except (OSError, ValueError) as error:
+            raise IdentityError(
+                f"version {update.version} cannot be read again to compare its checksums: {error}"
+            ) from None
+        equal = frozenset(name for name in asked if found[name] == expected.get(name))
+        if first and equal:
+            self._names, self.comparable = frozenset(found), equal
+        elif others := sorted(asked - equal):
+            raise IdentityError(_different(connection.url, update, others, len(asked)))
+
+
+def checksums(path: Path, names: Collection[str]) -> dict[str, str]:
+    """Returns the SHA-256 of each of vLLM's parameters that lies in the file. `names`: vLLM's. Raises OSError, ValueError."""
+    there = read_header(path)
+    found = {}
+    with path.open("rb") as file:
+        for name in names:
+            if parts := parts_of(name.rpartition(":")[2], there):
+                found[name] = _digest(file, [(there[part].begin, there[part].end) for part in parts])
+    return found
+
+
+def _digest(file: BinaryIO, spans: Iterable[tuple[int, int]]) -> str:
+    digest = hashlib.sha256()
+    for begin, end in spans:
+        file.seek(begin)
+        for start in range(begin, end, CHUNK):
+            digest.update(file.read(min(CHUNK, end - start)))
+    return digest.hexdigest()
+
+
+def _different(url: str, update: WeightUpdate, others: list[str], asked: int) -> str:
+    shown = ", ".join(others[:SHOWN]) + (", ..." if len(others) > SHOWN else "")
+    return (
+        f"vLLM at {url} was given version {update.version}, and {len(others)} of {asked} checksums of its weights are not those of the files "
+        f"({shown}): it has not applied the whole update (its log may have the reason). If its weights can never be those of the files, "
+        "watch.identity_every = 0 switches off the comparison, and the probe with it"
+    )
+
+
+# --- vllm ------------------------------------------------------------
+
 
 NO_LOGPROB = -9999.0
 """vLLM's stand-in for a log-prob that is missing or not finite."""

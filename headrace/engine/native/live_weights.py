@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.engine.native.cache.prefixes import Root
+from headrace.engine.native.kv_cache import Root
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
-from headrace.engine.native.runners import skeleton, weight_tensors
-from headrace.engine.native.sampling.stopping import Decode
+from headrace.engine.native.guides import Decode
+from headrace.engine.native.runners import skeleton
 from headrace.models.tokenizer import endings_of, load_tokenizer
 
 GIB = 2**30
@@ -39,8 +39,8 @@ class ServableModel:
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype."""
-        weight_tensors.check(self.shapes, tensors, self.dtype)
-        return self.runner.prepare(weight_tensors.on_device(tensors, self.device))
+        skeleton.check(self.shapes, tensors, self.dtype)
+        return self.runner.prepare(skeleton.on_device(tensors, self.device))
 
 
 def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
