@@ -85,7 +85,7 @@ WORDS = (
 DIFFERENT = 20
 """Groups of each place in a step that are made; older runs repeat them under other tickets."""
 NUMBERED = 32_768
-"""Tokens of a step with numbers of the trainer's (`trainer/packing/picked.py`)."""
+"""Tokens of a step with numbers of the trainer's (`trainer/packing/plan.py`)."""
 
 
 def synthetic(groups: int, size: int, tokens: int, steps: int) -> Iterator[JournalStep]:

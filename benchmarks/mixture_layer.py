@@ -19,7 +19,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from headrace.native.memory import keep_freed_memory
-from headrace.trainer.forward.fused.mixture_modules import fuse_mixtures
+from headrace.trainer.forward.fused.fused_mixtures import fuse_mixtures
 
 SHAPES = {"576 → 1,536, 2 of 4": (576, 1536, 4, 2), "1,024 → 256, 8 of 64": (1024, 256, 64, 8)}
 

@@ -63,7 +63,7 @@ def token_sum(counts: Sequence[int], constant: int) -> list[float]:
 
 def pair_mean(counts: Sequence[int], constant: int) -> list[float]:
     """Every pair of rollouts weighs the same: the loss of pairs is divided by the pairs of the whole step where it is made
-    (`trainer/step/preferring.py`), so that nothing is left to divide here."""
+    (`trainer/step/gradient.py`), so that nothing is left to divide here."""
     return [1.0 for _ in counts]
 
 

@@ -129,7 +129,7 @@ class TrainReport(Struct, frozen=True):
     pair_margin: float = 0.0
     """Mean of their margins, in nats (SimPO: per token)."""
     token_numbers: tuple[TokenNumbers, ...] | None = None
-    """Numbers of single tokens, for some rows of the step (`trainer/packing/picked.py`). Only the journal keeps them; None in journals from before
+    """Numbers of single tokens, for some rows of the step (`trainer/packing/plan.py`). Only the journal keeps them; None in journals from before
     2026-11-23."""
 
 

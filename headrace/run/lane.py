@@ -40,7 +40,7 @@ from headrace.run.resume_rules import (
 from headrace.run.run_directory import CONFIG, RunDirectory, config_at
 from headrace.run.session import Session
 from headrace.run.storage import Storage
-from headrace.trainer.rate_schedule import change_of_rate
+from headrace.trainer.config import change_of_rate
 from headrace.views.build import has_finished, open_recorder
 from headrace.views.report import write_report
 from headrace.views.screen.board import open_board

@@ -173,8 +173,8 @@ def export(
         said = f"the adapter was trained on base weights in {config.lora.quantise}; with the exact ones the policy differs slightly"
         echo(f"{said}: --merge writes the policy that was trained", err=True)
     # Torch is imported here only: an evaluation's controller does without it.
-    from headrace.trainer.step.exporting import export_weights
     from headrace.trainer.step.learner import Assignment
+    from headrace.trainer.step.trainer import export_weights
 
     model_dir = resolve_model(config.model.path)
     trained = Assignment(config.train, config.algorithm, config.lora)

@@ -67,8 +67,7 @@ from headrace.run.seats import check_seats
 from headrace.run.teaching import PlannedTeacher, plan_teachers
 from headrace.run.wording import headline, placement, untried
 from headrace.settings.user_code import defines
-from headrace.trainer.config import TrainConfig
-from headrace.trainer.rate_schedule import change_of_rate, drawn
+from headrace.trainer.config import TrainConfig, change_of_rate, drawn
 from headrace.views.screen.start_line import StartSteps
 from headrace.weight_sync.delta.watch import poor_settings
 from headrace.weight_sync.push.cuda_ipc import NO_GPU

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.trainer.shared.config import SharedConfig
+from headrace.trainer.shared.calls import SharedConfig
 from headrace.web.limits import ServerLimits, check_address
 
 

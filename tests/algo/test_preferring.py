@@ -20,7 +20,7 @@ from headrace.core.batches import Batch, Group
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.step.preferring import StepPairs, _marks, pairs_of
+from headrace.trainer.step.gradient import StepPairs, _marks, pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
 from tests.trainer.test_placement import near
 from tests.trainer.test_trainer import V, model_dir  # noqa: F401

@@ -24,7 +24,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.packing import StepRows, pack_rows
-from headrace.trainer.placement.single import Single
+from headrace.trainer.placement.port import Single
 from headrace.trainer.step.gradient import Gradient
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.reference import reference_of

@@ -257,7 +257,7 @@ def test_what_is_otherwise_than_at_the_beginning_is_said():
 
 def test_the_learning_rate_falls_to_the_end_that_is_planned_now():
     config = TrainConfig(steps=100, learning_rate=1.0, schedule="cosine", warmup_steps=2)
-    from headrace.trainer.rate_schedule import learning_rate
+    from headrace.trainer.config import learning_rate
 
     assert learning_rate(11, config) > 0.9 and learning_rate(11, config, 12) < 0.1
     assert learning_rate(11, config, 100) == learning_rate(11, config)

@@ -210,9 +210,9 @@ def test_effects_of_anything_else_are_computed(tmp_path: Path, monkeypatch: pyte
         with torch.no_grad():
             list(held.values())[-1].view(-1)[0] += 1e-4
         assert counted(trainer, pieces)[1] > len(pieces), "one other value"
-    monkeypatch.setattr("headrace.trainer.step.known_effects.__version__", "0.0")
+    monkeypatch.setattr("headrace.trainer.step.trial.__version__", "0.0")
     assert counted(trainer_of(name), pieces)[1] > len(pieces), "another version of headrace"
-    monkeypatch.setattr("headrace.trainer.step.known_effects.MOST", 2)
+    monkeypatch.setattr("headrace.trainer.step.trial.MOST", 2)
     counted(trainer_of(name), pieces, 6)
     assert len(list((tmp_path / "trials").iterdir())) == 2
 

@@ -29,7 +29,7 @@ from headrace.run.config import load_config, teacher_engine
 from headrace.run.teaching import messages_of
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
-from headrace.trainer.step.shadow import Shadow
+from headrace.trainer.step.reference import Shadow
 from headrace.weight_sync.directory import DirectoryReceiver, offer
 
 PROMPT = Prompt("p", "2 + 2?", (7, 8, 9), {"kind": "sum", "level": 2})

@@ -15,8 +15,7 @@ from torch.func import functional_call
 
 from headrace.algo.tinker import LOSSES
 from headrace.core.errors import CheckpointError, ConfigError
-from headrace.trainer.shared.calls import AdamStep, Checkpoint, Example, SharedLora, TrainingPass
-from headrace.trainer.shared.config import SharedConfig
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, Example, SharedConfig, SharedLora, TrainingPass
 from headrace.trainer.shared.shared_trainer import SharedTrainer
 
 LORA = SharedLora(rank=4, seed=1)

@@ -24,7 +24,7 @@ from headrace.serve.start import opened
 from headrace.serve.training.door import Door
 from headrace.serve.training.opening import opened_door
 from headrace.serve.training.routes import routes
-from headrace.trainer.shared.config import SharedConfig
+from headrace.trainer.shared.calls import SharedConfig
 from headrace.web.server import bind, make_server
 
 T = TypeVar("T")

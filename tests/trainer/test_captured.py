@@ -21,7 +21,7 @@ from headrace.native.resources import GIB
 from headrace.processes.wire import Frame, pack_payload
 from headrace.run.worker.worker import Saver
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.step.host_copy import RESERVE, HostCopy
+from headrace.trainer.step.host_memory import RESERVE, HostCopy
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from headrace.trainer.forward.forward import choose_forward
 from headrace.trainer.forward.fused import fused_mixtures
 from headrace.trainer.forward.fused.fused_mixtures import Stacks
-from headrace.trainer.forward.fused.fused_weights import PackedWeight
+from headrace.trainer.forward.fused.fused_ops import PackedWeight
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.kernels import binding
 

@@ -20,18 +20,17 @@ from torch.nn import functional
 
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, packed_hidden
-from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
-from headrace.trainer.forward.fused.fused_ops import Segments
+from headrace.trainer.forward.fused import fused_ops, fused_products
+from headrace.trainer.forward.fused.fused_ops import PackedWeight, Segments, forward_only, reserve
 from headrace.trainer.forward.fused.fused_products import LinearLayer
-from headrace.trainer.forward.fused.fused_weights import PackedWeight, forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import enable_checkpointing
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.packing import Segment
-from headrace.trainer.placement.single import Single
-from headrace.trainer.step.optimizer import apply
+from headrace.trainer.placement.port import Single
+from headrace.trainer.step.learner import apply
 
 pytestmark = [
     pytest.mark.skipif(binding.library() is None, reason="no C++ compiler"),
@@ -169,7 +168,7 @@ def test_a_gated_product(rows, k, n, gelu):
 
     def fused(x, gate, up, gate_bias, up_bias):
         layers = [LinearLayer(PackedWeight(), gate, gate_bias), LinearLayer(PackedWeight(), up, up_bias)]
-        return fused_served.gated_linear(x, *layers, gelu)
+        return fused_products.gated_linear(x, *layers, gelu)
 
     weights = [torch.randn(*shape).bfloat16().float() / k**0.5 for shape in ((n, k), (n, k), (n,), (n,))]
     weights = [weight.bfloat16().float() for weight in weights]

@@ -18,8 +18,7 @@ from headrace.core.types import Prompt
 from headrace.models.lora import LoraConfig
 from headrace.run.config import load_config
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.model.adapters import Adapters
-from headrace.trainer.model.quantise import NF4, QuantisedLinear
+from headrace.trainer.model.adapters import NF4, Adapters, QuantisedLinear
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 

@@ -17,7 +17,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.core.errors import ConfigError
 from headrace.testing.simulated_ranks import Ring, Simulated
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.root import within
+from headrace.trainer.forward.forward import within
 from headrace.trainer.step.trainer import TorchTrainer
 from tests.trainer.test_trainer import batch, gradients, model_dir, reference  # noqa: F401
 

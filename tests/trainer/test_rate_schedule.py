@@ -17,8 +17,7 @@ from headrace.facts.facts import Warned
 from headrace.facts.records import StepRow
 from headrace.run.config import dump_config, load_config
 from headrace.run.rehearse import rehearse
-from headrace.trainer.config import TrainConfig
-from headrace.trainer.rate_schedule import change_of_rate, drawn, learning_rate
+from headrace.trainer.config import TrainConfig, change_of_rate, drawn, learning_rate
 
 
 def test_learning_rates():

@@ -24,10 +24,9 @@ from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.types import Prompt
-from headrace.trainer.config import TrainConfig
+from headrace.trainer.config import TrainConfig, learning_rate
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.packing import StepRows, split_ranks
-from headrace.trainer.rate_schedule import learning_rate
 from headrace.trainer.step.trainer import TorchTrainer
 
 V = 61

@@ -24,9 +24,8 @@ from headrace.processes.launch.child import environment
 from headrace.run.config import load_config
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.low_memory import MixedAdamW, lower_weights, round_stochastically
-from headrace.trainer.step.exporting import export_weights
 from headrace.trainer.step.learner import Assignment
-from headrace.trainer.step.trainer import TorchTrainer
+from headrace.trainer.step.trainer import TorchTrainer, export_weights
 
 LR, BETAS, DECAY = 3e-3, (0.9, 0.95), 0.1
 

@@ -20,8 +20,7 @@ from headrace.core.batches import Row
 from headrace.core.types import SamplingMask, TeacherTrace, TopLogprobs
 from headrace.native.cuda_ops import Layout, is_right, varlen_kernel
 from headrace.trainer.forward.forward import Forward, choose_forward
-from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
-from headrace.trainer.forward.varlen_tree import varlen_of
+from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of, varlen_of
 from headrace.trainer.packing import ROOT, Pack, Segment, StepRows, pack_rows, split_ranks
 
 V = 61

@@ -2,7 +2,7 @@
 
 A pair's loss depends on the log-likelihoods of both of its rollouts, and they may lie in different microbatches. So the trainer first has the
 log-likelihoods of the whole step, takes the derivative of the step's loss by each of them, and gives it to the tokens of that rollout
-(`trainer/step/preferring.py`): the gradient of the microbatches is then exactly that of the pairs, however the step is split.
+(`trainer/step/gradient.py`): the gradient of the microbatches is then exactly that of the pairs, however the step is split.
 
 h is the margin, in nats: (lc - rc) - (lr - rr), with l the log-likelihood of the chosen (c) or rejected (r) rollout under the weights being
 trained, and r the reference's.
@@ -59,7 +59,7 @@ class PairLoss(Loss):
         return chosen.gain - rejected.gain
 
     def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
-        """Gives each token its share of the pairs' loss, and the derivative of that loss: -advantage (`preferring.py`)."""
+        """Gives each token its share of the pairs' loss, and the derivative of that loss: -advantage (`gradient.py`)."""
         assert tokens.share is not None, "filled in for a loss of pairs"
         return unclipped(tokens.share - tokens.advantage * (tokens.logprob - tokens.logprob.detach()))
 

@@ -79,7 +79,7 @@ def _kernels() -> Iterator[DoctorFinding]:
     from headrace.engine.native.kernels import binding
     from headrace.engine.native.kernels import binding as engine
     from headrace.native.build import LIMIT
-    from headrace.trainer.kernels import build as trainer
+    from headrace.trainer.kernels import binding as trainer
 
     tier = binding.tier()  # the same for both: one file of products serves them
     for who, found in (("engine", engine.built()), ("trainer", trainer.built())):

@@ -190,7 +190,7 @@ class _Published:
         return core
 
     def rescore(self, rows: Sequence[Row]) -> list[list[float]]:
-        from headrace.trainer.step.rescore import rescore
+        from headrace.trainer.step.trainer import rescore
 
         return rescore(self._trainer, rows, 1.0)
 

@@ -20,8 +20,7 @@ from headrace.commands.plan.sweep import Option
 from headrace.core.printing import echo
 from headrace.facts.texts import number, short_time
 from headrace.run.rehearsal.memory_needs import token_activations
-from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.cutting import LOOPS
+from headrace.trainer.parallel import LOOPS, ParallelConfig
 
 
 def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path | None) -> int:

@@ -79,7 +79,7 @@ def _training(arguments: argparse.Namespace, settings: dict[str, Any]) -> Traini
     from headrace.models.resolve import cache_dir
     from headrace.serve.config import TrainingConfig
     from headrace.settings.toml import build
-    from headrace.trainer.shared.config import SharedConfig
+    from headrace.trainer.shared.calls import SharedConfig
 
     if not arguments.train:
         if arguments.checkpoints:

@@ -169,8 +169,8 @@ def _trainer_passes(
     from headrace.trainer.forward.forward import choose_forward
     from headrace.trainer.forward.fused_model import fuse
     from headrace.trainer.model.causal_lm import computed_in
-    from headrace.trainer.placement.single import Single
-    from headrace.trainer.step.optimizer import apply
+    from headrace.trainer.placement.port import Single
+    from headrace.trainer.step.learner import apply
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
     forward = choose_forward(model)

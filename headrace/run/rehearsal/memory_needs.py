@@ -24,7 +24,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "nf4": 0.5}
 
 LENT = "lent engine"
 COPY = "a copy of a checkpoint, written beside training"
-"""The trainer does without it where it has no room (`trainer/step/host_copy.py`)."""
+"""The trainer does without it where it has no room (`trainer/step/host_memory.py`)."""
 
 Device = Literal["cpu", "cuda"]
 

@@ -29,14 +29,14 @@ from headrace.processes.launch.preloaded import end_idle, load_ahead
 from headrace.run.rehearsal.machine import may_have_gpu
 from headrace.run.worker.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.shared.config import SharedConfig
+from headrace.trainer.shared.calls import SharedConfig
 from headrace.weight_sync.fetching import NetworkTransport
 from headrace.weight_sync.ranges import ValueRun
 
 if TYPE_CHECKING:
     from headrace.trainer.placement.port import Placement
     from headrace.trainer.shared.shared_trainer import SharedTrainer
-    from headrace.trainer.step.shadow import Shadow
+    from headrace.trainer.step.reference import Shadow
     from headrace.trainer.step.trainer import TorchTrainer
 
 
@@ -145,7 +145,7 @@ def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | No
     import torch
 
     from headrace.trainer.model.causal_lm import resolve_device, resolve_dtype
-    from headrace.trainer.placement.meeting import check_same, meet
+    from headrace.trainer.placement.rendezvous import check_same, meet
     from headrace.trainer.placement.sharded import Sharded
     from headrace.trainer.placement.staged import Staged
 
@@ -171,7 +171,7 @@ def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None,
         return None, None
     import torch
 
-    from headrace.trainer.step.shadow import Shadow
+    from headrace.trainer.step.reference import Shadow
     from headrace.weight_sync.packed import lay_out
 
     wanted, dtype = start.shadow, getattr(torch, start.shadow.dtype)

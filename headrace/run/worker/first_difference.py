@@ -11,7 +11,7 @@ from headrace.core.errors import IdentityError
 from headrace.core.protocols import TrainerCore
 from headrace.engine.native.kernels import runner as engine
 from headrace.run.worker.worker_messages import TrainerStart
-from headrace.trainer.step import rescore as trainer
+from headrace.trainer.step import trainer as trainer
 from headrace.trainer.step.bitwise import UnequalLogprobs
 
 

@@ -44,7 +44,7 @@ from headrace.run.worker.shared_calls import serve_clients
 from headrace.run.worker.worker_messages import EngineStart, TrainerReady, TrainerStart
 
 if TYPE_CHECKING:
-    from headrace.trainer.step.shadow import Shadow
+    from headrace.trainer.step.reference import Shadow
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ class TrainerStart(RankStart, frozen=True, kw_only=True):
 
 
 class ShadowStart(Struct, frozen=True):
-    """The student's older self, which a teacher's engine serves (`trainer/step/shadow.py`)."""
+    """The student's older self, which a teacher's engine serves (`trainer/step/reference.py`)."""
 
     kind: Literal["snapshot", "average"]
     every: int

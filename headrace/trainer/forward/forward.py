@@ -6,9 +6,9 @@ a few tokens, or a slower one is taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,38 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
-from headrace.trainer.forward.root import within
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
 from headrace.trainer.packing import ROOT, Kept, Pack, Segment
+
+# --- Runs a computation within the call of the module whose weights it reads.
+#
+# Hugging Face's own forward makes all logits [T, V], so ours calls the inner model and reads the head's matrix itself. A library
+# that shards weights over ranks gathers them by hooks on a module's call, the root's first (torch's FSDP2 refuses an inner
+# module that is called before its root). So our computation runs in place of the root's `forward`, and its last part in place of
+# the head's: hooks on both see an ordinary call.
+
+
+T = TypeVar("T")
+
+
+def within(module: Any, function: Callable[[], T]) -> T:
+    """Calls `module`, hooks included, with `function` in place of its forward, and returns the function's result.
+
+    The function must not call the module itself.
+    """
+    own = vars(module).get("forward")
+    module.forward = function
+    try:
+        return module()
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+# --- forward ------------------------------------------------------------
+
 
 TOLERANCE = 1e-3
 """Largest difference from the model's own numbers, relative to their root mean square. Rounding causes 1e-6, a wrong mask 1."""

@@ -19,14 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
-from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
-from headrace.trainer.forward.fused.fused_ops import Segments
-from headrace.trainer.forward.fused.fused_weights import PackedWeight
-from headrace.trainer.forward.fused.mixture_modules import fuse_mixtures, same_experts
-from headrace.trainer.forward.fused.module_layers import factors, is_gelu, layer_of
+from headrace.trainer.forward.fused import fused_ops, fused_products
+from headrace.trainer.forward.fused.fused_mixtures import factors, fuse_mixtures, is_gelu, layer_of, same_experts
+from headrace.trainer.forward.fused.fused_ops import PackedWeight, Segments
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
-from headrace.trainer.kernels.build import built
+from headrace.trainer.kernels.binding import built
 from headrace.trainer.packing import ROOT, Segment
 
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
@@ -236,7 +234,7 @@ def _inner(module: Any, x: Tensor) -> Tensor:
     """The input of the feed-forward part's last product."""
     gate_layer, up_layer = layer_of(module.gate_proj), layer_of(module.up_proj)
     if _low() and gate_layer is not None and up_layer is not None:
-        return fused_served.gated_linear(x, gate_layer, up_layer, module.gelu)
+        return fused_products.gated_linear(x, gate_layer, up_layer, module.gelu)
     gate, up = _together(x, module.gate_proj, module.up_proj)
     return fused_ops.gated(gate, up, module.gelu)
 

@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.native.cuda_ops import wide_logits
-from headrace.trainer.forward.fused.fused_ops import valued
-from headrace.trainer.forward.fused.fused_served import Asked, FoundLogprobs, log_probabilities
-from headrace.trainer.forward.fused.fused_weights import PackedWeight
+from headrace.trainer.forward.fused.fused_ops import PackedWeight, valued
+from headrace.trainer.forward.fused.fused_products import Asked, FoundLogprobs, log_probabilities
 from headrace.trainer.packing import Kept
 
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}

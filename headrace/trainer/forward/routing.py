@@ -24,7 +24,7 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.forward import Forward
-from headrace.trainer.forward.fused.mixture_modules import is_router, weights_of
+from headrace.trainer.forward.fused.fused_mixtures import is_router, weights_of
 from headrace.trainer.packing import Pack, pack_sequence
 
 TOLERANCE = 1e-4

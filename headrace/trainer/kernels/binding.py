@@ -1,13 +1,33 @@
-"""The functions of the library, and the C++ structs of `src/linear.h`, `src/attention.h` and `src/experts.h`, field by field."""
+"""The trainer's kernels: compiled for this machine (`native/build.py`), and called through the C++ structs of `src/linear.h` and its neighbours."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from headrace.trainer.kernels.build import built
+from headrace.core.printing import echo
+from headrace.models.resolve import cache_dir
+from headrace.native.build import Built, compiled
+
+# --- The trainer's kernels, compiled for this machine (`native/build.py`).
+#
+# python -m headrace.trainer.kernels.binding        compiles now (`make demo` and `make setup` do) and prints the result
+
+
+SOURCE = Path(__file__).parent / "src"
+
+
+@cache
+def built(instructions: str = "native") -> Built:
+    """Never raises: without kernels the trainer is slower, not wrong. `instructions`: as the compiler calls a set of them."""
+    return compiled(SOURCE / "training.cpp", cache_dir() / "kernels", instructions)
+
+
+# --- The functions of the library, and the C++ structs of `src/linear.h`, `src/attention.h` and `src/experts.h`, field by field.
 
 
 class Weight(Structure):
@@ -82,3 +102,9 @@ def tier(instructions: str = "native") -> str | None:
     """The kind of processor that the kernels are made for, such as AVX2; None where they cannot run."""
     functions = library(instructions)
     return functions.headrace_tier().decode() if functions else None
+
+
+if __name__ == "__main__":
+    found = built()
+    echo(f"training kernels: {found.reason}" + ("" if found.library else "; PyTorch's own are used, which is slower"))
+    sys.exit(0)

@@ -1,5 +1,5 @@
 """The model that is trained.
 
-Read `causal_lm.py` (loaded and written back), `adapters.py` (LoRA within it), `split_adapters.py` (beside layers that ranks compute together), `quantise.py` (a frozen base of few bits), `low_memory.py`
-(the optimizer; bfloat16 weights, optimizer state in the host's memory), `frozen.py` (a copy that is not trained).
+Read `causal_lm.py` (loaded and written back), `adapters.py` (LoRA within it, and a frozen base of few bits), `low_memory.py` (the optimizer;
+bfloat16 weights, optimizer state in the host's memory).
 """

@@ -24,7 +24,7 @@ from headrace.trainer.forward.head import Scale
 from headrace.trainer.forward.tree_attention import NAME, tree_of
 from headrace.trainer.model.causal_lm import layers_of
 from headrace.trainer.packing import Segment
-from headrace.trainer.placement.cutting import cut
+from headrace.trainer.parallel import cut
 
 PROBE = 12
 """Tokens on which the cut is tried."""

@@ -2,7 +2,7 @@
 
 Every operation that needs a collective, or the whole of a tensor that may be split over ranks, goes through it: so a new way
 to distribute a model is a new implementation of this protocol, without a branch anywhere else. On one device every method is a
-plain torch call (`single.py`).
+plain torch call (`port.py`).
 
     load      load, spread                      the model as it was saved, and as it lies in training
     split     plan, accumulate                  the microbatches of this rank, and the gradients of the whole step
@@ -13,13 +13,13 @@ plain torch call (`single.py`).
     optimizer                                   its state lies where the parameters lie, is saved by `whole`, restored by `part`
 
 All but `leads`, `plain`, `context` and `part` are collective: every rank calls them, in one order, with the same parameters. Gradients are sums over
-ranks, never means (C9). The forward pass runs within the call of the root module (`forward/root.py`), and the head's matrix is read within
+ranks, never means (C9). The forward pass runs within the call of the root module (`forward/forward.py`), and the head's matrix is read within
 the call of the head, so that hooks which gather parameters have fired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
-from headrace.trainer.packing import Pack, StepPlan, StepRows
+from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.packing import Pack, StepPlan, StepRows, pack_rows
 
 Microbatch = Callable[[int], AbstractContextManager[Tensor]]
 """The loss of the microbatch of this number, a scalar with gradient. Its backward pass belongs inside the context."""
@@ -131,3 +135,105 @@ class Placement(Protocol):
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """The inverse of `whole`: this rank's part of a tensor. `like`: the parameter or buffer that it belongs to."""
+
+
+# --- One device that holds everything: each method is the plain torch call.
+
+
+@dataclass(frozen=True)
+class Single:
+    """Protocol `Placement`."""
+
+    leads: bool = True
+    plain: bool = True
+    context: None = None
+
+    def load(self, directory: Path, device: torch.device) -> Any:
+        return load_model(directory, device)
+
+    def spread(self, model: Any) -> None:
+        """Leaves the model where it is."""
+
+    def optimizer(
+        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig
+    ) -> torch.optim.Optimizer:
+        return make_optimizer(parameters, config)
+
+    def plan(self, rows: StepRows) -> StepPlan:
+        return pack_rows(rows)
+
+    def accumulate(self, work: Microbatches) -> None:
+        for number in range(len(work.packs)):
+            with work.precision(), work.loss(number) as loss:
+                loss.backward()
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values
+
+    def join(self, columns: Tensor) -> tuple[Tensor, slice]:
+        return columns, slice(None)
+
+    def of_head(self, values: Tensor) -> Tensor:
+        return values
+
+    def each(self, values: Tensor) -> tuple[Tensor, int]:
+        return values[None], 0
+
+    def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], norm: Tensor, most: float) -> None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm, foreach=True)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
+        return {name: keep(name, tensor) for name, tensor in tensors.items()}
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        return whole
+
+
+# --- The values that a rank publishes without gathering them: the rows of split parameters that it holds.
+
+
+def runs_of(
+    parameters: Iterable[tuple[str, Tensor]], rank: int, ranks: int, whole: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Yields name, number of the first value in row-major order, and values [n], of all that this rank publishes.
+
+    `whole`: gathers what is split otherwise than by rows, or lies on another stage (`Placement.whole`), one tensor at a time; such tensors, and those that every rank
+    holds, lie with one rank after another. Every rank calls this at the same time.
+    """
+    given = list(parameters)
+    staged = any(parameter.is_meta for _, parameter in given)  # ranks of other stages wait for each tensor
+    for number, (name, parameter) in enumerate(given):
+        if isinstance(parameter, DTensor) and _by_rows(parameter) and not staged:
+            first, values = _own_rows(parameter)
+            if values.numel():
+                yield name, first, values
+            continue
+        tensor = whole(parameter)
+        if number % ranks == rank:
+            yield name, 0, tensor.flatten()
+
+
+def _by_rows(tensor: DTensor) -> bool:
+    """Whether it is split by its first dimension, among the ranks of one dimension of its mesh, and otherwise copied."""
+    split = [one for one in tensor.placements if not one.is_replicate()]
+    return len(split) == 1 and type(split[0]) is Shard and split[0].dim == 0
+
+
+def _own_rows(tensor: DTensor) -> tuple[int, Tensor]:
+    """Returns the number of the first value, and the values; none on ranks that hold copies of another's."""
+    place = tensor.device_mesh.get_coordinate()
+    local = tensor.to_local().detach().flatten()
+    copied = [at for at, one in zip(place or (), tensor.placements, strict=True) if one.is_replicate()]
+    if any(copied):
+        return 0, local[:0]
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * (tensor.numel() // tensor.shape[0]), local

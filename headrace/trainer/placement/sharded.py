@@ -1,5 +1,5 @@
 """Ranks among which the weights are split by torch's FSDP2 (`fully_shard`, arXiv 2304.11277), copies of such a split (HSDP), and ranks
-that split each layer's work by the model's plan (`by_plan.py`). The latter, a tensor group, are neighbours and have the same microbatches.
+that split each layer's work by the model's plan (`tensor_parallel.py`). The latter, a tensor group, are neighbours and have the same microbatches.
 
 A layer is gathered for its forward and for its backward pass; gradients are summed and split again after every microbatch. The unit is
 a layer. All else (embedding, last norm, head) belongs to the root, and stays gathered from the root's forward to the end of the backward pass:
@@ -34,13 +34,12 @@ from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.packing import StepPlan, StepRows, split_ranks
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.by_plan import split_by_plan
 from headrace.trainer.placement.port import Keep, Microbatches, on_host
-from headrace.trainer.placement.whole_experts import split_experts
+from headrace.trainer.placement.tensor_parallel import split_by_plan, split_experts
 
 
 class Sharded:
-    """Protocol `Placement`. The processes have met already (`meeting.py`)."""
+    """Protocol `Placement`. The processes have met already (`rendezvous.py`)."""
 
     plain = False
 

@@ -17,7 +17,7 @@ from headrace.core.errors import IdentityError
 from headrace.models.lora import LoraConfig
 from headrace.native.arithmetic import PROVEN, arithmetic, why_unproven
 from headrace.trainer.forward.forward import Forward
-from headrace.trainer.forward.fused.mixture_modules import is_router
+from headrace.trainer.forward.fused.fused_mixtures import is_router
 from headrace.trainer.kernels import binding
 from headrace.trainer.packing import ROOT, Pack
 

@@ -5,11 +5,12 @@ It trains all weights, or adapters of frozen ones (`trainer/model/adapters.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -17,18 +18,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
-from headrace.core.batches import Batch
+from headrace.core.batches import Batch, Row
 from headrace.core.errors import ConfigError
+from headrace.core.protocols import TrainerCore
 from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.core.weights import AdapterSpec, trial_version
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.forward import choose_forward, together
-from headrace.trainer.forward.fused.fused_weights import forward_only, reserve
+from headrace.trainer.forward.forward import choose_forward, packed_hidden, together
+from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
-from headrace.trainer.forward.resting import Resting
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
+from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters
 from headrace.trainer.model.causal_lm import (
     computed_in,
@@ -40,21 +42,16 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
-from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, StepRows, pack_sequence
-from headrace.trainer.placement.port import Keep, Placement, on_host
-from headrace.trainer.placement.runs import runs_of
-from headrace.trainer.placement.single import Single
+from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
+from headrace.trainer.placement.port import Keep, Placement, Single, on_host, runs_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
-from headrace.trainer.step.gradient import Gradient, Replay
-from headrace.trainer.step.host_copy import HostCopy
-from headrace.trainer.step.known_effects import WORTH, KnownEffects, contents_mark
+from headrace.trainer.step.gradient import Gradient, Replay, StepPairs, Sums, pairs_of
+from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner
-from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
-from headrace.trainer.step.sums import Sums
-from headrace.trainer.step.trial import Trial
+from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
 
 
 class TorchTrainer:
@@ -182,7 +179,7 @@ class TorchTrainer:
         return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
 
     def reserve(self) -> None:
-        """Does in advance, once, what would delay the first steps (`fused_weights.reserve`). It takes seconds, in which rollouts are sampled."""
+        """Does in advance, once, what would delay the first steps (`fused_ops.reserve`). It takes seconds, in which rollouts are sampled."""
         if self._fused and not self._reserved:
             config = self._config
             reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
@@ -411,3 +408,71 @@ def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
         pairs_agreed=sums.pairs.agreed,
         pair_margin=sums.pairs.margin,
     )
+
+
+# --- A checkpoint of the trainer as a directory that `transformers` or peft loads.
+
+
+def export_weights(
+    model_dir: Path,
+    trained: Assignment,
+    *,
+    seed: int,
+    checkpoint: Path,
+    to: Path,
+    dtype: Literal["bfloat16", "float32"],
+    merge: bool,
+) -> None:
+    """Writes the checkpoint's weights, and the model's tokenizer and templates. `trained`: what the run trained, of which only the dtype of
+    the kept weights and the adapter matter here. The directory of an adapter is for peft, unless `merge` adds the adapter to the base
+    weights (in float32)."""
+    train = trained.train
+    masters = train.weights == "float32" or train.offload_optimizer
+    kept: Literal["float32", "bfloat16"] = "float32" if masters else "bfloat16"
+    train = dataclasses.replace(train, dtype=kept, weights=kept, offload_optimizer=False)
+    adapters = {"": dataclasses.replace(trained, train=train)} if trained.lora.rank else {}
+    trainer = TorchTrainer(model_dir, train, trained.algo, seed, adapters=adapters)
+    trainer.restore(checkpoint)
+    trainer.export(to, dtype, merge=merge)
+
+
+# --- The numbers that a training step would compute before its update: for the parity report, and to find where an engine's differ.
+
+
+def rescore(trainer: TrainerCore, rows: Sequence[Row], temperature: float) -> list[list[float]]:
+    """[T] log-probs of the tokens of each row at its temperature (`temperature` if it does not say it), under its sampling mask and recorded experts where it has them.
+
+    Every row has a microbatch of its own: the report must not depend on which rows share one.
+    """
+    assert isinstance(trainer, TorchTrainer)
+    return [_of_row(trainer, row, temperature) for row in rows]
+
+
+def _of_row(trainer: TorchTrainer, row: Row, temperature: float) -> list[float]:
+    budget = len(row.prompt) + len(row.tokens)
+    (pack,) = pack_rows(
+        StepRows([row], lambda counts, _: [1.0] * len(counts), constant=0, budget=budget, step=0, share=False)
+    ).packs
+    return trainer.logprobs(pack, pack.temperature or temperature)
+
+
+@torch.no_grad()
+def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Tensor:
+    """[layers + 1, T, H] float32 of one sequence: its embeddings, then the result of each layer."""
+    assert isinstance(trainer, TorchTrainer)
+    model, device, dtype = trainer._model, trainer._device, trainer._dtype
+    found: list[Tensor] = []
+    modules = [model.get_input_embeddings(), *model.base_model.layers]
+    hooks = [module.register_forward_hook(lambda _, __, result: found.append(_states(result))) for module in modules]
+    pack = pack_sequence((*tokens, tokens[-1])).to(device)  # the last one is only predicted
+    try:
+        with computed_in(dtype, device):
+            packed_hidden(model, pack.tokens, pack.positions, tree_of(pack.segments, device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found)
+
+
+def _states(result: Any) -> Tensor:
+    return (result[0] if isinstance(result, tuple) else result)[0].float()

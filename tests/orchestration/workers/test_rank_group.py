@@ -29,7 +29,7 @@ from headrace.run.worker.build import _served_here
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_worker import Died, FakeLauncher, FakeProcess, bare_start
-from headrace.trainer.placement.meeting import interface_of
+from headrace.trainer.placement.rendezvous import interface_of
 from headrace.weight_sync.tcp import Tcp
 
 Answer = Callable[[int, Frame], Awaitable[Any]]

@@ -24,9 +24,8 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.port import Microbatches, Placement
+from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.sharded import Sharded
-from headrace.trainer.placement.single import Single
 from headrace.trainer.step.trainer import TorchTrainer
 
 

@@ -73,7 +73,7 @@ class RankProcesses:
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     import torch
 
-    from headrace.trainer.placement.meeting import meet
+    from headrace.trainer.placement.rendezvous import meet
 
     gc.freeze()  # a collection would copy every page of what was loaded before the fork
     torch.set_num_threads(1)

@@ -23,8 +23,8 @@ from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.placement.staged import Staged
+from headrace.trainer.step.gradient import pairs_of
 from headrace.trainer.step.learner import Assignment
-from headrace.trainer.step.preferring import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.commands.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
 from headrace.trainer.model.causal_lm import layers_of, load_model
-from headrace.trainer.placement.cutting import LOOPS, stages_of
-from headrace.trainer.placement.schedule import LeanStage, schedule_of
+from headrace.trainer.parallel import LOOPS, stages_of
+from headrace.trainer.placement.staged import LeanStage, schedule_of
 
 Work = tuple[int, str, int]
 """Stage; forward (F), backward (B), or backward for the input (I) and for the weights (W); microbatch."""

@@ -18,14 +18,12 @@ from torch import Tensor
 from headrace.algo.objective import AGGREGATIONS
 from headrace.core.errors import ConfigError
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.forward import choose_forward, together
-from headrace.trainer.forward.root import within
+from headrace.trainer.forward.forward import choose_forward, together, within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.packing import Kept, Pack, StepRows
 from headrace.trainer.parallel import ParallelConfig, repeats
-from headrace.trainer.placement.port import Microbatches, Placement
+from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.sharded import Sharded
-from headrace.trainer.placement.single import Single
 
 
 def spread(case: dict[str, Any], **parallel: int) -> Case:

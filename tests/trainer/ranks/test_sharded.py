@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from sharded_case import CPU, GROUPS, Case, compare, trainer_of_rank
 from torch.distributed.tensor import DTensor
 
-from headrace.trainer.forward.root import within
+from headrace.trainer.forward.forward import within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
 

@@ -19,15 +19,13 @@ from sharded_case import CPU, GROUPS, Case, Piped, shifted, trainer_of_rank
 from torch import Tensor
 
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.forward import Forward
-from headrace.trainer.forward.root import within
+from headrace.trainer.forward.forward import Forward, within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.packing import Pack, pack_sequence
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.port import Microbatches, Placement
-from headrace.trainer.placement.single import Single
+from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.staged import Staged
-from headrace.trainer.step.preferring import pairs_of
+from headrace.trainer.step.gradient import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
 
 # -- gradients ---------------------------------------------------------------------------------------------------------------

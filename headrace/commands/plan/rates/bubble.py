@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.trainer.placement.cutting import LOOPS, cut, stages_of
+from headrace.trainer.parallel import LOOPS, cut, stages_of
 
 FLOAT32 = 4
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from headrace.native.memory import address
-from headrace.trainer.forward.fused.fused_ops import served
-from headrace.trainer.forward.fused.fused_products import input_gradient, weight_gradient
-from headrace.trainer.forward.fused.fused_weights import PackedWeight, give, kernels, packed_now
+from headrace.trainer.forward.fused.fused_ops import PackedWeight, give, kernels, packed_now, served
+from headrace.trainer.forward.fused.fused_products import LinearLayer, LowRankPair, input_gradient, weight_gradient
 from headrace.trainer.kernels import binding
 
 VECTOR = 16
@@ -177,3 +179,194 @@ def _mixture(
         "told": address(told),
     }
     return binding.MixtureStruct(**sizes, **given, gate=gate, up=up, y=y, gelu=stacks.gelu)
+
+
+# --- A module of a model as the kernels know it: a linear layer, alone or with one of peft's adapters; an activation.
+
+
+def factors() -> torch.dtype:
+    """The dtype of the factors of products: what autocast asks for."""
+    low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return torch.bfloat16 if low else torch.float32
+
+
+def is_gelu(function: Any) -> bool | None:
+    """Whether it is GELU's tanh form, or SiLU; None if neither."""
+    x = torch.linspace(-6, 6, 97)
+    for gelu, known in ((False, nn.functional.silu(x)), (True, nn.functional.gelu(x, approximate="tanh"))):
+        if callable(function) and torch.allclose(function(x), known, rtol=1e-5, atol=1e-6):
+            return gelu
+    return None
+
+
+def layer_of(module: Any) -> LinearLayer | None:
+    """The linear layer that is all that a module computes, with what its active adapter adds; None for any other module.
+
+    `packed` marks the modules whose products are to go through the kernels.
+    """
+    base = getattr(module, "base_layer", module)
+    if type(base) is not nn.Linear or not hasattr(base, "packed"):
+        return None
+    packed: Any = base.packed
+    layer = LinearLayer(packed, base.weight, base.bias)
+    if base is module:
+        return layer
+    if not hasattr(module, "lora_variant") or module.merged:
+        return None
+    names = [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
+    if not names:
+        return layer
+    return layer._replace(low_rank=_low_rank(module, names[0])) if _is_plain(module, names) else None
+
+
+def _is_plain(module: Any, names: list[str]) -> bool:
+    """Whether one adapter is active, and is two matrices and a factor: no DoRA, no dropout, no bias."""
+    name, *others = names
+    return (
+        not others
+        and name not in module.lora_variant
+        and type(module.lora_dropout[name]) is nn.Identity
+        and module.lora_B[name].bias is None
+    )
+
+
+def _low_rank(module: Any, name: str) -> LowRankPair:
+    return LowRankPair(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+
+
+# --- A model's routers and experts as the kernels know them, by their parts and a trial.
+
+
+T = TypeVar("T")
+STACKS = {"gate_up_proj", "down_proj"}
+TRIED = 5
+"""Rows of a trial."""
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    normalised: bool
+    """Whether the weights of the chosen experts are divided by their sum."""
+
+
+def is_router(module: Any) -> bool:
+    """transformers gives router modules `top_k` and `num_experts`."""
+    facts = vars(module)
+    known = isinstance(facts.get("top_k"), int) and isinstance(facts.get("num_experts"), int)
+    return known and "weight" in module._parameters
+
+
+@torch.no_grad()
+def fuse_mixtures(model: Any) -> list[Any]:
+    """Gives the routers and the experts that are known another `forward`. Returns these modules."""
+    found: list[Any] = []
+    for module in model.modules():
+        if is_router(module) and (router := _tried(_router_spec, module)) is not None:
+            module.fused = router
+            module.forward = MethodType(_route, module)
+            found.append(module)
+        elif module._parameters.keys() == STACKS and (gelu := _tried(_gelu_of, module)) is not None:
+            module.gelu, count = gelu, len(module.down_proj)
+            module.packed_stacks = {"gate_up_proj": PackedWeight(2 * count), "down_proj": PackedWeight(count)}
+            module.forward = MethodType(_mix, module)
+            found.append(module)
+    return found
+
+
+def _tried(trial: Callable[[Any], T | None], module: Any) -> T | None:
+    """Returns the result of the trial; None for a module that wants other values than those of known families."""
+    try:
+        return trial(module)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        return None
+
+
+@contextmanager
+def same_experts(model: Any) -> Iterator[None]:
+    """Makes whole passes of the model over the same tokens go to the experts of the first pass. Where two experts nearly tie,
+    rounding chooses between them, and hidden states of a deep mixture would differ by far more than it. Weights stay those of the pass."""
+    chosen: dict[Any, Tensor] = {}
+
+    def hook(module: Any, _: Any, output: Any) -> Any:
+        if not isinstance(output, tuple) or len(output) != 3:
+            return output  # a router of another kind
+        first = chosen.setdefault(module, output[2].detach())
+        return (
+            (*output[:2], first) if first.shape == output[2].shape else output
+        )  # other tokens: a trial of the module alone
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if is_router(module):
+                hooks.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+def weights_of(module: Any, scores: Tensor, experts: Tensor) -> Tensor | None:
+    """The weights that a router gives these experts [N, K], as the engine computes them; None if it does not run through the kernels."""
+    if not isinstance(getattr(module, "fused", None), RouterSpec) or "forward" not in vars(module):
+        return None
+    return choice(scores, experts.shape[1], module.fused.normalised, experts)[0]
+
+
+# -- routers ----------------------------------------------------------------------------------------------------------------
+
+
+def _router_spec(module: Any) -> RouterSpec | None:
+    if [*module._parameters] != ["weight"] or module.weight.ndim != 2:
+        return None
+    x = _numbers(TRIED, module.weight.shape[1])
+    expected = module(x)
+    if not isinstance(expected, tuple) or len(expected) != 3 or expected[2].shape != (TRIED, module.top_k):
+        return None
+    for normalised in (False, True):
+        pairs = zip(_found(*_routed(x, module.weight, module.top_k, normalised)), _found(*expected), strict=True)
+        if all(a.shape == e.shape and torch.allclose(a, e.float(), 1e-4, 1e-5) for a, e in pairs):
+            return RouterSpec(normalised)
+    return None
+
+
+def _found(scores: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what a router does, with the scores of the experts in their place: two that nearly tie may be exchanged."""
+    return scores, weights, scores.gather(1, experts)
+
+
+def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _routed(x.reshape(-1, x.shape[-1]), module.weight, module.top_k, module.fused.normalised)
+
+
+def _routed(x: Tensor, weight: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores, weights, experts), as transformers' routers return them."""
+    scores = router_scores(x, weight, factors())
+    return scores, *choice(scores, chosen, normalised)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------------
+
+
+def _gelu_of(module: Any) -> bool | None:
+    """Whether the experts' activation is GELU's tanh form, or SiLU; None for experts of another kind."""
+    gate_up, down = module.gate_up_proj, module.down_proj
+    gelu = is_gelu(getattr(module, "act_fn", None))
+    if gelu is None or gate_up.ndim != 3 or gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
+        return None
+    count = len(down)
+    x, weights = _numbers(TRIED, down.shape[1]), torch.linspace(0.2, 1, 2 * TRIED).view(TRIED, 2)
+    which = torch.arange(2 * TRIED).view(TRIED, 2) % count
+    packed = PackedWeight(2 * count), PackedWeight(count)
+    actual = experts(x, weights, which, Stacks(gate_up, down, packed, gelu), torch.float32)
+    expected = module(x, which, weights)
+    return gelu if (actual - expected).norm() <= 1e-4 * expected.norm() else None
+
+
+def _mix(module: Any, x: Tensor, which: Tensor, weights: Tensor) -> Tensor:
+    if module._parameters.keys() < STACKS:  # peft computes them anew at every use
+        mixed: Tensor = type(module).forward(module, x, which, weights)
+        return mixed
+    packed = module.packed_stacks["gate_up_proj"], module.packed_stacks["down_proj"]
+    stacks = Stacks(module.gate_up_proj, module.down_proj, packed, module.gelu)
+    return experts(x, weights, which, stacks, factors())
+
+
+def _numbers(rows: int, width: int) -> Tensor:
+    return (torch.arange(rows * width) * 0.7391).sin().view(rows, width)
