@@ -33,7 +33,7 @@ $(RUNS): pyproject.toml
 	$(PIP_INSTALL) --editable ".[demo]"
 	@$(BIN)/python -m headrace.engine.native.kernels.binding & engine=$$!; \
 	$(BIN)/python -m headrace.trainer.kernels.binding & trainer=$$!; \
-	$(BIN)/python -m headrace.weight_sync.delta.build; delta=$$?; \
+	$(BIN)/python -m headrace.weight_sync.delta.codec; delta=$$?; \
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import headrace.cli, reasoning_gym; from headrace.run.worker.fork_server import load; load()'; \
 	test $$? = 0 && wait $$engine && wait $$trainer && test $$delta = 0
 	touch $(RUNS)

@@ -21,8 +21,8 @@ import torch
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
+from headrace.weight_sync.cuda_ipc import CudaIpc
 from headrace.weight_sync.packed import lay_out
-from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.slots import Manifests
 
 Device = Literal["cpu", "cuda"]

@@ -34,10 +34,10 @@ from headrace.core.weights import Manifest
 from headrace.models.resolve import resolve_model
 from headrace.trainer.model.causal_lm import load_model
 from headrace.web.tls import TlsIdentity, first_certificate
+from headrace.weight_sync.cuda_ipc import CudaIpc
 from headrace.weight_sync.delta.codec import apply, encode
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import PackedBuffer, lay_out
-from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.slots import Slots, anonymous_memory, send_all
 from headrace.weight_sync.tcp import Tcp
 from headrace.weight_sync.transport import TRANSPORTS

@@ -72,7 +72,7 @@ ROOMS = {
     "testing": ("servers", "faultsim"),
     "trainer": ("kernels", "packing", "model", "forward", "placement", "step", "shared"),
     "views": ("screen", "report", "sinks", "board"),
-    "weight_sync": ("delta", "over_http", "push", "in_vllm"),
+    "weight_sync": ("delta", "in_vllm"),
 }
 HEAVY = ("torch", "transformers", "datasets", "pandas", "matplotlib", "rich", "reasoning_gym", "pydantic")
 

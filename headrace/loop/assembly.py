@@ -35,7 +35,7 @@ from headrace.loop.recovery import SavedRun, recover
 from headrace.loop.snapshots import Snapshots
 from headrace.loop.turns import Turns
 from headrace.settings.process_config import EvalConfig
-from headrace.weight_sync.delta.watch import DeltaWatch
+from headrace.weight_sync.delta.efficiency import DeltaWatch
 
 
 @dataclass(frozen=True, kw_only=True)

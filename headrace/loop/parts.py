@@ -23,7 +23,7 @@ from headrace.loop.minutes import Minutes
 from headrace.loop.partial import Interrupts
 from headrace.loop.snapshots import Snapshots
 from headrace.loop.turns import Turns
-from headrace.weight_sync.delta.watch import DeltaWatch
+from headrace.weight_sync.delta.efficiency import DeltaWatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from headrace.run.session import BuiltRun
 from headrace.run.storage import Storage
 from headrace.run.teaching import Teaching, open_teaching
 from headrace.run.user_sites import UserSites, user_sites
-from headrace.weight_sync.delta.watch import DeltaWatch
+from headrace.weight_sync.delta.efficiency import DeltaWatch
 
 NO_FILES: Mapping[str, LoadedFiles] = {}
 

@@ -69,8 +69,8 @@ from headrace.run.wording import headline, placement, untried
 from headrace.settings.user_code import defines
 from headrace.trainer.config import TrainConfig, change_of_rate, drawn
 from headrace.views.screen.start_line import StartSteps
-from headrace.weight_sync.delta.watch import poor_settings
-from headrace.weight_sync.push.cuda_ipc import NO_GPU
+from headrace.weight_sync.cuda_ipc import NO_GPU
+from headrace.weight_sync.delta.efficiency import poor_settings
 
 _ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 

@@ -19,7 +19,7 @@ from headrace.core.errors import IdentityError
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.durable.regular_files import open_regular, read_regular
 from headrace.weight_sync.files import FilesReceiver
-from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
+from headrace.weight_sync.http_ranges import UnpreparedReceiver
 
 if TYPE_CHECKING:
     import torch

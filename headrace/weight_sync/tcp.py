@@ -36,7 +36,7 @@ from headrace.weight_sync.sockets import INTRODUCTION, ConnectionServer, reach, 
 if TYPE_CHECKING:
     import torch
 
-    from headrace.weight_sync.offers import OfferedVersion, OfferingSender
+    from headrace.weight_sync.fetching import OfferedVersion, OfferingSender
 
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Tcp(SecuredTransport, frozen=True, tag="tcp"):
         return engines
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
-        from headrace.weight_sync.offers import OfferingSender, Offers
+        from headrace.weight_sync.fetching import OfferingSender, Offers
 
         offers = Offers(manifests, once, self.encoding)
         server = TcpServer(offers, self)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Union
 
+from headrace.weight_sync.broadcast import Broadcast
+from headrace.weight_sync.cuda_ipc import CudaIpc
 from headrace.weight_sync.files import Files
+from headrace.weight_sync.http_ranges import Http
 from headrace.weight_sync.kind import TransportKind
-from headrace.weight_sync.over_http.http_ranges import Http
-from headrace.weight_sync.push.broadcast import Broadcast
-from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weight_sync.tcp import Tcp
 

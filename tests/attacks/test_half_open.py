@@ -40,7 +40,7 @@ from headrace.web.limits import (
 )
 from headrace.web.server import OneLine
 from headrace.web.tls import server_context
-from headrace.weight_sync.over_http.http_ranges import AT_ONCE, WeightServer
+from headrace.weight_sync.http_ranges import AT_ONCE, WeightServer
 
 KEY = "a token of many characters"
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: "

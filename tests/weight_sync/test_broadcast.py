@@ -22,12 +22,12 @@ from beside import Beside
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import AdapterSpec, WeightUpdate
+from headrace.weight_sync.broadcast import Broadcast, Link
+from headrace.weight_sync.broadcast_rounds import BUCKET
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import lay_out
-from headrace.weight_sync.push.broadcast import Broadcast, Link
-from headrace.weight_sync.push.buckets import BUCKET
-from headrace.weight_sync.push.round_messages import BeginRound, GetKey, GotBucket, JoinGroup, PutKey
+from headrace.weight_sync.round_messages import BeginRound, GetKey, GotBucket, JoinGroup, PutKey
 from headrace.weight_sync.sockets import send_message
 
 VALUES = 2 * BUCKET + 999

@@ -13,8 +13,8 @@ import torch
 
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.weights import AdapterSpec, WeightUpdate
+from headrace.weight_sync.cuda_ipc import CudaIpc, IpcReceiver, IpcSender
 from headrace.weight_sync.packed import lay_out
-from headrace.weight_sync.push.cuda_ipc import CudaIpc, IpcReceiver, IpcSender
 from headrace.weight_sync.shared_memory import SharedMemory
 
 MANIFESTS = {

@@ -12,9 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.weight_sync.delta.build import built
-from headrace.weight_sync.delta.codec import PIECE, apply, encode, width_of
-from headrace.weight_sync.delta.search import NumpySearch, Search, search
+from headrace.weight_sync.delta.codec import PIECE, NumpySearch, Search, apply, built, encode, search, width_of
 from headrace.weight_sync.packed import lay_out
 
 SEARCHES: list[Search] = [NumpySearch(), search()]

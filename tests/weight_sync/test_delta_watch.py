@@ -17,7 +17,7 @@ from headrace.loop.world import virtual_time
 from headrace.run.config import load_config
 from headrace.run.python_inputs import with_python_inputs
 from headrace.run.rehearse import rehearse
-from headrace.weight_sync.delta.watch import DeltaWatch
+from headrace.weight_sync.delta.efficiency import DeltaWatch
 from headrace.weight_sync.kind import FULL, Encoding
 
 DELTA = Encoding(delta=True, anchor_every=4)

@@ -18,9 +18,8 @@ from beside import Beside
 from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.weight_sync.directory import DirectoryReceiver
-from headrace.weight_sync.offers import OfferingSender
-from headrace.weight_sync.over_http.http_ranges import Http, HttpReceiver, HttpSource, WeightServer
-from headrace.weight_sync.over_http.relays import FANOUT
+from headrace.weight_sync.fetching import OfferingSender
+from headrace.weight_sync.http_ranges import FANOUT, Http, HttpReceiver, HttpSource, WeightServer
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.slots import Slots, anonymous_memory
 

@@ -16,10 +16,8 @@ import torch
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.web.tls import TlsIdentity, first_certificate
+from headrace.weight_sync.http_ranges import FANOUT, Http, UnpreparedReceiver
 from headrace.weight_sync.kind import Encoding, Opening
-from headrace.weight_sync.over_http.http_ranges import Http
-from headrace.weight_sync.over_http.relays import FANOUT
-from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import send_message
 from headrace.weight_sync.tcp import Question, Tcp

@@ -19,9 +19,9 @@ from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.run.config import load_config
 from headrace.run.starting import transport_of
 from headrace.trainer.model.causal_lm import tied_names
+from headrace.weight_sync.cuda_ipc import CudaIpc
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import fingerprint, lay_out
-from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weight_sync.transport import TRANSPORTS, AnyTransport
 

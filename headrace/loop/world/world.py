@@ -44,7 +44,7 @@ from headrace.loop.snapshots import Moment, Snapshots, load_controller
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.turns import SharedDevices, Turns
 from headrace.settings.process_config import EvalConfig, WatchConfig
-from headrace.weight_sync.delta.watch import DeltaWatch
+from headrace.weight_sync.delta.efficiency import DeltaWatch
 
 
 @dataclass

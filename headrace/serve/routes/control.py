@@ -68,7 +68,7 @@ async def load_weights(request: HttpRequest) -> Response:
         raise Refused(
             400,
             "where.path must name the directory of the update (headrace/weight_sync/files.py), or where.url its trainer "
-            "(over_http/http_ranges.py)",
+            "(weight_sync/http_ranges.py)",
         )
     try:
         msgspec.msgpack.encode(update)

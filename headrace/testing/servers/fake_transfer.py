@@ -14,8 +14,8 @@ from headrace.serve.serving import Serving
 from headrace.web.bodies import Body
 from headrace.web.errors import Refused
 from headrace.web.sending import json_response, read_body
+from headrace.weight_sync.http_ranges import UnpreparedReceiver
 from headrace.weight_sync.in_vllm.adapter_files import write_adapter
-from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
 
 
 class InitTransfer(Body, kw_only=True):

@@ -1,5 +1,5 @@
 """The lossless difference of two packed buffers.
 
-Read `codec.py` (the stream, and who makes it), `search.py` (the functions that find and undo changes: C++, or numpy without a
-compiler), `build.py` and `src/` (the C++), `watch.py` (whether differences pay).
+Read `codec.py` (the stream, who makes it, and the functions that find and undo changes: the C++ of `src/`, or numpy without a compiler) and
+`efficiency.py` (whether differences pay).
 """

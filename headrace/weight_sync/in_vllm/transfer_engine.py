@@ -27,9 +27,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
+from headrace.weight_sync.http_ranges import UnpreparedReceiver
 from headrace.weight_sync.in_vllm.adapter_files import write_adapter
 from headrace.weight_sync.in_vllm.read_back import unlike
-from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
 
 SHOWN = 3
 """Names of modules in a message."""

@@ -23,7 +23,8 @@ from headrace.weight_sync.slots import PIECE, Manifests
 if TYPE_CHECKING:
     import torch
 
-    from headrace.weight_sync.push.device_memory import DeviceMemory
+    from headrace.weight_sync.device_memory import DeviceMemory
+
 
 KEPT = 2
 """Handles that an engine keeps open for each manifest: those of its two slots. Older ones are those of a trainer that has ended."""
@@ -60,7 +61,7 @@ class CudaIpc(TransportKind, frozen=True, tag="cuda_ipc"):
     def _memory(self) -> DeviceMemory:
         import torch
 
-        from headrace.weight_sync.push.device_memory import CudaMemory, PageMemory
+        from headrace.weight_sync.device_memory import CudaMemory, PageMemory
 
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(NO_GPU)

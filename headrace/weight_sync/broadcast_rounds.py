@@ -1,11 +1,4 @@
-"""The trainer's end of a broadcast: in rounds, each of which brings one version to the engines that ask for it.
-
-A round begins when every engine that is connected has asked, or `GATHER` seconds after the first one did. Its members form a process group,
-which stays for the next round if that has the same members. Every member acknowledges every bucket, so that the trainer is never more
-than two of them ahead, and knows who is behind. A round is aborted as soon as a member's connection ends, and when nothing has moved for
-`patience` seconds. Then the group is left (a broadcast cannot be ended from outside), all members are told, and those that are left ask
-again: for a new group. Whoever was behind when nothing moved is served alone from then on, until that has worked, so that it delays nobody.
-"""
+"""The process group of a broadcast, and the trainer's end of its rounds, each of which brings one version to the engines that ask for it."""
 
 from __future__ import annotations
 
@@ -16,17 +9,17 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 
-from headrace.weight_sync.push.buckets import BUCKET, READY, BucketGroup, own_gpu
-from headrace.weight_sync.push.keys import LONGEST_VALUE, GroupStore, Keys
-from headrace.weight_sync.push.round_messages import (
+from headrace.weight_sync.round_messages import (
     AbortRound,
     AskWeights,
     Backend,
@@ -44,7 +37,189 @@ from headrace.weight_sync.push.round_messages import (
 from headrace.weight_sync.sockets import ConnectionServer, read_message, send_message
 
 if TYPE_CHECKING:
-    from headrace.weight_sync.offers import OfferedVersion, Offers
+    from headrace.weight_sync.fetching import OfferedVersion, Offers
+
+
+# --- The keys through which the members of a process group find each other, in the trainer's process.
+#
+# torch's own store over TCP asks nobody for a token. This one travels by the server of the weights, which does.
+
+
+PATIENCE = 10.0
+"""Seconds for a connection, and for an answer that nobody has to wait for."""
+LONGEST_VALUE = 1 << 16
+"""Bytes of a value: a member's addresses, one for each other member."""
+
+
+class Keys:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[int, str], bytes] = {}
+        self._closed = 0
+        """All groups up to this number were given up."""
+        self._change = threading.Condition()
+
+    def put(self, group: int, key: str, value: bytes) -> None:
+        with self._change:
+            if group > self._closed:
+                self._values[group, key] = value
+                self._change.notify_all()
+
+    def get(self, group: int, key: str, seconds: float) -> bytes | None:
+        """Waits until somebody puts it. Returns None after `seconds`, or if its group is given up meanwhile."""
+        with self._change:
+            self._change.wait_for(lambda: (group, key) in self._values or group <= self._closed, seconds)
+            return self._values.get((group, key))
+
+    def close(self, group: int) -> None:
+        """Forgets the keys of this group and of all before it. Nobody waits for them any longer."""
+        with self._change:
+            self._closed = group
+            self._values = {key: value for key, value in self._values.items() if key[0] > group}
+            self._change.notify_all()
+
+
+class KeyPlace(Protocol):
+    """The keys of all groups, as a member reaches them."""
+
+    def put(self, group: int, key: str, value: bytes) -> None: ...
+
+    def get(self, group: int, key: str, seconds: float) -> bytes | None: ...
+
+
+class GroupStore(dist.Store):
+    """The keys of one group, as torch asks for them."""
+
+    def __init__(self, place: KeyPlace, group: int, seconds: float) -> None:
+        super().__init__()
+        self._place, self._group, self._seconds = place, group, seconds
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._place.put(self._group, key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Raises TimeoutError if nobody puts it in time."""
+        found = self._place.get(self._group, key, self._seconds)
+        if found is None:
+            raise TimeoutError(f"nobody put {key}")
+        return found
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+
+class DistantKeys:
+    """Protocol `KeyPlace`, in an engine: a connection for each question."""
+
+    def __init__(self, address: tuple[str, int], token: str) -> None:
+        self._address, self._token = address, token
+
+    def put(self, group: int, key: str, value: bytes) -> None:
+        self._asked(PutKey(self._token, group, key, value), PATIENCE)
+
+    def get(self, group: int, key: str, seconds: float) -> bytes | None:
+        found = self._asked(GetKey(self._token, group, key), seconds + PATIENCE)
+        return None if found.missing else found.value
+
+    def _asked(self, message: PutKey | GetKey, seconds: float) -> KeyValue:
+        """Raises OSError."""
+        with socket.create_connection(self._address, PATIENCE) as connection:
+            connection.settimeout(seconds)
+            send_message(connection, message)
+            return msgspec.msgpack.decode(read_message(connection, LONGEST_VALUE), type=KeyValue)
+
+
+# --- A process group that broadcasts buckets, one after another, in a thread of its own.
+#
+# No other thread waits for it: it reports what has happened, and whoever has waited too long leaves it. A broadcast that never ends (torch
+# 2.13, gloo: one receiver was killed, and another waits on) then keeps its thread and its two buckets, never the memory that an engine serves
+# from: bytes are copied out of a bucket by whoever receives them.
+
+
+BUCKET = 1 << 23
+"""Bytes. Larger ones are no faster, and two of them stay in the cache."""
+
+READY = -1
+"""The number that a group reports when all members have met."""
+
+Tell = Callable[[int | Exception], None]
+"""Called with `READY`, with the number of each bucket that was carried, or with the error after which nothing follows."""
+
+
+class BucketGroup:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, *, backend: Backend, address: str, patience: float, tell: Tell
+    ) -> None:
+        """`address`: of this machine, at which the others reach it. `patience`: seconds for the members to meet."""
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self.buckets = [torch.empty(BUCKET, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._group: Any = None
+        self._work: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
+
+        def make() -> Any:
+            make_one = _nccl if backend == "nccl" else _gloo
+            return make_one(store, rank, size, address, timedelta(seconds=patience))
+
+        threading.Thread(target=self._run, args=(make, tell), name="broadcast", daemon=True).start()
+
+    def carry(self, number: int, nbytes: int) -> None:
+        """Broadcasts the first bytes of bucket `number % 2` from rank 0, after all that was asked for before."""
+        self._work.put((number, self.buckets[number % 2][:nbytes]))
+
+    def leave(self) -> None:
+        """Gives the group up. Returns at once; its thread ends when the broadcast that it waits for has ended, if ever."""
+        self._work.put(None)
+        if self._device.type == "cuda" and self._group is not None:
+            threading.Thread(target=self._group.abort, daemon=True).start()
+
+    def _run(self, make: Callable[[], Any], tell: Tell) -> None:
+        try:
+            group = self._group = make()
+            tell(READY)
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            while work := self._work.get():
+                number, bucket = work
+                group.broadcast([bucket], options).wait()
+                if self._device.type == "cuda":  # not the device: an engine may be capturing a graph
+                    torch.cuda.current_stream().synchronize()
+                tell(number)
+        except Exception as error:
+            tell(error)
+        self._group = None
+
+
+def _gloo(store: dist.Store, rank: int, size: int, address: str, patience: timedelta) -> Any:
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=address)]
+    options._timeout = patience
+    return kind(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, address: str, patience: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = patience
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def own_gpu() -> str:
+    """Returns the identity of the GPU that this process uses; empty for none."""
+    if not torch.cuda.is_initialized() or not dist.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+# --- The trainer's end of a broadcast: in rounds, each of which brings one version to the engines that ask for it.
+#
+# A round begins when every engine that is connected has asked, or `GATHER` seconds after the first one did. Its members form a process group,
+# which stays for the next round if that has the same members. Every member acknowledges every bucket, so that the trainer is never more
+# than two of them ahead, and knows who is behind. A round is aborted as soon as a member's connection ends, and when nothing has moved for
+# `patience` seconds. Then the group is left (a broadcast cannot be ended from outside), all members are told, and those that are left ask
+# again: for a new group. Whoever was behind when nothing moved is served alone from then on, until that has worked, so that it delays nobody.
+
 
 GATHER = 0.5
 """Seconds for which those that have asked wait for the others. Whoever has not asked by then is waited for no more until it asks."""

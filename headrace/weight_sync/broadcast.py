@@ -1,7 +1,7 @@
 """Weight sync by broadcast: the trainer's process sends the packed buffer to all engines at once, over a process group of its own (gloo, or
 NCCL between processes with GPUs of their own), in buckets of which one travels while the other is filled and read.
 
-No wait is without a bound, and the end of one engine does not end the others' updates: `rounds.py` describes how. Whoever connects to the
+No wait is without a bound, and the end of one engine does not end the others' updates: `broadcast_rounds.py` describes how. Whoever connects to the
 trainer knows a token; the group's own connections ask for none, and nothing is encrypted.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 from headrace.core.errors import IdentityError
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
-from headrace.weight_sync.push.round_messages import (
+from headrace.weight_sync.round_messages import (
     AbortRound,
     AskWeights,
     BeginRound,
@@ -35,8 +35,9 @@ from headrace.weight_sync.slots import Manifests, Part
 from headrace.weight_sync.sockets import read_message, send_message
 
 if TYPE_CHECKING:
-    from headrace.weight_sync.offers import OfferingSender
-    from headrace.weight_sync.push.buckets import BucketGroup
+    from headrace.weight_sync.broadcast_rounds import BucketGroup
+    from headrace.weight_sync.fetching import OfferingSender
+
 
 CONNECT = 10.0
 """Seconds for a connection to the trainer."""
@@ -63,8 +64,8 @@ class Broadcast(NetworkTransport, frozen=True, tag="broadcast"):
     """Seconds without progress after which a round is given up."""
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
-        from headrace.weight_sync.offers import OfferingSender, Offers
-        from headrace.weight_sync.push.rounds import BroadcastServer
+        from headrace.weight_sync.broadcast_rounds import BroadcastServer
+        from headrace.weight_sync.fetching import OfferingSender, Offers
 
         offers = Offers(manifests, once, self.encoding)
         server = BroadcastServer(offers, self.host, self.token, self.patience)
@@ -87,7 +88,7 @@ class Link:
 
     def __init__(self, address: tuple[str, int], token: str, patience: float) -> None:
         """Raises OSError if nobody listens there."""
-        from headrace.weight_sync.push.buckets import own_gpu
+        from headrace.weight_sync.broadcast_rounds import own_gpu
 
         self.address, self._token, self._patience = address, token, patience
         self._connection = socket.create_connection(address, CONNECT)
@@ -144,7 +145,7 @@ class Link:
     def _take(self, begin: BeginRound, group: BucketGroup, into: memoryview) -> None:
         import torch
 
-        from headrace.weight_sync.push.buckets import BUCKET, READY
+        from headrace.weight_sync.broadcast_rounds import BUCKET, READY
 
         whole = torch.frombuffer(into, dtype=torch.uint8)
         pieces = whole.split(BUCKET)
@@ -172,8 +173,7 @@ class Link:
 
     def _joined(self, begin: BeginRound) -> BucketGroup:
         if self._group is None or self._number != begin.group:
-            from headrace.weight_sync.push.buckets import BucketGroup
-            from headrace.weight_sync.push.keys import DistantKeys, GroupStore
+            from headrace.weight_sync.broadcast_rounds import BucketGroup, DistantKeys, GroupStore
 
             self.leave()
             events, number = self._events, begin.group

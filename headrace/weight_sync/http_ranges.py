@@ -22,25 +22,83 @@ import socketserver
 import ssl
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.web.limits import Crowd, Guest
+from headrace.web.tls import pinned_context
 from headrace.weight_sync.fetching import FetchingReceiver, SecuredTransport
-from headrace.weight_sync.over_http.relays import PATIENCE, Relays, path_to
 from headrace.weight_sync.slots import Manifests, WeightShelf, send_all
 
 if TYPE_CHECKING:
     import torch
 
-    from headrace.weight_sync.offers import OfferedVersion, OfferingSender
+    from headrace.weight_sync.fetching import OfferedVersion, OfferingSender
+
+
+# --- The order in which a server of weights sends to engines over HTTP, and which of them send to others.
+
+
+FANOUT = 2
+"""Full copies that a server sends at a time."""
+PATIENCE = 60.0
+"""Seconds in which nothing arrives until a connection counts as broken, and for which a server lets an engine wait for its turn."""
+
+
+def path_to(name: str, fingerprint: str) -> str:
+    return f"/weights/{quote(name, safe='') or '-'}/{fingerprint}"
+
+
+class Relays:
+    """The order in which engines are sent a full copy, and by whom."""
+
+    def __init__(self) -> None:
+        self._sending: Counter[str] = Counter()
+        self._peers: dict[str, deque[str]] = {}
+        """Addresses of engines that have a version, by its path; the one that was named longest ago first."""
+        self._change = threading.Condition()
+
+    def joined(self, path: str, url: str) -> None:
+        with self._change:
+            self._peers.setdefault(path, deque()).append(url)
+            self._change.notify_all()
+
+    def forget(self, name: str, newest: str) -> None:
+        """Forgets who has other versions of the same."""
+        kept, other = path_to(name, newest), path_to(name, "")
+        with self._change:
+            self._peers = {path: one for path, one in self._peers.items() if path == kept or not path.startswith(other)}
+
+    @contextmanager
+    def turn(self, path: str, direct: bool) -> Iterator[str]:
+        """Waits for a turn. Yields the address of an engine that sends instead, or an empty string. `direct`: at once, and by nobody else."""
+        with self._change:
+            busy = lambda: not direct and self._sending[path] >= FANOUT  # noqa: E731
+            self._change.wait_for(lambda: not busy() or path in self._peers, PATIENCE / 2)
+            other = ""
+            if busy() and (peers := self._peers.get(path)):
+                other = peers[0]
+                peers.rotate(-1)
+            self._sending[path] += not other
+        try:
+            yield other
+        finally:
+            with self._change:
+                self._sending[path] -= not other
+                self._sending += Counter()  # forgets what is zero
+                self._change.notify_all()
+
+
+# --- http ranges ------------------------------------------------------------
+
 
 OTHERS = 15.0
 """The same for another engine: the trainer is asked instead."""
@@ -69,7 +127,7 @@ class Http(SecuredTransport, frozen=True, tag="http"):
         return {"token": self.token} | ({"certificate": self.tls.certificate} if self.tls else {})
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
-        from headrace.weight_sync.offers import OfferingSender, Offers
+        from headrace.weight_sync.fetching import OfferingSender, Offers
 
         offers = Offers(manifests, once, self.encoding)
         server = WeightServer(offers, self.host, self.token, self.tls.serving() if self.tls else None)
@@ -394,3 +452,32 @@ class HttpReceiver(FetchingReceiver):
             self._server = WeightServer(self, self._http.here, self._token)
         self._http.announce(update, self._server.port)
         return tensors
+
+
+# --- The end of a server that was started before the run: fetches the layout of an update beside its bytes, from the trainer that it names.
+
+
+class UnpreparedReceiver:
+    """Protocol `WeightReceiver`, for updates with a `url`, a `token` and perhaps a `certificate` in `where`."""
+
+    def __init__(self) -> None:
+        self._receivers: dict[str, tuple[str, HttpReceiver]] = {}
+        """The trainer that the newest weights of each adapter were fetched from (the model has the empty name), and its receiver."""
+
+    @property
+    def received(self) -> int:
+        return sum(receiver.received for _, receiver in self._receivers.values())
+
+    def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
+        """Raises IdentityError if the bytes cannot be had, or are not those that were published."""
+        url, token = str(update.where["url"]), str(update.where.get("token", ""))
+        name = update.adapter.name if update.adapter else ""
+        if self._receivers.get(name, ("",))[0] != url:
+            certificate = str(update.where.get("certificate", ""))
+            tls = pinned_context(certificate) if certificate else None
+            self._receivers[name] = url, HttpReceiver({name: HttpSource(token, tls).manifest(update)}, token, tls)
+        return self._receivers[name][1].receive(update)
+
+    def manifest(self, name: str) -> Manifest:
+        """Returns the layout of what was received under this name."""
+        return self._receivers[name][1].manifests[name]
