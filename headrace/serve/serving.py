@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -26,8 +28,59 @@ from headrace.core.weights import WeightUpdate
 from headrace.models.chat import ChatEncoder
 from headrace.web.errors import Refused, busy
 from headrace.web.limits import ServerLimits
-from headrace.web.looking import Looks
 from headrace.weight_sync.directory import offer_adapter
+
+# --- Looks at files that a client has named. A file system that does not answer must hold up neither the server nor its end.
+
+
+T = TypeVar("T")
+
+SECONDS = 30.0
+"""Time that a look may take."""
+AT_ONCE = 8
+"""Looks that may be under way. Those at a file system that does not answer may last for ever."""
+
+
+class Looks:
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(AT_ONCE)
+
+    async def at(self, place: Path, look: Callable[[], T]) -> T:
+        """Returns what `look` returns, and raises what it raises. It has a thread of its own, which no end of the process waits for. Raises
+        Refused where it takes too long."""
+        if not self._free.acquire(blocking=False):
+            raise busy(f"{AT_ONCE} requests wait for files already; try again")
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: Exception | None) -> None:
+            if not found.done():  # else nobody waits for it any more
+                found.set_exception(error) if error else found.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            result, wrong = None, None
+            try:
+                result = look()
+            except Exception as error:
+                wrong = error
+            self._free.release()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result, wrong)
+
+        threading.Thread(target=run, name="look", daemon=True).start()
+        try:
+            async with asyncio.timeout(SECONDS):
+                return await found
+        except TimeoutError:
+            raise Refused(
+                503,
+                f"{place} has not answered for {SECONDS:g} s: its file system is slow or gone; try again, or copy it",
+            ) from None
+        except OSError as error:
+            raise Refused(400, f"{place} cannot be read: {error.strerror}") from None
+
+
+# --- serving ------------------------------------------------------------
 
 
 class ServedEngine(Engine, Protocol):
@@ -274,3 +327,67 @@ class Serving:
 def client_id(request_id: str) -> str:
     """The client's id of a request. Our ids append `#` and a suffix that distinguishes the completions of one request."""
     return request_id.rpartition("#")[0] or request_id
+
+
+# --- The completions of one HTTP request, followed to their ends together.
+
+
+@dataclass(frozen=True)
+class Piece:
+    index: int
+    """Index of the completion within the request."""
+    stream: Stream
+    start: int
+    """Tokens [start, stop) of it are new."""
+    stop: int
+    ended: bool
+
+
+async def follow(serving: Serving, requests: Sequence[Request], whole: bool = False) -> AsyncGenerator[Piece, None]:
+    """Yields the pieces of all completions as they arrive, and the end of each; with `whole`, only the ends. All completions
+    are released on exit, normal or not. Raises the engine's refusals and failures."""
+    streams: list[Stream] = []
+    pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+    followers: list[asyncio.Task[None]] = []
+    try:
+        for index, request in enumerate(requests):
+            streams.append(serving.submit(request))
+            followers.append(asyncio.ensure_future(_pump(index, streams[-1], pieces, whole)))
+        left = len(streams)
+        while left:
+            piece = await pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= piece.ended
+            yield piece
+    finally:
+        for follower in followers:
+            follower.cancel()
+        ending = [serving.release(stream) for stream in streams]
+        await asyncio.gather(*followers, *ending, return_exceptions=True)
+
+
+def check_end(piece: Piece) -> None:
+    """Raises Refused for a completion that has failed: who reads its text would take what there is for an answer."""
+    if piece.ended and piece.stream.end and piece.stream.end.error:
+        raise Refused(500, f"the completion has failed: {piece.stream.end.error}", "engine_error")
+
+
+async def to_their_ends(serving: Serving, requests: Sequence[Request]) -> list[Piece]:
+    """Whole completions, in the order of the requests."""
+    async with aclosing(follow(serving, requests, whole=True)) as pieces:
+        return sorted([piece async for piece in pieces], key=lambda piece: piece.index)
+
+
+async def _pump(index: int, stream: Stream, pieces: asyncio.Queue[Piece | Exception], whole: bool) -> None:
+    seen = 0
+    try:
+        while await stream.more(seen):
+            now = len(stream.tokens)
+            if not whole:
+                pieces.put_nowait(Piece(index, stream, seen, now, ended=False))
+            seen = now
+    except Exception as error:
+        pieces.put_nowait(error)
+        return
+    pieces.put_nowait(Piece(index, stream, 0 if whole else seen, len(stream.tokens), ended=True))

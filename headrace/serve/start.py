@@ -10,6 +10,8 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from headrace.core.errors import WorkerDied
@@ -22,12 +24,48 @@ from headrace.models.resolve import cache_dir, resolve_model
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import EngineStart
-from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
+from headrace.serve.routes import control, generate, text
 from headrace.serve.serving import Serving
+from headrace.web.application import Guard, make_application
+from headrace.web.formats.responses import StoredResponses
 from headrace.web.limits import room_for_connections
 from headrace.web.server import address_of, bind, make_server, serve_until_asked
 from headrace.weight_sync.directory import offer
+
+# --- The application: all routes, protected by the guard.
+
+
+ROUTES = [
+    Route("/health", control.health),
+    Route("/metrics", control.metrics),
+    Route("/v1/models", text.models),
+    Route("/v1/models/{name:path}", text.model),
+    Route("/v1/completions", text.completions, methods=["POST"]),
+    Route("/v1/chat/completions", text.chat, methods=["POST"]),
+    Route("/v1/responses", text.responses, methods=["POST"]),
+    Route("/v1/messages", text.messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", text.count_tokens, methods=["POST"]),
+    Route("/inference/v1/generate", generate.generate, methods=["POST"]),
+    Route("/inference/v1/abort_requests", control.abort, methods=["POST"]),
+    Route("/v1/load_lora_adapter", control.load_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", control.unload_adapter, methods=["POST"]),
+    Route("/pause", control.pause, methods=["POST"]),
+    Route("/resume", control.resume, methods=["POST"]),
+    Route("/is_paused", control.is_paused),
+    Route("/headrace/state", control.state),
+    Route("/headrace/weights", control.load_weights, methods=["POST"]),
+]
+
+
+def make_app(serving: Serving, token: str, more: Sequence[Route] = ()) -> Starlette:
+    """`more`: routes beside the engine's."""
+    app = make_application([*ROUTES, *more], [Middleware(Guard, token=token)])
+    app.state.serving, app.state.responses = serving, StoredResponses()
+    return app
+
+
+# --- start ------------------------------------------------------------
 
 
 def _unrecorded() -> Telemetry:
@@ -71,8 +109,8 @@ async def training(
     if config.training is None:
         yield ()
         return
-    from headrace.serve.training.opening import opened_door
-    from headrace.serve.training.routes import routes
+    from headrace.serve.training.tinker_routes import routes
+    from headrace.serve.training.tinker_service import opened_door
 
     places, deaths = config.engine.max_adapters, config.engine.max_deaths
     async with opened_door(

@@ -18,10 +18,9 @@ from safetensors.torch import save_file
 from served import Client, answering, faked
 
 from headrace.engine.config import EngineConfig
-from headrace.serve.app import make_app
+from headrace.serve import serving
 from headrace.serve.config import ServeConfig
-from headrace.serve.start import opened
-from headrace.web import looking
+from headrace.serve.start import make_app, opened
 from headrace.weight_sync.directory import offer_adapter
 
 GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"]}
@@ -132,7 +131,7 @@ def test_bad_adapters_and_weights_leave_a_server_whole(tiny_llama: Path, tmp_pat
 def test_a_file_system_that_does_not_answer_holds_up_nobody_else(
     tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(looking, "SECONDS", 0.2)
+    monkeypatch.setattr(serving, "SECONDS", 0.2)
     mended = threading.Event()
     monkeypatch.setattr("headrace.serve.serving.offer_adapter", lambda *named: mended.wait())
 
@@ -143,7 +142,7 @@ def test_a_file_system_that_does_not_answer_holds_up_nobody_else(
             await asyncio.to_thread(answers, f"{client.url}/health")
             said = [(status, answer["error"]["message"]) for status, answer in await asyncio.gather(*asking)]
             assert {status for status, _ in said} == {503}
-            assert sum("gone has not answered for 0.2 s" in one for _, one in said) == looking.AT_ONCE
+            assert sum("gone has not answered for 0.2 s" in one for _, one in said) == serving.AT_ONCE
             assert (await client.post("/v1/load_lora_adapter", body))[0] == 503, "its threads are still there"
             mended.set()
             while (await client.post("/v1/load_lora_adapter", body))[1]["error"]["code"] == "busy":

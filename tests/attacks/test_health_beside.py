@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from health_beside import Attacked, attacked_doors, request, said_to
 
-from headrace.serve.training.messages.protobuf import MESSAGES, PROTOBUF
+from headrace.serve.training.tinker_messages import MESSAGES, PROTOBUF
 
 Attack = Callable[[Attacked], bytes]
 

@@ -19,9 +19,9 @@ from starlette.testclient import TestClient
 import headrace
 from headrace.episodes.environments.agents.handing_out import Desk
 from headrace.episodes.environments.gateway.gateway import ROUTES, Gateway
-from headrace.serve.app import make_app
 from headrace.serve.serving import Serving
-from headrace.serve.training.routes import routes
+from headrace.serve.start import make_app
+from headrace.serve.training.tinker_routes import routes
 from headrace.testing.fake_engine import FakeEngine
 from headrace.views.board.board_routes import make_board_app
 from headrace.views.board.runs_board import RunsBoard

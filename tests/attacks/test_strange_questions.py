@@ -23,14 +23,14 @@ from starlette.testclient import TestClient
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, IdentityError, UnexpectedError, WorkerDied
 from headrace.core.weights import WeightUpdate
 from headrace.models.chat import ChatEncoder
-from headrace.serve.app import make_app
 from headrace.serve.config import TrainLimits
 from headrace.serve.serving import Serving
-from headrace.serve.training.door import Door
+from headrace.serve.start import make_app
 from headrace.serve.training.futures import failure_of
-from headrace.serve.training.messages.json_bodies import CreateSession
-from headrace.serve.training.routes import routes
-from headrace.serve.training.store import Store
+from headrace.serve.training.saved_weights import Store
+from headrace.serve.training.tinker_messages import CreateSession
+from headrace.serve.training.tinker_routes import routes
+from headrace.serve.training.tinker_service import Door
 from headrace.testing.fake_engine import FakeEngine
 from headrace.views.board.board_parts import PARTS
 from headrace.views.board.board_routes import make_board_app

@@ -24,12 +24,12 @@ from headrace.core.protocols import Limits
 from headrace.core.weights import WeightUpdate
 from headrace.episodes.rollout_session import Played
 from headrace.models.chat import ChatEncoder
-from headrace.serve.app import make_app
 from headrace.serve.config import TrainLimits
 from headrace.serve.serving import Serving
-from headrace.serve.training.door import Door
-from headrace.serve.training.routes import routes
-from headrace.serve.training.store import Store
+from headrace.serve.start import make_app
+from headrace.serve.training.saved_weights import Store
+from headrace.serve.training.tinker_routes import routes
+from headrace.serve.training.tinker_service import Door
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
 

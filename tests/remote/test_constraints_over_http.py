@@ -23,9 +23,8 @@ from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
-from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
-from headrace.serve.start import opened
+from headrace.serve.start import make_app, opened
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import lay_out
 

@@ -28,8 +28,8 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
 from headrace.models.chat import ChatEncoder
-from headrace.serve.app import make_app
 from headrace.serve.serving import Serving
+from headrace.serve.start import make_app
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
 

@@ -18,9 +18,8 @@ from served import Client, answering
 from test_native_engine import TOKENIZER, save_model
 
 from headrace.engine.config import EngineConfig
-from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
-from headrace.serve.start import opened
+from headrace.serve.start import make_app, opened
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 ENGINE = EngineConfig(dtype="float32", device="cpu", kv_gib=0.05, context_length=1500, max_running=8)

@@ -17,8 +17,7 @@ from headrace.core.errors import IdentityError
 from headrace.core.steps import Finished, StepOutput
 from headrace.core.types import Completion, Request
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.serve.following import follow
-from headrace.serve.serving import Serving
+from headrace.serve.serving import Serving, follow
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
 from headrace.web.errors import Refused

@@ -14,10 +14,9 @@ import pytest
 from served import answering, faked
 
 from headrace.engine.config import EngineConfig
-from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
-from headrace.serve.start import opened
+from headrace.serve.start import make_app, opened
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
 

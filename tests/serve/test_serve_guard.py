@@ -11,8 +11,8 @@ from served import faked
 
 from headrace.cli import main
 from headrace.core.errors import ConfigError
-from headrace.serve.app import ROUTES
 from headrace.serve.config import ServeConfig
+from headrace.serve.start import ROUTES
 from headrace.settings.secrets import read_token
 from headrace.web.limits import is_loopback
 from headrace.web.server import bind

@@ -20,10 +20,9 @@ from served import Client, answering
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.runners.skeleton import parameters_from_dir
-from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
-from headrace.serve.start import opened
+from headrace.serve.start import make_app, opened
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import lay_out
 

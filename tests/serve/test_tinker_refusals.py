@@ -22,21 +22,24 @@ from starlette.applications import Starlette
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.serve.config import TrainLimits
 from headrace.serve.training import samplers, sessions
-from headrace.serve.training.door import Door
 from headrace.serve.training.futures import Promise
-from headrace.serve.training.messages.json_bodies import (
+from headrace.serve.training.samplers import SavedAdapter, Shelf
+from headrace.serve.training.saved_weights import Store
+from headrace.serve.training.tinker_messages import (
+    MESSAGES,
+    PROTOBUF,
     CreateSampler,
     CreateSession,
+    NumberedRequest,
     Params,
     PromptChunk,
     SampleBody,
     SamplePrompt,
+    of_json,
+    of_protobuf,
 )
-from headrace.serve.training.messages.protobuf import MESSAGES, PROTOBUF
-from headrace.serve.training.messages.request_numbers import NumberedRequest, of_json, of_protobuf
-from headrace.serve.training.routes import routes
-from headrace.serve.training.shelf import SavedAdapter, Shelf
-from headrace.serve.training.store import Store
+from headrace.serve.training.tinker_routes import routes
+from headrace.serve.training.tinker_service import Door
 from headrace.testing.fake_engine import FakeEngine
 from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
 from headrace.web.errors import Refused, answer_error

@@ -15,14 +15,21 @@ import pytest
 from headrace.loop.world import virtual_time
 from headrace.run.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
-from headrace.serve.training.door import Door
 from headrace.serve.training.futures import FutureAnswer, Futures
-from headrace.serve.training.messages.examples import pass_of
-from headrace.serve.training.messages.json_bodies import Adam, CreateModel, CreateSession, LoraBody, OptimStep
-from headrace.serve.training.messages.protobuf import FLOAT32, INT64, MESSAGES
-from headrace.serve.training.models import Model
-from headrace.serve.training.sessions import ClientSession, Sessions
-from headrace.serve.training.store import CheckpointFacts, Store
+from headrace.serve.training.saved_weights import CheckpointFacts, Store
+from headrace.serve.training.sessions import ClientSession, Model, Sessions
+from headrace.serve.training.tinker_messages import (
+    FLOAT32,
+    INT64,
+    MESSAGES,
+    Adam,
+    CreateModel,
+    CreateSession,
+    LoraBody,
+    OptimStep,
+    pass_of,
+)
+from headrace.serve.training.tinker_service import Door
 from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
 from headrace.web.errors import Refused
 

@@ -17,13 +17,11 @@ import tinker
 
 from headrace.engine.config import EngineConfig
 from headrace.run.worker.build import open_launcher
-from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig, TrainingConfig, TrainLimits
 from headrace.serve.serving import Serving
-from headrace.serve.start import opened
-from headrace.serve.training.door import Door
-from headrace.serve.training.opening import opened_door
-from headrace.serve.training.routes import routes
+from headrace.serve.start import make_app, opened
+from headrace.serve.training.tinker_routes import routes
+from headrace.serve.training.tinker_service import Door, opened_door
 from headrace.trainer.shared.calls import SharedConfig
 from headrace.web.server import bind, make_server
 

@@ -29,12 +29,12 @@ from headrace.episodes.rollout_session import RolloutSession, TurnAsked
 from headrace.models.chat import ChatEncoder
 from headrace.processes.joining.listener import Listener
 from headrace.run.fleets.pool_door import SOCKET, PoolDoor
-from headrace.serve.app import make_app
 from headrace.serve.config import TrainLimits
-from headrace.serve.training.door import Door
-from headrace.serve.training.messages.json_bodies import CreateSession
-from headrace.serve.training.routes import routes
-from headrace.serve.training.store import Store
+from headrace.serve.start import make_app
+from headrace.serve.training.saved_weights import Store
+from headrace.serve.training.tinker_messages import CreateSession
+from headrace.serve.training.tinker_routes import routes
+from headrace.serve.training.tinker_service import Door
 from headrace.testing.fake_engine import FakeEngine
 from headrace.views.board.board_routes import make_board_app
 from headrace.views.board.runs_board import RunsBoard

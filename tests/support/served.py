@@ -16,8 +16,8 @@ from starlette.applications import Starlette
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
 from headrace.models.chat import ChatEncoder
-from headrace.serve.app import make_app
 from headrace.serve.serving import Serving
+from headrace.serve.start import make_app
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
 from headrace.web.server import bind, make_server

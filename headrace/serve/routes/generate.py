@@ -23,9 +23,8 @@ from headrace.core.steps import PromptScores, TokenDetails
 from headrace.core.types import Request, RoutingTrace, Stop
 from headrace.engine.remote.dialects.headrace import LOWEST
 from headrace.models.chat import off_loop
-from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.sampling import of_generate, work_of
-from headrace.serve.serving import Serving
+from headrace.serve.serving import Piece, Serving, follow, to_their_ends
 from headrace.web.bodies import Generate
 from headrace.web.errors import without_paths
 from headrace.web.sending import GONE, Events, body_bytes, json_response, read_body, while_there

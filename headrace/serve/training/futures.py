@@ -18,7 +18,7 @@ import msgspec
 from headrace.core.errors import HeadraceError, UnexpectedError, WorkerDied
 from headrace.run.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
-from headrace.serve.training.messages.protobuf import PROTOBUF
+from headrace.serve.training.tinker_messages import PROTOBUF
 from headrace.web.errors import Refused, log_internal, without_paths
 from headrace.web.sending import JSON
 

@@ -26,8 +26,7 @@ from starlette.routing import Route
 from headrace.core.errors import HeadraceError
 from headrace.core.reports import EngineStats
 from headrace.core.types import Request, Sampling
-from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.serving import Serving, Stream
+from headrace.serve.serving import Piece, Serving, Stream, follow, to_their_ends
 from headrace.testing.servers.sglang_bodies import (
     SglangAbort,
     SglangContinue,

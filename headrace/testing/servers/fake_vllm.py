@@ -26,8 +26,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.reports import EngineStats
 from headrace.core.types import Request, Sampling
 from headrace.core.weights import WeightUpdate
-from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.serving import Serving
+from headrace.serve.serving import Piece, Serving, follow, to_their_ends
 from headrace.testing.servers.fake_transfer import FakeTransfer
 from headrace.testing.servers.runtime_checksums import checksums_of
 from headrace.web.bodies import Body, LoadAdapter, StreamOptions, Token, UnloadAdapter

@@ -21,7 +21,7 @@ import msgspec
 from headrace.core.types import Struct
 from headrace.core.weights import WeightUpdate
 from headrace.durable.atomic_files import sync_to_disk
-from headrace.serve.training.messages.json_bodies import LoraBody
+from headrace.serve.training.tinker_messages import LoraBody
 from headrace.web.errors import Refused
 from headrace.weight_sync.files import RECORD, UpdateRecord
 

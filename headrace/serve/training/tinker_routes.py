@@ -15,13 +15,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.serve.training.door import Door
+from headrace.serve.training import tinker_messages as bodies
 from headrace.serve.training.futures import Promise
-from headrace.serve.training.messages import json_bodies as bodies
-from headrace.serve.training.messages.protobuf import PROTOBUF, read_message
-from headrace.serve.training.messages.request_numbers import NumberedRequest, of_json, of_protobuf
-from headrace.serve.training.operations import report_of
-from headrace.serve.training.store import KINDS, CheckpointFacts
+from headrace.serve.training.saved_weights import KINDS, CheckpointFacts
+from headrace.serve.training.tinker_messages import PROTOBUF, NumberedRequest, of_json, of_protobuf, read_message
+from headrace.serve.training.tinker_service import Door, report_of
 from headrace.web.errors import Refused, refusal_of
 from headrace.web.sending import JSON, decoded, first_bytes, json_response, read_body, read_bytes
 
