@@ -27,12 +27,10 @@ from headrace.core.weights import WeightUpdate
 from headrace.durable.journal import Journal, ReadyRecord
 from headrace.durable.spelling import encode
 from headrace.facts.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
-from headrace.facts.index.digest import DIGEST
-from headrace.facts.index.group_table import Wanted
-from headrace.facts.index.index_file import INDEX
-from headrace.facts.index.index_sink import NumbersIndex
-from headrace.facts.numbers.state import RunState
+from headrace.facts.index_file import DIGEST, INDEX, NumbersIndex
+from headrace.facts.number_tables import Wanted
 from headrace.facts.records import METRICS, StepRow
+from headrace.facts.run_state import RunState
 from headrace.views.board.board_parts import PARTS
 from headrace.views.board.browsing import RolloutQuery
 from headrace.views.board.runs_board import RunsBoard

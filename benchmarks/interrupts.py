@@ -91,7 +91,7 @@ def run(options: Json) -> Json:
 def counted(facts: Sequence[object]) -> Json:
     """Measures from the end of step SKIP to the end of the last one, except for values per swap or per token."""
     from headrace.facts.facts import EngineSample, GroupEnded, Waited, WeightsLive
-    from headrace.facts.numbers.fates import DISCARDED
+    from headrace.facts.group_numbers import DISCARDED
     from headrace.facts.records import StepRow
 
     rows = [fact for fact in facts if isinstance(fact, StepRow)]
@@ -140,7 +140,7 @@ def lags_of(steps: Iterable[object]) -> Json:
 
 def gaps_of(rows: Iterable[object]) -> Json:
     """Compares engine and trainer, over all loss tokens and over those of rollouts that met a swap."""
-    from headrace.facts.numbers.step_totals import over_steps
+    from headrace.facts.run_totals import over_steps
 
     stats = over_steps(rows)  # type: ignore[arg-type]
     found = {}

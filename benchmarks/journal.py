@@ -48,8 +48,7 @@ from headrace.durable.journal import (
 )
 from headrace.durable.pass_log import PassLog
 from headrace.facts.facts import Accounting, EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
-from headrace.facts.index.digest import DIGEST
-from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.index_file import DIGEST, NumbersIndex
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.buffer import BufferState

@@ -76,8 +76,8 @@ def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
     from headrace.commands.plan.planned import planned_world
     from headrace.core.reports import EngineStats
     from headrace.facts.facts import GroupEnded, StepTrained, WeightsLive
-    from headrace.facts.numbers.state import RunState
     from headrace.facts.records import summarise
+    from headrace.facts.run_state import RunState
     from headrace.loop.world import virtual_time
 
     class Watcher:
@@ -192,8 +192,8 @@ def lags_of(rows: Sequence[Any]) -> Json:
 
 def thrown(state: Any, bound: int) -> Json:
     """Returns shares of the sampled tokens of all groups that ended."""
-    from headrace.facts.numbers.fates import DISCARDED
-    from headrace.facts.numbers.step_totals import trimmed
+    from headrace.facts.group_numbers import DISCARDED
+    from headrace.facts.run_totals import trimmed
 
     fates = state.fates.of
     sampled = sum(fate.tokens for fate in fates.values()) or 1
@@ -260,8 +260,8 @@ def run(options: Json) -> Json:
     """Runs one policy, in a process of its own."""
     import headrace
     from headrace.facts.facts import EngineSample, GroupEnded
-    from headrace.facts.numbers.state import RunState
     from headrace.facts.records import StepRow, read_metrics
+    from headrace.facts.run_state import RunState
 
     shutil.rmtree(options["directory"], ignore_errors=True)  # of an attempt that was interrupted
     facts = read_metrics(headrace.train(options["config"], sets=options["sets"], reward=verified).directory)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.episodes.scoring.python_rewards import Rewards
     from headrace.episodes.scoring.trl import trl_reward
     from headrace.facts.facts import Evaluated
-    from headrace.facts.numbers.progress import Evaluation, Step
+    from headrace.facts.progress import Evaluation, Step
     from headrace.run.config import RunConfig, load_config
     from headrace.run.result import RunResult
 
@@ -43,10 +43,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Evaluation": "headrace.facts.numbers.progress",
+    "Evaluation": "headrace.facts.progress",
     "RunConfig": "headrace.run.config",
     "RunResult": "headrace.run.result",
-    "Step": "headrace.facts.numbers.progress",
+    "Step": "headrace.facts.progress",
     "StopTraining": "headrace.core.errors",
     "load_config": "headrace.run.config",
     "run_python": "headrace.episodes.sandbox.tool",

@@ -63,7 +63,6 @@ ROOMS = {
     "episodes.environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "episodes.sandbox": ("kernel", "inside"),
     "episodes.scoring": ("workers", "parts", "services", "teacher"),
-    "facts": ("numbers", "diagnosis", "index"),
     "loop": ("curriculum", "world"),
     "processes": ("health", "launch", "joining", "placed"),
     "run": ("rehearsal", "auto", "fleets", "hosts", "worker", "clients"),

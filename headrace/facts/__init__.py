@@ -1,6 +1,8 @@
 """Facts of a run, and the numbers that follow from them. Nothing here changes what a run does, and nothing shows it (`views/`).
 
-Read `facts.py` (what the loops report), `telemetry.py` (how every part reports), `recorder.py` (where facts go), `records.py`
-(`metrics.jsonl`), `waits.py` (what waits for what), then the folders: `numbers/` (counted from facts) and `diagnosis/` (what the numbers
-mean), `index/` (numbers as arrays, and sums from which a resume goes on). `scalars.py` has the numbers of dashboards; `texts.py` formats numbers; `costs.py` adds up dollars, and `run_sums.py` has the base of all numbers; `machine_mark.py` and `resume.py` are small and need no order.
+Read `facts.py` (what the loops report), `telemetry.py` (how every part reports), `waits.py` (what waits for what), `records.py`
+(`metrics.jsonl`), `recorder.py` (where facts go), then the numbers: `run_state.py` (everything that is counted, and rates of it) and its parts,
+`group_numbers.py` and `run_totals.py`, which are `run_sums.py`; `verdicts.py` (what the numbers mean), `number_tables.py` (numbers as arrays, and those of
+dashboards) with `index_file.py` (files of both, so that a long run is opened at once, and sums from which a resume goes on), `rollout_view.py` (single rollouts,
+from the journal) and `progress.py` (the values of `on_step`). `texts.py` formats numbers; `costs.py` adds up dollars; `machine_mark.py` needs no order.
 """

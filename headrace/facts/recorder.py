@@ -12,10 +12,9 @@ from headrace.core.printing import say
 from headrace.durable.atomic_files import AppendFile, keep_lines, read_lines
 from headrace.durable.spelling import encode
 from headrace.facts.facts import StepTrained
-from headrace.facts.index.digest import Digest, read_digest
-from headrace.facts.numbers.state import RunState
-from headrace.facts.records import METRICS, MetricsFact, pick_samples, read_metrics_lines, summarise
-from headrace.facts.resume import Resume, kept_of
+from headrace.facts.index_file import Digest, read_digest
+from headrace.facts.records import METRICS, MetricsFact, Resume, kept_of, pick_samples, read_metrics_lines, summarise
+from headrace.facts.run_state import RunState
 
 LONG = 32 << 20
 """Bytes of metrics of which it is said that they are read: some seconds."""

@@ -1,4 +1,4 @@
-"""The base of all numbers of a run. They are plain values, so that a digest (`index/digest.py`) is their bytes."""
+"""The base of all numbers of a run. They are plain values, so that a digest (`facts/index_file.py`) is their bytes."""
 
 from __future__ import annotations
 

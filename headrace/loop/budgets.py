@@ -26,7 +26,7 @@ from collections.abc import Callable
 from headrace.core.batches import Failure
 from headrace.core.errors import RunPaused, TrainingError
 from headrace.facts.facts import Fact, GroupEnded, Warned
-from headrace.facts.numbers.shares import PROMPTS, WINDOW, Recent
+from headrace.facts.group_numbers import PROMPTS, WINDOW, Recent
 from headrace.facts.texts import counted, percent
 from headrace.loop.outcomes import Firsts, Rolled
 from headrace.settings.process_config import WatchConfig

@@ -11,7 +11,7 @@ from headrace.algo.training_rows import Algorithm
 from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Trainer
 from headrace.durable.journal import Journal
 from headrace.episodes.notebook import Notebook
-from headrace.facts.numbers.state import RunState
+from headrace.facts.run_state import RunState
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer
 from headrace.loop.curriculum.source import Curriculum

@@ -36,7 +36,7 @@ from headrace.durable.journal import (
 from headrace.durable.pass_log import PassNote, discard_passes, read_passes
 from headrace.durable.segments import JOURNAL, SEGMENT
 from headrace.episodes.notebook import Notebook
-from headrace.facts.resume import Resume
+from headrace.facts.records import Resume
 from headrace.loop.buffer import Buffer
 from headrace.loop.changed_settings import UNCHANGED, ChangedSettings, carried_over
 from headrace.loop.curriculum.source import Curriculum

@@ -16,7 +16,7 @@ from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
 from headrace.episodes.notebook import Notebook
 from headrace.facts.facts import CheckpointSaved
-from headrace.facts.index.digest import DIGEST
+from headrace.facts.index_file import DIGEST
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer, BufferState
 from headrace.loop.checkpoints import Checkpoints

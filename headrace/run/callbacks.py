@@ -11,9 +11,9 @@ from typing import Any
 
 from headrace.core.errors import ConfigError, StopTraining
 from headrace.facts.facts import Evaluated
-from headrace.facts.numbers.progress import Evaluation, Step
-from headrace.facts.numbers.state import RunState
+from headrace.facts.progress import Evaluation, Step
 from headrace.facts.records import MetricsFact, StepRow
+from headrace.facts.run_state import RunState
 from headrace.run.hosting import Errands
 from headrace.settings.user_code import one_line
 

@@ -21,7 +21,7 @@ from headrace.core.errors import CheckpointError, HeadraceError
 from headrace.core.printing import echo, say
 from headrace.durable.journal import refuse_earlier
 from headrace.facts.facts import Warned
-from headrace.facts.index.digest import DIGEST
+from headrace.facts.index_file import DIGEST
 from headrace.facts.records import left_out
 from headrace.loop.changed_settings import ChangedSettings
 from headrace.loop.checkpoints import Checkpoints

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.facts.numbers.rollout_view import Pieces, settings_of
+from headrace.facts.rollout_view import Pieces, settings_of
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import model_states
 

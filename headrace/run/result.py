@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.core.errors import HeadraceError
+from headrace.facts import progress
 from headrace.facts.facts import Evaluated
-from headrace.facts.numbers import progress
-from headrace.facts.numbers.state import RunState
 from headrace.facts.records import METRICS, StepRow, read_metrics
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import with_error
 from headrace.loop.checkpoints import Checkpoints
 from headrace.run import one_shot

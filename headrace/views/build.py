@@ -6,10 +6,10 @@ from importlib import import_module
 from pathlib import Path
 
 from headrace.facts.facts import Warned
-from headrace.facts.index.index_sink import NumbersIndex
-from headrace.facts.numbers.state import RunState
+from headrace.facts.index_file import NumbersIndex
 from headrace.facts.recorder import Recorder, Sink
-from headrace.facts.resume import Resume
+from headrace.facts.records import Resume
+from headrace.facts.run_state import RunState
 from headrace.views.config import ObserveConfig, check_installed
 from headrace.views.sinks.queued import QueuedSink
 

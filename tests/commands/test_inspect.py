@@ -21,14 +21,7 @@ from headrace.core.reports import TrainReport
 from headrace.core.steps import spans_of
 from headrace.core.types import Completion, VersionSpan
 from headrace.durable.journal import AnyRecord, GoneRecord, JournalStep, ReadyRecord, read_steps
-from headrace.facts.numbers.rollout_view import (
-    row_of,
-    span_list,
-    token_details,
-    trimmed_below,
-    view_rollout,
-    view_step,
-)
+from headrace.facts.rollout_view import row_of, span_list, token_details, trimmed_below, view_rollout, view_step
 from headrace.run.pieces import split_text
 from headrace.views.screen.console import Console
 from headrace.views.screen.inspect_view import rollout

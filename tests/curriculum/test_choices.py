@@ -11,14 +11,12 @@ from msgspec.structs import replace
 
 from headrace.core.reports import PromptChoice
 from headrace.durable.spelling import encode
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.diagnosis.verdicts import all_verdicts, prompts
 from headrace.facts.facts import Fact, GroupEnded, PromptChosen, RunStarted, TicketDrawn
-from headrace.facts.numbers.choices import Choices
-from headrace.facts.numbers.state import RunState
-from headrace.facts.records import decode_metrics
-from headrace.facts.resume import Resume
-from headrace.facts.scalars import _choice_scalars
+from headrace.facts.group_numbers import Choices
+from headrace.facts.number_tables import _choice_scalars
+from headrace.facts.records import Resume, decode_metrics
+from headrace.facts.run_state import RunState
+from headrace.facts.verdicts import advices, all_verdicts, prompts
 from headrace.views.report.data import load
 from headrace.views.report.page import page
 from headrace.views.screen.console import Console

@@ -16,7 +16,7 @@ from headrace.core.types import Prompt
 from headrace.durable.journal import GoneRecord
 from headrace.episodes.rollout import ForksConfig, RolloutConfig
 from headrace.facts.facts import GroupEnded
-from headrace.facts.numbers.fates import Fates
+from headrace.facts.group_numbers import Fates
 from headrace.facts.waits import Waits
 from headrace.loop.curriculum.beliefs import Belief, Level, contrast, expected_chance
 from headrace.loop.curriculum.chooser import Chooser, key_of, open_curriculum

@@ -11,7 +11,7 @@ from headrace.core.reports import TrainReport
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.durable.journal import JournalStep
 from headrace.episodes.scoring.job import ScoringJob, call, transcript_of
-from headrace.facts.numbers.rollout_view import view_rollout
+from headrace.facts.rollout_view import view_rollout
 from headrace.loop.outcomes import Rolled, talk_of
 from headrace.views.report.rollouts import rollouts
 from headrace.views.screen.console import Console

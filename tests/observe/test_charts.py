@@ -17,7 +17,7 @@ from test_report import report
 
 from headrace.core.reports import EngineStats
 from headrace.facts.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
-from headrace.facts.numbers.shares import NO_CONTRAST
+from headrace.facts.group_numbers import NO_CONTRAST
 from headrace.views.report import write_report
 from headrace.views.report.axes import clock_ticks, extent, labels, ticks
 from headrace.views.report.data import load

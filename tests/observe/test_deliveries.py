@@ -15,13 +15,13 @@ from rich.console import RenderableType
 
 from headrace.core.reports import LoadReport
 from headrace.core.weights import WeightUpdate
-from headrace.facts.diagnosis.deliveries import travelled
 from headrace.facts.facts import Fact, FleetSample, MemberSample, RunStarted, StepTrained, WeightsLive, WeightWay
-from headrace.facts.numbers.state import RunState
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, read_metrics, summarise
+from headrace.facts.run_state import RunState
 from headrace.facts.run_sums import as_counter
 from headrace.facts.texts import size
+from headrace.facts.verdicts import travelled
 from headrace.processes.health.live_status import Status
 from headrace.views.report import write_report
 from headrace.views.screen import live, status_view

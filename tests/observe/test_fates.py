@@ -23,14 +23,13 @@ from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, Versi
 from headrace.core.weights import WeightUpdate
 from headrace.durable.spelling import encode
 from headrace.episodes.rollout import RolloutConfig
-from headrace.facts.diagnosis import verdicts
+from headrace.facts import run_state, verdicts
 from headrace.facts.facts import GroupEnded, StepTrained, WeightsLive
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.fates import Histogram, length_shift, reward_shift
-from headrace.facts.numbers.state import RunState
-from headrace.facts.numbers.step_totals import trimmed
+from headrace.facts.group_numbers import Histogram, length_shift, reward_shift
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import StepRow, summarise
+from headrace.facts.run_state import RunState
+from headrace.facts.run_totals import trimmed
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.loop.world.distributions import Distribution
@@ -94,7 +93,7 @@ def test_a_shift_by_hand() -> None:
     assert (lengths.trained, lengths.drawn) == (3.0, pytest.approx((2 + 3 + 4 + 8 + 12) / 5))
     assert lengths.errors == pytest.approx((3 - 10) / math.sqrt(1 / 3 + 8 / 2))
     assert (rewards.trained, rewards.drawn) == (pytest.approx(0.9), pytest.approx((2.7 + 0.4) / 5))
-    assert measures.lost_tokens(state) == 16 + 24
+    assert run_state.lost_tokens(state) == 16 + 24
 
 
 def test_what_every_policy_drops_is_no_bias() -> None:
@@ -102,7 +101,7 @@ def test_what_every_policy_drops_is_no_bias() -> None:
     kept = [ended(50 + i, (9, 9 + i)) for i in range(4)]
     state = folded(*easy, *kept, trained(50, 51, 52, 53))
     assert verdicts.bias(state) == ("Selection bias", "none", "no group was discarded for its age", "good")
-    assert length_shift(state.fates) is None and measures.lost_tokens(state) == 0
+    assert length_shift(state.fates) is None and run_state.lost_tokens(state) == 0
     assert (state.lengths.drawn.count, state.lengths.trainable.count, state.lengths.trained.count) == (108, 8, 8)
     assert (state.solve_rates.drawn.count, state.solve_rates.trainable.count, state.solve_rates.trained.count) == (
         54,
@@ -175,7 +174,7 @@ def test_the_summary_tells_of_versions_trimming_and_interruptions() -> None:
         trained(0, lags={0: 3, 1: 1}, outside={2: 6, 0: 1}, swapped=1, mixed_tokens=3),
     )  # fmt: skip
     text = " ".join(text_of(state).replace("│", " ").split())
-    assert measures.version_spread(state) == (1.0, 1) and measures.trimmed_tokens(state) == 6
+    assert run_state.version_spread(state) == (1.0, 1) and run_state.trimmed_tokens(state) == 6
     assert "2 in a batch, at most 2; 50 % of rollouts met a swap; 3 tokens of mixed weights" in text
     assert "groups overdue 1, 18 tokens; 6 tokens trimmed" in text
     assert "generation held back 0.5 s for each; 7 rollouts interrupted" in text

@@ -14,9 +14,9 @@ from test_troubles import half_failed
 
 from headrace.commands.looking.inspect import inspect
 from headrace.facts.facts import Fact, StepTrained, Warned
-from headrace.facts.numbers.state import RunState
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import summarise
+from headrace.facts.run_state import RunState
 from headrace.processes.health.live_status import LiveStatus, Status
 from headrace.views.screen.console import Console
 from headrace.views.screen.layout import distinct, flow, middle_out, without_marks

@@ -22,7 +22,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.reports import EngineStats
 from headrace.durable.atomic_files import AppendFile, keep_lines, read_lines, whole_lines
 from headrace.durable.spelling import encode
-from headrace.facts.diagnosis import verdicts
+from headrace.facts import run_state, verdicts
 from headrace.facts.facts import (
     Accounting,
     Books,
@@ -37,12 +37,10 @@ from headrace.facts.facts import (
     TicketDrawn,
     Warned,
 )
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.engine_use import EngineUse
-from headrace.facts.numbers.state import RunState
 from headrace.facts.recorder import Recorder
-from headrace.facts.records import StepRow, read_metrics, summarise
-from headrace.facts.resume import Resume, kept_of
+from headrace.facts.records import Resume, StepRow, kept_of, read_metrics, summarise
+from headrace.facts.run_state import RunState
+from headrace.facts.run_totals import EngineUse
 from headrace.facts.texts import bar, duration, number, sparkline
 from headrace.processes.health.live_status import Follower
 from headrace.views.config import ObserveConfig, check_installed
@@ -430,16 +428,16 @@ def test_time_left_follows_the_pace_of_the_steps() -> None:
         if state.step == 10:
             break
     pace = (state.rows[-1].t - state.rows[0].t) / 9
-    assert measures.seconds_left(state) == pytest.approx(10 * pace)
-    assert measures.seconds_left(RunState()) is None
+    assert run_state.seconds_left(state) == pytest.approx(10 * pace)
+    assert run_state.seconds_left(RunState()) is None
 
 
 def test_phases_follow_the_facts() -> None:
     state, seen = RunState(), ["loading the model"]
     for fact in FactStream(steps=3).facts():
         state.fold(summarise(fact) if isinstance(fact, StepTrained) else fact)  # type: ignore[arg-type]
-        if measures.phase(state) != seen[-1]:
-            seen.append(measures.phase(state))
+        if run_state.phase(state) != seen[-1]:
+            seen.append(run_state.phase(state))
     assert seen == [
         "loading the model",
         "starting",

@@ -27,7 +27,7 @@ from headrace.core import printing
 from headrace.core.errors import ConfigError
 from headrace.core.printing import PrintableBytes, printable, printable_json
 from headrace.facts.facts import Fact, FirstFailure, FirstText, MemberMoved, Planned, RunStarted, Warned, WorkerLost
-from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.index_file import NumbersIndex
 from headrace.facts.recorder import Recorder
 from headrace.processes.health.live_status import LiveStatus, write_live
 from headrace.views.screen import terminal

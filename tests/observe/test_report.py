@@ -17,11 +17,10 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.reports import Finding, Sight, TextPart
 from headrace.core.types import Episode
 from headrace.facts.facts import CheckpointSaved, Fact, FilesChecked, StepTrained, Warned
-from headrace.facts.numbers.state import RunState
-from headrace.facts.numbers.step_totals import over_steps
 from headrace.facts.recorder import Recorder
-from headrace.facts.records import summarise
-from headrace.facts.resume import Resume
+from headrace.facts.records import Resume, summarise
+from headrace.facts.run_state import RunState
+from headrace.facts.run_totals import over_steps
 from headrace.views.report import write_report
 from headrace.views.report.data import bins, load
 

@@ -24,8 +24,8 @@ from headrace.commands.looking.status import ask_for_stacks
 from headrace.core.errors import HeadraceError
 from headrace.durable.spelling import encode
 from headrace.facts.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
-from headrace.facts.numbers.state import RunState
 from headrace.facts.records import METRICS
+from headrace.facts.run_state import RunState
 from headrace.facts.waits import Lasting
 from headrace.processes.health.live_status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
 from headrace.run.config import dump_config, load_config

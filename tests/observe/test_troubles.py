@@ -14,9 +14,6 @@ from headrace.core.types import Prompt
 from headrace.durable.journal import ReadyRecord
 from headrace.durable.spelling import encode
 from headrace.facts import records
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.diagnosis.troubles import failings, judged, measured_on, shares
-from headrace.facts.diagnosis.verdicts import bias, held_out
 from headrace.facts.facts import (
     Accounting,
     Evaluated,
@@ -27,10 +24,11 @@ from headrace.facts.facts import (
     RunStarted,
     TicketDrawn,
 )
-from headrace.facts.numbers.shares import Recent
-from headrace.facts.numbers.state import RunState
+from headrace.facts.group_numbers import Recent
+from headrace.facts.number_tables import scalars
 from headrace.facts.records import StepRow, answer_of
-from headrace.facts.scalars import scalars
+from headrace.facts.run_state import RunState
+from headrace.facts.verdicts import advices, bias, failings, held_out, judged, measured_on, shares
 from headrace.processes.health import live_status
 from headrace.views.report import write_report
 from headrace.views.screen.console import Console

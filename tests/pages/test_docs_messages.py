@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs import messages
-from headrace.facts.diagnosis.advice import RULES
+from headrace.facts.verdicts import RULES
 from headrace.loop import budgets
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

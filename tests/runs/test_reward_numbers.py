@@ -34,7 +34,7 @@ from headrace.episodes.scoring import job, reward_scorer
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.reward_scorer import RewardScorer
 from headrace.facts.facts import GroupEnded, RunEnded, Warned
-from headrace.facts.numbers.fates import Histogram
+from headrace.facts.group_numbers import Histogram
 from headrace.facts.records import StepRow
 from headrace.loop.evaluation import _standard_error
 

@@ -32,10 +32,10 @@ from headrace.facts.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.facts.index.index_sink import NumbersIndex
-from headrace.facts.numbers.tickets import Tickets
+from headrace.facts.group_numbers import Tickets
+from headrace.facts.index_file import NumbersIndex
 from headrace.facts.recorder import Recorder
-from headrace.facts.resume import Resume
+from headrace.facts.records import Resume
 
 
 class FactStream:

@@ -13,8 +13,8 @@ from headrace.core.errors import WorkerDied
 from headrace.core.reports import SleepReport, TrainReport
 from headrace.engine.fleet.fleet import Fleet
 from headrace.facts.facts import StepTrained
-from headrace.facts.numbers.state import RunState
 from headrace.facts.records import summarise
+from headrace.facts.run_state import RunState
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.parts import EarlierMetrics, earlier_metrics
 from headrace.loop.pipeline import Pipeline

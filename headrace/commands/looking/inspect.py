@@ -15,7 +15,7 @@ from headrace.core.reports import TrainReport
 from headrace.core.types import Struct
 from headrace.durable.journal import AnyRecord, Damage, GoneRecord, JournalReader, JournalStep, require_journal
 from headrace.durable.spelling import encode
-from headrace.facts.numbers.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
+from headrace.facts.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
 from headrace.facts.texts import counted, number
 from headrace.run.pieces import pieces_of
 from headrace.views.screen.console import Console

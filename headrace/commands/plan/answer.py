@@ -18,8 +18,8 @@ from headrace.commands.plan.reasons import BUSY
 from headrace.commands.plan.scenario import Scenario
 from headrace.commands.plan.sweep import Option, Split, recommended, sweep, try_out
 from headrace.core.errors import ConfigError
-from headrace.facts.numbers.state import RunState
 from headrace.facts.records import read_metrics
+from headrace.facts.run_state import RunState
 from headrace.loop.world.distributions import Distribution, fixed, parse
 from headrace.loop.world.surroundings import TurnShape
 from headrace.models.resolve import cache_dir

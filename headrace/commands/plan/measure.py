@@ -14,7 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.reports import EngineStats
 from headrace.core.types import Struct
 from headrace.facts.facts import GroupEnded, StepTrained, Waited
-from headrace.facts.numbers.fates import Histogram
+from headrace.facts.group_numbers import Histogram
 from headrace.loop.world import virtual_time
 
 FILLING = 4

@@ -12,8 +12,8 @@ from headrace.algo.config import AlgoConfig
 from headrace.commands.again.bundle_export import CodeFiles, portable_settings
 from headrace.commands.publishing.curve_picture import curve_picture
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.facts.diagnosis.verdicts import all_verdicts
-from headrace.facts.numbers.state import RunState
+from headrace.facts.run_state import RunState
+from headrace.facts.verdicts import all_verdicts
 from headrace.models.resolve import KNOWN_MODELS
 from headrace.run.config import RunConfig, config_of_run, read_config
 from headrace.settings.toml import dump

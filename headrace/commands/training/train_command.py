@@ -69,7 +69,7 @@ def add_eval(commands: Commands) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from headrace.facts.diagnosis.troubles import measured_on
+    from headrace.facts.verdicts import measured_on
     from headrace.run import one_shot
 
     named = is_config(arguments.source)

@@ -12,13 +12,12 @@ import msgspec
 
 from headrace.core.types import Struct
 from headrace.durable.atomic_files import replace_file
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.diagnosis.troubles import failings
+from headrace.facts import run_state
 from headrace.facts.facts import FirstFailure, Warned
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.shares import Tally
-from headrace.facts.numbers.state import RunState
+from headrace.facts.group_numbers import Tally
 from headrace.facts.records import METRICS, MetricsFact, decode_metrics, left_out
+from headrace.facts.run_state import RunState
+from headrace.facts.verdicts import advices, failings
 from headrace.facts.waits import Lasting
 from headrace.processes.health.stacks import process_state
 
@@ -156,7 +155,7 @@ def judge(state: RunState, live: LiveStatus | None, alive: bool, now: float) -> 
     if live and live.verdict:
         return Status("died", live.verdict, live)
     if state.ended is None:
-        doing = "training" if state.training else measures.phase(state)
+        doing = "training" if state.training else run_state.phase(state)
         return Status("died", f"died while {doing} and left no message: it was killed, or the machine went down", live)
     match state.ended.reason:
         case "finished" | "interrupted" as life:
@@ -176,7 +175,7 @@ def _living(state: RunState, live: LiveStatus | None, now: float) -> Status:
         return Status("silent", f"alive, but has written no status for {age:.0f} s: its process is {doing}", live)
     if live.silent > SILENT:
         return Status("silent", f"alive, but its event loop has not turned for {live.silent:.0f} s", live)
-    return Status("alive", measures.phase(state), live)
+    return Status("alive", run_state.phase(state), live)
 
 
 def as_dict(status: Status, state: RunState) -> dict[str, Any]:
@@ -192,9 +191,9 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         "seconds": state.now,
         "step": state.step,
         "steps": started.steps if started else None,
-        "seconds_a_step": measures.step_seconds(state),
-        "seconds_left": measures.seconds_left(state),
-        "reward": measures.recent_reward(state),
+        "seconds_a_step": run_state.step_seconds(state),
+        "seconds_left": run_state.seconds_left(state),
+        "reward": run_state.recent_reward(state),
         "held_out": [[one.phase, one.reward_mean] for one in state.evals],
         "held_out_failed": [one.failed_prompts for one in state.evals],
         "shares": {"recent": _shares(state.shares.recent), "total": _shares(state.shares.total)},
@@ -204,11 +203,11 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         ],
         "advice": [[one.name, one.sentence] for one in advices(state)],
         "lag": {
-            "mean": measures.mean_lag(state),
+            "mean": run_state.mean_lag(state),
             "max": max(state.lags, default=None),
             "bound": started and started.max_lag,
         },
-        "tokens_a_second": {"engine": state.engine.recent()[1], "trainer": measures.trainer_rate(state, 10)},
+        "tokens_a_second": {"engine": state.engine.recent()[1], "trainer": run_state.trainer_rate(state, 10)},
         "accounting": {**msgspec.to_builtins(state.accounting), "balance": state.accounting.balance()},
         "checkpoint": _checkpoint(state),
         "waits": msgspec.to_builtins(live.waits if live else ()),

@@ -26,8 +26,7 @@ from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.episodes.rollout import ForksConfig, RolloutConfig
 from headrace.facts.facts import Books, RunEnded, RunStarted
-from headrace.facts.index.digest import DIGEST, thinned
-from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.index_file import DIGEST, NumbersIndex, thinned
 from headrace.facts.recorder import Recorder
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits

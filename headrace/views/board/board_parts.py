@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.facts.index.step_columns import StepColumns
-from headrace.facts.numbers.state import RunState
+from headrace.facts.number_tables import StepColumns
+from headrace.facts.run_state import RunState
 from headrace.views.board.paging import chosen, pager, steps_of, strip
 from headrace.views.board.step_windows import OF_POOLS, StepWindow, read_window
 from headrace.views.report import page, plots, sieves

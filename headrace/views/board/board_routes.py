@@ -14,8 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from headrace.facts.index.group_table import Order, Wanted
-from headrace.facts.index.step_columns import STEP
+from headrace.facts.number_tables import STEP, Order, Wanted
 from headrace.views.board.board_parts import PARTS
 from headrace.views.board.browsing import RolloutQuery
 from headrace.views.board.cookie import CookieGate

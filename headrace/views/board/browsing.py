@@ -13,8 +13,8 @@ from headrace.core.batches import Group
 from headrace.core.reports import TrainReport
 from headrace.core.types import Scored
 from headrace.durable.journal import JournalReader, JournalStep
-from headrace.facts.index.group_table import OUTCOMES, GroupTable, Order, Wanted
-from headrace.facts.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
+from headrace.facts.number_tables import OUTCOMES, GroupTable, Order, Wanted
+from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.facts.texts import clip, number, plural
 from headrace.views.report.rollouts import rollout_table
 from headrace.views.report.tables import table

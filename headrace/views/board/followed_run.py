@@ -6,9 +6,8 @@ import threading
 import time
 from pathlib import Path
 
-from headrace.facts.index.digest import DIGEST, digest_of, read_digest, write_digest
-from headrace.facts.index.index_file import INDEX, IndexReader, save, saved_at
-from headrace.facts.index.numbers import Numbers
+from headrace.facts.index_file import DIGEST, INDEX, IndexReader, digest_of, read_digest, save, saved_at, write_digest
+from headrace.facts.number_tables import Numbers
 from headrace.facts.records import METRICS, MetricsFact
 from headrace.processes.health.live_status import Follower, end_before
 

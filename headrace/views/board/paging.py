@@ -6,7 +6,7 @@ from html import escape
 
 import numpy as np
 
-from headrace.facts.index.step_columns import StepColumns
+from headrace.facts.number_tables import StepColumns
 from headrace.facts.texts import percent
 
 STRIP = 240

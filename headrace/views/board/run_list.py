@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headrace.core.types import Struct
+from headrace.facts import run_state
 from headrace.facts.facts import Evaluated, Planned, RunEnded, RunStarted, TicketDrawn
-from headrace.facts.index.digest import DIGEST, read_digest
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.state import RunState
+from headrace.facts.index_file import DIGEST, read_digest
 from headrace.facts.records import METRICS, StepRow, decode_metrics
+from headrace.facts.run_state import RunState
 from headrace.processes.health.live_status import judge, read_live
 
 HEAD, TAIL = 1 << 16, 1 << 18
@@ -86,7 +86,7 @@ class RunList:
             living=status.live is not None and status.life in ("alive", "silent", "starting"),
             step=state.step,
             steps=started.steps if started else 0,
-            reward=measures.recent_reward(state),
+            reward=run_state.recent_reward(state),
             held_out=evals[-1].reward_mean if evals else None,
             cost=state.costs.total if state.costs.prices else None,
             seconds=state.now,

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.index.step_columns import MINUTES, STEP, TOKENS
-from headrace.facts.numbers.rollout_view import Pieces
+from headrace.facts.number_tables import MINUTES, STEP, TOKENS
+from headrace.facts.rollout_view import Pieces
+from headrace.facts.verdicts import advices
 from headrace.views.board.board_parts import Steps, part
 from headrace.views.board.browsing import Browser, RolloutPage, RolloutQuery
 from headrace.views.board.followed_run import FollowedRun

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from headrace.facts.facts import RunStarted
-from headrace.facts.numbers.state import RunState
 from headrace.facts.records import METRICS, MetricsFact, decode_metrics
+from headrace.facts.run_state import RunState
 
 MOST = 6 << 20
 """Bytes of facts that are read for one window."""

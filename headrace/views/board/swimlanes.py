@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import get_args
 
 from headrace.core.batches import Group
-from headrace.facts.index.step_columns import StepColumns
-from headrace.facts.numbers.state import RunState
-from headrace.facts.numbers.turn_view import calls_of
+from headrace.facts.number_tables import StepColumns
+from headrace.facts.rollout_view import calls_of
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import duration, number, plural, short_time
 from headrace.views.board.lane_facts import Kind, LaneWindow, TicketStory, VersionStretch, read_lanes, stretches
 from headrace.views.board.paging import chosen, pager, steps_of, strip

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.durable.atomic_files import replace_file
-from headrace.facts.numbers.rollout_view import Pieces
 from headrace.facts.records import METRICS, REPORT
+from headrace.facts.rollout_view import Pieces
 
 
 def write_report(run_dir: Path, pieces: Pieces | None = None) -> Path:

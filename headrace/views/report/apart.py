@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from headrace.facts.numbers.rollout_view import settings_of
+from headrace.facts.rollout_view import settings_of
 from headrace.facts.texts import clip
 from headrace.views.report.tables import table
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
-from headrace.facts.diagnosis.troubles import measured_on
 from headrace.facts.facts import Evaluated
-from headrace.facts.numbers.engine_use import EngineSpan
+from headrace.facts.run_totals import EngineSpan
 from headrace.facts.texts import clip, number, percent, with_error
+from headrace.facts.verdicts import measured_on
 from headrace.views.report.axes import extent
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.frame import hovers, note_of, of_steps, resumes

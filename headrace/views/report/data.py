@@ -9,11 +9,11 @@ from pathlib import Path
 
 from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps
 from headrace.facts.facts import GroupEnded, Warned
-from headrace.facts.numbers.engine_use import Window
-from headrace.facts.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
-from headrace.facts.numbers.shares import NO_CONTRAST, Tally
-from headrace.facts.numbers.state import RunState
+from headrace.facts.group_numbers import NO_CONTRAST, Tally
 from headrace.facts.records import StepRow, read_metrics
+from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
+from headrace.facts.run_state import RunState
+from headrace.facts.run_totals import Window
 
 MAX_BINS = 200
 """Points of a curve at most. Curves of longer runs show means over several steps, and a note says so."""

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from headrace.facts.numbers.rollout_view import RolloutView
-from headrace.facts.numbers.turn_view import HeardMessage, TurnView
+from headrace.facts.rollout_view import HeardMessage, RolloutView, TurnView
 from headrace.facts.texts import clip, number, plural
 from headrace.views.report.lag_charts import lag_class
 

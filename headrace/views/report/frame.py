@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.facts.numbers.state import stride_of
+from headrace.facts.run_state import stride_of
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.svg import Chart
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from headrace.facts.numbers.engine_use import EngineSpan
-from headrace.facts.numbers.measures import train_seconds
-from headrace.facts.numbers.state import RunState
+from headrace.facts.run_state import RunState, train_seconds
+from headrace.facts.run_totals import EngineSpan
 from headrace.facts.texts import duration, number, percent, reward_text, short_time
 from headrace.views.report.axes import clock_ticks
 

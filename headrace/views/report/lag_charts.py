@@ -6,7 +6,7 @@ import math
 from html import escape
 
 from headrace.core.reports import LagStats
-from headrace.facts.numbers.step_totals import over_steps
+from headrace.facts.run_totals import over_steps
 from headrace.facts.texts import number, percent
 from headrace.views.report.axes import extent
 from headrace.views.report.data import Bin, ReportData

@@ -7,14 +7,12 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.facts import run_state
 from headrace.facts.costs import dollars
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.diagnosis.troubles import failings
-from headrace.facts.diagnosis.verdicts import all_verdicts, equation, reasons, weight_sync
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.choices import POOLS
-from headrace.facts.numbers.state import RunState
+from headrace.facts.group_numbers import POOLS
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, counted, duration, percent, plural, short_time
+from headrace.facts.verdicts import advices, all_verdicts, equation, failings, reasons, weight_sync
 from headrace.views.report.data import ReportData
 from headrace.views.report.files_page import files_page
 from headrace.views.report.gantt import gantt
@@ -133,7 +131,7 @@ def headline(state: RunState) -> str:
 def _badge(state: RunState) -> str:
     if not state.ended:
         return '<span class="badge bad">did not end by itself</span>'
-    word = measures.phase(state)
+    word = run_state.phase(state)
     return f'<span class="badge {"good" if word == "finished" else "plain" if word == "interrupted" else "bad"}">{word}</span>'
 
 
@@ -161,9 +159,9 @@ def cards(state: RunState) -> str:
 
 
 def _tiles(state: RunState) -> list[tuple[str, str]]:
-    engine, trainer = measures.idle_shares(state)
+    engine, trainer = run_state.idle_shares(state)
     total = state.shares.total
-    gap, rates = measures.mean_swap(state), (state.engine.rate, measures.trainer_rate(state))
+    gap, rates = run_state.mean_swap(state), (state.engine.rate, run_state.trainer_rate(state))
     return [
         ("tokens a second sampled", _rate(rates[0])),
         ("tokens a second trained", _rate(rates[1])),
@@ -175,7 +173,7 @@ def _tiles(state: RunState) -> list[tuple[str, str]]:
         ("rollouts failed", percent(total.failed_share)),
         ("groups without contrast", percent(total.no_contrast_share)),
         ("groups dropped otherwise", percent(total.dropped_share)),
-        *((name, dollars(value)) for name, value in measures.cost_numbers(state).items()),
+        *((name, dollars(value)) for name, value in run_state.cost_numbers(state).items()),
     ]
 
 

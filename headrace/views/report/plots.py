@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from headrace.facts.numbers.step_totals import trimmed
 from headrace.facts.records import StepRow
+from headrace.facts.run_totals import trimmed
 from headrace.facts.texts import number, percent, plural, reward_text, short_time, with_error
 from headrace.views.report.axes import extent
 from headrace.views.report.curves import agents, failures, held_out, lengths_over_steps, throughput

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from headrace.facts.diagnosis.troubles import judged
-from headrace.facts.numbers.rollout_view import CONTEXT, RolloutView, span_list, token_details
+from headrace.facts.rollout_view import CONTEXT, RolloutView, span_list, token_details
 from headrace.facts.texts import clip, counted, number
+from headrace.facts.verdicts import judged
 from headrace.views.report.episode_graph import anchor, episodes
 from headrace.views.report.lag_charts import LAST, lag_class
 from headrace.views.report.tables import table

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from headrace.facts import run_state
 from headrace.facts.costs import dollars
-from headrace.facts.numbers import measures
 from headrace.facts.records import StepRow
 from headrace.facts.texts import duration, number, percent, reward_text
 from headrace.views.report.apart import differences
@@ -53,29 +53,29 @@ def final_numbers(run: ComparedRun) -> dict[str, str]:
     """Returns the last numbers of a run by their names, as texts; "–" if the run has none."""
     state = run.data.state
     total = state.shares.total
-    engine, trainer = measures.idle_shares(state)
+    engine, trainer = run_state.idle_shares(state)
     measured = [one for one in state.evals if one.prompts and math.isfinite(one.reward_mean)]
     held_out = [f"{reward_text(one.reward_mean)} ± {reward_text(one.reward_sem)}" for one in measured]
     return {
         "state": run.life,
         "steps": f"{state.step:,} of {state.started.steps:,}" if state.started else "–",
         "time": duration(state.now),
-        "reward of the last steps": _or_dash(measures.recent_reward(state), "{:.3f}"),
+        "reward of the last steps": _or_dash(run_state.recent_reward(state), "{:.3f}"),
         "held-out reward, first": held_out[0] if held_out else "–",
         "held-out reward, last": held_out[-1] if len(held_out) > 1 else "–",
         "tokens trained": f"{state.totals.tokens:,}",
         "tokens a second sampled": _or_dash(state.engine.rate, "{:,.0f}"),
-        "tokens a second trained": _or_dash(measures.trainer_rate(state), "{:,.0f}"),
+        "tokens a second trained": _or_dash(run_state.trainer_rate(state), "{:,.0f}"),
         "engine idle": percent(engine) if engine is not None else "–",
         "trainer idle": percent(trainer) if trainer is not None else "–",
-        "mean lag": _or_dash(measures.mean_lag(state), "{:.2f}"),
+        "mean lag": _or_dash(run_state.mean_lag(state), "{:.2f}"),
         "largest lag": str(max(state.lags)) if state.lags else "–",
         "rollouts cut off": percent(total.truncated_share),
         "rollouts failed": percent(total.failed_share),
         "groups without contrast": percent(total.no_contrast_share),
         "groups dropped otherwise": percent(total.dropped_share),
         **dict.fromkeys(COST_ROWS, "–"),
-        **{name: dollars(value) for name, value in measures.cost_numbers(state).items() if name in COST_ROWS},
+        **{name: dollars(value) for name, value in run_state.cost_numbers(state).items() if name in COST_ROWS},
     }
 
 

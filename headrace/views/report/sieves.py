@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from headrace.facts.numbers.fates import Histogram, Sieve, discarded
-from headrace.facts.numbers.state import RunState
+from headrace.facts.group_numbers import Histogram, Sieve, discarded
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import number, percent, plural
 from headrace.views.report.svg import Chart, figure
 

@@ -9,8 +9,8 @@ from types import TracebackType
 from rich.console import Group, RenderableType
 
 from headrace.facts.facts import Evaluated, RunEnded, RunStarted
-from headrace.facts.numbers.state import RunState
 from headrace.facts.records import MetricsFact, StepRow
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import duration
 from headrace.views.config import ObserveConfig
 from headrace.views.screen.console import Console

@@ -9,9 +9,9 @@ from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 
 from headrace.core.reports import TrainReport
-from headrace.facts.diagnosis.troubles import judged
-from headrace.facts.numbers.rollout_view import CONTEXT, RolloutView, span_list
+from headrace.facts.rollout_view import CONTEXT, RolloutView, span_list
 from headrace.facts.texts import clip, counted, number, plural
+from headrace.facts.verdicts import judged
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.fitted_table import FittedTable, TableColumn, no_room_for

@@ -10,13 +10,20 @@ from rich.console import ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.panel import Panel
 
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.diagnosis.troubles import failings, judged, measured_on, shares
-from headrace.facts.diagnosis.verdicts import before_and_after, pool_shares, weight_sync
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.state import RunState
+from headrace.facts import run_state
 from headrace.facts.records import Sample
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import bar, counted, number, percent, plural, reward_text, sparkline, with_error
+from headrace.facts.verdicts import (
+    advices,
+    before_and_after,
+    failings,
+    judged,
+    measured_on,
+    pool_shares,
+    shares,
+    weight_sync,
+)
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, Line, Lines, distinct, middle_out, without_marks
 from headrace.views.screen.members import line_of
@@ -144,7 +151,7 @@ def _chosen(state: RunState) -> list[Line]:
 def reward(state: RunState) -> list[Text]:
     parts = [Text("no step yet", FAINT)]
     if state.rows:
-        recent = measures.recent_reward(state)
+        recent = run_state.recent_reward(state)
         assert recent is not None
         curve = sparkline([row.reward_drawn for row in state.spread], CURVE)
         parts = [Text(f"{reward_text(recent)} ", "bold").append(curve, "green")]
@@ -159,7 +166,7 @@ def reward(state: RunState) -> list[Text]:
 
 
 def _lag(state: RunState) -> list[Text]:
-    mean = measures.mean_lag(state)
+    mean = run_state.mean_lag(state)
     assert state.started is not None
     if mean is None:
         return [Text(f"no token trained yet, bound {state.started.max_lag}", FAINT)]
@@ -200,7 +207,7 @@ def _asleep(state: RunState, who: str) -> list[Text]:
 
 
 def trainer(state: RunState) -> list[Text]:
-    parts = [_rate(measures.trainer_rate(state, 10)), _idle(measures.recent_trainer_idle(state))]
+    parts = [_rate(run_state.trainer_rate(state, 10)), _idle(run_state.recent_trainer_idle(state))]
     parts += _asleep(state, "trainer")
     parts += [Text(words, FAINT)] if (words := state.naps.lent_words) else []
     if not state.rows:
@@ -213,7 +220,7 @@ def trainer(state: RunState) -> list[Text]:
 
 def weights(state: RunState) -> list[Line]:
     """Shows the swaps, and what travels for each."""
-    gap, sync = measures.mean_swap(state), weight_sync(state)
+    gap, sync = run_state.mean_swap(state), weight_sync(state)
     if gap is None:
         return []
     parts = [Text(f"{plural(state.swapped.count, 'swap')}, mean gap {1000 * gap:.2g} ms")]
@@ -273,7 +280,7 @@ def _checks(state: RunState) -> list[Text]:
     parts.append(Text(probed))
     if state.deaths:
         parts.append(Text(plural(len(state.deaths), "death"), WARN))
-    if (saved := measures.saved_step(state)) is not None:
+    if (saved := run_state.saved_step(state)) is not None:
         parts.append(Text(f"checkpoint {saved}", FAINT))
     return parts
 

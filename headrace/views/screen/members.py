@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.facts.facts import MemberMoved, MemberSample
-from headrace.facts.numbers.state import RunState
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, plural
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, Line

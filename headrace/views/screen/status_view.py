@@ -10,13 +10,11 @@ from rich import box
 from rich.console import RenderableType
 from rich.panel import Panel
 
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.diagnosis.troubles import failings, shares
-from headrace.facts.diagnosis.verdicts import equation, reasons
-from headrace.facts.diagnosis.verdicts import lag as lag_verdict
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.state import RunState
+from headrace.facts import run_state
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, duration, plural, short_time
+from headrace.facts.verdicts import advices, equation, failings, reasons, shares
+from headrace.facts.verdicts import lag as lag_verdict
 from headrace.processes.health.live_status import LIVING, SILENT, LiveStatus, Status
 from headrace.views.screen import live
 from headrace.views.screen.console import Console
@@ -111,10 +109,10 @@ def _ago(seconds: float) -> str:
 def _step(status: Status, state: RunState) -> list[Text]:
     assert state.started is not None
     parts = [Text(f"{state.step} of {state.started.steps}", "bold")]
-    if pace := measures.step_seconds(state):
+    if pace := run_state.step_seconds(state):
         parts.append(Text(f"{short_time(pace)} each"))
     spent = f"{duration(state.now)} so far"
-    left = measures.seconds_left(state) if status.life in LIVING else None
+    left = run_state.seconds_left(state) if status.life in LIVING else None
     parts.append(Text(f"{spent}, {duration(left)} left" if left else spent))
     if len(state.sessions) > 1:
         parts.append(Text(plural(len(state.sessions) - 1, "resume"), FAINT))

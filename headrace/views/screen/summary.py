@@ -9,25 +9,10 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
+from headrace.facts import run_state
 from headrace.facts.costs import dollars
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.diagnosis.troubles import failings, shares
-from headrace.facts.diagnosis.verdicts import (
-    Verdict,
-    accounting,
-    bias,
-    equation,
-    held_out,
-    identity,
-    lag,
-    prompts,
-    reasons,
-    record,
-    weight_sync,
-)
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.fates import DISCARDED
-from headrace.facts.numbers.state import RunState
+from headrace.facts.group_numbers import DISCARDED
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import (
     bar,
     clip,
@@ -39,6 +24,22 @@ from headrace.facts.texts import (
     reward_text,
     short_time,
     sparkline,
+)
+from headrace.facts.verdicts import (
+    Verdict,
+    accounting,
+    advices,
+    bias,
+    equation,
+    failings,
+    held_out,
+    identity,
+    lag,
+    prompts,
+    reasons,
+    record,
+    shares,
+    weight_sync,
 )
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
@@ -86,7 +87,7 @@ def _title(state: RunState) -> Text:
     text = Text()
     if state.started is None:
         return text.append("the run did not start", BAD)
-    ended = measures.phase(state) if state.ended else "did not end by itself"
+    ended = run_state.phase(state) if state.ended else "did not end by itself"
     text.append(state.started.name, "bold").append(f"  {state.started.headline}\n", FAINT)
     text.append(f"{ended} at step {state.step} of {state.started.steps} after {duration(state.now)}")
     if len(state.sessions) > 1:
@@ -147,7 +148,7 @@ def _stale(table: Table, state: RunState) -> None:
 
 
 def _versions(state: RunState) -> str:
-    spread, share = measures.version_spread(state), measures.swapped_share(state)
+    spread, share = run_state.version_spread(state), run_state.swapped_share(state)
     if spread is None or share is None:
         return ""
     words = f"{number(spread[0] + 1, 2)} in a batch, at most {spread[1] + 1}; {percent(share)} of rollouts met a swap"
@@ -158,20 +159,20 @@ def _versions(state: RunState) -> str:
 def _thrown(state: RunState) -> str:
     """Returns what was discarded for its age. Groups without contrast are dropped whatever the policy, so they are not included."""
     found = {reason: state.fates.of(reason).groups for reason in DISCARDED if reason in state.fates.by_reason}
-    trimmed = measures.trimmed_tokens(state)
-    words = [f"groups {counted(found)}, {plural(measures.lost_tokens(state), 'token')}"] if found else []
+    trimmed = run_state.trimmed_tokens(state)
+    words = [f"groups {counted(found)}, {plural(run_state.lost_tokens(state), 'token')}"] if found else []
     return "; ".join(words + ([f"{plural(trimmed, 'token')} trimmed"] if trimmed else []))
 
 
 def _spent(table: Table, state: RunState) -> None:
-    engine, trainer = measures.idle_shares(state)
-    rates = state.engine.rate, measures.trainer_rate(state)
+    engine, trainer = run_state.idle_shares(state)
+    rates = state.engine.rate, run_state.trainer_rate(state)
     for name, idle, rate, verb in (("Engine", engine, rates[0], "sampled"), ("Trainer", trainer, rates[1], "trained")):
         text = Text(f"idle {percent(idle)}", "bold")
         if rate is not None:
             text.append(f"   {rate:,.0f} tokens a second {verb}", "not bold")
         _more(table, f"{name} pool", text)
-    if costs := measures.cost_numbers(state):
+    if costs := run_state.cost_numbers(state):
         total = costs.pop("cost")
         parts = [f"{name.removeprefix('cost ').removeprefix('of ')} {dollars(value)}" for name, value in costs.items()]
         _more(table, "Cost", Text(dollars(total), "bold").append(f"   {', '.join(parts)}", "not bold"))
@@ -181,7 +182,7 @@ def _spent(table: Table, state: RunState) -> None:
         _more(table, "Devices", words)
     if words := state.naps.lent_words:
         _more(table, "Lent", words)
-    gap = measures.mean_swap(state)
+    gap = run_state.mean_swap(state)
     if gap is not None:
         swapped = state.swapped
         publish = short_time(swapped.published / swapped.count)
@@ -219,7 +220,7 @@ def _talk(state: RunState) -> str:
 
 
 def _interruptions(state: RunState) -> str:
-    pause = measures.mean_pause(state)
+    pause = run_state.mean_pause(state)
     if pause is None or not state.swapped.held:
         return ""
     return (
@@ -264,7 +265,7 @@ def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | No
     if report:
         _more(table, "Report", str(report))
     if run_dir and state.started:
-        saved = measures.saved_step(state)
+        saved = run_state.saved_step(state)
         whole = saved == state.step or (state.ended is not None and state.ended.reason == "finished")
         if state.step < state.started.steps or not whole:
             _more(table, "Resume with", f"headrace train --resume {run_dir}")

@@ -11,8 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
-from headrace.facts.diagnosis.advice import advices
-from headrace.facts.diagnosis.troubles import measured_on, shares
+from headrace.facts import run_state
 from headrace.facts.facts import (
     CheckpointSaved,
     Evaluated,
@@ -26,10 +25,10 @@ from headrace.facts.facts import (
     WorkerJoined,
     WorkerLost,
 )
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.state import RunState
 from headrace.facts.records import MetricsFact, StepRow
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, duration, number, percent, plural, reward_text, short_time, with_error
+from headrace.facts.verdicts import advices, measured_on, shares
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, LABEL, HeaderAbove, flow
@@ -48,7 +47,7 @@ class Header:
     def update(self, state: RunState) -> None:
         self._updated, self._t = self._clock(), state.now
         self._started, self._step = state.started, state.step
-        self._phase, self._left = measures.phase(state), measures.seconds_left(state)
+        self._phase, self._left = run_state.phase(state), run_state.seconds_left(state)
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         passed, width = self._clock() - self._updated, min(options.max_width, WIDTH)
@@ -206,7 +205,7 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
 
 def step_line(row: StepRow, state: RunState) -> str:
     report, (engine_idle, rate) = row.report, state.engine.recent()
-    trainer_idle, left = measures.recent_trainer_idle(state), measures.seconds_left(state)
+    trainer_idle, left = run_state.recent_trainer_idle(state), run_state.seconds_left(state)
     parts = [
         f"step {report.version}/{state.started.steps if state.started else '?'}",
         f"reward {reward_text(row.reward_drawn)}",

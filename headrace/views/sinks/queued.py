@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from headrace.facts.facts import RunStarted
-from headrace.facts.numbers.state import RunState
+from headrace.facts.number_tables import scalars
 from headrace.facts.records import MetricsFact
-from headrace.facts.scalars import scalars
+from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, plural
 
 ROOM = 4096

@@ -21,12 +21,8 @@ from headrace import cli
 from headrace.commands.serving.board_command import beside
 from headrace.durable.journal import KINDS, JournalReader, ReadyRecord, read_journal, read_only
 from headrace.facts.facts import GroupEnded, Planned, StepTrained
-from headrace.facts.index.digest import DIGEST
-from headrace.facts.index.group_table import GroupTable, Wanted
-from headrace.facts.index.index_file import INDEX, IndexReader
-from headrace.facts.index.index_sink import NumbersIndex
-from headrace.facts.index.numbers import Numbers
-from headrace.facts.index.step_columns import StepColumns, merged, trailing_mean
+from headrace.facts.index_file import DIGEST, INDEX, IndexReader, NumbersIndex
+from headrace.facts.number_tables import GroupTable, Numbers, StepColumns, Wanted, merged, trailing_mean
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
 from headrace.views.board.board_routes import FILES, _changes, make_board_app

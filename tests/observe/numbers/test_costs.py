@@ -12,14 +12,14 @@ from fact_stream import FactStream
 from headrace import cli
 from headrace.commands.looking.compare import compare
 from headrace.core.errors import ConfigError
+from headrace.facts import run_state
 from headrace.facts.costs import dollars
 from headrace.facts.facts import Evaluated, Fact, FleetSample, MemberSample, RunStarted, StepTrained
-from headrace.facts.index.index_sink import NumbersIndex
-from headrace.facts.numbers import measures
-from headrace.facts.numbers.state import RunState
+from headrace.facts.index_file import NumbersIndex
+from headrace.facts.number_tables import scalars
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, StepRow, summarise
-from headrace.facts.scalars import scalars
+from headrace.facts.run_state import RunState
 from headrace.run.config import load_config
 from headrace.views.board.run_list import RunList
 from headrace.views.config import ObserveConfig
@@ -61,7 +61,7 @@ def test_every_hour_of_the_clock_is_paid_for_once() -> None:
     state.fold(Evaluated(1440.0, "after", 2, 1, 1.0, 0.0, 1.0))
     state.fold(Evaluated(1400.0, "after", 2, 1, 1.0, 0.0, 1.0))  # late: its time has been counted
     assert state.costs.total == pytest.approx(0.4 * 5)
-    assert measures.cost_numbers(state) == pytest.approx(
+    assert run_state.cost_numbers(state) == pytest.approx(
         {
             "cost": 2.0,
             "cost of the engines": 0.8,
@@ -87,7 +87,7 @@ def test_a_resumed_run_goes_on_adding_with_its_present_prices() -> None:
         started(0.0, {"trainer": 3.0}), step(3600.0, 0, 1), started(3700.0, {"trainer": 36.0}, 1), step(4000.0, 1, 1)
     )
     assert state.costs.total == pytest.approx(3.0 + 4.0)
-    assert measures.cost_numbers(folded(started(0.0, {}), step(3600.0, 0, 1))) == {}
+    assert run_state.cost_numbers(folded(started(0.0, {}), step(3600.0, 0, 1))) == {}
 
 
 def test_cost_is_among_the_numbers_of_dashboards_only_with_a_price() -> None:

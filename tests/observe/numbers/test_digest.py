@@ -18,6 +18,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.reports import PromptChoice, SleepReport
 from headrace.core.types import Scored
 from headrace.durable.atomic_files import read_lines
+from headrace.facts import progress
 from headrace.facts.facts import (
     Fact,
     FirstFailure,
@@ -37,17 +38,22 @@ from headrace.facts.facts import (
     Woke,
     WorkerJoined,
 )
-from headrace.facts.index.digest import DIGEST, MAGIC, fields_of, read_digest, thinned
-from headrace.facts.index.group_table import FARTHEST, GroupTable
-from headrace.facts.index.index_file import INDEX, IndexReader, framed_bytes
-from headrace.facts.index.index_sink import NumbersIndex
-from headrace.facts.numbers import progress
-from headrace.facts.numbers.shares import Recent, Shares, Tally
-from headrace.facts.numbers.state import RunState, stride_of
-from headrace.facts.numbers.tickets import Tickets
+from headrace.facts.group_numbers import Recent, Shares, Tally, Tickets
+from headrace.facts.index_file import (
+    DIGEST,
+    DIGEST_MAGIC,
+    INDEX,
+    IndexReader,
+    NumbersIndex,
+    fields_of,
+    framed_bytes,
+    read_digest,
+    thinned,
+)
+from headrace.facts.number_tables import FARTHEST, GroupTable
 from headrace.facts.recorder import Recorder
-from headrace.facts.records import METRICS, read_metrics, summarise
-from headrace.facts.resume import Resume
+from headrace.facts.records import METRICS, Resume, read_metrics, summarise
+from headrace.facts.run_state import RunState, stride_of
 from headrace.facts.run_sums import as_counter
 from headrace.run.result import RunResult
 from headrace.views.board.board_parts import PARTS, part
@@ -390,7 +396,9 @@ def test_sums_that_do_not_fit_are_not_used(tmp_path: Path, monkeypatch: pytest.M
     assert place
     first = metrics.index(b"\n") + 1
     block = place.block[0] + 30
-    others = MAGIC + framed_bytes(msgspec.msgpack.encode(msgspec.structs.replace(place, fields=place.fields + 1)))
+    others = DIGEST_MAGIC + framed_bytes(
+        msgspec.msgpack.encode(msgspec.structs.replace(place, fields=place.fields + 1))
+    )
     changes = {
         path.name: (b"", others, good[path.name][:-7], good[path.name].replace(b"hrdigst2", b"hrdigst1")),
         METRICS: (

@@ -18,10 +18,10 @@ from beside import until
 from fact_stream import FactStream, standing
 
 from headrace.facts.facts import Fact, RunStarted, StepTrained, Warned
-from headrace.facts.numbers.state import RunState
+from headrace.facts.number_tables import scalars
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import read_metrics, summarise
-from headrace.facts.scalars import scalars
+from headrace.facts.run_state import RunState
 from headrace.views.build import open_recorder
 from headrace.views.config import ObserveConfig
 from headrace.views.sinks import queued

@@ -17,7 +17,7 @@ from headrace.core.reports import Capabilities, LoadReport
 from headrace.core.steps import Finished, StepOutput
 from headrace.core.types import Request, Sampling
 from headrace.facts.facts import Warned, WorkerJoined, WorkerLost
-from headrace.facts.numbers.state import RunState
+from headrace.facts.run_state import RunState
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time

@@ -1,19 +1,140 @@
 """The questions about a run, each with one verdict: did it learn, how stale was it, was it biased, is every prompt accounted for, did
-engine and trainer agree, were tokens trained as they were sampled."""
+engine and trainer agree, were tokens trained as they were sampled.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from headrace.facts.diagnosis.deliveries import travelled
-from headrace.facts.diagnosis.troubles import measured_on
-from headrace.facts.facts import Accounting, Evaluated, TrialChecked
-from headrace.facts.numbers.choices import POOLS, Choices
-from headrace.facts.numbers.fates import Shift, discarded, length_shift, reward_shift
-from headrace.facts.numbers.measures import mean_lag, trimmed_tokens
-from headrace.facts.numbers.state import RunState
-from headrace.facts.texts import counted, number, percent, plural, reward_text, with_error
+from msgspec.structs import replace
+
+from headrace.facts import run_state
+from headrace.facts.facts import Accounting, Evaluated, FirstFailure, TrialChecked, WeightWay
+from headrace.facts.group_numbers import POOLS, Choices, Shift, Tally, discarded, length_shift, reward_shift
+from headrace.facts.run_state import RunState, mean_lag, trimmed_tokens
+from headrace.facts.run_totals import TravelSums
+from headrace.facts.texts import counted, number, percent, plural, reward_text, size, with_error
+
+# --- The troubles of a run in words and numbers that every view shows: shares, failures by kind, held-out prompts that failed.
+
+
+class Failing(NamedTuple):
+    """One way in which rollouts fail."""
+
+    kind: str
+    """The class of the exception such as `KeyError`, or the reason if nothing was raised."""
+    rollouts: int
+    """Rollouts that failed in this way, held-out ones included."""
+    first: FirstFailure | None
+    """None in runs that did not record it."""
+
+
+def failings(state: RunState) -> list[Failing]:
+    """Returns the ways in which rollouts failed, the commonest first."""
+    counts = state.shares.total.kinds.copy()
+    for one in state.evals:
+        counts.update(one.kinds or one.failures)
+    return [Failing(kind, count, state.failures.get(kind)) for kind, count in counts.most_common() if count > 0]
+
+
+def shares(tally: Tally) -> list[str]:
+    """Returns those of `cut off 92 %`, `no contrast 86 %`, `dropped 2 %` and `failed 48 % (KeyError 31)` that are not zero."""
+    parts = (
+        ("cut off", tally.truncated_share),
+        ("no contrast", tally.no_contrast_share),
+        ("dropped", tally.dropped_share),
+        ("failed", tally.failed_share),
+    )
+    found = [f"{name} {percent(share)}" for name, share in parts if share]
+    if tally.failed:
+        found[-1] += f" ({counted(+tally.kinds)})"
+    return found
+
+
+def measured_on(one: Evaluated) -> str:
+    """Returns the prompts behind a held-out reward: `8 prompts`, `4 of 8 prompts, 4 failed: KeyError`."""
+    kinds = one.kinds or one.failures
+    if one.failed_prompts:
+        return f"{one.prompts} of {plural(one.asked, 'prompt')}, {one.failed_prompts} failed: {', '.join(kinds)}"
+    failed = f", {plural(sum(kinds.values()), 'rollout')} failed: {', '.join(kinds)}" if kinds else ""
+    return f"{plural(one.prompts, 'prompt')}{failed}"
+
+
+def judged(answer: str, extracted: Mapping[str, str]) -> str:
+    """Returns `extracted 12, right answer 14`, or the parts of it that are known."""
+    seen = [repr(text) if text else "nothing" for text in extracted.values()]
+    names = list(extracted) if len(extracted) > 1 else [""] * len(seen)
+    parts = [f"extracted {text}{f' for {name}' if name else ''}" for name, text in zip(names, seen, strict=True)]
+    return ", ".join([*parts, *([f"right answer {answer}"] if answer else [])])
+
+
+# --- The bytes that travel to the engines for a version of the weights, in words.
+
+
+_EARLIER = {
+    "shared_memory": WeightWay("shared_memory", "", "shared memory", "nothing"),
+    "cuda_ipc": WeightWay("cuda_ipc", "", "CUDA IPC", "nothing"),
+    "files": WeightWay("files", "", "files", "files"),
+    "tcp": WeightWay("tcp", "", "TCP"),
+    "http": WeightWay("http", "", "HTTP"),
+    "broadcast": WeightWay("broadcast", "", "broadcast"),
+}
+"""The transports that there were when runs did not record their words (until 2026-11-28)."""
+
+
+def travelled(state: RunState) -> tuple[str, str] | None:
+    """Returns the bytes that travelled a version, and how: `4.3 MB a version`, `TCP, delta: 1.6 % of 269 MB`. None if it is not known.
+
+    Not every engine reports what it received: servers of vLLM and SGLang and rollout hosts do not. What the trainer offered is told
+    instead, and in files what it wrote."""
+    way, sums = _way(state), _sums(state)
+    if way is None or sums is None:
+        return None
+    name, delta = way.words, way.encoding == "delta"
+    if way.travels == "nothing":
+        return "no bytes travel", name
+    form = "adapters" if "adapter" in state.swapped.travels else "delta" if delta else "full"
+    known = way.travels != "files" and sums.reported and not (state.members and sums.uncounted)
+    if known:
+        sent, of, versions, each = sums.received, sums.wanted, sums.reported, sums.engines / sums.reported
+    else:
+        sent, of, versions, each = sums.offered, sums.nbytes, sums.versions, 1.0
+    fleet = f" to {number(each)} engines" if each > 1 else ""
+    said = []
+    if delta:
+        whole = f"{sums.whole} of {sums.versions} whole"
+        said = [f"{_share(sent / of)} of {size(sums.nbytes / sums.versions)}{' each' if fleet else ''} ({whole})"]
+    said += [] if known or way.travels == "files" else ["as offered by the trainer"]
+    done = " written" if way.travels == "files" else ""
+    return f"{size(sent / versions)} a version{fleet}{done}", f"{name}, {form}{': ' * bool(said)}{', '.join(said)}"
+
+
+def _way(state: RunState) -> WeightWay | None:
+    if state.started is None:
+        return None
+    if way := state.started.weights:
+        return way if way.words else replace(_EARLIER[way.transport], encoding=way.encoding)
+    # Runs from before 2026-11-28 have it in words: `TCP: deltas, full every 50 (the reason)`.
+    name, _, form = state.started.where.get("weights", "").partition(": ")
+    found = next((one for one in _EARLIER.values() if one.words == name), None)
+    return replace(found, encoding="delta" if form.startswith("deltas") else "full") if found else None
+
+
+def _sums(state: RunState) -> TravelSums | None:
+    """Returns those of the adapters where adapters are published: their base travels once."""
+    travels = state.swapped.travels
+    sums = travels.get("adapter") or travels.get("full")
+    return sums if sums and sums.nbytes else None
+
+
+def _share(share: float) -> str:
+    return percent(share) if share >= 0.1 else f"{100 * share:.2g} %"
+
+
+# --- verdicts ------------------------------------------------------------
+
 
 Mood = Literal["good", "bad", "plain", "unknown"]
 
@@ -268,3 +389,112 @@ def record(state: RunState) -> Verdict:
 def all_verdicts(state: RunState) -> list[Verdict]:
     chosen = [prompts(state)] if state.choices.draws else []
     return [held_out(state), lag(state), bias(state), *chosen, accounting(state), identity(state), record(state)]
+
+
+# --- Advice for a run that trains on few of its rollouts: a condition on its numbers, and a sentence with the remedy.
+#
+# Each rule looks at the last groups. To add one, write a function of the state and name it in `RULES`; it returns None if its condition
+# does not hold. The rules are in the order in which to follow them: completions that are cut off have no contrast either, so cutting off
+# comes first.
+
+
+OFTEN = 0.5
+"""Share of completions that are cut off, or of groups without contrast, from which advice is given."""
+DISCARDED = 0.25
+"""The same share for groups that are dropped for another reason."""
+UNUSUAL = 0.05
+"""The same for rollouts that fail."""
+STRANGERS = 512
+"""Draws of a curriculum from which to give advice about prompts that do not come back."""
+LEAST = 32
+"""Fewest rollouts from which to give advice; an eighth as many groups."""
+
+
+class Advice(NamedTuple):
+    name: str
+    """A key of `RULES`."""
+    sentence: str
+
+
+def advices(state: RunState) -> list[Advice]:
+    """Returns the advice that applies now, in the order in which to follow it."""
+    recent = state.shares.recent
+    if not state.started or recent.rollouts < LEAST or recent.groups < LEAST // 8:
+        return []
+    return [Advice(name, sentence + _waiting(state)) for name, rule in RULES.items() if (sentence := rule(state))]
+
+
+def _failed(state: RunState) -> str | None:
+    failing = state.shares.failing
+    share = failing.failed_share
+    if share is None or share <= UNUSUAL:
+        return None
+    said = f"{percent(share)} of the last {failing.rollouts} rollouts failed ({counted(+failing.kinds)}) and are not trained"
+    return (
+        f"{said}: correct the reward, or the rows that it cannot read"
+        if failing.faults
+        else f"{said}: look at the logs"
+    )
+
+
+def _cut_off(state: RunState) -> str | None:
+    recent = state.shares.recent
+    share = recent.truncated_share
+    assert state.started is not None
+    if share is None or share < OFTEN:
+        return None
+    limit = f"at {state.started.max_tokens} tokens" if state.started.max_tokens else "at their limit"
+    barren = recent.no_contrast_share or 0.0
+    then = f", and {percent(barren)} of groups have no contrast" if barren >= OFTEN else ""
+    return f"{percent(share)} of completions are cut off {limit}{then}: raise rollout.max_tokens"
+
+
+def _no_contrast(state: RunState) -> str | None:
+    recent = state.shares.recent
+    share = recent.no_contrast_share
+    if share is None or share < OFTEN or (recent.truncated_share or 0.0) >= OFTEN:
+        return None
+    mean = state.fates.of("no_contrast").rewards.mean
+    known = f" (their mean is {number(mean)})" if mean is not None else ""
+    return (
+        f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose easier or harder prompts, "
+        "give partial rewards, or raise rollout.group_size"
+    )
+
+
+def _never_again(state: RunState) -> str | None:
+    chosen = state.choices
+    if chosen.draws < STRANGERS or chosen.drawn["new"] < 0.95 * chosen.draws:
+        return None
+    return (
+        f"{chosen.drawn['new']:,} of {chosen.draws:,} draws were of prompts that had not been drawn before, of which a curriculum knows "
+        'nothing: set curriculum.kind = "uniform", or train on fewer prompts for more epochs'
+    )
+
+
+def _discarded(state: RunState) -> str | None:
+    share = state.shares.recent.dropped_share
+    if share is None or share < DISCARDED:
+        return None
+    reasons = {reason: count for reason, count in state.accounting.dropped.items() if reason != "no_contrast"}
+    remedy = (
+        'raise staleness.max_lag, or use staleness.overdue = "wait"'
+        if {"overdue", "interrupted"} & reasons.keys()
+        else "the reasons are in the report"
+    )
+    return f"{percent(share)} of groups are dropped ({counted(reasons)}): {remedy}"
+
+
+def _waiting(state: RunState) -> str:
+    idle = run_state.recent_trainer_idle(state)
+    return f" (the trainer waits {percent(idle)} of its time)" if idle is not None and idle >= OFTEN else ""
+
+
+Rule = Callable[[RunState], str | None]
+RULES: dict[str, Rule] = {
+    "failed": _failed,
+    "cut off": _cut_off,
+    "no contrast": _no_contrast,
+    "dropped": _discarded,
+    "curriculum": _never_again,
+}

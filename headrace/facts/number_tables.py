@@ -1,0 +1,420 @@
+"""The numbers of a run as arrays, by step and by group: all that curves and sample browser need, small enough that 10⁷ rollouts can be
+filtered at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from headrace.facts.costs import Costs
+from headrace.facts.facts import Evaluated, GroupEnded, IdentityChecked, WeightsLive
+from headrace.facts.group_numbers import Choices, Tally
+from headrace.facts.records import MetricsFact, StepRow
+from headrace.facts.run_state import RunState
+from headrace.facts.run_totals import EngineUse
+
+# --- Arrays that are appended to, or set at places that may lie behind their end.
+
+
+START = 256
+"""Elements that an array has room for at first."""
+
+
+class Growing:
+    """An array [n] whose room doubles when it is full. The first `n` elements are never moved under a reader: a view stays valid."""
+
+    def __init__(self, dtype: Any) -> None:
+        self._room = np.zeros(START, dtype)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def view(self) -> np.ndarray:
+        """[n] the elements so far."""
+        return self._room[: self._count]
+
+    def append(self, value: Any) -> None:
+        self.put(self._count, value)
+
+    def put(self, place: int, value: Any) -> None:
+        """Sets the element at `place`. Elements between the end and `place` become zeros."""
+        self._make_room(place + 1)
+        with np.errstate(over="ignore"):  # metrics of a version without `headrace.core.rewards` may hold any number
+            self._room[place] = value
+        self._count = max(self._count, place + 1)
+
+    def extend(self, values: np.ndarray) -> None:
+        self.put_all(np.arange(self._count, self._count + len(values)), values)
+
+    def put_all(self, places: np.ndarray, values: np.ndarray) -> None:
+        """Sets elements as `put` does. `places` and `values`: [n]."""
+        end = int(places.max(initial=-1)) + 1
+        self._make_room(end)
+        self._room[places] = values
+        self._count = max(self._count, end)
+
+    def _make_room(self, count: int) -> None:
+        if count > len(self._room):
+            room = np.zeros(max(START, 2 * len(self._room), count), self._room.dtype)
+            room[: self._count] = self.view
+            self._room = room
+
+
+# --- Numbers by optimizer step: one series for each name of `sinks/scalars.py`, and what the page asks of them.
+
+
+STEP, MINUTES, TOKENS = "step", "minutes", "tokens"
+"""Axes that every series can be drawn over: steps done, minutes since the start, tokens trained."""
+RARE = ("held_out/", "identity/")
+"""Numbers that are measured now and then, each from many rollouts or tokens: a mean over several would be of different policies."""
+
+
+class Curve(NamedTuple):
+    """A series as it is drawn; all are [n]. Where several steps share a point, `y` is their mean, `low` and `high` their range."""
+
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    merged: int
+    """Steps that a point stands for, at most."""
+
+
+class StepColumns:
+    """Every number of a run by its name, in order of time."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, tuple[Growing, Growing]] = {}
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            steps, known = self._of(name)
+            known.append(value)
+            steps.append(step)
+
+    def extend(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
+        """Adds several values [n] of one number."""
+        known_steps, known = self._of(name)
+        known.extend(values)
+        known_steps.extend(steps)
+
+    def _of(self, name: str) -> tuple[Growing, Growing]:
+        if name not in self._series:
+            self._series[name] = Growing(np.int32), Growing(np.float64)
+        return self._series[name]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the numbers, without those of the axes."""
+        return sorted(name for name in self._series if name not in (MINUTES, TOKENS))
+
+    def items(self) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+        """Yields steps and values, as they were added."""
+        for name, (steps, values) in list(self._series.items()):
+            yield name, (steps.view, values.view)
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns steps [n], which rise, and values [n]; empty if there is no such number. A step that a resumed run did again counts
+        with its last value."""
+        if name not in self._series:
+            return np.zeros(0, np.int32), np.zeros(0)
+        steps, values = self._series[name][0].view, self._series[name][1].view
+        count = min(len(steps), len(values))
+        steps, values = steps[:count], values[:count]
+        if np.all(steps[1:] > steps[:-1]):
+            return steps, values
+        order = np.argsort(steps, kind="stable")
+        last = np.append(steps[order][1:] != steps[order][:-1], True)
+        return steps[order][last], values[order][last]
+
+    def last(self, name: str) -> float | None:
+        values = self.series(name)[1]
+        return float(values[-1]) if len(values) else None
+
+    def drawn(
+        self,
+        name: str,
+        over: str,
+        *,
+        window: int = 1,
+        within: tuple[float, float] = (-np.inf, np.inf),
+        points: int = 1000,
+    ) -> Curve:
+        """Returns a series over an axis or another number. `window`: values of which each point shows the mean, itself and those before
+        it; measurements (RARE) are never smoothed. `within`: the range of x. `points`: how many to return at most; neighbours are merged."""
+        steps, y = self.series(name)
+        x, here = self._over(steps, over)
+        x, y = x[here], trailing_mean(y, 1 if name.startswith(RARE) else window)[here]
+        if over not in (STEP, MINUTES, TOKENS):
+            order = np.argsort(x, kind="stable")
+            x, y = x[order], y[order]
+        inside = (x >= within[0]) & (x <= within[1])
+        return merged(x[inside], y[inside], points)
+
+    def _over(self, steps: np.ndarray, over: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns x [n] for each step, and where it is known [n]."""
+        if over == STEP:
+            return steps.astype(np.float64), np.ones(len(steps), bool)
+        known, values = self.series(over)
+        if not len(known):
+            return np.zeros(len(steps)), np.zeros(len(steps), bool)
+        if over in (MINUTES, TOKENS):
+            return np.interp(steps, known, values), np.ones(len(steps), bool)
+        place = np.minimum(np.searchsorted(known, steps), len(known) - 1)
+        return values[place], known[place] == steps
+
+
+def trailing_mean(y: np.ndarray, window: int) -> np.ndarray:
+    """Returns the mean of each value and of up to `window - 1` values before it, [n]."""
+    if window <= 1 or not len(y):
+        return y
+    total = np.concatenate([[0.0], np.cumsum(y)])
+    ends = np.arange(1, len(y) + 1)
+    starts = np.maximum(0, ends - window)
+    return (total[ends] - total[starts]) / (ends - starts)
+
+
+def merged(x: np.ndarray, y: np.ndarray, points: int) -> Curve:
+    """Merges neighbours so that at most `points` remain."""
+    per = -(-len(x) // max(1, points))
+    if per <= 1:
+        return Curve(x, y, y, y, 1)
+    starts = np.arange(0, len(x), per)
+    counts = np.diff(np.append(starts, len(x)))
+    low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+    return Curve(np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts, low, high, per)
+
+
+# --- Numbers of every group by its ticket, small enough that 10⁷ rollouts can be filtered at once.
+
+
+ROW = np.dtype(
+    [
+        ("outcome", "i1"),
+        ("reason", "i2"),
+        ("cut", "i4"),
+        ("failed", "i4"),
+        ("size", "i4"),
+        ("worst", "f4"),
+        ("best", "f4"),
+        ("mean", "f4"),
+        ("longest", "i4"),
+        ("step", "i4"),
+    ]
+)
+"""One group. `outcome`: a place in OUTCOMES. `cut`, `failed`, `size`: rollouts. `step`: the step that trained it, from 1; 0 if none."""
+OUTCOMES = ("", "ready", "dropped", "failed")
+FARTHEST = 1 << 22
+"""A ticket that lies further behind the last known one is damage: tickets are drawn one after the other."""
+
+Order = Literal["newest", "oldest", "worst", "best", "longest"]
+
+
+class Wanted(NamedTuple):
+    """A question for groups. Ranges include their ends."""
+
+    steps: tuple[float, float] = (0, math.inf)
+    rewards: tuple[float, float] = (-math.inf, math.inf)
+    """The range in which at least one rollout has its reward."""
+    cut: bool = False
+    """Only groups with a rollout that was cut off."""
+    failed: bool = False
+    """Only groups with a rollout that failed."""
+    gone: bool = False
+    """Groups that will not be trained, instead of the others."""
+
+
+class GroupTable:
+    def __init__(self) -> None:
+        self.rows = Growing(ROW)
+        self.reasons = [""]
+        """The reasons of outcomes; `reason` is a place in it."""
+
+    def end(self, fact: GroupEnded) -> None:
+        """Takes the outcome of a group. A ready group that is dropped later keeps only its last outcome."""
+        if not 0 <= fact.ticket < len(self.rows) + FARTHEST:
+            return
+        if fact.reason not in self.reasons:
+            self.reasons.append(fact.reason)
+        rewards = [one for one in fact.rewards if math.isfinite(one)]
+        worst, best, mean = (min(rewards), max(rewards), sum(rewards) / len(rewards)) if rewards else (math.nan,) * 3
+        outcome, reason = OUTCOMES.index(fact.outcome), self.reasons.index(fact.reason)
+        lost, size, longest = sum(fact.failures.values()), len(fact.lengths), max(fact.lengths, default=0)
+        row = (outcome, reason, fact.truncated, lost, size, worst, best, mean, longest, 0)
+        self.rows.put(fact.ticket, row)
+
+    def begin_at(self, count: int, reasons: Sequence[str], ready: Iterable[GroupEnded]) -> None:
+        """Makes `count` rows of which only those of the `ready` groups are filled: what else can change was written before."""
+        self.reasons = list(reasons)
+        if count:
+            self.rows.put(count - 1, 0)
+        for fact in ready:
+            self.end(fact)
+
+    def train(self, tickets: Iterable[int], step: int) -> None:
+        rows = self.rows.view
+        for ticket in tickets:
+            if 0 <= ticket < len(rows):
+                rows["step"][ticket] = step
+
+    def find(self, wanted: Wanted, order: Order = "newest") -> np.ndarray:
+        """Returns the tickets [n] of the groups that may hold what is wanted."""
+        rows = self.rows.view
+        gone = rows["outcome"] >= OUTCOMES.index("dropped")
+        here = gone if wanted.gone else rows["outcome"] == OUTCOMES.index("ready")
+        least, most = wanted.rewards
+        if least > -math.inf or most < math.inf:
+            here = here & (rows["best"] >= least) & (rows["worst"] <= most)
+        if not wanted.gone:
+            here = here & (rows["step"] >= wanted.steps[0]) & (rows["step"] <= wanted.steps[1])
+        if wanted.cut:
+            here = here & (rows["cut"] > 0)
+        if wanted.failed:
+            here = here & (rows["failed"] > 0)
+        tickets = np.flatnonzero(here)
+        found = rows[tickets]
+        key = {
+            "newest": lambda: (-tickets, -found["step"]),
+            "oldest": lambda: (tickets, found["step"]),
+            "worst": lambda: (tickets, np.nan_to_num(found["worst"], nan=np.inf)),
+            "best": lambda: (tickets, -np.nan_to_num(found["best"], nan=-np.inf)),
+            "longest": lambda: (tickets, -found["longest"]),
+        }[order]()
+        return tickets[np.lexsort(key)]
+
+
+# --- The numbers that dashboards show: the same names in all of them, and one value per optimizer step.
+
+
+def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
+    """Returns the step that a fact belongs to, and its finite numbers; none for facts without numbers."""
+    match fact:
+        case StepRow():
+            step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
+            values |= _choice_scalars(state.choices) | _cost_scalars(state.costs, fact.report.loss_tokens)
+        case Evaluated():
+            values = {"held_out/reward": fact.reward_mean, "held_out/length": fact.length_mean}
+            values |= {"held_out/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
+            step = fact.step
+        case WeightsLive():
+            step = fact.update.version
+            values = {"sync/publish_seconds": fact.update.seconds, "sync/swap_seconds": fact.load.swap_seconds}
+            values |= {"sync/pause_seconds": fact.pause, "sync/interrupted": float(fact.interrupted)}
+        case IdentityChecked():
+            step, values = fact.version, {"identity/mean_abs_diff": fact.mean_abs_diff}
+        case _:
+            return 0, {}
+    return step, {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
+    report = row.report
+    names = ("loss", "grad_norm", "lr", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "kl")
+    values = {f"train/{name}": float(getattr(report, name)) for name in names}
+    extras = (
+        "pairs",
+        "pairs_agreed",
+        "pair_margin",
+        "reference_kl",
+        "teacher_kl",
+        "outside_tokens",
+        "missing_routes",
+        "routing_conflicts",
+        "dropped_tokens",
+    )
+    values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
+    for one in report.lags:
+        numbers = {"kl": one.kl, "ratio": one.ratio, "ess": one.ess, "clipped": one.clipped, **one.gaps}
+        values |= {f"by_lag_{one.name}/{name}": value for name, value in numbers.items()}
+        values |= {f"by_lag_{one.name}/masked_{rule}": share for rule, share in one.masked.items()}
+    values |= {"reward/drawn": row.reward_drawn, "reward/trained": row.reward_mean, "reward/std": row.reward_std}
+    values |= {f"reward/{name}": mean for name, mean in row.components.items()}
+    tokens = sum(row.lags.values())
+    if tokens:
+        values["lag/mean"] = sum(lag * count for lag, count in row.lags.items()) / tokens
+        values["lag/max"] = float(max(row.lags))
+        values["lag/min"] = float(min(row.lags))
+    if row.lengths:
+        values["length/mean"] = sum(row.lengths) / len(row.lengths)
+        values["length/truncated_share"] = row.truncated / len(row.lengths)
+        values["lag/rollouts_swapped"] = row.swapped / len(row.lengths)
+    values |= {name: float(count) for name, count in _uncommon(row).items() if count}
+    values |= {"time/step_seconds": report.seconds, "time/wait_seconds": row.wait_seconds}
+    if report.seconds:
+        values["time/train_tokens_per_second"] = report.loss_tokens / report.seconds
+    idle, rate = engine.recent()
+    if idle is not None and rate is not None:
+        values |= {"time/engine_idle": idle, "time/engine_tokens_per_second": rate}
+    return values
+
+
+def _share_scalars(recent: Tally) -> dict[str, float]:
+    """Returns shares over the last groups."""
+    found = {
+        "share/truncated": recent.truncated_share,
+        "share/no_contrast": recent.no_contrast_share,
+        "share/dropped": recent.dropped_share,
+        "share/failed": recent.failed_share,
+    }
+    return {name: share for name, share in found.items() if share is not None}
+
+
+def _choice_scalars(choices: Choices) -> dict[str, float]:
+    """Returns the bias of a curriculum over the whole run."""
+    found = {"prompts/distance": choices.distance, "prompts/effective": choices.effective}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _cost_scalars(costs: Costs, tokens: int) -> dict[str, float]:
+    """`tokens`: trained by the step."""
+    if not costs.prices:
+        return {}
+    found = {"cost/dollars": costs.total, "cost/dollars_per_step": costs.of_step}
+    return found | ({"cost/dollars_per_million_tokens": 1e6 * costs.of_step / tokens} if tokens else {})
+
+
+def _uncommon(row: StepRow) -> dict[str, int]:
+    return {
+        "lag/outside_tokens": sum(row.outside.values()),
+        "lag/mixed_tokens": row.mixed_tokens,
+        "lag/old_cache_tokens": row.old_cache_tokens,
+    }
+
+
+# --- Everything that curves and sample browser need to know of a run, counted from its facts.
+
+
+class Numbers:
+    def __init__(self) -> None:
+        self.columns, self.groups = StepColumns(), GroupTable()
+        self.size = 0
+        """Bytes of `metrics.jsonl` that they were counted from; set by whoever reads or writes that file."""
+        self._tokens = 0
+
+    def go_on(self) -> None:
+        """Prepares numbers that were read from an index for further facts."""
+        self._tokens = int(self.columns.last(TOKENS) or 0)
+
+    def begin_at(self, size: int, state: RunState, groups: int, reasons: Sequence[str]) -> None:
+        """Prepares empty numbers for the facts behind `size` bytes, without those before. `state` counts the facts before; `groups`: rows of the
+        groups until then; `reasons`: of their outcomes."""
+        self.size, self._tokens = size, state.totals.tokens
+        self.groups.begin_at(groups, reasons, state.fates.ready.values())
+
+    def take(self, fact: MetricsFact, state: RunState) -> None:
+        """Counts a fact. `state` already includes it."""
+        step, values = scalars(fact, state)
+        if isinstance(fact, GroupEnded):
+            self.groups.end(fact)
+        elif isinstance(fact, StepRow):
+            self._tokens += fact.report.loss_tokens
+            values |= {MINUTES: fact.t / 60, TOKENS: float(self._tokens)}
+            self.groups.train(fact.tickets, fact.report.step + 1)
+        if values:
+            self.columns.add(step, values)
