@@ -38,8 +38,8 @@ from headrace.episodes.rollout import RolloutConfig
 from headrace.facts.facts import EngineSample, Fact
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
+from headrace.loop.own_groups import Suspects
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.suspects import Suspects
 from headrace.processes.joining.greeting import Terms
 from headrace.processes.joining.joined import JoinLauncher
 from headrace.processes.joining.listener import Listener

@@ -18,7 +18,7 @@ from headrace.core.reports import EngineStats, LoadReport, capable
 from headrace.core.steps import Finished, PromptScores, StepOutput
 from headrace.core.types import Completion, Request, VersionSpan
 from headrace.core.weights import WeightUpdate
-from headrace.loop.group_source import PlayedGroup
+from headrace.loop.own_groups import PlayedGroup
 from headrace.processes.frames import receive_frame
 from headrace.processes.joining.greeting import SILENCE, Agreed, Hello, Welcome, packed
 from headrace.processes.joining.packages import own_packages

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from headrace.core.types import Prompt
 from headrace.durable.journal import GoneRecord, ReadyRecord
-from headrace.loop.curriculum.chooser import open_curriculum
-from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.curriculum import open_curriculum
+from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.testing.makers import completion, group, row, scored
 
 PROMPTS, STEPS, GROUPS, SIZE, FLYING = 136, 40, 8, 8, 16

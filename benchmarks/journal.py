@@ -52,9 +52,8 @@ from headrace.facts.index_file import DIGEST, NumbersIndex
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.buffer import BufferState
-from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.checkpoints import CONTROLLER, Checkpoints, ControllerState
 from headrace.loop.recovery import read_saved_run
-from headrace.loop.snapshots import CONTROLLER, ControllerState
 from headrace.run.config import read_config
 from headrace.run.lane import Lane, open_lane
 from headrace.run.resume_rules import meaning

@@ -37,7 +37,7 @@ from headrace.commands.plan.rates.travel import BFLOAT16
 from headrace.commands.plan.scenario import Scenario
 from headrace.episodes.rollout import RolloutConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.world.distributions import Distribution, fixed
+from headrace.loop.world.surroundings import Distribution, fixed
 
 PROMPTS, GROUP, PROMPT, LIMIT = 64, 32, 150, 4096
 """Prompts of a step, rollouts of each, tokens of a prompt (OpenMathInstruct-2; an assumption), and of a sequence at most."""

@@ -3,7 +3,7 @@
     python benchmarks/stale_weights.py [--model smollm2-135m-instruct] [--dtype bfloat16] [--engine native] [--way auto] [--learning-rate 1e-6]
 
 The engine of a run is given each version as in a run, but for the parameters that a planted fault leaves at the values that they had first: these
-are published in place of the new ones. The trial and the probes of a run (`loop/identity.py`) then judge what it computes. A row is
+are published in place of the new ones. The trial and the probes of a run (`loop/evaluation.py`) then judge what it computes. A row is
 one fault: the share of its effect that the trial found missing with the standard error, and the version at which a probe found it where there
 is no trial. The trainer takes real optimizer steps on rows that the engine sampled, with random rewards.
 """
@@ -37,7 +37,7 @@ from headrace.core.weights import trial_version
 from headrace.facts.facts import IdentityChecked, TrialChecked
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of, shares_of
+from headrace.loop.evaluation import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of, shares_of
 from headrace.models.resolve import resolve_model
 from headrace.run import starting
 from headrace.run.config import load_config

@@ -141,7 +141,7 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
     from headrace.commands.plan.scenario import Scenario
     from headrace.episodes.rollout import RolloutConfig
     from headrace.loop.staleness import StalenessConfig
-    from headrace.loop.world.distributions import Distribution, fixed
+    from headrace.loop.world.surroundings import Distribution, fixed
 
     chip, shape = hardware.gpu("h100"), shape_of("7b")
     return Scenario(
@@ -160,9 +160,13 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
 def asked(scenario: Any, tickets: int) -> list[Prompted]:
     """Returns the lengths and solve rates of the first tickets, as the simulated engine and scorer decide them."""
     from headrace.episodes.rollout import seed_of
-    from headrace.loop.world.codes import difficulty
-    from headrace.loop.world.distributions import solve_shift
-    from headrace.loop.world.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
+    from headrace.loop.world.surroundings import (
+        CompletionLengths,
+        SimulatedScorer,
+        SimulatedTask,
+        difficulty,
+        solve_shift,
+    )
 
     task = SimulatedTask(scenario.prompts, scenario.seed)
     length = CompletionLengths(scenario.completions, scenario.rollout.max_tokens)

@@ -63,7 +63,7 @@ ROOMS = {
     "episodes.environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "episodes.sandbox": ("kernel", "inside"),
     "episodes.scoring": ("workers", "parts", "services", "teacher"),
-    "loop": ("curriculum", "world"),
+    "loop": ("world",),
     "processes": ("health", "launch", "joining", "placed"),
     "run": ("rehearsal", "auto", "fleets", "hosts", "worker", "clients"),
     "run.hosts": ("bus", "user_hosts"),

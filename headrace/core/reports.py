@@ -324,7 +324,7 @@ class PromptChoice(Struct, frozen=True):
     """
 
     pool: str
-    """The prompt's pool before the draw: new, mixed, solved, hopeless or failed (`loop/curriculum/beliefs.py`)."""
+    """The prompt's pool before the draw: new, mixed, solved, hopeless or failed (`loop/curriculum.py`)."""
     looked: dict[str, int]
     """The number of candidates in each pool."""
     drawn: int

@@ -20,19 +20,16 @@ from headrace.episodes.rollout_session import Decode
 from headrace.facts.facts import WeightsLive
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer
-from headrace.loop.curriculum.chooser import open_curriculum
-from headrace.loop.curriculum.source import Curriculum
-from headrace.loop.evaluation import Evaluator
-from headrace.loop.group_source import GroupSource
-from headrace.loop.identity import IdentityProbe
+from headrace.loop.checkpoints import Snapshots
+from headrace.loop.curriculum import Curriculum, open_curriculum
+from headrace.loop.evaluation import Evaluator, IdentityProbe
 from headrace.loop.ledger import Ledger
 from headrace.loop.loop_plan import LoopPlan
-from headrace.loop.minutes import Minutes
-from headrace.loop.own_groups import OwnGroups
+from headrace.loop.own_groups import GroupSource, OwnGroups
 from headrace.loop.partial import Interrupts, PartialConfig
-from headrace.loop.parts import Parts
+from headrace.loop.pipeline import Parts
 from headrace.loop.recovery import SavedRun, recover
-from headrace.loop.snapshots import Snapshots
+from headrace.loop.run_limits import Minutes
 from headrace.loop.turns import Turns
 from headrace.settings.process_config import EvalConfig
 from headrace.weight_sync.delta.efficiency import DeltaWatch

@@ -14,24 +14,32 @@ same `Buffer.count`, and to the curriculum with the same `Curriculum.count`.
 
 from __future__ import annotations
 
-from headrace.core.batches import Batch, Group
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.core.batches import Batch, Failure, Group
 from headrace.core.reports import PromptChoice, TrainReport
-from headrace.core.types import Prompt
+from headrace.core.types import Episode, Prompt, Scored
 from headrace.core.weights import WeightUpdate
-from headrace.durable.journal import (
-    AnyRecord,
-    DrawnRecord,
-    GoneRecord,
-    Journal,
-    LiveRecord,
-    ReadyRecord,
-    SteppedRecord,
+from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
+from headrace.episodes.environments.workers.episode_frames import PROBLEM, SPECIALS
+from headrace.facts.facts import (
+    Fact,
+    FirstFailure,
+    FirstText,
+    GroupEnded,
+    PromptChosen,
+    StepTrained,
+    TicketDrawn,
+    Warned,
+    WeightsLive,
 )
-from headrace.facts.facts import GroupEnded, PromptChosen, TicketDrawn, WeightsLive
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer
-from headrace.loop.curriculum.source import Curriculum
-from headrace.loop.outcomes import Outcome, Rolled, rolled_of, step_fact
+from headrace.loop.curriculum import Curriculum
 from headrace.loop.partial import Delivery
 
 
@@ -87,3 +95,173 @@ class Ledger:
     def _ended(self, rolled: Rolled, outcome: Outcome, reason: str = "") -> GroupEnded:
         self._record(fact := rolled.ended(self._clock(), outcome, reason))
         return fact
+
+
+# --- Turns a group's rollouts, and an optimizer step, into facts.
+
+
+Outcome = Literal["ready", "dropped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rolled:
+    """The result of a ticket: its scored rollouts and its failures."""
+
+    ticket: int
+    prompt: Prompt
+    scored: tuple[Scored, ...]
+    failures: tuple[Failure, ...] = ()
+    seconds: float = 0.0
+    """Seconds since the ticket was drawn."""
+    lost_tokens: int = 0
+    """Number of tokens sampled for rollouts that were cancelled or started again."""
+    between: tuple[float, ...] = ()
+    """Seconds that each scored rollout spent between its turns."""
+    times: tuple[tuple[float, ...], ...] = ()
+    """The moments of the turns of each scored rollout, see `PlayedGroup`."""
+
+    @property
+    def commonest_failure(self) -> str:
+        return Counter(failure.reason for failure in self.failures).most_common(1)[0][0]
+
+    @property
+    def detail(self) -> str:
+        return self.failures[0].detail if self.failures else ""
+
+    def ended(self, t: float, outcome: Outcome, reason: str = "") -> GroupEnded:
+        return GroupEnded(
+            t=t,
+            ticket=self.ticket,
+            prompt_id=self.prompt.id,
+            outcome=outcome,
+            reason=reason,
+            detail=self.detail,
+            rewards=tuple(one.reward for one in self.scored),
+            lengths=tuple(one.episode.sampled for one in self.scored),
+            truncated=sum(one.episode.truncated for one in self.scored),
+            failures=dict(Counter(failure.reason for failure in self.failures)),
+            seconds=self.seconds,
+            lost_tokens=self.lost_tokens,
+            kinds=dict(Counter(failure.kind for failure in self.failures)),
+            talk=talk_of([one.episode for one in self.scored]),
+            rollouts=self.prompt.rollouts,
+            times=self._moments(),
+            **self._paces(),
+        )
+
+    def _paces(self) -> dict[str, Any]:
+        """The fields of `GroupEnded` about several turns; none if every rollout has one."""
+        episodes = [one.episode for one in self.scored]
+        if all(len(one.turns) == 1 for one in episodes):
+            return {}
+        read = (sum(len(turn.context) for turn in one.turns if turn.parents) for one in episodes)
+        return {
+            "turns": tuple(len(one.turns) for one in episodes),
+            "read": tuple(read),
+            "between": tuple(round(seconds, 3) for seconds in self.between),
+        }
+
+    def _moments(self) -> tuple[tuple[float, ...], ...]:
+        """`GroupEnded.times`. A rollout with forks has none: its turns are those of several rollouts."""
+        kept = tuple(
+            tuple(round(moment, 3) for moment in moments) if len(moments) == 2 * len(one.episode.turns) else ()
+            for one, moments in zip(self.scored, self.times, strict=False)
+        )
+        return kept if any(kept) else ()
+
+
+def talk_of(episodes: Sequence[Episode]) -> dict[str, int]:
+    """The counts of `GroupEnded.talk`; empty if no episode is a chat."""
+    turns = [turn for episode in episodes for turn in episode.turns]
+    results = [message for turn in turns for message in turn.messages if "tool_call_id" in message]
+    if not any(turn.messages for turn in turns):
+        return {}
+    problems = Counter(f"calls: {message[PROBLEM]}" for message in results if PROBLEM in message)
+    specials = sum(SPECIALS in message for turn in turns for message in turn.messages)
+    begun = sum(len({turn.agent for turn in episode.turns}) for episode in episodes)
+    forked = sum(not turn.parents for turn in turns) - begun
+    return {
+        "turns": len(turns),
+        "forked": forked,
+        "calls": len(results),
+        **({"specials": specials} if specials else {}),
+        **problems,
+    }
+
+
+class Firsts:
+    """Reports the first failure of each kind, once per process."""
+
+    def __init__(self, record: Callable[[Fact], None], clock: Callable[[], float], held_out: bool = False) -> None:
+        self._record, self._clock, self._held_out = record, clock, held_out
+        self._kinds: set[str] = set()
+
+    def report(self, failures: Iterable[Failure], prompt_id: str) -> None:
+        for one in failures:
+            if one.kind not in self._kinds:
+                self._kinds.add(one.kind)
+                values = (one.reason, one.kind, one.detail, one.traceback, prompt_id, self._held_out)
+                self._record(FirstFailure(self._clock(), *values))
+
+
+class FirstTexts:
+    """Reports the first completion of a process, so that the user sees early what the model writes, and the first message of an
+    environment or agent that holds the text of control tokens."""
+
+    def __init__(self, record: Callable[[Fact], None], clock: Callable[[], float]) -> None:
+        self._record, self._clock, self._shown, self._warned = record, clock, False, False
+
+    def report(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:
+        self._of_specials(episodes)
+        for one in episodes if not self._shown else ():
+            last, self._shown = one.last, True
+            version = last.spans[0].version if last.spans else 0
+            self._record(
+                FirstText(
+                    t=self._clock(),
+                    prompt=prompt.text,
+                    text=last.text,
+                    tokens=len(last.tokens),
+                    stop=last.stop,
+                    version=version,
+                )
+            )
+            return
+
+    def _of_specials(self, episodes: Sequence[Episode]) -> None:
+        messages = (message for episode in episodes for turn in episode.turns for message in turn.messages)
+        if not self._warned and (held := next((one for one in messages if SPECIALS in one), None)):
+            self._warned = True
+            said = (
+                f"a message of the role {held.get('role')} holds the text of special tokens ({', '.join(held[SPECIALS][:5])}), which the "
+                'model reads as text; set task.specials_in_text = "allow" if they are meant as tokens'
+            )
+            self._record(Warned(self._clock(), said))
+
+
+def rolled_of(group: Group) -> Rolled:
+    """The result of a group that was ready before."""
+    return Rolled(ticket=group.ticket, prompt=group.prompt, scored=group.scored, failures=group.failures)
+
+
+def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:
+    """`drawn`: mean reward of all groups that ended since the previous step. `waited`: seconds until the batch was complete."""
+    rows = [row for group in groups for row in group.rows]
+    lags = Counter(
+        report.step - version for row in rows for version, kept in zip(row.versions, row.mask, strict=True) if kept
+    )
+    rewards = [one.reward for group in groups for one in group.scored]
+    mean = sum(rewards) / len(rewards)
+    std = math.dist(rewards, [mean] * len(rewards)) / math.sqrt(
+        len(rewards)
+    )  # `dist` overflows to infinity, `**` raises
+    return StepTrained(
+        t=t,
+        report=report,
+        groups=groups,
+        lags=dict(lags),
+        reward_mean=mean,
+        reward_std=std,
+        reward_drawn=drawn,
+        wait_seconds=waited,
+    )

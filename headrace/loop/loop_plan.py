@@ -11,7 +11,7 @@ from headrace.durable.journal import JournalStep
 from headrace.episodes.episodes import name_of_turn
 from headrace.episodes.rollout import RolloutConfig, seed_of
 from headrace.episodes.rollout_session import TurnAsked
-from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
 

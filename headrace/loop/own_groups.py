@@ -1,25 +1,58 @@
-"""Groups that are sampled and scored in this process: in a run without a bus, and in each of its rollout hosts otherwise."""
+"""The port through which the loops get groups, and the groups of this process: prompts go in, scored rollouts come out."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.core.batches import Failure
 from headrace.core.protocols import EnvironmentKind, Scorer
-from headrace.core.types import Completion, Prompt, Request, Scored
+from headrace.core.types import Completion, Episode, Prompt, Request, RolloutKey, Scored, Struct
 from headrace.episodes.episodes import as_trees, roll_out, with_rewards
 from headrace.episodes.notebook import Notebook
 from headrace.episodes.rollout import seed_of
 from headrace.episodes.rollout_session import Decode, Played, Room, TurnAsked
 from headrace.facts.waits import Waits
-from headrace.loop.group_source import PlayedGroup, Seen
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.partial import Interrupts
 from headrace.settings.process_config import EvalConfig
+
+# --- The port through which the loops get groups: prompts go in, scored rollouts come back.
+
+
+class PlayedGroup(Struct, frozen=True):
+    """The rollouts of a group, each scored or failed."""
+
+    scored: tuple[Scored, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    between: tuple[float, ...] = ()
+    """Seconds that each scored one spent between its turns."""
+    times: tuple[tuple[float, ...], ...] = ()
+    """Seconds before the group was scored at which each turn of each scored one was asked for and had ended, in pairs."""
+
+
+Seen = Callable[[Sequence[Episode]], None]
+"""Called with the episodes of a group as soon as they are known."""
+
+
+class GroupSource(Protocol):
+    async def trained(self, ticket: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
+        """Returns a group of training rollouts."""
+
+    async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
+        """Returns the rollouts of a held-out prompt. `number`: the measurement; `index`: the place of the prompt in it."""
+
+    def forget(self, ticket: int) -> None:
+        """Frees what is kept of a group. Its outcome is in the journal."""
+
+    def progress(self) -> object:
+        """Returns what changes as long as groups are sampled."""
+
+
+# --- Groups that are sampled and scored in this process: in a run without a bus, and in each of its rollout hosts otherwise.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,3 +179,100 @@ def _group(
 
 def _before(now: float, played: Played) -> tuple[float, ...]:
     return tuple(now - moment for pair in played.times for moment in pair)
+
+
+# --- Tickets that may be what ends the processes that work on them, and when they are given up.
+#
+# A process that dies says of nothing in its hands that it was the cause. So:
+#
+# 1. Each death is charged to every ticket that the process had in hand.
+# 2. A ticket that is charged with all but one of the deaths that it may cost is a *suspect*. Suspects are worked on one at a time, beside any
+#    number of other tickets. So no further death is charged to two of them, and an innocent one ends in peace when its turn comes.
+# 3. A ticket that is charged with `most` deaths is *given up*: nobody works on it again. Its deaths are forgiven, because a run can do nothing
+#    about such a prompt, but has `engine.max_deaths` for an engine that is broken. They are forgiven only if some request was finished since the
+#    last time: an engine that dies of everything is broken.
+
+
+Forgive = Callable[[], None]
+"""Takes one death off the count of its process. Repeated calls do nothing."""
+
+
+def _unforgiving() -> None:
+    pass
+
+
+class Suspects:
+    """The deaths that tickets are charged with. The engines of a fleet share one."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: deaths with which a ticket is given up."""
+        self.most = most
+        self.given_up: set[str] = set()
+        self._charged: dict[str, list[Forgive]] = {}
+        self._turn = ""
+        """The suspect that is being worked on, with what of it is in hand."""
+        self._in_hand: set[str] = set()
+        self._waiting: list[Callable[[], None]] = []
+        self._finished = False
+        """Whether something was finished since deaths were last forgiven."""
+
+    def charge(self, tickets: Iterable[str], forgive: Forgive = _unforgiving) -> list[str]:
+        """Charges a death to these tickets. Returns those that are given up now."""
+        found = []
+        for ticket in dict.fromkeys(tickets):
+            charged = self._charged.setdefault(ticket, [])
+            charged.append(forgive)
+            if len(charged) >= self.most and ticket not in self.given_up:
+                self.given_up.add(ticket)
+                found.append(ticket)
+                if self._finished:
+                    self._finished = False
+                    for one in charged:
+                        one()
+        return found
+
+    @property
+    def suspects(self) -> list[str]:
+        """The tickets that may be worked on one at a time only."""
+        return [ticket for ticket in self._charged if self._is_suspect(ticket)]
+
+    def may_begin(self, ticket: str, name: str) -> bool:
+        """Takes `name`, which belongs to the ticket, into hand. False if another suspect is being worked on: try again when `listen` calls."""
+        if not self._is_suspect(ticket):
+            return True
+        if self._turn not in ("", ticket):
+            return False
+        self._turn = ticket
+        self._in_hand.add(name)
+        return True
+
+    def ended(self, name: str, finished: bool = False) -> None:
+        """`name` is in hand no more. `finished`: whether it was done, rather than taken away."""
+        self._finished |= finished
+        if name in self._in_hand:
+            self._in_hand.discard(name)
+            if not self._in_hand:
+                self._turn = ""
+                for one in self._waiting:
+                    one()
+
+    def listen(self, turn_is_free: Callable[[], None]) -> None:
+        """`turn_is_free`: called when another suspect may begin."""
+        self._waiting.append(turn_is_free)
+
+    def _is_suspect(self, ticket: str) -> bool:
+        return len(self._charged.get(ticket, ())) >= max(1, self.most - 1) and ticket not in self.given_up
+
+
+def ticket_of(request_id: str) -> str:
+    """Returns the ticket of a request, as words; the id itself if it belongs to no rollout."""
+    key = RolloutKey.read(request_id)
+    return request_id if key is None else f"{key.adapter}:t{key.ticket}".removeprefix(":")
+
+
+def said_of(tickets: Sequence[str], most: int, what: str) -> str:
+    """`what`: the processes that died."""
+    return (
+        f"{', '.join(tickets)} {'is' if len(tickets) == 1 else 'are'} given up: {most} {what} died while they worked on it "
+        "(engine.ticket_deaths). Its rollouts are counted as failed"
+    )

@@ -15,7 +15,7 @@
   deliver         the engine's swap (`Engine.load`)       the first gap between two forward passes
   sentinels       the end of a worker process, or of what it is asked in the background   the operating system
 
-The first two are in `rolling.py`; checkpoints are in `saving.py`. `max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is
+The first two are in `pipeline.py`; checkpoints are in `pipeline.py`. `max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is
 `Buffer.close()`. The groups and the result of a step are in the journal before the buffer changes. So a run that is killed anywhere is
 resumed from the newest checkpoint by repeating the journaled steps (`redo`), and loses nothing.
 """
@@ -27,22 +27,95 @@ import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
+from headrace.algo.noise import NoiseWatch
+from headrace.algo.training_rows import Algorithm
 from headrace.core.batches import Failure, Group
 from headrace.core.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
+from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Trainer
 from headrace.core.reports import TrainReport, differing
 from headrace.core.rewards import usable
-from headrace.durable.journal import JournalStep
-from headrace.loop.leaving import Leaving, until_saved
+from headrace.core.types import Prompt
+from headrace.durable.journal import Journal, JournalStep
+from headrace.episodes.notebook import Notebook
+from headrace.facts.run_state import RunState
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.buffer import Buffer
+from headrace.loop.checkpoints import Moment, Snapshots
+from headrace.loop.curriculum import Curriculum
+from headrace.loop.evaluation import Evaluator, IdentityProbe
+from headrace.loop.ledger import FirstTexts, Ledger, Rolled, rolled_of, step_fact
 from headrace.loop.loop_plan import LoopPlan
-from headrace.loop.outcomes import Rolled, rolled_of, step_fact
-from headrace.loop.parts import EarlierMetrics, Parts
-from headrace.loop.rolling import Rolling
-from headrace.loop.saving import SAVING, Saving
+from headrace.loop.own_groups import GroupSource
+from headrace.loop.partial import Interrupts
+from headrace.loop.run_limits import Budgets, Leaving, Minutes, until_saved
 from headrace.loop.staleness import judge
+from headrace.loop.turns import Turns
+from headrace.weight_sync.delta.efficiency import DeltaWatch
+
+# --- The parts that the pipeline's loops share.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything the pipeline joins."""
+
+    curriculum: Curriculum
+    engine: Engine
+    interrupts: Interrupts
+    """The engine with the chosen way of interrupting rollouts."""
+    notebook: Notebook
+    """The notes of environments about rollouts in flight."""
+    trainer: Trainer
+    groups: GroupSource
+    """The place where rollouts are sampled and scored."""
+    environment: EnvironmentKind
+    scorer: Scorer
+    telemetry: Telemetry
+    journal: Journal
+    buffer: Buffer
+    ledger: Ledger
+    algorithm: Algorithm
+    snapshots: Snapshots
+    probe: IdentityProbe
+    evaluator: Evaluator
+    turns: Turns = field(default_factory=Turns)
+    """The turns at the trainer, if several pipelines share it."""
+    noise: NoiseWatch = field(default_factory=NoiseWatch)
+    deltas: DeltaWatch = field(default_factory=DeltaWatch)
+    minutes: Minutes = field(default_factory=Minutes)
+    """The time limit of the run."""
+    sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
+    """Functions that raise the error of another part that the run needs, such as a teacher. Engine and trainer are watched anyway."""
+
+
+@dataclass(frozen=True)
+class EarlierMetrics:
+    """The values that a resumed run takes from the metrics of its earlier processes."""
+
+    step: int = 0
+    """Number of optimizer steps."""
+    evaluated: int = 0
+    """The last step whose weights were evaluated during training."""
+    reward_drawn: float = math.nan
+    """Mean reward of all groups that ended before the last step."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of the rollouts whose groups ended after that step."""
+
+
+def earlier_metrics(state: RunState) -> EarlierMetrics:
+    during = [one.step for one in state.evals if one.phase == "during"]
+    drawn = state.rows[-1].reward_drawn if state.rows else math.nan
+    return EarlierMetrics(state.step, max(during, default=0), drawn, tuple(state.drawn_rewards))
+
+
+# --- pipeline ------------------------------------------------------------
+
 
 _REMEDIES = {
     "all_rejected": "The bounds of algo.correction, or the clip, reject every token: widen them, lower staleness.max_lag, or use "
@@ -353,3 +426,218 @@ def differs(report: TrainReport, before: TrainReport) -> str:
         else f"other {name}"
         for name in names
     )
+
+
+# --- Two loops of the pipeline: `admit` draws prompts; `_roll_group` turns each into a group that is ready, dropped or failed.
+
+
+class Rolling:
+    def __init__(self, parts: Parts, plan: LoopPlan, earlier: EarlierMetrics) -> None:
+        self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """The task of each ticket in flight."""
+        self._cancelled: dict[int, str] = {}
+        """The reason for each ticket that was cancelled."""
+        self._budgets = Budgets(plan.watch, plan.rollout.patience, parts.telemetry.record, self._clock)
+        self._texts = FirstTexts(parts.telemetry.record, self._clock)
+        self._rewards = list(earlier.rewards)
+        """Rewards of the groups that ended since the last step."""
+        self._mean_drawn = earlier.reward_drawn
+        self._diverged = False
+
+    async def admit(self, loops: asyncio.TaskGroup) -> None:
+        """Draws prompts until the buffer is closed. In a resumed run, the groups in flight at the kill come first, under their old tickets."""
+        buffer, parts = self._parts.buffer, self._parts
+        for ticket, prompt in buffer.in_flight.items():
+            self._begin(loops, ticket, prompt)
+        while True:
+            waits, progress = parts.telemetry.waits, parts.groups.progress
+            async with waits.named("admission", "a free slot (weights live, or a group ended)", advances=progress):
+                await parts.interrupts.admission()
+                drawn = await buffer.draw()
+            if drawn is None:
+                return
+            if not parts.interrupts.admits:
+                continue
+            ticket = drawn
+            prompt, choice = parts.curriculum.draw(ticket)
+            parts.ledger.drawn(ticket, prompt, choice)
+            self._begin(loops, ticket, prompt)
+
+    def cancel_older_than(self, version: int, reason: str) -> int:
+        """Drops the groups in flight that have a token older than `version`. Returns the number of rollouts that end."""
+        ended = 0
+        for ticket, task in self._tasks.items():
+            names = self._parts.interrupts.tokens.names(ticket)
+            first = self._parts.interrupts.tokens.first_version(names)
+            if first is not None and first < version and not task.done():
+                self._cancelled[ticket] = reason
+                ended += len(self._parts.engine.unfinished(names))
+                task.cancel()
+        return ended
+
+    def mean_drawn(self, groups: Sequence[Group]) -> float:
+        """Mean reward of all groups that ended since the last step, or the previous value if none did. If the metrics of a killed process
+        are lost, it is the mean of `groups`, which this step takes."""
+        if not self._rewards and math.isnan(self._mean_drawn):
+            self._rewards = [one.reward for group in groups for one in group.scored]
+        if self._rewards:
+            self._mean_drawn = sum(self._rewards) / len(self._rewards)
+            self._rewards.clear()
+        return self._mean_drawn
+
+    def stop(self) -> None:
+        """Cancels all groups in flight. They stay recorded in checkpoint and journal."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    # -- one group ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, loops: asyncio.TaskGroup, ticket: int, prompt: Prompt) -> None:
+        task = self._tasks[ticket] = loops.create_task(self._roll_group(ticket, prompt))
+        task.add_done_callback(lambda _: self._tasks.pop(ticket))
+
+    async def _roll_group(self, ticket: int, prompt: Prompt) -> None:
+        started = self._clock()
+        try:
+            async with self._parts.interrupts.group():
+                group = await self._parts.groups.trained(ticket, prompt, partial(self._texts.report, prompt))
+            rolled = Rolled(
+                ticket=ticket,
+                prompt=prompt,
+                scored=group.scored,
+                failures=group.failures,
+                seconds=self._clock() - started,
+                lost_tokens=self._not_asked_again(ticket),
+                between=group.between,
+                times=group.times,
+            )
+            self._rewards += [one.reward for one in group.scored]
+            self._judge(rolled)
+        except asyncio.CancelledError:
+            if ticket not in self._cancelled:
+                raise
+            interrupts = self._parts.interrupts
+            lost = interrupts.tokens.count(interrupts.tokens.names(ticket))
+            rolled = Rolled(
+                ticket=ticket, prompt=prompt, scored=(), failures=(), seconds=self._clock() - started, lost_tokens=lost
+            )
+            self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))
+        self._parts.groups.forget(ticket)
+
+    def _judge(self, rolled: Rolled) -> None:
+        algorithm, ledger = self._parts.algorithm, self._parts.ledger
+        made = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
+        rows = tuple(replace(row, temperature=self._plan.rollout.temperature) for row in made)
+        if not rows:
+            fact = ledger.ended(rolled, "failed", rolled.commonest_failure)
+        elif reason := algorithm.barren(rows):
+            fact = ledger.ended(rolled, "dropped", reason)
+        else:
+            pairs = algorithm.pairs(rolled.scored)
+            group = Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs=pairs)
+            fact = ledger.ready(group, rolled)
+        self._budgets.spend(rolled, fact)
+
+    def _not_asked_again(self, ticket: int) -> int:
+        """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""
+        parts = self._parts
+        lost = sum(len(one.tokens) for one in parts.interrupts.tokens.unused(ticket).values())
+        if lost and parts.environment.resumes != "restarted" and not self._diverged:
+            self._diverged = True
+            parts.telemetry.warn(
+                f'an environment that declares resumes="{parts.environment.resumes}" asked for other turns than before the run was killed (ticket '
+                f"{ticket}), so {lost} sampled tokens are lost. Make it depend only on its prompt, its seed and its turns, or let it "
+                'declare resumes="restarted"'
+            )
+        return lost
+
+
+# --- Checkpoints beside training: the trainer stands still for a copy, which is written while the next steps are done.
+#
+# step 4 ─▶ capture ─▶ step 5 ─▶ step 6 ─▶ ...
+#              └─▶ the files, their checksums, the name
+#
+# One is written at a time. If the next one is due before that, training waits, under a name: so a run has the checkpoints that
+# `checkpoint.every` says, whatever the disk does, and memory for one copy is enough.
+
+
+SAVING = "checkpoint"
+"""The work of a trainer that it can do while it sleeps."""
+
+WORTH_SAYING = 1.0
+"""Seconds from which on a wait for the checkpoint before is reported."""
+
+
+class Saving:
+    def __init__(
+        self, parts: Parts, busy: Callable[[str, Callable[[int], Awaitable[None]], int], Awaitable[None]]
+    ) -> None:
+        """`busy`: does work of the trainer, in this pipeline's turn (`Pipeline._busy`)."""
+        self._parts, self._busy, self._clock = parts, busy, parts.telemetry.clock
+        self._writing: asyncio.Future[str] | None = None
+        """The one that is being written, or was last. Its result is the error, or an empty string."""
+        self._step = -1
+        """Its step."""
+        self._said: set[str] = set()
+
+    async def begin(self, step: int, loops: asyncio.TaskGroup | None = None) -> None:
+        """Begins the checkpoint of this moment, between two steps. Waits for the one before. `loops`: is told of errors that must end the run;
+        those of the disk are only recorded."""
+        began, before = self._clock(), self._step
+        await self.finish()
+        if (waited := self._clock() - began) > WORTH_SAYING and step > before:
+            self._say(
+                "waited",
+                f"training waited {waited:.0f} s until the checkpoint of step {before} was written, before that of step {step}: raise "
+                "checkpoint.every, or let the run write to a faster disk",
+            )
+        self._writing = None
+        if step == self._parts.snapshots.saved_step:
+            return
+        await self._busy(SAVING, self._capture, step)
+        if loops and self._writing:
+            loops.create_task(_result(self._writing))
+
+    async def finish(self) -> str:
+        """Waits until nothing is being written. Returns the error of the last one, or an empty string."""
+        if self._writing is None:
+            return ""
+        if not self._writing.done():
+            async with self._parts.telemetry.waits.named(
+                "trainer", f"the checkpoint of step {self._step} to be written"
+            ):
+                await asyncio.shield(self._writing)
+        return self._writing.result()
+
+    async def whole(self, step: int) -> str:
+        """Writes a checkpoint, and returns when it is there. Returns the error, or an empty string."""
+        await self.begin(step)
+        return await self.finish()
+
+    def cancel(self) -> None:
+        if self._writing:
+            self._writing.cancel()
+
+    async def _capture(self, step: int) -> None:
+        """The trainer goes on when this returns."""
+        moment = await self._parts.snapshots.capture(step, self._parts)
+        self._step, self._writing = step, asyncio.ensure_future(self._write(moment))
+        if moment.short:
+            self._say("short", f"training stands still while checkpoints are written: {moment.short}. Free memory")
+            await asyncio.shield(self._writing)
+
+    async def _write(self, moment: Moment) -> str:
+        failure = await self._parts.snapshots.write(moment)
+        self._parts.minutes.measured(save=self._clock() - moment.seconds)
+        return failure
+
+    def _say(self, kind: str, said: str) -> None:
+        """Reports each kind once."""
+        if kind not in self._said:
+            self._said.add(kind)
+            self._parts.telemetry.warn(said)
+
+
+async def _result(writing: asyncio.Future[str]) -> None:
+    await asyncio.shield(writing)

@@ -38,11 +38,10 @@ from headrace.durable.segments import JOURNAL, SEGMENT
 from headrace.episodes.notebook import Notebook
 from headrace.facts.records import Resume
 from headrace.loop.buffer import Buffer
-from headrace.loop.changed_settings import UNCHANGED, ChangedSettings, carried_over
-from headrace.loop.curriculum.source import Curriculum
+from headrace.loop.checkpoints import UNCHANGED, ChangedSettings, ControllerState, carried_over
+from headrace.loop.curriculum import Curriculum
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.partial import Interrupts, joined
-from headrace.loop.snapshots import ControllerState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.facts.texts import duration, plural
-from headrace.loop.allowance import Allowance
+from headrace.loop.run_limits import Allowance
 from headrace.native.arithmetic import TIERS
 from headrace.run.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
 from headrace.run.auto.fit import SPARE, Fitted, Speeds, Wish, fit

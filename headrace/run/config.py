@@ -28,7 +28,7 @@ from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.episodes.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.partial import PartialConfig, partial_problems
 from headrace.loop.staleness import StalenessConfig
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems

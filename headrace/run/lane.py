@@ -23,10 +23,8 @@ from headrace.durable.journal import refuse_earlier
 from headrace.facts.facts import Warned
 from headrace.facts.index_file import DIGEST
 from headrace.facts.records import left_out
-from headrace.loop.changed_settings import ChangedSettings
-from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.checkpoints import ChangedSettings, Checkpoints, load_controller
 from headrace.loop.recovery import SavedRun, read_saved_run
-from headrace.loop.snapshots import load_controller
 from headrace.run.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.run.contents import contents_in, contents_of, written
 from headrace.run.pieces import pieces_of

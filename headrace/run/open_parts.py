@@ -17,13 +17,12 @@ from headrace.episodes.scoring.overlong import punished
 from headrace.episodes.scoring.parts.score_log import ScoreLog
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.assembly import RestoredState, assemble, restore_state
-from headrace.loop.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of
+from headrace.loop.checkpoints import Snapshots
+from headrace.loop.evaluation import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of
 from headrace.loop.loop_plan import LoopPlan
-from headrace.loop.minutes import Minutes
-from headrace.loop.parts import Parts, earlier_metrics
-from headrace.loop.pipeline import Pipeline
-from headrace.loop.snapshots import Snapshots
-from headrace.loop.utilisation import Utilisation
+from headrace.loop.pipeline import Parts, Pipeline, earlier_metrics
+from headrace.loop.run_limits import Minutes
+from headrace.loop.turns import Utilisation
 from headrace.models.chat import open_model
 from headrace.run.build import LoadedFiles, Players, load_files, open_players, plan_of
 from headrace.run.choosing import allowance_of

@@ -32,7 +32,7 @@ from headrace.episodes.scoring.python_rewards import RewardFunction
 from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.facts import FilesChecked, Warned
-from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import check_model_dir, resolve_model
 from headrace.native.resources import gib

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.errors import ConfigError
-from headrace.loop.changed_settings import ChangedSettings
+from headrace.loop.checkpoints import ChangedSettings
 from headrace.loop.staleness import StalenessConfig, still_bounded
 from headrace.run.config import RunConfig
 

@@ -18,9 +18,8 @@ from headrace.durable.journal import JournalStep
 from headrace.facts.facts import Books, Evaluated, RunEnded, RunStarted
 from headrace.facts.machine_mark import machine_mark
 from headrace.loop.assembly import go_live
-from headrace.loop.parts import Parts
-from headrace.loop.pipeline import Pipeline
-from headrace.loop.utilisation import LAST_WORD, Utilisation
+from headrace.loop.pipeline import Parts, Pipeline
+from headrace.loop.turns import LAST_WORD, Utilisation
 from headrace.run.config import RunConfig
 from headrace.run.pools import Pools, close_within
 from headrace.run.storage import Storage

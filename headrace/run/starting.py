@@ -23,7 +23,7 @@ from headrace.engine.remote.server_kind import Described, Place, open_control, s
 from headrace.engine.servers.installed import require
 from headrace.engine.servers.server_process import Command, ServerProcess, command
 from headrace.facts.telemetry import Telemetry
-from headrace.loop.suspects import Suspects
+from headrace.loop.own_groups import Suspects
 from headrace.processes.joining.same_model import terms_of
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.bus_engine import BusEngine

@@ -30,7 +30,7 @@ from headrace.episodes.tasks.read import Row, read_rows
 from headrace.facts.facts import EngineSample, Fact
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.suspects import Suspects
+from headrace.loop.own_groups import Suspects
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.run.clients.process_engine import ProcessEngine

@@ -18,7 +18,7 @@ from headrace.core.errors import WorkerDied
 from headrace.core.protocols import Job
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.suspects import Suspects
+from headrace.loop.own_groups import Suspects
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import cache_dir, resolve_model
 from headrace.run.clients.process_engine import ProcessEngine

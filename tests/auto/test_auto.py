@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.config import EngineConfig
-from headrace.loop.allowance import MARGIN, Allowance
+from headrace.loop.run_limits import MARGIN, Allowance
 from headrace.run.auto import measurer, share
 from headrace.run.auto.candidates import CANDIDATES, Candidate, Figures, candidates, choose, choose_threads
 from headrace.run.auto.fit import (

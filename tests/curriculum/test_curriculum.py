@@ -15,10 +15,19 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.durable.journal import AnyRecord, GoneRecord, LiveRecord, ReadyRecord
-from headrace.loop.curriculum.beliefs import Belief, Level, contrast, observed, sampled_chance
-from headrace.loop.curriculum.chooser import Chooser, key_of, open_curriculum
-from headrace.loop.curriculum.config import CurriculumConfig
-from headrace.loop.curriculum.source import CurriculumState, TaskOrder
+from headrace.loop.curriculum import (
+    Belief,
+    Chooser,
+    CurriculumState,
+    Level,
+    TaskOrder,
+    contrast,
+    key_of,
+    observed,
+    open_curriculum,
+    sampled_chance,
+)
+from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.run.config import check
 from headrace.testing.fake_task import FakeTask
 from headrace.testing.faultsim.case import Case

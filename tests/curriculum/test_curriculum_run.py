@@ -17,7 +17,7 @@ from tiny_run import tiny_config
 from headrace.durable.journal import DrawnRecord, ReadyRecord, count_steps, read_journal
 from headrace.facts.facts import PromptChosen
 from headrace.facts.records import read_metrics
-from headrace.loop.curriculum.chooser import open_curriculum
+from headrace.loop.curriculum import open_curriculum
 from headrace.models.chat import ChatEncoder
 from headrace.run.build import build_task
 from headrace.run.config import dump_config, read_config

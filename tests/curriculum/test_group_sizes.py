@@ -18,9 +18,8 @@ from headrace.episodes.rollout import ForksConfig, RolloutConfig
 from headrace.facts.facts import GroupEnded
 from headrace.facts.group_numbers import Fates
 from headrace.facts.waits import Waits
-from headrace.loop.curriculum.beliefs import Belief, Level, contrast, expected_chance
-from headrace.loop.curriculum.chooser import Chooser, key_of, open_curriculum
-from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.curriculum import Belief, Chooser, Level, contrast, expected_chance, key_of, open_curriculum
+from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import OwnGroups
 from headrace.loop.staleness import StalenessConfig

@@ -12,7 +12,7 @@ from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, Versi
 from headrace.durable.journal import JournalStep
 from headrace.episodes.scoring.job import ScoringJob, call, transcript_of
 from headrace.facts.rollout_view import view_rollout
-from headrace.loop.outcomes import Rolled, talk_of
+from headrace.loop.ledger import Rolled, talk_of
 from headrace.views.report.rollouts import rollouts
 from headrace.views.screen.console import Console
 from headrace.views.screen.inspect_view import rollout

@@ -12,7 +12,7 @@ from tool_chats import CALL, WrittenEngine, play_all
 from headrace.core.batches import Failure
 from headrace.core.types import Scored
 from headrace.episodes.episodes import Played, with_rewards
-from headrace.loop.outcomes import talk_of
+from headrace.loop.ledger import talk_of
 from headrace.models.chat import ChatEncoder
 
 GAME = '''

@@ -32,7 +32,7 @@ from headrace.facts.run_state import RunState
 from headrace.facts.run_totals import trimmed
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
-from headrace.loop.world.distributions import Distribution
+from headrace.loop.world.surroundings import Distribution
 from headrace.views.report import write_report
 from headrace.views.screen.console import Console
 from headrace.views.screen.summary import summary

@@ -14,9 +14,9 @@ from headrace.core.errors import RunPaused, TrainingError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn
 from headrace.episodes.rollout import RolloutConfig
 from headrace.facts.facts import Fact, FirstFailure, GroupEnded, StepTrained, Warned
-from headrace.loop.budgets import Budgets
-from headrace.loop.outcomes import Rolled
-from headrace.loop.snapshots import load_controller
+from headrace.loop.checkpoints import load_controller
+from headrace.loop.ledger import Rolled
+from headrace.loop.run_limits import Budgets
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.settings.process_config import WatchConfig

@@ -27,7 +27,7 @@ from headrace.episodes.environments.single_turn import SINGLE_TURN
 from headrace.episodes.episodes import name_of_turn, roll_out, with_rewards
 from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.facts.facts import GroupEnded, Warned
-from headrace.loop.snapshots import load_controller
+from headrace.loop.checkpoints import load_controller
 from headrace.loop.world import virtual_time
 from headrace.run.config import check, load_config
 from headrace.testing.fake_engine import FakeEngine

@@ -19,9 +19,8 @@ from headrace.facts.facts import Evaluated
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.evaluation import Evaluator
-from headrace.loop.group_source import PlayedGroup, Seen
 from headrace.loop.loop_plan import LoopPlan
-from headrace.loop.own_groups import OwnGroups
+from headrace.loop.own_groups import OwnGroups, PlayedGroup, Seen
 from headrace.loop.partial import Interrupts, PartialConfig
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time

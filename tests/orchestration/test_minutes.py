@@ -18,8 +18,7 @@ from tiny_run import of, tiny_config
 import headrace
 from headrace.durable.journal import read_steps
 from headrace.facts.facts import FirstText, Planned, RunStarted, Warned
-from headrace.loop.allowance import MARGIN, Allowance
-from headrace.loop.minutes import Minutes
+from headrace.loop.run_limits import MARGIN, Allowance, Minutes
 from headrace.loop.world import virtual_time
 from headrace.run import one_shot, run
 from headrace.run.auto.candidates import Figures

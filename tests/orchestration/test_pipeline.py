@@ -25,10 +25,9 @@ from headrace.core.reports import LagStats, Noise
 from headrace.core.types import Completion
 from headrace.episodes.rollout import RolloutConfig
 from headrace.facts.facts import CheckpointSaved, Evaluated, GroupEnded, StepTrained, Warned, WeightsLive
-from headrace.loop.checkpoints import Checkpoints, step_of
+from headrace.loop.checkpoints import Checkpoints, load_controller, step_of
 from headrace.loop.partial import PartialConfig
-from headrace.loop.parts import EarlierMetrics
-from headrace.loop.snapshots import load_controller
+from headrace.loop.pipeline import EarlierMetrics
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.turns import Turns
 from headrace.loop.world import virtual_time

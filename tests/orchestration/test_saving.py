@@ -11,8 +11,7 @@ from fake_world import FakeWorld
 
 from headrace.core.errors import IdentityError
 from headrace.facts.facts import CheckpointSaved, StepTrained, Waited, Warned
-from headrace.loop.checkpoints import step_of
-from headrace.loop.snapshots import load_controller
+from headrace.loop.checkpoints import load_controller, step_of
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_trainer import FakeTrainer
 

@@ -26,7 +26,7 @@ from headrace.core.weights import trial_version
 from headrace.facts.facts import IdentityChecked, TrialChecked
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.identity import ROUNDING, IdentityProbe, pieces_of
+from headrace.loop.evaluation import ROUNDING, IdentityProbe, pieces_of
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment

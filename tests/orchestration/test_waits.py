@@ -50,8 +50,7 @@ from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import OwnGroups
 from headrace.loop.partial import Interrupts, PartialConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.turns import Turns
-from headrace.loop.utilisation import Utilisation
+from headrace.loop.turns import Turns, Utilisation
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.processes.health import stacks

@@ -11,7 +11,7 @@ import pytest
 
 from docs import messages
 from headrace.facts.verdicts import RULES
-from headrace.loop import budgets
+from headrace.loop import run_limits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTED = messages.quoted(PAGE)
@@ -38,7 +38,7 @@ def test_advice_is_on_the_page(rule):
 
 
 def test_every_reason_for_which_a_run_stops_is_on_the_page():
-    missing = [reason for reason in (*budgets._BARREN, *budgets._FAILED) if f"`{reason}`" not in PAGE]
+    missing = [reason for reason in (*run_limits._BARREN, *run_limits._FAILED) if f"`{reason}`" not in PAGE]
     assert missing == [], "add its row, with the remedy, to docs/troubleshooting.md"
 
 

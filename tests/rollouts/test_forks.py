@@ -25,7 +25,7 @@ from headrace.episodes.episodes import as_trees, roll_out, with_rewards
 from headrace.episodes.rollout import ForksConfig, RolloutConfig
 from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.facts.facts import GroupEnded
-from headrace.loop.snapshots import load_controller
+from headrace.loop.checkpoints import load_controller
 from headrace.loop.world import virtual_time
 from headrace.run.config import load_config
 from headrace.testing.fake_engine import FakeEngine

@@ -20,7 +20,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import RolloutKey
 from headrace.durable.journal import read_steps
 from headrace.facts.facts import GroupEnded, RunEnded, Warned
-from headrace.loop.snapshots import load_controller
+from headrace.loop.checkpoints import load_controller
 from headrace.run.config import RunConfig, dump_config, load_config, read_config
 from headrace.run.resume_rules import CONTENTS, RULES, rule_of
 

@@ -38,9 +38,8 @@ from headrace.durable.journal import (
 from headrace.durable.pass_log import PassLog, read_passes
 from headrace.facts.facts import RunEnded, TicketDrawn, Warned
 from headrace.facts.records import METRICS, StepRow
-from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.checkpoints import Checkpoints, ControllerState, load_controller
 from headrace.loop.recovery import SavedRun, _begun, read_saved_run
-from headrace.loop.snapshots import ControllerState, load_controller
 from headrace.run.config import RunConfig, dump_config, read_config
 from headrace.run.lane import Lane, open_lane
 from headrace.run.resume_rules import changes, meaning

@@ -41,9 +41,9 @@ from headrace.facts.facts import (
     WorkerLost,
 )
 from headrace.facts.records import StepRow
-from headrace.loop.identity import ROUNDING
-from headrace.loop.snapshots import load_controller
-from headrace.loop.utilisation import LAST_WORD
+from headrace.loop.checkpoints import load_controller
+from headrace.loop.evaluation import ROUNDING
+from headrace.loop.turns import LAST_WORD
 from headrace.run.config import dump_config, load_config
 
 

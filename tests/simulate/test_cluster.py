@@ -9,7 +9,7 @@ import pytest
 from planted import hunt_days
 from planted_faults import PLANTED
 
-from headrace.loop.world.distributions import Distribution
+from headrace.loop.world.surroundings import Distribution
 from headrace.testing.faultsim.cluster.day import run_day
 from headrace.testing.faultsim.cluster.mishaps import DAY, GPU_HOURS, GPU_KINDS, PER_DAY, mishaps_of
 from headrace.testing.faultsim.cluster.sizing import ClusterSize

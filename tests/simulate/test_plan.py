@@ -47,9 +47,7 @@ from headrace.facts.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, StepRow, read_metrics
 from headrace.loop.world import virtual_time
-from headrace.loop.world.codes import real_tokens
-from headrace.loop.world.distributions import fixed, parse
-from headrace.loop.world.surroundings import TurnShape
+from headrace.loop.world.surroundings import TurnShape, fixed, parse, real_tokens
 from headrace.run.config import dump_config, load_config
 
 

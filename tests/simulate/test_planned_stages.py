@@ -31,8 +31,7 @@ from headrace.core.batches import Batch
 from headrace.episodes.rollout import RolloutConfig
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
-from headrace.loop.world.codes import prompt_tokens
-from headrace.loop.world.distributions import fixed
+from headrace.loop.world.surroundings import fixed, prompt_tokens
 from headrace.run.config import load_config
 from headrace.testing.makers import request, update
 from headrace.trainer.config import TrainConfig

@@ -10,7 +10,7 @@ from planted import PACKAGE, SCHEDULES, apply, edited, hunt
 from planted_faults import BY_PART, PLANTED, Edit, Planted
 from test_dst import PINNED
 
-PARTS = {"buffer", "pipeline", "rolling", "ledger", "partial", "recovery", "snapshots", "journal"}
+PARTS = {"buffer", "pipeline", "ledger", "partial", "recovery", "checkpoints", "journal"}
 BY_NAME = {one.name: one for one in PLANTED}
 
 

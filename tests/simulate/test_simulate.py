@@ -33,10 +33,18 @@ from headrace.episodes.rollout import RolloutConfig, seed_of
 from headrace.facts.facts import StepTrained, WeightsLive
 from headrace.loop.partial import PartialConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.world import distributions, virtual_time
-from headrace.loop.world.codes import completion_tokens, prompt_tokens
-from headrace.loop.world.distributions import Distribution, empirical, fixed, parse
-from headrace.loop.world.surroundings import SimulatedScorer, SimulatedTask, TurnShape
+from headrace.loop.world import surroundings, virtual_time
+from headrace.loop.world.surroundings import (
+    Distribution,
+    SimulatedScorer,
+    SimulatedTask,
+    TurnShape,
+    completion_tokens,
+    empirical,
+    fixed,
+    parse,
+    prompt_tokens,
+)
 from headrace.loop.world.world import FactList
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
@@ -367,7 +375,7 @@ def test_correlation_makes_rollouts_of_a_prompt_alike():
 def test_empirical_draws_are_those_measured():
     made = empirical([5, 3, 9, 3])
     assert sorted(made.draw((i + 0.5) / 4) for i in range(4)) == [3, 3, 5, 9]
-    assert distributions.empirical([1, 2]).mean_below(1.5) == pytest.approx(1.25)
+    assert surroundings.empirical([1, 2]).mean_below(1.5) == pytest.approx(1.25)
 
 
 def test_prompts_that_are_harder_are_solved_less_often_and_the_mean_is_as_asked():

@@ -16,8 +16,7 @@ from headrace.facts.facts import StepTrained
 from headrace.facts.records import summarise
 from headrace.facts.run_state import RunState
 from headrace.facts.telemetry import Telemetry
-from headrace.loop.parts import EarlierMetrics, earlier_metrics
-from headrace.loop.pipeline import Pipeline
+from headrace.loop.pipeline import EarlierMetrics, Pipeline, earlier_metrics
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.turns import SharedDevices
 from headrace.loop.world.world import World

@@ -34,7 +34,7 @@ from headrace.engine.native.model_loading import GIB, ServableModel
 from headrace.engine.request_book import RequestBook
 from headrace.episodes.environments.kinds import environment_kind
 from headrace.episodes.scoring.extract import Extractor
-from headrace.loop import rolling
+from headrace.loop import pipeline
 from headrace.models.chat import ChatEncoder
 from headrace.run import build as build_module
 from headrace.run import open_parts as opening
@@ -345,7 +345,7 @@ def live(
         try:
             if older:
                 lane.storage.made_by = {}
-                patch.setattr(rolling, "replace", lambda row, **more: row)
+                patch.setattr(pipeline, "replace", lambda row, **more: row)
             host = _Host(config, directory, lane, patch, stop_after, kills)
             life = asyncio.run(host.run())
         finally:

@@ -20,7 +20,7 @@ from headrace.engine.fleet.fleet import Fleet
 from headrace.facts.facts import TrialChecked
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.identity import IdentityProbe
+from headrace.loop.evaluation import IdentityProbe
 from headrace.loop.world.world import FactList
 from headrace.run import starting
 from headrace.run.config import load_config

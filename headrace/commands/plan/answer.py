@@ -20,8 +20,7 @@ from headrace.commands.plan.sweep import Option, Split, recommended, sweep, try_
 from headrace.core.errors import ConfigError
 from headrace.facts.records import read_metrics
 from headrace.facts.run_state import RunState
-from headrace.loop.world.distributions import Distribution, fixed, parse
-from headrace.loop.world.surroundings import TurnShape
+from headrace.loop.world.surroundings import Distribution, TurnShape, fixed, parse
 from headrace.models.resolve import cache_dir
 from headrace.run.config import RunConfig, load_config
 

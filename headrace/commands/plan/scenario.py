@@ -9,8 +9,7 @@ from headrace.commands.plan.rates.rates import Rates
 from headrace.episodes.rollout import RolloutConfig
 from headrace.loop.partial import PartialConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.world.distributions import Distribution, fixed
-from headrace.loop.world.surroundings import TurnShape
+from headrace.loop.world.surroundings import Distribution, TurnShape, fixed
 
 COARSENESS = 16
 """Simulated tokens of a mean completion at most: enough to see in which part of it weights were swapped."""

@@ -30,17 +30,14 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.assembly import assemble, go_live, restore_state
 from headrace.loop.buffer import Buffer
-from headrace.loop.changed_settings import UNCHANGED, ChangedSettings
-from headrace.loop.checkpoints import Checkpoints
-from headrace.loop.curriculum.config import CurriculumConfig
-from headrace.loop.group_source import GroupSource
-from headrace.loop.identity import IdentityProbe
+from headrace.loop.checkpoints import UNCHANGED, ChangedSettings, Checkpoints, Moment, Snapshots, load_controller
+from headrace.loop.curriculum_config import CurriculumConfig
+from headrace.loop.evaluation import IdentityProbe
 from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.own_groups import GroupSource
 from headrace.loop.partial import PartialConfig
-from headrace.loop.parts import EarlierMetrics
-from headrace.loop.pipeline import Pipeline
+from headrace.loop.pipeline import EarlierMetrics, Pipeline
 from headrace.loop.recovery import SavedRun, read_saved_run
-from headrace.loop.snapshots import Moment, Snapshots, load_controller
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.turns import SharedDevices, Turns
 from headrace.settings.process_config import EvalConfig, WatchConfig

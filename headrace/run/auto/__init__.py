@@ -3,6 +3,6 @@ into its minutes.
 
 Read `candidates.py` (what can be chosen, and the choice among measured figures), `slices.py` and `probe.py` (a piece of the model,
 timed in a separate process), `measurer.py` (the figures, kept in the cache), `share.py` (the cores that other processes leave free),
-`fit.py` (steps, groups and evaluations that fit into a number of minutes) and `allowance.py` (the steps that still fit while the run
+`fit.py` (steps, groups and evaluations that fit into a number of minutes) and `run_limits.py` (the steps that still fit while the run
 goes on). `run/choosing.py` turns the results into settings, which the run records.
 """

@@ -77,7 +77,7 @@ class Fitted:
 
 DRAWN = 2.0
 """Groups that are drawn for each one that is trained: the others have no contrast. The number grows as a model learns; the first real
-steps replace this estimate (`allowance.py`)."""
+steps replace this estimate (`run_limits.py`)."""
 SPARE = 0.1
 """Share of the time that is left free for costs that were not measured."""
 EVALUATING = 0.2

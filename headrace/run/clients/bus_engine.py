@@ -17,7 +17,7 @@ from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.request_book import scoring
 from headrace.facts.telemetry import Telemetry
-from headrace.loop.suspects import Suspects
+from headrace.loop.own_groups import Suspects
 from headrace.run.hosts.bus.bus_port import Bus
 from headrace.run.hosts.bus_groups import BusGroups
 from headrace.run.hosts.desk import BusDesk

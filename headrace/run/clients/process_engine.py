@@ -20,7 +20,7 @@ from headrace.engine.request_book import RequestBook, scoring
 from headrace.engine.streaming import check_parts
 from headrace.facts.facts import EngineSample, WorkerLost
 from headrace.facts.telemetry import Telemetry
-from headrace.loop.suspects import Suspects, said_of, ticket_of
+from headrace.loop.own_groups import Suspects, said_of, ticket_of
 from headrace.processes.wire import unpack
 from headrace.run.clients.keeper import Keeper
 from headrace.run.worker.worker_messages import EngineStart

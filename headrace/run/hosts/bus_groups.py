@@ -9,7 +9,7 @@ from headrace.core.batches import Failure
 from headrace.core.errors import PoisonedRequest
 from headrace.core.types import Prompt
 from headrace.facts.waits import Waits
-from headrace.loop.group_source import PlayedGroup, Seen
+from headrace.loop.own_groups import PlayedGroup, Seen
 from headrace.run.hosts.desk import BusDesk
 from headrace.run.hosts.errands import ErrandReply, GroupErrand, GroupSizes, HeldOutErrand
 

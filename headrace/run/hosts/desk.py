@@ -24,7 +24,7 @@ from headrace.core.errors import PoisonedRequest
 from headrace.core.reports import EngineStats
 from headrace.facts.facts import EngineSample, FleetSample, WorkerJoined
 from headrace.facts.telemetry import Telemetry
-from headrace.loop.suspects import Suspects, said_of
+from headrace.loop.own_groups import Suspects, said_of
 from headrace.run.hosts.bus.bus_port import Bus, Letter, Posting
 from headrace.run.hosts.errands import (
     ALIVE,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from headrace.core.reports import Capabilities, EngineStats
 from headrace.core.types import Completion, Prompt, Request, Struct
 from headrace.core.weights import Manifest, WeightUpdate
-from headrace.loop.group_source import PlayedGroup
+from headrace.loop.own_groups import PlayedGroup
 from headrace.weight_sync.transport import AnyTransport
 
 TICKETS, ANSWERS = "tickets", "answers"
@@ -116,7 +116,7 @@ class WeightsNotice(Struct, frozen=True):
 
 
 class SuspectsNotice(Struct, frozen=True):
-    """The errands that hosts died with (`suspects.py`), by key."""
+    """The errands that hosts died with (`own_groups.py`), by key."""
 
     session: str
     suspects: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from headrace.core.errors import ConfigError, HeadraceError, IdentityError, Pois
 from headrace.core.protocols import Engine
 from headrace.core.reports import EngineStats
 from headrace.facts.waits import Waits
-from headrace.loop.group_source import GroupSource
+from headrace.loop.own_groups import GroupSource
 from headrace.loop.partial import Interrupts
 from headrace.run.hosts.bus.bus_port import Bus, Letter, Posting
 from headrace.run.hosts.errands import (

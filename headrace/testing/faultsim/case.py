@@ -9,10 +9,9 @@ from msgspec.structs import replace
 
 from headrace.core.types import Struct
 from headrace.durable.segments import SEGMENT
-from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.world.distributions import fixed
-from headrace.loop.world.surroundings import SimulatedTask
+from headrace.loop.world.surroundings import SimulatedTask, fixed
 from headrace.testing.faultsim.faults import Fault, faults_of_service, some_faults
 
 Mode = Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"]

@@ -20,10 +20,9 @@ from headrace.durable.journal import LiveRecord, read_journal, read_steps
 from headrace.facts.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
 from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.buffer import Buffer
-from headrace.loop.checkpoints import FILES, Checkpoints, damage
+from headrace.loop.checkpoints import FILES, Checkpoints, damage, load_controller
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.partial import Interrupts
-from headrace.loop.snapshots import load_controller
 from headrace.run.storage import Storage
 from headrace.testing.faultsim.case import Case, GroupShape
 from headrace.testing.faultsim.chance import Chance

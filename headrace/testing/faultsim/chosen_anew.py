@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.durable.journal import AnyRecord, DrawnRecord
-from headrace.loop.curriculum.chooser import open_curriculum
+from headrace.loop.curriculum import open_curriculum
 from headrace.testing.faultsim.case import Case
 from headrace.testing.faultsim.oracles import Counts
 

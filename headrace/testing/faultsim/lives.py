@@ -31,15 +31,13 @@ from headrace.facts.recorder import Recorder
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.assembly import assemble, go_live, restore_state
-from headrace.loop.checkpoints import Checkpoints
-from headrace.loop.identity import IdentityProbe
+from headrace.loop.checkpoints import Checkpoints, Snapshots, load_controller
+from headrace.loop.evaluation import IdentityProbe
 from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.own_groups import Suspects
 from headrace.loop.partial import PartialConfig
-from headrace.loop.parts import earlier_metrics
-from headrace.loop.pipeline import Pipeline
+from headrace.loop.pipeline import Pipeline, earlier_metrics
 from headrace.loop.recovery import SavedRun, read_saved_run
-from headrace.loop.snapshots import Snapshots, load_controller
-from headrace.loop.suspects import Suspects
 from headrace.loop.turns import SharedDevices, Turns
 from headrace.loop.world.virtual_time import VirtualTimeLoop
 from headrace.run.clients.process_engine import ProcessEngine

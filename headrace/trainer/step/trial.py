@@ -2,7 +2,7 @@
 
 A step changes weights by so little that log-probs in bfloat16 hardly show a layer that kept its old ones. A trial changes each value by 3 to 12 %,
 which shows at any precision, and changes it back, bit for bit. What log-probs would look like if one kind of parameter had kept its old values is
-computed here, by changing that kind back alone; `loop/identity.py` compares the engine's with each.
+computed here, by changing that kind back alone; `loop/evaluation.py` compares the engine's with each.
 """
 
 from __future__ import annotations

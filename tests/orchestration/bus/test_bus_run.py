@@ -22,9 +22,8 @@ from headrace.core.types import Completion, Prompt, Request, RolloutKey
 from headrace.facts.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, WorkerJoined
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.group_source import PlayedGroup
+from headrace.loop.own_groups import PlayedGroup, Suspects
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.suspects import Suspects
 from headrace.loop.world import virtual_time
 from headrace.run.hosts.bus.bus_port import Bus, Posting
 from headrace.run.hosts.bus.jsonl import JsonlBus

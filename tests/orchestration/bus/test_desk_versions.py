@@ -16,8 +16,7 @@ from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, 
 from headrace.facts.facts import Warned
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.group_source import PlayedGroup
-from headrace.loop.suspects import Suspects
+from headrace.loop.own_groups import PlayedGroup, Suspects
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.run.hosts.bus.bus_port import Posting

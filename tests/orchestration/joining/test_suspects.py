@@ -15,7 +15,7 @@ from headrace.core.types import Completion, Request, RolloutKey, Sampling
 from headrace.facts.facts import Warned, WorkerLost
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.suspects import Suspects, ticket_of
+from headrace.loop.own_groups import Suspects, ticket_of
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.processes.wire import unpack

@@ -19,7 +19,7 @@ from headrace.core.weights import WeightUpdate
 from headrace.facts.facts import WorkerLost
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.suspects import Suspects
+from headrace.loop.own_groups import Suspects
 from headrace.loop.world import virtual_time
 from headrace.processes.launch.local import LocalLauncher
 from headrace.processes.wire import Frame, pack, pack_payload, unpack

@@ -18,10 +18,9 @@ from headrace.episodes.rollout import RolloutConfig
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.loop_plan import LoopPlan
-from headrace.loop.own_groups import OwnGroups
+from headrace.loop.own_groups import OwnGroups, Suspects
 from headrace.loop.partial import Interrupts, PartialConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.suspects import Suspects
 from headrace.loop.world.world import FactList
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.hosts.bus.bus_port import Bus

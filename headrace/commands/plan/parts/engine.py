@@ -26,7 +26,7 @@ from headrace.core.reports import EngineStats, LoadReport, capable
 from headrace.core.steps import Transcript
 from headrace.core.types import Completion, Request, Stop, VersionSpan
 from headrace.core.weights import WeightUpdate
-from headrace.loop.world.codes import context_length
+from headrace.loop.world.surroundings import context_length
 
 _MEMORY = 32
 """Completions over which the mean length is averaged."""

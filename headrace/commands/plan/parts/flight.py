@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from headrace.core.types import Completion, Request, Stop, VersionSpan
-from headrace.loop.world.codes import completion_tokens
+from headrace.loop.world.surroundings import completion_tokens
 
 ROUNDING = 1e-6
 """Passes by which a sum of floats may be off."""

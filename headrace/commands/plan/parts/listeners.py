@@ -9,7 +9,7 @@ import msgspec
 from headrace.commands.plan.parts.flight import Flight
 from headrace.core.steps import Finished, StepOutput, Transcript
 from headrace.core.types import Completion, Request, Stop
-from headrace.loop.world.codes import RESULT
+from headrace.loop.world.surroundings import RESULT
 
 Listener = Callable[[bytes], None]
 

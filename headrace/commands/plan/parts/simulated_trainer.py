@@ -11,7 +11,7 @@ from headrace.commands.plan.rates.rates import TrainerRates
 from headrace.core.batches import Batch
 from headrace.core.reports import Captured, TrainReport, TrialScores
 from headrace.core.weights import WeightUpdate
-from headrace.loop.world.codes import loss_tokens, real_tokens, shared_again
+from headrace.loop.world.surroundings import loss_tokens, real_tokens, shared_again
 
 
 class SimulatedTrainer:

@@ -31,7 +31,7 @@ from headrace.episodes.environments.single_turn import SINGLE_TURN
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout import seed_of
 from headrace.episodes.rollout_session import Played, TurnAsked
-from headrace.loop.world.distributions import empirical
+from headrace.loop.world.surroundings import empirical
 from headrace.models.chat import open_model
 from headrace.run.build import build_scorer, build_task, open_telemetry
 from headrace.run.choosing import settle_here

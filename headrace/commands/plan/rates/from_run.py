@@ -18,7 +18,7 @@ from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.facts.records import MetricsFact, StepRow, read_metrics
-from headrace.loop.world.distributions import Distribution, empirical, fixed
+from headrace.loop.world.surroundings import Distribution, empirical, fixed
 from headrace.run.config import RunConfig, config_of_run, read_config
 
 F = TypeVar("F")

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.core.errors import ConfigError
 from headrace.core.types import Struct
-from headrace.loop.world.distributions import Distribution
+from headrace.loop.world.surroundings import Distribution
 
 
 class EngineRates(Struct, frozen=True):

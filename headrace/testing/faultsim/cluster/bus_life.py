@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace.core.errors import HeadraceError
 from headrace.facts.facts import Accounting
-from headrace.loop.suspects import Suspects
+from headrace.loop.own_groups import Suspects
 from headrace.loop.world.world import World
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.hosts.bus.bus_port import Bus

@@ -19,8 +19,7 @@ from headrace.core.reports import EngineStats, LoadReport, capable
 from headrace.core.steps import Finished, PromptScores, StepOutput
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
-from headrace.loop.world.codes import context_length
-from headrace.loop.world.surroundings import CompletionLengths
+from headrace.loop.world.surroundings import CompletionLengths, context_length
 from headrace.processes.wire import BEAT, BEATS, Frame, unpack
 from headrace.testing.fake_worker import FakeProcess
 from headrace.testing.faultsim.cluster.machines import NodeLink

@@ -9,8 +9,7 @@ from headrace.core.protocols import Observer
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.checkpoints import Checkpoints
-from headrace.loop.world.distributions import fixed
-from headrace.loop.world.surroundings import SimulatedScorer, SimulatedTask
+from headrace.loop.world.surroundings import SimulatedScorer, SimulatedTask, fixed
 from headrace.loop.world.virtual_time import VirtualTimeLoop
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.testing.fake_worker import bare_start

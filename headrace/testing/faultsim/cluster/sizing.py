@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from headrace.core.types import Struct
 from headrace.episodes.rollout import RolloutConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.world.distributions import Distribution
+from headrace.loop.world.surroundings import Distribution
 
 
 class ClusterSize(Struct, frozen=True, kw_only=True):
