@@ -15,7 +15,7 @@ from pathlib import Path
 
 from headrace.facts.facts import Evaluated
 from headrace.facts.records import StepRow, read_metrics
-from headrace.views.report.axes import extent, labels, ticks
+from headrace.views.report.svg import extent, labels, ticks
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 58

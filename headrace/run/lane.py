@@ -41,8 +41,8 @@ from headrace.run.storage import Storage
 from headrace.trainer.config import change_of_rate
 from headrace.views.build import has_finished, open_recorder
 from headrace.views.report import write_report
-from headrace.views.screen.board import open_board
 from headrace.views.screen.summary import print_summary
+from headrace.views.screen.terminal import open_board
 
 
 @dataclass(frozen=True)

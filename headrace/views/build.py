@@ -45,8 +45,7 @@ def has_finished(state: RunState) -> bool:
 
 
 def _terminal(config: ObserveConfig) -> Sink | None:
-    from headrace.views.screen.surface import terminal_mode
-    from headrace.views.screen.terminal import LiveTerminal, PlainTerminal
+    from headrace.views.screen.terminal import LiveTerminal, PlainTerminal, terminal_mode
 
     match terminal_mode(config):
         case "live":

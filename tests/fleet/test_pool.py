@@ -24,7 +24,7 @@ from headrace.run.fleets import roster
 from headrace.run.fleets.pool_door import SOCKET, PoolAnswer, PoolDoor, PoolQuestion, ask
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request, update
-from headrace.views.screen.members import absences, short, table
+from headrace.views.screen.live import absences, short, table
 
 ONE, TWO, THREE = (f"http://127.0.0.1:{port}" for port in (8101, 8102, 8103))
 Case = Callable[[Fleet, PoolDoor], Coroutine[Any, Any, None]]

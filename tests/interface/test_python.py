@@ -28,7 +28,7 @@ from headrace.run.config import load_config
 from headrace.run.hosting import host
 from headrace.run.python_inputs import with_python_inputs
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.surface import NotebookScreen, as_html
+from headrace.views.screen.terminal import NotebookScreen, as_html
 
 ROWS = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(100)]
 
@@ -471,6 +471,8 @@ def test_html_has_no_background_and_no_document():
 
 
 def test_without_a_notebook_nothing_of_it_is_loaded():
-    code = "import sys, headrace.views.screen.surface as s; assert not s.in_notebook(); print('IPython' in sys.modules)"
+    code = (
+        "import sys, headrace.views.screen.terminal as s; assert not s.in_notebook(); print('IPython' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"

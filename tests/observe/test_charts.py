@@ -19,9 +19,8 @@ from headrace.core.reports import EngineStats
 from headrace.facts.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
 from headrace.facts.group_numbers import NO_CONTRAST
 from headrace.views.report import write_report
-from headrace.views.report.axes import clock_ticks, extent, labels, ticks
 from headrace.views.report.data import load
-from headrace.views.report.svg import Chart
+from headrace.views.report.svg import Chart, clock_ticks, extent, labels, ticks
 
 STYLE = Path(write_report.__code__.co_filename).with_name("style.css").read_text()
 PHONE, DIGIT = 390 - 2 * (12 + 12 + 1), 7.7

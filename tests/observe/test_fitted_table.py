@@ -16,7 +16,7 @@ from headrace.commands.looking.diff_view import report
 from headrace.commands.looking.inspect import inspect
 from headrace.commands.looking.run_table import list_runs
 from headrace.views.screen.console import Console
-from headrace.views.screen.fitted_table import FittedTable, TableColumn
+from headrace.views.screen.layout import FittedTable, TableColumn
 
 WIDTHS = [60, 80, 120]
 NAME = "qwen3-4b-lora-r16-1e5"

@@ -31,12 +31,11 @@ from headrace.facts.index_file import NumbersIndex
 from headrace.facts.recorder import Recorder
 from headrace.processes.health.live_status import LiveStatus, write_live
 from headrace.views.screen import terminal
-from headrace.views.screen.board import Board
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.fitted_table import FittedTable, texts
+from headrace.views.screen.layout import FittedTable, texts
 from headrace.views.screen.summary import print_summary
-from headrace.views.screen.surface import as_html
+from headrace.views.screen.terminal import Board, as_html
 
 ROOT = Path(__file__).resolve().parents[2]
 

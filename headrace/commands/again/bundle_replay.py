@@ -26,7 +26,7 @@ from headrace.settings.toml import build
 from headrace.version import __version__
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.fitted_table import FittedTable, texts
+from headrace.views.screen.layout import FittedTable, texts
 
 TRAINED: tuple[StageName, ...] = ("loss", "backward", "optimizer")
 

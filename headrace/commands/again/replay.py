@@ -27,7 +27,7 @@ from headrace.run.config import config_of_run, read_config
 from headrace.trainer.config import TrainConfig
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.fitted_table import FittedTable, numbers, texts
+from headrace.views.screen.layout import FittedTable, numbers, texts
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Allowed relative difference of a step's means on another machine, by training dtype. The absolute difference may be a tenth of it."""

@@ -11,7 +11,7 @@ from headrace.commands.installed.parity import DTYPES, LIMITS, Dtype, ParityRow,
 from headrace.models.resolve import resolve_model
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.fitted_table import FittedTable, numbers, texts
+from headrace.views.screen.layout import FittedTable, numbers, texts
 
 COLUMNS = (
     *texts("dtype", "engine", "sampling", "replayed in the trainer"),

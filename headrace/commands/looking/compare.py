@@ -13,12 +13,18 @@ from headrace.facts.records import METRICS
 from headrace.facts.texts import number, sparkline
 from headrace.processes.health.live_status import judge, read_live
 from headrace.run.run_directory import held
-from headrace.views.report.apart import settings_apart
 from headrace.views.report.data import load
-from headrace.views.report.side_by_side import COLOURS, CURVES, ComparedRun, compared_numbers, comparison_page
+from headrace.views.report.side_by_side import (
+    COLOURS,
+    CURVES,
+    ComparedRun,
+    compared_numbers,
+    comparison_page,
+    settings_apart,
+)
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.fitted_table import FittedTable, numbers, texts
+from headrace.views.screen.layout import FittedTable, numbers, texts
 
 CURVE = 60
 """Characters of a curve in the terminal."""

@@ -8,7 +8,7 @@ from headrace.commands.looking.diff import KINDS, RunComparison, compare_runs
 from headrace.facts.texts import clip, plural
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.fitted_table import FittedTable, numbers, texts
+from headrace.views.screen.layout import FittedTable, numbers, texts
 
 
 def report(a: Path, b: Path, console: Console | None = None) -> int:

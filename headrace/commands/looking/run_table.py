@@ -12,9 +12,9 @@ from headrace.core.printing import echo, printable_json
 from headrace.facts.costs import dollars
 from headrace.facts.texts import clip, duration
 from headrace.run.run_directory import held
-from headrace.views.board.run_list import RunLine, RunList
+from headrace.views.board.followed_run import RunLine, RunList
 from headrace.views.screen.console import Console
-from headrace.views.screen.fitted_table import FittedTable, TableColumn
+from headrace.views.screen.layout import FittedTable, TableColumn
 
 STATE = 48
 """Characters of a state; headrace status shows all of it."""

@@ -11,10 +11,8 @@ from headrace.commands.plan.reasons import bottleneck, recommendation
 from headrace.commands.plan.sweep import Option
 from headrace.facts.texts import number, short_time
 from headrace.views import report as report_package
-from headrace.views.report.axes import extent
-from headrace.views.report.lag_charts import lag_class
-from headrace.views.report.svg import Chart, figure
-from headrace.views.report.tables import table
+from headrace.views.report.plots import lag_class
+from headrace.views.report.svg import Chart, extent, figure, table
 
 _STYLE = Path(report_package.__file__).parent / "style.css"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.views.report.axes import extent, labels, ticks
+from headrace.views.report.svg import extent, labels, ticks
 
 WIDTH, HEIGHT = 960, 360
 LEFT, RIGHT, TOP, BOTTOM = 74, 24, 18, 34

@@ -29,7 +29,7 @@ def change_pool(run_dir: Path, change: str, member: str) -> int:
     """Raises ConfigError for a wrong question, HeadraceError for what the run has refused."""
     from headrace.run.fleets.pool_door import PoolQuestion, ask
     from headrace.views.screen.console import Console
-    from headrace.views.screen.members import table
+    from headrace.views.screen.live import table
 
     if (change == "show") == bool(member):
         raise ConfigError(f"headrace pool RUN {change} takes {'no address' if member else 'the address of a server'}")

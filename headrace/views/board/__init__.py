@@ -1,8 +1,6 @@
 """`headrace board`: a live page of all runs of a directory, served from the runs' own files. It changes nothing in them.
 
-Read `followed_run.py` (a run that is read while it is written), `step_windows.py` (some steps of a long run) with `paging.py` (their
-choice), `browsing.py` (rollouts by their numbers and words), `lane_facts.py` with `swimlanes.py`
-(rollouts over time), `run_list.py` (the runs of a directory),
-`board_parts.py` (the HTML, which is the report's), `runs_board.py` (all of this together), `board_routes.py` (the answers) and `cookie.py`
-(a browser with a token). `page/` holds the page; its charts are drawn by uPlot, with its licence beside it.
+Read `followed_run.py` (runs that are read while they are written), `browsing.py` (rollouts by their numbers and words), `swimlanes.py`
+(rollouts over time), `board_parts.py` (the HTML, which is the report's, and the choice of steps), `runs_board.py` (all of this together) and
+`board_routes.py` (the answers). `page/` holds the page; its charts are drawn by uPlot, with its licence beside it.
 """

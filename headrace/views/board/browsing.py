@@ -17,7 +17,7 @@ from headrace.facts.number_tables import OUTCOMES, GroupTable, Order, Wanted
 from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.facts.texts import clip, number, plural
 from headrace.views.report.rollouts import rollout_table
-from headrace.views.report.tables import table
+from headrace.views.report.svg import table
 
 PAGE = 12
 """Rollouts of one answer."""

@@ -1,15 +1,146 @@
-"""A run that is read while it is written: its state, its numbers by step and its groups, from `metrics.jsonl` alone."""
+"""Runs that are read while they are written, from their own files: one of them, some steps of a long one, and the list of a directory."""
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
+from headrace.core.types import Struct
+from headrace.facts import run_state
+from headrace.facts.facts import Evaluated, Planned, RunEnded, RunStarted, TicketDrawn
 from headrace.facts.index_file import DIGEST, INDEX, IndexReader, digest_of, read_digest, save, saved_at, write_digest
 from headrace.facts.number_tables import Numbers
-from headrace.facts.records import METRICS, MetricsFact
-from headrace.processes.health.live_status import Follower, end_before
+from headrace.facts.records import METRICS, MetricsFact, StepRow, decode_metrics
+from headrace.facts.run_state import RunState
+from headrace.processes.health.live_status import Follower, end_before, judge, read_live
+
+# --- The facts of some steps of a long run, read from their place in `metrics.jsonl`.
+
+
+MOST = 6 << 20
+"""Bytes of facts that are read for one window."""
+NEAR = 1 << 16
+"""Bytes within which a place is looked for line by line."""
+_STEP = re.compile(rb'\{"fact":"StepTrained","t":[^,]+,"report":\{"step":(\d+)')
+_KIND = re.compile(rb'\{"fact":"(\w+)"')
+OF_POOLS = (
+    b"StepTrained",
+    b"EngineSample",
+    b"WeightsLive",
+    b"Evaluated",
+    b"CheckpointSaved",
+    b"WorkerLost",
+    b"Slept",
+    b"Woke",
+)
+"""Facts from which the chart of the pools is drawn."""
+
+
+class FactsRead(NamedTuple):
+    """The facts from the end of the step before the first to the end of the last."""
+
+    facts: list[MetricsFact]
+    last: int
+    """The last step whose fact was read."""
+    cut: bool
+    """Whether the last steps that were asked for are left out, because there would be too much to read."""
+    whole: bool
+    """Whether the file ends with them."""
+
+
+class StepWindow(NamedTuple):
+    """Some steps, counted from 1, both ends included."""
+
+    state: RunState
+    """The facts from the end of the step before the first to the end of the last."""
+    first: int
+    last: int
+    cut: bool
+    """Whether the last steps that were asked for are left out, because there would be too much to read."""
+
+
+def read_window(
+    run_dir: Path,
+    started: RunStarted | None,
+    first: int,
+    last: int,
+    *,
+    kinds: Collection[bytes] = (),
+    most: int = MOST,
+) -> StepWindow:
+    """Reads the facts of steps `first` to `last`. `started`: the facts' run. `kinds`: the facts that are wanted; all by default. Raises
+    OSError if the file cannot be read."""
+    read = read_facts(run_dir, first, last, kinds=kinds, most=most)
+    state = RunState()
+    state.started = started
+    for fact in read.facts:
+        state.fold(fact)
+    return StepWindow(state, first, read.last, read.cut)
+
+
+def read_facts(run_dir: Path, first: int, last: int, *, kinds: Collection[bytes] = (), most: int = MOST) -> FactsRead:
+    """Reads as `read_window` does."""
+    facts: list[MetricsFact] = []
+    done, size, whole = first - 1, 0, True
+    with (run_dir / METRICS).open("rb") as file:
+        file.seek(place_after(file, first - 1))
+        for line in file:
+            kind = _KIND.match(line)
+            size += len(line)
+            if not line.endswith(b"\n"):
+                break
+            if size > most:
+                whole = False
+                break
+            if kind and (not kinds or kind[1] in kinds) and (fact := decode_metrics(line[:-1])):
+                facts.append(fact)
+            if step := _STEP.match(line):
+                done = int(step[1]) + 1
+                if done >= last:
+                    whole = False
+                    break
+    return FactsRead(facts, done, done < last and size > most, whole)
+
+
+def place_after(file: BinaryIO, step: int) -> int:
+    """Returns the place behind the fact of a step, counted from 1; 0 if there is none before. Steps rise along the file, so their places
+    are found by halving it."""
+    low, high = 0, file.seek(0, 2)
+    while high - low > NEAR:
+        middle = (low + high) // 2
+        found = _next_step(file, middle, high)
+        if found is None or found[0] > step:
+            high = middle
+        else:
+            low = found[1]
+    while (found := _next_step(file, low, high + NEAR)) and found[0] <= step:
+        low = found[1]
+    return low
+
+
+def _next_step(file: BinaryIO, start: int, end: int) -> tuple[int, int] | None:
+    """Returns the number of the first step whose fact begins in a line behind `start`, and the place behind it; None if there is none
+    before `end`."""
+    file.seek(start - 1 if start else 0)
+    if start:
+        file.readline()  # the rest of a line
+    place = file.tell()
+    for line in file:
+        if place >= end:
+            return None
+        place += len(line)
+        if step := _STEP.match(line):
+            return int(step[1]) + 1, place
+    return None
+
+
+# --- A run that is read while it is written: its state, its numbers by step and its groups, from `metrics.jsonl` alone.
+
 
 AT_ONCE = 2 << 20
 """Bytes that are read before others get their turn."""
@@ -112,3 +243,122 @@ class FollowedRun(Follower):
     def _take(self, fact: MetricsFact) -> None:
         super()._take(fact)
         self._own.take(fact, self.state)
+
+
+# --- The runs of a directory, each with its state and its last numbers. A run is known by the start and the end of its files, whatever their
+# size.
+
+
+HEAD, TAIL = 1 << 16, 1 << 18
+"""Bytes that are read at the start and at the end of a file."""
+FIRST = (RunStarted, Planned)
+"""Facts that the start of a file is read for."""
+LAST = (RunStarted, TicketDrawn, StepRow, Evaluated, RunEnded, Planned)
+"""Facts that the end of a file is read for."""
+
+
+class RunLine(Struct, frozen=True, kw_only=True):
+    """One run of the list."""
+
+    name: str
+    """Its directory below that of the board; unique."""
+    headline: str
+    life: str
+    words: str
+    """A sentence about its life."""
+    living: bool
+    step: int
+    steps: int
+    reward: float | None
+    """Mean reward of the drawn rollouts over the last steps."""
+    held_out: float | None
+    cost: float | None
+    """Dollars; None if no price was set."""
+    seconds: float
+    changed: float
+    """Seconds since 1970 at which its numbers last changed."""
+    started: float
+    """Seconds since 1970, as the files tell."""
+
+
+class RunList:
+    def __init__(self, directory: Path, held: Callable[[Path], bool]) -> None:
+        """`held`: whether a process trains in a directory."""
+        self.directory, self._held = directory, held
+        self._known: dict[Path, tuple[tuple[object, ...], RunState]] = {}
+
+    def places(self) -> dict[str, Path]:
+        """Returns the directories of all runs by name. Nothing else of the disk can be asked for by name."""
+        return dict(self._found())
+
+    def _found(self) -> Iterator[tuple[str, Path]]:
+        if (self.directory / METRICS).is_file():
+            yield self.directory.resolve().name, self.directory
+        for path in sorted(self.directory.glob(f"*/{METRICS}")) + sorted(self.directory.glob(f"*/*/{METRICS}")):
+            yield path.parent.relative_to(self.directory).as_posix(), path.parent
+
+    def lines(self) -> list[RunLine]:
+        """Returns all runs, the newest first."""
+        found = [line for name, path in self._found() if (line := self._line(name, path))]
+        return sorted(found, key=lambda one: (-one.started, one.name))
+
+    def _line(self, name: str, path: Path) -> RunLine | None:
+        try:
+            changed = (path / METRICS).stat().st_mtime
+            state = self._state(path)
+        except OSError:  # it was deleted in between
+            return None
+        status = judge(state, read_live(path), self._held(path), time.time())
+        started = state.started
+        evals = [one for one in state.evals if one.prompts]
+        return RunLine(
+            name=name,
+            headline=started.headline if started else "",
+            life=status.life,
+            words=status.words,
+            living=status.live is not None and status.life in ("alive", "silent", "starting"),
+            step=state.step,
+            steps=started.steps if started else 0,
+            reward=run_state.recent_reward(state),
+            held_out=evals[-1].reward_mean if evals else None,
+            cost=state.costs.total if state.costs.prices else None,
+            seconds=state.now,
+            changed=changed,
+            started=changed - state.now,
+        )
+
+    def _state(self, path: Path) -> RunState:
+        """Folds the start and the end of the file, unless it is as it was."""
+        with (path / METRICS).open("rb") as file:
+            found = os.fstat(file.fileno())
+            key = (found.st_ino, found.st_size, found.st_mtime_ns)
+            if path in self._known and self._known[path][0] == key:
+                return self._known[path][1]
+            start = max(0, found.st_size - TAIL)
+            head = _whole(file.read(HEAD)) if start else []
+            file.seek(start)
+            tail = _whole(file.read(TAIL))[bool(start) :]
+        state = RunState()
+        for fact in map(decode_metrics, head):
+            if isinstance(fact, FIRST):
+                state.fold(fact)
+        last = [fact for fact in map(decode_metrics, tail) if fact]
+        for fact in last:
+            if isinstance(fact, LAST):
+                state.fold(fact)
+            else:
+                state.now = max(state.now, fact.t)
+                state.costs.fold(fact)
+        if start and state.costs.prices and (digest := read_digest(path / DIGEST, path)):
+            known = digest.state  # engines may have come and gone where the file is not read
+            for fact in last:
+                if fact.t > known.now:
+                    known.costs.fold(fact)
+            state.costs = known.costs
+        self._known[path] = key, state
+        return state
+
+
+def _whole(data: bytes) -> list[bytes]:
+    """Returns the lines that are complete."""
+    return data.split(b"\n")[:-1]

@@ -17,10 +17,9 @@ from headrace.facts.rollout_view import Pieces
 from headrace.facts.verdicts import advices
 from headrace.views.board.board_parts import Steps, part
 from headrace.views.board.browsing import Browser, RolloutPage, RolloutQuery
-from headrace.views.board.followed_run import FollowedRun
-from headrace.views.board.run_list import RunLine, RunList
+from headrace.views.board.followed_run import FollowedRun, RunLine, RunList
 from headrace.views.board.swimlanes import LaneQuery, swimlanes
-from headrace.views.report.apart import differences
+from headrace.views.report.side_by_side import differences
 from headrace.web.errors import Refused
 
 PATIENCE = 0.7

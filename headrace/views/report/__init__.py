@@ -1,8 +1,7 @@
 """`report.html`: one self-contained file, made from a run's directory at any time, finished or not.
 
-Read `data.py` (the data), `page.py` (the page), `plots.py` and `curves.py` (charts over steps) with `frame.py` (their common parts),
-`gantt.py`, `lag_charts.py`, `sieves.py`, `files_page.py` (the preflight), `rollouts.py` with `episode_graph.py`, `side_by_side.py` with `apart.py` (several runs compared),
-and the elements of all charts: `axes.py` (scales and ticks), `svg.py` (marks), `tables.py`.
+Read `data.py` (the data), `page.py` (the page), `plots.py` (charts over steps and lags), `gantt.py`, `rollouts.py` (rollouts and their turns),
+`side_by_side.py` (several runs compared), and the elements of all charts: `svg.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from html import escape
 from headrace.facts.run_state import RunState, train_seconds
 from headrace.facts.run_totals import EngineSpan
 from headrace.facts.texts import duration, number, percent, reward_text, short_time
-from headrace.views.report.axes import clock_ticks
+from headrace.views.report.svg import clock_ticks
 
 LANES = {"engine": (4, 34), "swaps": (42, 20), "trainer": (68, 34), "other": (108, 22)}
 """Lane -> top and height."""

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.core.reports import Sight, TextPart
 from headrace.facts import run_state
 from headrace.facts.costs import dollars
+from headrace.facts.facts import FilesChecked
 from headrace.facts.group_numbers import POOLS
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, counted, duration, percent, plural, short_time
 from headrace.facts.verdicts import advices, all_verdicts, equation, failings, reasons, weight_sync
 from headrace.views.report.data import ReportData
-from headrace.views.report.files_page import files_page
 from headrace.views.report.gantt import gantt
-from headrace.views.report.lag_charts import lag_table
-from headrace.views.report.plots import all_plots
+from headrace.views.report.plots import all_plots, lag_table
 from headrace.views.report.rollouts import rollouts
-from headrace.views.report.tables import table
+from headrace.views.report.svg import table
+
+# --- The preflight of a model's files: what agrees, and one row as the model and as the reward see it. All text is escaped.
+
+
+AGREEMENT_MARKS = {"agrees": "✓", "remark": "!", "refused": "✗"}
+
+
+def files_page(checked: FilesChecked) -> str:
+    rows = [
+        (f'<span class="{one.verdict}">{AGREEMENT_MARKS[one.verdict]}</span> {escape(one.what)}', escape(one.text))
+        for one in checked.findings
+    ]
+    return (_sight(checked.sight) if checked.sight else "") + table(("check", "what the files say"), rows, "found")
+
+
+def _sight(sight: Sight) -> str:
+    given = f"<b>→ {escape(sight.reward)}</b>" if sight.reward else ""
+    return (
+        f'<p class="note">Row {escape(sight.row)}. In the place of a completion: its own answer, or a sentence.</p><div class="sight">'
+        f"<div><h3>The model sees: the prompt</h3><pre>{_parts(sight.asked)}</pre></div>"
+        f"<div><h3>The reward sees: prompts</h3><pre>{escape(sight.prompt)}</pre></div>"
+        f"<div><h3>The model sees: an answer</h3><pre>{_parts(sight.answered)}</pre></div>"
+        f"<div><h3>The reward sees: completions</h3><pre>{escape(sight.completion)}</pre>{given}</div></div>"
+    )
+
+
+def _parts(parts: Sequence[TextPart]) -> str:
+    return "".join(
+        f'<i class="{escape(part.kind)}" title="{escape(part.kind)}">{escape(part.text)}</i>' for part in parts
+    )
+
+
+# --- page ------------------------------------------------------------
+
 
 HERE = Path(__file__).parent
 STYLE, SCRIPT = HERE / "style.css", HERE / "script.js"

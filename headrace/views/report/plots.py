@@ -3,18 +3,364 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from html import escape
+from itertools import accumulate
 
+from headrace.core.reports import LagStats
+from headrace.facts.facts import Evaluated
+from headrace.facts.group_numbers import Histogram, Sieve, discarded
 from headrace.facts.records import StepRow
-from headrace.facts.run_totals import trimmed
-from headrace.facts.texts import number, percent, plural, reward_text, short_time, with_error
-from headrace.views.report.axes import extent
-from headrace.views.report.curves import agents, failures, held_out, lengths_over_steps, throughput
+from headrace.facts.run_state import RunState, stride_of
+from headrace.facts.run_totals import EngineSpan, over_steps, trimmed
+from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
+from headrace.facts.verdicts import measured_on
 from headrace.views.report.data import Bin, ReportData
-from headrace.views.report.frame import hovers, note_of, of_steps, resumes
-from headrace.views.report.lag_charts import kl_by_lag, lag_class, lag_name
-from headrace.views.report.sieves import lengths, solve_rates
-from headrace.views.report.svg import Chart, figure
+from headrace.views.report.svg import Chart, extent, figure, table
+
+# --- The common parts of all charts over optimizer steps: range, tooltips, marks of resumes, and the note about averaged steps.
+
+
+def of_steps(data: ReportData) -> tuple[float, float]:
+    return data.bins[0].first - 0.5, data.bins[-1].last + 0.5
+
+
+def note_of(data: ReportData, note: str) -> str:
+    """Returns the note, with the number of steps per point if that is more than one."""
+    per = len(data.bins[0].rows)
+    stride = 1 if data.state.whole else stride_of(data.state.totals.steps)
+    parts = (
+        note.rstrip("."),
+        f"one step in {stride:,} is drawn" if stride > 1 else "",
+        f"each point is the mean of {per} steps" if per > 1 else "",
+    )
+    return "; ".join(part for part in parts if part)
+
+
+def hovers(chart: Chart, data: ReportData, tip: Callable[[Bin], str]) -> Chart:
+    for one in data.bins:
+        chart.hover(one.first - 0.5, one.last + 0.5, f"{one.name}\n{tip(one)}")
+    return chart
+
+
+def resumes(chart: Chart, data: ReportData) -> Chart:
+    for start in data.state.sessions[1:]:
+        done = [row.report.step + 1 for row in data.state.rows if row.t <= start]
+        chart.mark(done[-1] + 0.5 if done else data.bins[0].first - 0.5, "resumed")
+    return chart
+
+
+# --- The distance between sampler and trainer by lag: a table over the whole run, and curves.
+
+
+LAST = 5
+"""Highest lag with its own colour, in every chart and in the text of rollouts; it stands for all higher lags too."""
+LAG_COLOURS = {"0": "lag0", "1": "lag1", "2": "lag2", "3+": "lag3", "swapped": "c5"}
+HEAD = (
+    "lag",
+    "#tokens",
+    "#mean ratio",
+    "#KL (k3)",
+    "#ESS",
+    "#χ²",
+    "#clipped",
+    "#|Δ log-prob| p50",
+    "#p90",
+    "#p99",
+    "#max",
+)
+
+
+def lag_class(lag: int, bound: float = math.inf) -> str:
+    return "over" if lag > bound else f"lag{min(max(lag, 0), LAST)}"
+
+
+def lag_name(name: str, lag: int) -> str:
+    if name == "over":
+        return "above the bound"
+    return f"lag {lag} and more" if lag >= LAST else f"lag {lag}"
+
+
+def lag_table(data: ReportData) -> str:
+    """Returns the table; empty if no step reported statistics by lag."""
+    stats = data.state.totals.by_lag.stats()
+    if not stats:
+        return ""
+    rules = list(dict.fromkeys(rule for one in stats for rule in one.masked))
+    head = [*HEAD, *(f"#masked: {rule}" for rule in rules)]
+    note = (
+        '<p class="note">Ratio = exp(trainer − sampler) of every token in the loss. "swapped": tokens of completions that were sampled '
+        "by more than one version; the other rows do not include them.</p>"
+    )
+    return f"{table(head, [_cells(one, rules) for one in stats], 'lags')}{note}"
+
+
+def _cells(one: LagStats, rules: list[str]) -> list[str]:
+    gaps = [number(one.gaps.get(key, math.nan)) for key in ("p50", "p90", "p99", "max")]
+    masked = [percent(one.masked.get(rule, 0.0)) for rule in rules]
+    return [
+        escape(_named(one.name)),
+        f"{one.tokens:,}",
+        number(one.ratio, 4),
+        number(one.kl, 4),
+        percent(one.ess),
+        number(one.chi2),
+        percent(one.clipped),
+        *gaps,
+        *masked,
+    ]
+
+
+def kl_by_lag(data: ReportData) -> str:
+    """Draws k3 over steps, one line per lag."""
+    names = sorted(data.state.totals.by_lag.of)
+    if not names:
+        return ""
+    lines = {name: [(one.x, value) for one in data.bins if math.isfinite(value := _kl(one, name))] for name in names}
+    within = (0.0, math.inf)
+    chart = Chart(of_steps(data), extent((y for points in lines.values() for _, y in points), zero=True, within=within))
+    for name, points in lines.items():
+        chart.line(points, LAG_COLOURS[name])
+    tips = {one.name: "\n".join(f"{_named(name)}: {number(_kl(one, name))}" for name in names) for one in data.bins}
+    hovers(resumes(chart, data), data, lambda one: tips[one.name])
+    legend = [(LAG_COLOURS[name], _named(name)) for name in names]
+    return figure("KL(sampler ‖ trainer) by lag", chart.html("KL by lag"), legend, note_of(data, "k3 estimate, nats"))
+
+
+def _named(name: str) -> str:
+    return name if name == "swapped" else f"lag {name}"
+
+
+def _kl(one: Bin, name: str) -> float:
+    return next((stats.kl for stats in over_steps(one.rows) if stats.name == name), math.nan)
+
+
+# --- Histograms that compare the groups that were drawn with those that were trained: by length, and by mean reward.
+
+
+SLOTS = 40
+"""Slots of a histogram at most."""
+SIEVE_COLOURS = ("c1", "c6", "c5")
+"""Blue is drawn and dark grey is trained, as in the curves."""
+
+
+def lengths(state: RunState) -> str:
+    top = max([*state.lengths.drawn.counts, *state.lengths.trained.counts, 1])
+    width = max(1, math.ceil((top + 1) / SLOTS))
+    note = " ".join(part for part in ("Share of completions.", _unfinished(state)) if part)
+    return _histograms(
+        "Completion lengths, drawn against trained", state.lengths, low=0.0, width=width, unit="tokens", note=note
+    )
+
+
+def solve_rates(state: RunState) -> str:
+    values = [*state.solve_rates.drawn.counts, *state.solve_rates.trained.counts]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    width = (high - low) / (SLOTS // 2) or 1.0
+    note = "Share of groups. Groups whose rollouts are all right or all wrong have no gradient and are never trained."
+    return _histograms(
+        "Solve rates of prompts, drawn against trained",
+        state.solve_rates,
+        low=low,
+        width=width,
+        unit="mean reward",
+        note=note,
+    )
+
+
+def _unfinished(state: RunState) -> str:
+    count = sum(fate.unfinished for fate in discarded(state.fates))
+    return f"{plural(count, 'group')} cancelled before completion: missing here." if count else ""
+
+
+def _histograms(title: str, sieve: Sieve, *, low: float, width: float, unit: str, note: str) -> str:
+    """Draws three bars per slot. A difference between the second and the third is a bias of the run."""
+    named = (("drawn", sieve.drawn), ("could be trained", sieve.trainable), ("trained", sieve.trained))
+    shares = [_shares(one, low, width) for _, one in named]
+    if not any(shares):
+        return ""
+    last = max(slot for one in shares for slot in one)
+    highest = max(share for one in shares for share in one.values())
+    ends = (low, low + (last + 1) * width)
+    chart = Chart(ends, (0.0, min(1.0, highest * 1.08)), percent=True, x_label=unit, whole=width == int(width))
+    for index, one in enumerate(shares):
+        for slot, share in one.items():
+            left = low + (slot + 0.08 + 0.28 * index) * width
+            chart.box(left, left + 0.28 * width, 0, share, SIEVE_COLOURS[index])
+    for slot in range(last + 1):
+        left = low + slot * width
+        lines = [f"{name} {percent(one.get(slot, 0.0))}" for (name, _), one in zip(named, shares, strict=True)]
+        chart.hover(left, left + width, "\n".join([f"{number(left)} to {number(left + width)} {unit}", *lines]))
+    legend = [(colour, _legend(*one)) for colour, one in zip(SIEVE_COLOURS, named, strict=True)]
+    return figure(title, chart.html(title), legend, note)
+
+
+def _shares(one: Histogram, low: float, width: float) -> dict[int, float]:
+    counts: Counter[int] = Counter()
+    for value, count in one.counts.items():
+        counts[int((value - low) / width)] += count
+    return {slot: count / one.count for slot, count in sorted(counts.items())}
+
+
+def _legend(name: str, one: Histogram) -> str:
+    return f"{name}: {one.count:,}, mean {number(one.mean)}" if one.mean is not None else f"{name}: none"
+
+
+# --- Curves beside the reward: the shares of groups and completions that are not trained, the lengths of completions, the throughput of
+# both pools, and the held-out reward.
+
+
+Line = tuple[str, str, Callable[[Bin], float]]
+"""Colour, name, value."""
+
+MAX_NOTE = 300
+SHARE_COLOURS = 6
+"""Colours of curves, which are used again for more."""
+
+
+def failures(data: ReportData) -> str:
+    """Draws the shares of drawn groups and rollouts that were cut off or never trained."""
+    lines: list[Line] = [
+        ("c2", "rollouts cut off at max_tokens", lambda one: _known(one.ended.truncated_share)),
+        ("c5", "groups without contrast", lambda one: _known(one.ended.no_contrast_share)),
+        ("c4", "groups dropped for other reasons", lambda one: _known(one.ended.dropped_share)),
+        ("over", "rollouts failed", lambda one: _known(one.ended.failed_share)),
+    ]
+    return _lines(
+        data,
+        "Cut off, without contrast, dropped, failed",
+        lines,
+        "of the groups that ended since the step before",
+        share=True,
+    )
+
+
+def _known(share: float | None) -> float:
+    return math.nan if share is None else share
+
+
+def lengths_over_steps(data: ReportData) -> str:
+    lines: list[Line] = [
+        ("c1", "drawn", lambda one: _share(one.ended.tokens, one.ended.completions)),
+        ("c5", "trained", _trained_length),
+    ]
+    return _lines(data, "Completion length", lines, "tokens, mean")
+
+
+def _trained_length(one: Bin) -> float:
+    return _share(sum(sum(row.lengths) for row in one.rows), sum(len(row.lengths) for row in one.rows))
+
+
+def throughput(data: ReportData) -> str:
+    """Draws tokens per second of both pools, from the end of one step to the end of the next."""
+    sampled = _Sampled(data.state.engine.spans)
+    lines: list[Line] = [("c3", "sampled", sampled.rate), ("c1", "trained", _trained_rate)]
+    return _lines(data, "Tokens a second", lines, "tokens of a step divided by its time, waiting included")
+
+
+def _trained_rate(one: Bin) -> float:
+    return _share(sum(row.report.loss_tokens for row in one.rows), sum(end - start for start, end in one.spans))
+
+
+def agents(data: ReportData) -> str:
+    """Draws the rewards of each agent, where an episode has several: in a game their sum says nothing. Empty if there is one agent."""
+    names = dict.fromkeys(turn.agent for one in data.samples for turn in one.graph)
+    lines: list[Line] = [
+        (f"c{place % SHARE_COLOURS + 1}", name, partial(_of_agent, name))
+        for place, name in enumerate(name for name in names if name)
+    ]
+    note = "sum of the rewards that an agent's own turns were given; mean over the trained rollouts"
+    return _lines(data, "Reward of each agent", lines, note, any_sign=True) if lines else ""
+
+
+def _of_agent(name: str, one: Bin) -> float:
+    """Rewards of a role are named `role.name`."""
+    own = [[value for reward, value in row.components.items() if reward.startswith(f"{name}.")] for row in one.rows]
+    known = [sum(values) for values in own if values]
+    return _share(sum(known), len(known))
+
+
+def held_out(data: ReportData) -> str:
+    """Draws every evaluation with its error, and notes prompts without a reward; nothing if there are fewer than two evaluations."""
+    evals = data.state.evals
+    if len(evals) < 2:
+        return ""
+    low, high = of_steps(data)
+    ends = min([low, *(one.step - 0.5 for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
+    sides = [one.reward_mean + sign * one.reward_sem for one in evals for sign in (-1, 1)]
+    chart = Chart(ends, extent([*sides, *(one.reward_mean for one in evals)], within=data.range_of_rewards))
+    points = [(float(one.step), one.reward_mean) for one in evals]
+    chart.line(points, "c2").dots(points, "c2", [one.reward_sem for one in evals])
+    for one in evals:
+        chart.hover(one.step - 0.5, one.step + 0.5, f"step {one.step}, {one.phase}\n{_measured(one)}")
+    failed = [f"step {one.step} on {measured_on(one)}" for one in evals if one.failures]
+    note = f"mean ± standard error; {'; '.join(failed) if failed else 'no prompt failed'}"
+    return figure("Held-out reward", chart.html("Held-out reward"), note=clip(note, MAX_NOTE))
+
+
+def _measured(one: Evaluated) -> str:
+    return f"{with_error(one.reward_mean, one.reward_sem)}\non {measured_on(one)}"
+
+
+class _Sampled:
+    """The tokens that the engine had sampled by any moment, and for how long it was observed; interpolated between samples."""
+
+    def __init__(self, spans: Sequence[EngineSpan]) -> None:
+        self._spans = spans
+        self._ends = [span.end for span in spans]
+        self._tokens = [0, *accumulate(span.sampled for span in spans)]
+        self._seconds = [0.0, *accumulate(span.end - span.start for span in spans)]
+
+    def rate(self, one: Bin) -> float:
+        """Returns sampled tokens per second; NaN if nothing was measured."""
+        ends = [(self._by(start), self._by(end)) for start, end in one.spans]
+        tokens, seconds = (sum(after[i] - before[i] for before, after in ends) for i in (0, 1))
+        return _share(tokens, seconds)
+
+    def _by(self, t: float) -> tuple[float, float]:
+        place = bisect_right(self._ends, t)
+        tokens, seconds = float(self._tokens[place]), self._seconds[place]
+        if place < len(self._spans) and t > (span := self._spans[place]).start:
+            part = (t - span.start) / (span.end - span.start)
+            return tokens + part * span.sampled, seconds + t - span.start
+        return tokens, seconds
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _lines(
+    data: ReportData, title: str, lines: Sequence[Line], note: str, *, share: bool = False, any_sign: bool = False
+) -> str:
+    """Draws one curve per line. A chart of shares leaves out curves that are always 0, except the first. `any_sign`: whether values may
+    be negative."""
+    values = {name: [value(one) for one in data.bins] for _, name, value in lines}
+    shown = [line for line in lines if not share or any(one > 0 for one in values[line[1]])] or lines[:1]
+    every = [one for _, name, _ in shown for one in values[name]]
+    if not any(map(math.isfinite, every)):
+        return ""
+    within = (0.0, 1.0) if share else (-math.inf if any_sign else 0.0, math.inf)
+    chart = Chart(of_steps(data), extent(every, zero=True, within=within), percent=share)
+    for colour, name, _ in shown:
+        chart.line([(one.x, y) for one, y in zip(data.bins, values[name], strict=True)], colour)
+    write = percent if share else number
+
+    def tip(one: Bin) -> str:
+        texts = [f"{name}: {write(found)}" for _, name, value in lines if math.isfinite(found := value(one))]
+        return "\n".join(texts) or "nothing ended"
+
+    hovers(resumes(chart, data), data, tip)
+    return figure(title, chart.html(title), [(colour, name) for colour, name, _ in shown], note_of(data, note))
+
+
+# --- plots ------------------------------------------------------------
+
 
 POSITIVE = (0.0, math.inf)
 SHARE = (0.0, 1.0)

@@ -14,8 +14,7 @@ from headrace.facts.texts import clip, counted, number, plural
 from headrace.facts.verdicts import judged
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.fitted_table import FittedTable, TableColumn, no_room_for
-from headrace.views.screen.layout import one_line
+from headrace.views.screen.layout import FittedTable, TableColumn, no_room_for, one_line
 
 LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")
 """Colours by lag, the last one for all higher lags. They match those of the report, as far as a terminal has them."""

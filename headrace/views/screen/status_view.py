@@ -20,8 +20,7 @@ from headrace.views.screen import live
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, GAP, Line, Lines
-from headrace.views.screen.live import BAD, GOOD, WARN
-from headrace.views.screen.members import line_of
+from headrace.views.screen.live import BAD, GOOD, WARN, line_of
 
 MARKS = {
     "alive": ("●", GOOD),

@@ -44,8 +44,7 @@ from headrace.facts.verdicts import (
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, LABEL, distinct, without_marks
-from headrace.views.screen.live import BAD, GOOD, WARN
-from headrace.views.screen.members import absences
+from headrace.views.screen.live import BAD, GOOD, WARN, absences
 
 WIDTH = 100
 """Columns at most."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console as RichConsole
-from rich.console import ConsoleOptions, RenderableType, RenderResult
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -29,11 +36,113 @@ from headrace.facts.records import MetricsFact, StepRow
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, duration, number, percent, plural, reward_text, short_time, with_error
 from headrace.facts.verdicts import advices, measured_on, shares
+from headrace.views.config import ObserveConfig
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, LABEL, HeaderAbove, flow
-from headrace.views.screen.live import WIDTH, frame, padded
-from headrace.views.screen.surface import REFRESH, open_screen
+from headrace.views.screen.live import WIDTH, brief, frame, padded
+
+# --- The surface of a live view: a terminal, or the output of a notebook cell. Both show the same view.
+
+
+REFRESH = 4.0
+"""Frames per second. A thread redraws, so that the clock moves while the event loop waits for a worker."""
+
+NOTEBOOK_REFRESH = 2.0
+"""Frames per second in a notebook, which sends each frame to a browser."""
+
+COLUMNS = 104
+"""Width of the view in a notebook."""
+
+FRAME = (
+    '<pre style="margin:0;padding:10px 14px;max-width:max-content;overflow-x:auto;border:1px solid #8884;border-radius:6px;'
+    "font:12.5px/1.35 ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre\">{code}</pre>"
+)
+"""HTML of a frame. It sets no background, so that it fits light and dark notebooks."""
+
+Update = Callable[[str], None]
+"""Replaces the displayed HTML."""
+
+
+class Screen(Protocol):
+    """A surface that shows a view until it is stopped."""
+
+    def stop(self) -> None:
+        """Removes the view."""
+
+
+def terminal_mode(config: ObserveConfig) -> str:
+    """Returns `live`, `plain` or `off`."""
+    if config.terminal != "auto":
+        return config.terminal
+    on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return "live" if on_terminal or in_notebook() else "plain"
+
+
+def in_notebook() -> bool:
+    """Returns whether this process is a Jupyter kernel (JupyterLab, VS Code, Colab), whose cells show HTML."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def open_screen(view: Callable[[], RenderableType], console: Console) -> Screen:
+    """Starts a thread that draws the result of `view` repeatedly."""
+    if in_notebook():
+        return NotebookScreen(view, _display)
+    live = Live(get_renderable=view, console=console, refresh_per_second=REFRESH, transient=True)
+    live.start(refresh=True)
+    return live
+
+
+def _display(first: str) -> Update:
+    from IPython.display import HTML, display  # available in every kernel
+
+    handle = display(HTML(first), display_id=True)
+    return lambda text: handle.update(HTML(text))
+
+
+class NotebookScreen:
+    """A view in one notebook display, updated in place."""
+
+    def __init__(self, view: Callable[[], RenderableType], display: Callable[[str], Update]) -> None:
+        """`display` shows the first HTML and returns the function that replaces it."""
+        self._view, self._shown = view, as_html(view())
+        self._update = display(self._shown)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._draw, name="headrace-notebook", daemon=True)
+        self._thread.start()
+
+    def _draw(self) -> None:
+        while not self._over.wait(1 / NOTEBOOK_REFRESH):
+            text = as_html(self._view())
+            if text != self._shown:
+                self._update(text)
+                self._shown = text
+
+    def stop(self) -> None:
+        """Stops the thread and empties the display; may be called twice. The summary and the report take its place."""
+        if not self._over.is_set():
+            self._over.set()
+            self._thread.join()
+            self._update("")
+
+
+def as_html(view: RenderableType) -> str:
+    """Returns the view as HTML with inline styles."""
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        width=COLUMNS,
+        force_terminal=True,
+        force_jupyter=False,
+        color_system="truecolor",
+    )
+    console.print(view)
+    return console.export_html(inline_styles=True, code_format=FRAME)
+
+
+# --- terminal ------------------------------------------------------------
 
 
 class Header:
@@ -220,3 +329,61 @@ def step_line(row: StepRow, state: RunState) -> str:
         f"SKIPPED {report.skipped}" if report.skipped else "",
     ]
     return "  ".join(part for part in parts if part)
+
+
+# --- The terminal of a run that trains several adapters: all of them in one view, or one line per step with the adapter's name.
+
+
+class Board:
+    """The shared view. `lane(name)` is the sink of one adapter's recorder. The board is a context that restores the screen at its end."""
+
+    def __init__(self, names: Sequence[str], mode: str, console: Console | None = None) -> None:
+        """`mode`: live, plain or off."""
+        self._console = console or Console()
+        self._lanes = {name: _Lane(lambda line, name=name: self._say(name, line)) for name in names}  # type: ignore[misc]
+        self._mode = mode
+        self._screen = open_screen(self._view, self._console) if mode == "live" else None
+
+    def lane(self, name: str) -> _Lane:
+        return self._lanes[name]
+
+    def _view(self) -> RenderableType:
+        return padded(Group(*(part for lane in self._lanes.values() for part in (*lane.parts, Text("")))))
+
+    def _say(self, name: str, line: str) -> None:
+        if self._mode == "plain":
+            self._console.print(f"{name}: {line}", soft_wrap=True)
+
+    def close(self) -> None:
+        """Stops the view; may be called twice."""
+        if self._screen:
+            self._screen.stop()
+        self._mode = "off"
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class _Lane:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._header, self._built = say, Header(), -1.0
+        self._lines = PlainLines()
+        self.parts: Sequence[RenderableType] = (self._header,)
+
+    def record(self, fact: MetricsFact, state: RunState) -> None:
+        for line in self._lines.of(fact, state):
+            self._say(f"[{duration(fact.t)}] {line}")
+        now = time.monotonic()
+        if now - self._built >= 1 / REFRESH or isinstance(fact, (StepRow, RunStarted, Evaluated, RunEnded)):
+            self._header.update(state)
+            self.parts, self._built = (self._header, brief(state)), now
+
+    def close(self) -> None:
+        pass
+
+
+def open_board(config: ObserveConfig, names: Sequence[str]) -> Board:
+    return Board(names, terminal_mode(config))

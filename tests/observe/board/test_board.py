@@ -26,10 +26,9 @@ from headrace.facts.number_tables import GroupTable, Numbers, StepColumns, Wante
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
 from headrace.views.board.board_routes import FILES, _changes, make_board_app
-from headrace.views.board.followed_run import FollowedRun
-from headrace.views.board.run_list import RunList
+from headrace.views.board.followed_run import FollowedRun, RunList
 from headrace.views.board.runs_board import RunsBoard
-from headrace.views.report.apart import settings_apart
+from headrace.views.report.side_by_side import settings_apart
 from headrace.web.server import bind
 
 TOKEN = "a-token-of-the-tests-only"
@@ -272,7 +271,7 @@ def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
 
 
 def test_the_list_knows_how_many_steps_were_planned_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.views.board.run_list.TAIL", 20_000)
+    monkeypatch.setattr("headrace.views.board.followed_run.TAIL", 20_000)
     first, *rest = FactStream(steps=30).facts()
     (tmp_path / "run").mkdir()
     recorder = Recorder(tmp_path / "run")

@@ -32,10 +32,8 @@ from headrace.testing.fake_environments import scripted
 from headrace.testing.fake_scorer import FakeScorer
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.views.board import swimlanes
-from headrace.views.board.followed_run import FollowedRun
-from headrace.views.board.lane_facts import LaneWindow, Swaps, read_lanes, stretches
-from headrace.views.board.step_windows import NEAR
-from headrace.views.board.swimlanes import KINDS, MOST_LANES, LaneQuery
+from headrace.views.board.followed_run import NEAR, FollowedRun
+from headrace.views.board.swimlanes import KINDS, MOST_LANES, LaneQuery, LaneWindow, Swaps, read_lanes, stretches
 
 TOKEN, TOOL, SCORING = 0.1, 0.35, 0.2
 GROUPS, SIZE, STEPS = 3, 3, 12
@@ -315,7 +313,7 @@ def long_run(directory: Path, steps: int) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="bytes that are read are counted by Linux")
 def test_a_window_of_a_long_run_is_bounded_in_rows_and_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     most = 300_000
-    monkeypatch.setattr("headrace.views.board.step_windows.MOST", most)
+    monkeypatch.setattr("headrace.views.board.followed_run.MOST", most)
     run_dir = long_run(tmp_path / "long", 1500)
     size = (run_dir / METRICS).stat().st_size
     assert size > 12 * most

@@ -21,7 +21,7 @@ from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, StepRow, summarise
 from headrace.facts.run_state import RunState
 from headrace.run.config import load_config
-from headrace.views.board.run_list import RunList
+from headrace.views.board.followed_run import RunList
 from headrace.views.config import ObserveConfig
 from headrace.views.report import write_report
 from headrace.views.screen.console import Console
@@ -142,8 +142,8 @@ def test_a_price_below_zero_is_refused_and_adapters_share_one(tmp_path: Path) ->
 def test_a_list_of_runs_has_their_cost_from_the_ends_of_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headrace.views.board.run_list.HEAD", 1000)
-    monkeypatch.setattr("headrace.views.board.run_list.TAIL", 3000)
+    monkeypatch.setattr("headrace.views.board.followed_run.HEAD", 1000)
+    monkeypatch.setattr("headrace.views.board.followed_run.TAIL", 3000)
     monkeypatch.setenv("COLUMNS", "200")
     facts = list(FactStream(steps=40, prices=PRICES).facts())
     costly = [*facts[:60], members(facts[60].t, "serving", "serving", "serving"), *facts[60:]]

@@ -57,8 +57,7 @@ from headrace.facts.run_state import RunState, stride_of
 from headrace.facts.run_sums import as_counter
 from headrace.run.result import RunResult
 from headrace.views.board.board_parts import PARTS, part
-from headrace.views.board.followed_run import FollowedRun
-from headrace.views.board.step_windows import OF_POOLS, place_after, read_window
+from headrace.views.board.followed_run import OF_POOLS, FollowedRun, place_after, read_window
 from headrace.views.screen.console import Console
 from headrace.views.screen.live import brief, frame
 from headrace.views.screen.summary import summary
@@ -230,7 +229,7 @@ def test_kept_steps_are_a_part_of_those_kept_before():
 
 
 def test_a_window_has_the_facts_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.views.board.step_windows.NEAR", 2000)
+    monkeypatch.setattr("headrace.views.board.followed_run.NEAR", 2000)
     given = facts(60)
     written(tmp_path, given)
     state = whole(tmp_path).state
