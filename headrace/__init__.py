@@ -20,8 +20,8 @@ from headrace.version import __version__
 if TYPE_CHECKING:
     from headrace.core.errors import StopTraining
     from headrace.episodes.sandbox.tool import run_python
-    from headrace.episodes.scoring.python_rewards import Rewards
-    from headrace.episodes.scoring.trl import trl_reward
+    from headrace.episodes.scoring.functions import Rewards
+    from headrace.episodes.scoring.job import trl_reward
     from headrace.facts.facts import Evaluated
     from headrace.facts.progress import Evaluation, Step
     from headrace.run.config import RunConfig, load_config
@@ -50,7 +50,7 @@ _HOMES = {
     "StopTraining": "headrace.core.errors",
     "load_config": "headrace.run.config",
     "run_python": "headrace.episodes.sandbox.tool",
-    "trl_reward": "headrace.episodes.scoring.trl",
+    "trl_reward": "headrace.episodes.scoring.job",
 }
 
 

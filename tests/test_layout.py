@@ -62,7 +62,7 @@ ROOMS = {
     "episodes": ("sandbox", "tasks", "scoring", "environments"),
     "episodes.environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "episodes.sandbox": ("kernel", "inside"),
-    "episodes.scoring": ("workers", "parts", "services", "teacher"),
+    "episodes.scoring": ("workers", "services", "teacher"),
     "loop": ("world",),
     "processes": ("health", "launch", "joining", "placed"),
     "run": ("rehearsal", "auto", "fleets", "hosts", "worker", "clients"),

@@ -3,7 +3,7 @@
 When a run is resumed, the environment of each rollout that was under way is made again, and asks for its turns again: a turn whose
 request has the same name was sampled already, so that it costs nothing. The name contains a digest of all tokens before the turn
 (`name_of_turn`), so that what was recorded is used for no other context than its own. An environment that exports its state finds it
-among its notes (`notebook.py`), and goes on from there; nothing else of an environment is saved.
+among its notes (`rollout_session.py`), and goes on from there; nothing else of an environment is saved.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from headrace.core.batches import Failure
 from headrace.core.protocols import EnvironmentKind
 from headrace.core.rewards import usable
 from headrace.core.types import Completion, Episode, Prompt, RolloutKey, Scored
-from headrace.episodes.branching import as_tree, path_to, pivot_of
-from headrace.episodes.notebook import Note, Page
-from headrace.episodes.rollout import ForksConfig
-from headrace.episodes.rollout_session import ENDLESS, Ask, Decode, Played, RolloutSession, Room, TurnAsked
+from headrace.episodes.rollout import ForksConfig, as_tree, path_to, pivot_of
+from headrace.episodes.rollout_session import ENDLESS, Ask, Decode, Note, Page, Played, RolloutSession, Room, TurnAsked
 
 OpenPage = Callable[[int, Sequence[Note]], Page]
 """Opens the page of a rollout, behind the notes of another one."""

@@ -15,8 +15,7 @@ from headrace.core.errors import HeadraceError, IdentityError
 from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.core.types import Prompt
 from headrace.durable.journal import Journal, JournalStep
-from headrace.episodes.notebook import Notebook
-from headrace.episodes.rollout_session import Decode
+from headrace.episodes.rollout_session import Decode, Notebook
 from headrace.facts.facts import WeightsLive
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer

@@ -28,7 +28,7 @@ from headrace.core.types import Completion, RolloutKey, Struct
 from headrace.durable.atomic_files import sync_to_disk
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
-from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout_session import Notebook
 from headrace.facts.facts import CheckpointSaved
 from headrace.facts.index_file import DIGEST
 from headrace.facts.telemetry import Telemetry
@@ -206,7 +206,7 @@ class ControllerState(Struct, frozen=True):
     passes: int = 0
     """Number of the first frame of the pass log that is not in `begun` and `notes`."""
     notes: dict[str, tuple[bytes, ...]] = {}
-    """The notes of environments about rollouts in flight (`episodes/notebook.py`)."""
+    """The notes of environments about rollouts in flight (`episodes/rollout_session.py`)."""
     curriculum: CurriculumState | None = None
     """None if prompts are drawn in the order of the task."""
     made_by: dict[str, Any] = {}

@@ -12,9 +12,8 @@ from headrace.core.batches import Failure
 from headrace.core.protocols import EnvironmentKind, Scorer
 from headrace.core.types import Completion, Episode, Prompt, Request, RolloutKey, Scored, Struct
 from headrace.episodes.episodes import as_trees, roll_out, with_rewards
-from headrace.episodes.notebook import Notebook
 from headrace.episodes.rollout import seed_of
-from headrace.episodes.rollout_session import Decode, Played, Room, TurnAsked
+from headrace.episodes.rollout_session import Decode, Notebook, Played, Room, TurnAsked
 from headrace.facts.waits import Waits
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.partial import Interrupts

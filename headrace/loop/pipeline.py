@@ -42,7 +42,7 @@ from headrace.core.reports import TrainReport, differing
 from headrace.core.rewards import usable
 from headrace.core.types import Prompt
 from headrace.durable.journal import Journal, JournalStep
-from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout_session import Notebook
 from headrace.facts.run_state import RunState
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer

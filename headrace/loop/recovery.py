@@ -35,7 +35,7 @@ from headrace.durable.journal import (
 )
 from headrace.durable.pass_log import PassNote, discard_passes, read_passes
 from headrace.durable.segments import JOURNAL, SEGMENT
-from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout_session import Notebook
 from headrace.facts.records import Resume
 from headrace.loop.buffer import Buffer
 from headrace.loop.checkpoints import UNCHANGED, ChangedSettings, ControllerState, carried_over

@@ -15,13 +15,13 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import EnvironmentKind, Observer, Scorer
-from headrace.episodes.branching import fork_problem
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.kinds import environment_kind, named
+from headrace.episodes.rollout import fork_problem
+from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import LoadedReward
-from headrace.episodes.scoring.parts.score_log import ScoreLog
-from headrace.episodes.scoring.parts.segmenting import Decode
-from headrace.episodes.scoring.python_rewards import RewardFunction
+from headrace.episodes.scoring.parts import ScoreLog
+from headrace.episodes.scoring.segmenting import Decode
 from headrace.episodes.scoring.workers.processes import WorkerProcess
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.prompts import RemarkedTask, open_task

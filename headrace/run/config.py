@@ -21,9 +21,8 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
 from headrace.engine.remote.server_kind import server_kind
-from headrace.episodes.branching import fork_problems
 from headrace.episodes.environments.config import EnvironmentConfig, chat_problems, turn_problems
-from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.rollout import RolloutConfig, fork_problems
 from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.episodes.scoring.teacher.config import TeacherConfig, teacher_problems

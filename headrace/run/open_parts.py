@@ -13,8 +13,8 @@ from headrace.algo.noise import NoiseWatch
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
-from headrace.episodes.scoring.overlong import punished
-from headrace.episodes.scoring.parts.score_log import ScoreLog
+from headrace.episodes.scoring.parts import ScoreLog
+from headrace.episodes.scoring.reward_scorer import punished
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.assembly import RestoredState, assemble, restore_state
 from headrace.loop.checkpoints import Snapshots

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.core.errors import ConfigError
 from headrace.core.printing import say
 from headrace.episodes.scoring.config import RewardConfig
-from headrace.episodes.scoring.python_rewards import RewardFunction, Rewards, rewards_of
+from headrace.episodes.scoring.functions import RewardFunction, Rewards, rewards_of
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.python_rows import fingerprint, rows_of
 from headrace.episodes.tasks.read import Row

@@ -27,8 +27,8 @@ from headrace.engine.servers.installed import require
 from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.extract import Extractor
+from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import is_async
-from headrace.episodes.scoring.python_rewards import RewardFunction
 from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.facts import FilesChecked, Warned

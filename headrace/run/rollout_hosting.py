@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import say
-from headrace.episodes.scoring.overlong import punished
+from headrace.episodes.scoring.reward_scorer import punished
 from headrace.facts.facts import Fact, FirstFailure, Warned, WorkerLost
 from headrace.loop.assembly import groups_alone
 from headrace.models.chat import ChatEncoder

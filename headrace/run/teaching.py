@@ -22,9 +22,8 @@ from headrace.core.types import Completion, Prompt
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.episodes.scoring.teacher.config import TeacherConfig
-from headrace.episodes.scoring.teacher.stage import Teacher, TraceScorer
+from headrace.episodes.scoring.teacher.stage import Teacher, TraceScorer, vocabulary_problem, width_of
 from headrace.episodes.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
-from headrace.episodes.scoring.teacher.vocabulary import vocabulary_problem, width_of
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.read import Row, read_rows
 from headrace.facts.facts import EngineSample, Fact

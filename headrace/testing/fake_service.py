@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.episodes.scoring.services.http_post import HttpAnswer, NoAnswer
+from headrace.episodes.scoring.services.endpoint import HttpAnswer, NoAnswer
 
 Misbehaviour = Literal["down", "hang", "500", "busy", "html", "nan", "short", "unauthorised", "redirect", "half"]
 """The fault of one request: no connection, no answer, a server error, `Retry-After`, a page instead of JSON, scores that are none, too

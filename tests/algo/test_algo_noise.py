@@ -19,7 +19,7 @@ from headrace.algo.policy.tokens import TokenLoss, Tokens
 from headrace.algo.recipes import RECIPES
 from headrace.core.reports import TrainReport
 from headrace.durable.journal import read_steps
-from headrace.episodes.scoring.overlong import soft_overlong_punishment
+from headrace.episodes.scoring.reward_scorer import soft_overlong_punishment
 from headrace.facts.facts import Warned
 from headrace.facts.records import StepRow
 from headrace.run.run import RunResult

@@ -14,7 +14,6 @@ from tool_chats import WrittenAgent
 
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import EnvironmentKind, Limits
-from headrace.episodes.branching import fork_problem
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.function import _resumes
 from headrace.episodes.environments.libraries.attempts import open_reasoning_gym
@@ -25,7 +24,7 @@ from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.environments.workers.process import FunctionSettings
 from headrace.episodes.environments.workers.step_driver import exports, is_end
 from headrace.episodes.environments.workers.talk import AgentReply
-from headrace.episodes.rollout import ForksConfig
+from headrace.episodes.rollout import ForksConfig, fork_problem
 from headrace.episodes.tasks.reasoning_gym import columns_of
 
 GYM = '''

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from headrace.core.batches import Failure
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
-from headrace.episodes.notebook import Notebook
 from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.rollout_session import Notebook
 from headrace.facts.facts import Evaluated
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits

@@ -34,8 +34,8 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.episodes.environments.single_turn import SINGLE_TURN
-from headrace.episodes.notebook import Notebook
 from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.rollout_session import Notebook
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.reward_scorer import RewardScorer
 from headrace.episodes.scoring.services.config import ServiceConfig

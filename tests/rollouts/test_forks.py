@@ -20,9 +20,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.protocols import EnvironmentKind
 from headrace.core.types import Branch, Completion, Episode, Prompt, Scored, TeacherTrace, Turn, VersionSpan
 from headrace.durable.journal import read_steps
-from headrace.episodes.branching import as_tree, fork_problem, path_to, pivot_of
 from headrace.episodes.episodes import as_trees, roll_out, with_rewards
-from headrace.episodes.rollout import ForksConfig, RolloutConfig
+from headrace.episodes.rollout import ForksConfig, RolloutConfig, as_tree, fork_problem, path_to, pivot_of
 from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.facts.facts import GroupEnded
 from headrace.loop.checkpoints import load_controller

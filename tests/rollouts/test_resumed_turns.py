@@ -18,8 +18,7 @@ from headrace.core.types import Completion, Prompt
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.function import open_function
 from headrace.episodes.episodes import Played, roll_out
-from headrace.episodes.notebook import Page
-from headrace.episodes.rollout_session import TurnAsked
+from headrace.episodes.rollout_session import Page, TurnAsked
 from headrace.models.chat import ChatEncoder
 
 ENV = '''

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.core.batches import Failure
 from headrace.episodes.sandbox.sandbox import Sandbox
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT
-from headrace.episodes.scoring.unit_tests import load_unit_tests
+from headrace.episodes.scoring.builtin import load_unit_tests
 from tests.sandbox.test_hostile import pytestmark  # noqa: F401
 
 KEPT: dict[str, Any] = tomllib.loads(Path(__file__).with_name("styles_of_tests.toml").read_text())

@@ -11,11 +11,11 @@ import pytest
 
 from headrace.core.batches import Failure
 from headrace.episodes.sandbox.attending import CallEnd, report_of
-from headrace.episodes.sandbox.inside.plain import NotPlain, as_json, from_json
+from headrace.episodes.sandbox.inside.plain_values import NotPlain, as_json, from_json
 from headrace.episodes.sandbox.sandbox import Sandbox
+from headrace.episodes.scoring.builtin import BadTests, UnitTest, load_unit_tests, read_tests
 from headrace.episodes.scoring.config import RewardConfig, RewardSpec, sandbox_problems
 from headrace.episodes.scoring.extract import code_block, written
-from headrace.episodes.scoring.unit_tests import BadTests, UnitTest, load_unit_tests, read_tests
 from tests.sandbox.test_hostile import LIMITS, pytestmark  # noqa: F401
 
 ADD = "def add(a, b):\n    return a + b\n"

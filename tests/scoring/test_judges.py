@@ -19,12 +19,11 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Scored
 from headrace.episodes.scoring.config import RewardConfig, RewardSpec
 from headrace.episodes.scoring.job import Effort, ScoringJob, Values
-from headrace.episodes.scoring.parts.comparing import compared, pairs_of, win_rates
+from headrace.episodes.scoring.parts import compared, pairs_of, win_rates
 from headrace.episodes.scoring.reward_scorer import RewardScorer
 from headrace.episodes.scoring.services.config import JudgeConfig, ServiceConfig
 from headrace.episodes.scoring.services.endpoint import BadAnswer
-from headrace.episodes.scoring.services.judge import rewards_of_ranks
-from headrace.episodes.scoring.services.judge_answers import read_ranking, read_score, read_verdict
+from headrace.episodes.scoring.services.judge import read_ranking, read_score, read_verdict, rewards_of_ranks
 from headrace.loop.world import virtual_time
 from headrace.run.config import load_config
 from headrace.testing.fake_service import FakeService, ScriptedPost

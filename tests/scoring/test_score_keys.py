@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.batches import Failure
 from headrace.episodes.scoring.job import ScoringJob
-from headrace.episodes.scoring.parts.score_log import ScoreLog
+from headrace.episodes.scoring.parts import ScoreLog
 
 JOB = ScoringJob("2 + 2?", ("4", "5"), ((1,), (2,)), {"answer": "4"})
 OTHER: dict[str, Any] = {

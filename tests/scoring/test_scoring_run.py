@@ -16,7 +16,7 @@ import headrace
 from headrace.commands.again import replay
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import read_steps
-from headrace.episodes.scoring.parts.score_log import SCORES
+from headrace.episodes.scoring.parts import SCORES
 from headrace.facts.facts import ScorerAsked
 from headrace.facts.records import StepRow
 from headrace.testing.fake_service import FakeService

@@ -18,11 +18,10 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.episodes.scoring.config import RewardConfig, RewardSpec
 from headrace.episodes.scoring.job import Effort, ScoringJob
-from headrace.episodes.scoring.parts.score_log import SCORES, ScoreLog
+from headrace.episodes.scoring.parts import SCORES, ScoreLog
 from headrace.episodes.scoring.reward_scorer import RewardScorer
 from headrace.episodes.scoring.services.config import ServiceConfig
-from headrace.episodes.scoring.services.endpoint import FIRST_PAUSE
-from headrace.episodes.scoring.services.service import HttpService
+from headrace.episodes.scoring.services.endpoint import FIRST_PAUSE, HttpService
 from headrace.facts.facts import ScorerAsked
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
@@ -173,7 +172,7 @@ def test_an_answer_that_is_none_is_never_a_zero(answer, reason):
         async def post(self, *given: Any) -> Any:
             import msgspec
 
-            from headrace.episodes.scoring.services.http_post import HttpAnswer
+            from headrace.episodes.scoring.services.endpoint import HttpAnswer
 
             await super().post(*given)
             return HttpAnswer(200, {}, msgspec.json.encode(answer))

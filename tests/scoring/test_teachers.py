@@ -20,9 +20,8 @@ from headrace.core.batches import Failure
 from headrace.core.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
 from headrace.core.types import Completion, Episode, Prompt, Scored, Stop, Turn, VersionSpan
 from headrace.core.weights import WeightUpdate
-from headrace.episodes.scoring.teacher.stage import NoReward, Teacher, TraceScorer, score_episode
+from headrace.episodes.scoring.teacher.stage import NoReward, Teacher, TraceScorer, score_episode, vocabulary_problem
 from headrace.episodes.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
-from headrace.episodes.scoring.teacher.vocabulary import vocabulary_problem
 from headrace.facts.facts import Waited
 from headrace.facts.waits import Waits
 from headrace.run.config import load_config, teacher_engine

@@ -42,7 +42,7 @@ from headrace.core.reports import EngineStats, LoadReport, TrainReport
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.durable.spelling import encode
-from headrace.episodes.branching import as_tree
+from headrace.episodes.rollout import as_tree
 from headrace.facts.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, StepRow, read_metrics

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from headrace.engine.remote.server_kind import startable_servers
 from headrace.engine.servers.installed import look, places
-from headrace.episodes.environments.verifiers.verifiers_package import REMEDY as VERIFIERS
-from headrace.episodes.environments.verifiers.verifiers_package import lacking, look_for_verifiers
+from headrace.episodes.environments.verifiers.taskset_environment import REMEDY as VERIFIERS
+from headrace.episodes.environments.verifiers.taskset_environment import lacking, look_for_verifiers
 from headrace.native.resources import memory, usable_cores
 from headrace.run.rehearsal.machine import ask_torch, torch_facts
 from headrace.settings.extras import EXTRAS, install, is_installed, pip_install

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import headrace
 from headrace.compat.trl.trl_settings import GRPOConfig, refuse_what_cannot_be, settings_from, value_of, without_meaning
 from headrace.core.errors import ConfigError
-from headrace.episodes.scoring.python_rewards import RewardFunction
-from headrace.episodes.scoring.trl import trl_reward
+from headrace.episodes.scoring.functions import RewardFunction
+from headrace.episodes.scoring.job import trl_reward
 from headrace.models.resolve import resolve_model
 from headrace.settings.toml import Tree, merge
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.types import Struct
-from headrace.episodes.sandbox.inside import json_frames
+from headrace.episodes.sandbox.inside import plain_values
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.process_end import ended_within
@@ -125,7 +125,7 @@ class _Process:
         assert self._process.stdin is not None
         try:
             for frame in frames:
-                json_frames.send(self._process.stdin.fileno(), frame)
+                plain_values.send(self._process.stdin.fileno(), frame)
         except (OSError, ValueError) as error:
             raise SandboxLost(f"the call could not be sent: {error}") from None
         return self._receive()
@@ -133,7 +133,7 @@ class _Process:
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         try:
-            report: dict[str, Any] = json_frames.receive(self._process.stdout.fileno())
+            report: dict[str, Any] = plain_values.receive(self._process.stdout.fileno())
         except (OSError, ValueError):
             self.end()
             raise SandboxLost(f"the process that makes calls ended with exit code {self._process.returncode}") from None

@@ -23,10 +23,9 @@ from typing import Any, NoReturn
 
 from headrace.episodes.sandbox.attending import Forked, attend, pipes, report_of
 from headrace.episodes.sandbox.inside.confine import confine, take_descriptors
-from headrace.episodes.sandbox.inside.json_frames import receive, send
+from headrace.episodes.sandbox.inside.plain_values import receive, send
 from headrace.episodes.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_program, serve_calls
-from headrace.episodes.sandbox.inside.tester import run_test
-from headrace.episodes.sandbox.inside.together import run_together, sealed
+from headrace.episodes.sandbox.inside.tester import run_test, run_together, sealed
 from headrace.episodes.sandbox.kernel import landlock, seccomp
 from headrace.episodes.sandbox.kernel.namespaces import enter
 from headrace.episodes.sandbox.kernel.thread_gate import ThreadGate

@@ -14,10 +14,43 @@ from typing import Any
 from headrace.core.batches import Failure
 from headrace.core.rewards import Unusable, number_of, shown
 from headrace.core.types import Episode, Struct
-from headrace.episodes.scoring.trl import ONLY_THERE, TrlReward, conversation
 from headrace.processes.health.patience import within
 from headrace.processes.health.user_prints import SCREEN, bounded_prints
 from headrace.settings.user_code import one_line, traceback_of, unreachable
+
+# --- Reward functions written for TRL, called as TRL's trainers call them.
+#
+# The convention differs from ours in three points: if the row's prompt is a conversation, prompts and completions are conversations too;
+# tokens are passed as `completion_ids`; and a reward of None means that the function does not apply to the row.
+
+
+ONLY_THERE = ("trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL passes and headrace cannot."""
+
+
+class TrlReward:
+    """Marks a function that is called by TRL's convention. It can be called like the function, and has its name."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.function(*given, **named)
+
+
+def trl_reward(function: Callable[..., Any]) -> TrlReward:
+    """Marks a reward function as one written for TRL: `reward=headrace.trl_reward(fn)`, or a decorator in a file of rewards."""
+    return TrlReward(function)
+
+
+def conversation(text: str) -> list[dict[str, str]]:
+    """Returns a completion in the form that TRL passes to functions if the prompt is a conversation."""
+    return [{"role": "assistant", "content": text}]
+
+
+# --- job ------------------------------------------------------------
+
 
 Values = list[float | tuple[float, ...] | Failure | None]
 """One per completion: a finite number, one for each of its segments, a failure, or None if a function written for TRL does not apply."""
@@ -34,9 +67,9 @@ class ScoringJob(Struct, frozen=True):
     transcripts: tuple[list[dict[str, Any]], ...] = ()
     """The messages of each rollout, with tool calls and their results, if an environment talked with the model."""
     rivals: tuple[str, ...] = ()
-    """The completion that each of `completions` is compared with, in a comparison (`parts/comparing.py`)."""
+    """The completion that each of `completions` is compared with, in a comparison (`scoring/parts.py`)."""
     segments: tuple[tuple[str, ...], ...] = ()
-    """The steps of each completion, if each of them gets a score (`parts/segmenting.py`)."""
+    """The steps of each completion, if each of them gets a score (`scoring/segmenting.py`)."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from headrace.core.protocols import EnvironmentKind
 from headrace.core.types import Completion
 from headrace.episodes.environments.single_turn import SINGLE_TURN
-from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout_session import Notebook
 from headrace.testing.fake_environments import scripted
 from headrace.testing.faultsim.case import Case
 

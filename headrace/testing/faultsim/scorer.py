@@ -15,11 +15,9 @@ import msgspec
 from headrace.core.batches import Failure
 from headrace.core.types import Episode, Prompt, Scored
 from headrace.episodes.rollout import seed_of
-from headrace.episodes.scoring.parts.part import PartCaller, RewardPart
-from headrace.episodes.scoring.parts.score_log import ScoreLog
+from headrace.episodes.scoring.parts import PartCaller, RewardPart, ScoreLog
 from headrace.episodes.scoring.services.config import ServiceConfig
-from headrace.episodes.scoring.services.http_post import HttpAnswer
-from headrace.episodes.scoring.services.service import HttpService
+from headrace.episodes.scoring.services.endpoint import HttpAnswer, HttpService
 from headrace.facts.telemetry import Telemetry
 from headrace.testing.fake_service import Misbehaviour, ScriptedPost
 from headrace.testing.faultsim.chance import Chance

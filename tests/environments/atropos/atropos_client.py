@@ -20,7 +20,7 @@ from headrace.core.batches import Failure
 from headrace.core.types import Completion, Prompt, VersionSpan
 from headrace.episodes.environments.atropos.atropos_environment import open_atropos
 from headrace.episodes.environments.config import EnvironmentConfig
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played, TurnAsked

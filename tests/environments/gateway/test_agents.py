@@ -17,9 +17,9 @@ from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError, RolloutFailed
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_environment import open_agents
-from headrace.episodes.environments.agents.printed_reward import printed_reward
+from headrace.episodes.environments.agents.agent_process import printed_reward
 from headrace.episodes.environments.config import EnvironmentConfig
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 from headrace.run.config import load_config

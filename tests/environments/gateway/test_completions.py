@@ -14,7 +14,7 @@ from gateway_agent import Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
 from headrace.core.protocols import Limits
-from headrace.episodes.environments.gateway.completions_routes import DEFAULT
+from headrace.episodes.environments.gateway.format_routes import DEFAULT
 from headrace.episodes.rollout_session import Played
 
 

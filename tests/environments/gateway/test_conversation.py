@@ -17,8 +17,7 @@ from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Limits
 from headrace.core.types import Completion, Prompt, Scored
-from headrace.episodes.environments.conversation import Conversation, with_tools
-from headrace.episodes.environments.turn_stream import TurnStream
+from headrace.episodes.environments.conversation import Conversation, TurnStream, with_tools
 from headrace.episodes.environments.workers.episode_frames import ChatReply
 from headrace.episodes.episodes import Played
 from headrace.episodes.rollout_session import RolloutSession

@@ -12,7 +12,7 @@ from written_turns import Model, check_rows, encoder_of
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.config import EnvironmentConfig
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 

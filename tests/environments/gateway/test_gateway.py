@@ -18,7 +18,7 @@ from written_turns import Model, check_rows, encoder_of
 from headrace.core.batches import Failure
 from headrace.core.protocols import Limits
 from headrace.core.types import Completion
-from headrace.episodes.environments.gateway.chat_tree import LIMIT_REPLIES
+from headrace.episodes.environments.gateway.history_trees import LIMIT_REPLIES
 from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.web.limits import ServerLimits
 

@@ -21,9 +21,9 @@ from headrace.core.batches import Failure
 from headrace.core.types import Prompt, Scored
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.config import EnvironmentConfig
-from headrace.episodes.environments.gateway import gateway_rollout
-from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway import history_trees
+from headrace.episodes.environments.gateway.history_trees import GatewayRollout
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.episodes import roll_out, with_rewards
 from headrace.episodes.rollout_session import Played
 from headrace.web.errors import Refused
@@ -81,7 +81,7 @@ def test_no_two_agents_have_one_name_and_with_it_each_others_rewards() -> None:
 
 
 def test_a_role_needs_a_name_and_there_may_not_be_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_rollout, "MOST_SPEAKERS", 2)
+    monkeypatch.setattr(history_trees, "MOST_SPEAKERS", 2)
     model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["so<|im_end|>"] * 9)
 
     async def case(asks: Asks) -> None:

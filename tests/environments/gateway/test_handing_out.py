@@ -31,7 +31,7 @@ from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.handing_out import open_handing_out
 from headrace.episodes.environments.agents.outside_agents import OutsideAgents
 from headrace.episodes.environments.config import EnvironmentConfig
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played

@@ -27,7 +27,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.config import EnvironmentConfig
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.verifiers import taskset_process
 from headrace.episodes.environments.verifiers.taskset_environment import open_taskset
 from headrace.episodes.episodes import roll_out

@@ -13,8 +13,8 @@ from typing import Any
 from fake_world import FakeWorld
 
 from headrace.episodes.environments.single_turn import SINGLE_TURN
-from headrace.episodes.notebook import Notebook
 from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.rollout_session import Notebook
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.loop_plan import LoopPlan

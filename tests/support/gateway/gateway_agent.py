@@ -14,7 +14,7 @@ from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.served_rollouts import talks_of
 from headrace.episodes.environments.conversation import NO_ARGUMENTS
 from headrace.episodes.environments.gateway.gateway import Gateway
-from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.episodes.environments.gateway.history_trees import GatewayRollout
 from headrace.episodes.rollout_session import Played, RolloutSession
 from headrace.web.limits import ServerLimits
 

@@ -12,13 +12,19 @@ import msgspec
 from headrace.core.errors import ConfigError, RolloutFailed
 from headrace.core.protocols import Agent, Environment, EnvironmentKind
 from headrace.core.types import Prompt
-from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper, agent_addresses, agent_variables
-from headrace.episodes.environments.agents.memory_watch import MemoryWatch
-from headrace.episodes.environments.agents.printed_reward import GivenRewards, printed_reward
+from headrace.episodes.environments.agents.agent_process import (
+    AgentProcess,
+    GivenRewards,
+    MemoryWatch,
+    Reaper,
+    agent_addresses,
+    agent_variables,
+    printed_reward,
+)
 from headrace.episodes.environments.agents.served_rollouts import ServedRollouts, give, given_of
 from headrace.episodes.environments.gateway.gateway import Gateway
-from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway.history_trees import GatewayRollout
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.web.limits import ServerLimits
 
 

@@ -25,17 +25,16 @@ from headrace.core.errors import RolloutFailed
 from headrace.core.protocols import Agent, Environment, EnvironmentKind
 from headrace.core.rewards import Unusable, number_of
 from headrace.core.types import Prompt
-from headrace.episodes.environments.agents.address_file import AddressFile
-from headrace.episodes.environments.agents.agent_process import agent_addresses
-from headrace.episodes.environments.agents.printed_reward import NAME, GivenRewards
+from headrace.episodes.environments.agents.agent_process import NAME, GivenRewards, agent_addresses
 from headrace.episodes.environments.agents.served_rollouts import (
+    AddressFile,
     ServedRollouts,
     give,
     given_of,
 )
 from headrace.episodes.environments.gateway.gateway import Gateway
-from headrace.episodes.environments.gateway.gateway_rollout import SECRET_BYTES, GatewayRollout
-from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.gateway.history_trees import SECRET_BYTES, GatewayRollout
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.web.bodies import Body
 from headrace.web.errors import Refused

@@ -18,8 +18,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from headrace.core.errors import HeadraceError, RolloutFailed
-from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper, agent_variables
-from headrace.episodes.environments.agents.printed_reward import printed_reward
+from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper, agent_variables, printed_reward
 from headrace.settings.paths import command_paths
 
 WAIT = 25.0

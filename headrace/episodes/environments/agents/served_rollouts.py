@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headrace.core.chat.messages import arguments_of
 from headrace.core.errors import RolloutFailed
 from headrace.core.protocols import Agent
 from headrace.core.types import Prompt
-from headrace.episodes.environments.agents.printed_reward import GivenRewards
+from headrace.episodes.environments.agents.agent_process import GivenRewards
 from headrace.episodes.environments.config import ToolPlace
 from headrace.episodes.environments.conversation import NO_ARGUMENTS, Conversation
-from headrace.episodes.environments.gateway.chat_tree import ChatTree
 from headrace.episodes.environments.gateway.gateway import Gateway
-from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout, Talks
-from headrace.episodes.environments.gateway.opened_with import GatewayEncoder, OpenedWith
-from headrace.episodes.environments.gateway.text_tree import TextTree
-from headrace.episodes.environments.gateway.turn_request import ROLE
+from headrace.episodes.environments.gateway.history_trees import ChatTree, GatewayRollout, Talks, TextTree
+from headrace.episodes.environments.gateway.turn_request import ROLE, GatewayEncoder, OpenedWith
+
+# --- The file with the address at which agents elsewhere reach a run.
+
+
+class AddressFile:
+    """It is there while the run can be reached. One that a killed process of the run has left names nobody, and is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._published = path, False
+        path.unlink(missing_ok=True)
+
+    def publish(self, address: str) -> None:
+        """Writes the address, once, as a whole file that nobody else can read."""
+        if self._published:
+            return
+        part = self._path.with_name(f"{self._path.name}.part")
+        part.unlink(missing_ok=True)
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(handle, f"{address}\n".encode())
+        finally:
+            os.close(handle)
+        part.rename(self._path)
+        self._published = True
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+# --- served rollouts ------------------------------------------------------------
 
 
 class ServedRollouts:

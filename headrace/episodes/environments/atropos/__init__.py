@@ -1,6 +1,5 @@
 """Environments of Atropos (`environment.kind = "atropos"`): they draw their own problems, sample from the run, and post groups that they have scored.
 
-Read `trajectory_bodies.py` (what they send), `open_rollouts.py` (the rollouts that they may play: which ticket a request belongs to),
-`posted_groups.py` (the rollouts whose tokens a posted group has), then `trainer_facts.py` and the routes: `inference_routes.py` (what they sample from) and
-`trajectory_routes.py` (the trajectory API, to which they post). `atropos_environment.py` joins them.
+Read `open_rollouts.py` (what they send, the rollouts that they may play, and those whose tokens a posted group has) and `atropos_routes.py` (what they
+ask for and sample from). `atropos_environment.py` joins them.
 """

@@ -15,14 +15,12 @@ from starlette.responses import Response
 from headrace.core.errors import RolloutFailed
 from headrace.core.protocols import Agent, Environment, EnvironmentKind
 from headrace.core.types import Prompt
-from headrace.episodes.environments.agents.address_file import AddressFile
-from headrace.episodes.environments.agents.served_rollouts import ServedRollouts
-from headrace.episodes.environments.atropos.inference_routes import InferenceRoutes
+from headrace.episodes.environments.agents.served_rollouts import AddressFile, ServedRollouts
+from headrace.episodes.environments.atropos.atropos_routes import InferenceRoutes, TrainerFacts, TrajectoryRoutes
 from headrace.episodes.environments.atropos.open_rollouts import OpenRollout, OpenRollouts
-from headrace.episodes.environments.atropos.trajectory_routes import TrainerFacts, TrajectoryRoutes
 from headrace.episodes.environments.gateway.gateway import Gateway
-from headrace.episodes.environments.gateway.gateway_rollout import SECRET_BYTES
-from headrace.episodes.environments.gateway.opened_with import GatewayEncoder, OpenedWith
+from headrace.episodes.environments.gateway.history_trees import SECRET_BYTES
+from headrace.episodes.environments.gateway.turn_request import GatewayEncoder, OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits

@@ -16,8 +16,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.episodes.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
-from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout, Talks
+from headrace.episodes.environments.gateway import format_routes
+from headrace.episodes.environments.gateway.history_trees import GatewayRollout, Talks
 from headrace.episodes.environments.gateway.turn_request import AnswerEncoder, GatewayRules
 from headrace.web.application import make_application
 from headrace.web.errors import Refused
@@ -34,13 +34,13 @@ MODEL_ROUTE = "v1/models/"
 """The begin of a path that ends with the name of a model."""
 
 ROUTES: Mapping[str, tuple[str, Answer]] = {
-    "v1/models": ("GET", chat_routes.models),
-    MODEL_ROUTE: ("GET", chat_routes.model),
-    "v1/chat/completions": ("POST", chat_routes.chat),
-    "v1/completions": ("POST", completions_routes.completions),
-    "inference/v1/generate": ("POST", completions_routes.generate),
-    "v1/responses": ("POST", responses_routes.responses),
-    "v1/messages": ("POST", anthropic_routes.messages),
+    "v1/models": ("GET", format_routes.models),
+    MODEL_ROUTE: ("GET", format_routes.model),
+    "v1/chat/completions": ("POST", format_routes.chat),
+    "v1/completions": ("POST", format_routes.completions),
+    "inference/v1/generate": ("POST", format_routes.generate),
+    "v1/responses": ("POST", format_routes.responses),
+    "v1/messages": ("POST", format_routes.messages),
 }
 """Path behind the secret -> method and answer."""
 

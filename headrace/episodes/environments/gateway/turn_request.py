@@ -1,11 +1,14 @@
 """One request for a turn, whatever its format: the fields that its run decides, the turn as a whole or while it is sampled, and the
-errors that end a rollout."""
+errors that end a rollout.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -15,9 +18,9 @@ from headrace.core.chat.messages import TemplateUse, Tool, with_effort
 from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, RolloutOver
 from headrace.core.types import Constraint
-from headrace.episodes.environments.gateway.chat_tree import TreeReply
-from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout, Speaker
-from headrace.episodes.environments.turn_stream import TurnStream
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.conversation import TurnEncoder, TurnStream
+from headrace.episodes.environments.gateway.history_trees import GatewayRollout, Speaker, TextEncoder, TreeReply
 from headrace.models.chat import LONG, off_loop
 from headrace.models.grammars import check_constraint
 from headrace.web.bodies import Chat, Drawing
@@ -267,3 +270,39 @@ class TurnRequest:
             raise rollout.refused(Refused(503, said, "rollout_over")) from None
         self._speaker.answered(answer)
         return answer
+
+
+# --- All that a run tells an environment whose player asks the gateway for its turns.
+
+
+class GatewayEncoder(TurnEncoder, TextEncoder, AnswerEncoder, Protocol):
+    """The part of `models.chat.ChatEncoder` that the gateway uses."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedWith:
+    config: EnvironmentConfig
+    encoder: GatewayEncoder
+    system: str = ""
+    """The system message of conversations that have none."""
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    """The run's temperature, top_p, top_k and min_p."""
+    stop: Sequence[str] = ()
+    """Its stop strings."""
+    alone: bool = True
+    """Whether nothing else gives rewards."""
+    log: Path | None = None
+    """Receives what players print, or lines on what they post. The file with the address of the run is written beside it."""
+    seeds: bool = False
+    """Whether the prompts are seeds, from which players make their problems."""
+    held_out: int = 0
+    """Prompts that are kept for evaluation."""
+    name: str = ""
+    """The run's."""
+    steps: int = 0
+    group_size: int = 1
+    groups_per_step: int = 1
+    longest: int = 0
+    """The most tokens of a rollout."""

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.environments.libraries.led_again import Replies
-from headrace.episodes.environments.libraries.options import near, not_installed
+from headrace.episodes.environments.libraries.options import Replies, near, not_installed
 from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import LibraryRollout
 from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.environments.libraries.led_again import Replies
-from headrace.episodes.environments.libraries.options import near, not_installed
+from headrace.episodes.environments.libraries.options import Replies, near, not_installed
 from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import LibraryRollout
 from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent, messages_of

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from headrace.episodes.sandbox.inside import json_frames
+from headrace.episodes.sandbox.inside import plain_values
 from headrace.episodes.sandbox.inside.confine import CHANNEL
-from headrace.episodes.sandbox.inside.plain import Given, as_json, contents, from_json
+from headrace.episodes.sandbox.inside.plain_values import Given, as_json, contents, from_json
 
 _SLICE = 0.01
 """Seconds that coroutines run before the test is told that the one which it awaits has not ended."""
@@ -68,7 +68,7 @@ class _TestEnded(BaseException):
 
 def _received() -> Any:
     try:
-        return json_frames.receive(CHANNEL)
+        return plain_values.receive(CHANNEL)
     except ConnectionError:
         raise _TestEnded from None
 
@@ -108,7 +108,7 @@ class Answers:
 
     def ask_test(self, number: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Calls a function of the test, and answers what it asks meanwhile."""
-        json_frames.send(CHANNEL, {"callback": number, "args": self._json(list(args)), "named": self._json(named)})
+        plain_values.send(CHANNEL, {"callback": number, "args": self._json(list(args)), "named": self._json(named)})
         while "ask" in (reply := _received()):
             self._answer(reply)
         if "raised" in reply:
@@ -123,9 +123,9 @@ class Answers:
         except BaseException as error:  # SystemExit too: it ends this call only
             answer = {"raised": self._error(error)}
         try:
-            json_frames.send(CHANNEL, answer)
+            plain_values.send(CHANNEL, answer)
         except ValueError as error:  # too long
-            json_frames.send(CHANNEL, {"raised": self._error(error)})
+            plain_values.send(CHANNEL, {"raised": self._error(error)})
 
     def _found(self, question: Any) -> Any:
         match question:

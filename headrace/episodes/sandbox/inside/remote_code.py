@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from headrace.episodes.sandbox.inside import json_frames
+from headrace.episodes.sandbox.inside import plain_values
 from headrace.episodes.sandbox.inside.answering import SAME_IN_BOTH
 from headrace.episodes.sandbox.inside.confine import CHANNEL
-from headrace.episodes.sandbox.inside.plain import Given, NotPlain, as_json, from_json, refill
+from headrace.episodes.sandbox.inside.plain_values import Given, NotPlain, as_json, from_json, refill
 
 TEST = "test.py"
 """The file name in its tracebacks."""
@@ -424,13 +424,13 @@ class RemoteCode:
 
     def _exchanged(self, sent: dict[str, Any]) -> dict[str, Any]:
         try:
-            json_frames.send(CHANNEL, sent)
+            plain_values.send(CHANNEL, sent)
         except ValueError as error:
             self._end("unsupported", f"the test passes {error}")
         except OSError:
             self._end("ended", "it ended before it answered")
         try:
-            answer = json_frames.receive(CHANNEL)
+            answer = plain_values.receive(CHANNEL)
         except OSError:
             self._end("ended", "it ended before it answered")
         except Exception as error:

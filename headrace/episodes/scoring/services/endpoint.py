@@ -9,16 +9,99 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import xxhash
 
 from headrace.core.batches import Failure
-from headrace.episodes.scoring.job import Effort
-from headrace.episodes.scoring.services.config import EndpointConfig
-from headrace.episodes.scoring.services.http_post import HttpAnswer, NoAnswer, Poster
+from headrace.episodes.scoring.job import Effort, ScoringJob, Values, offered, read_values
+from headrace.episodes.scoring.services.config import EndpointConfig, ServiceConfig
+from headrace.web.limits import raise_open_files
+
+if TYPE_CHECKING:
+    import aiohttp
+
+
+# --- One attempt to reach a server: a JSON body is posted, an answer comes back, or none does.
+
+
+LARGEST = 16 << 20
+"""Bytes of an answer. More can be no list of scores, and would fill the controller's memory."""
+CONNECT = 10.0
+"""Seconds in which a connection must be made."""
+
+
+class HttpAnswer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    """Names without regard to case."""
+    body: bytes
+
+
+class NoAnswer(Exception):
+    """Nothing came back, or not all of it. `late`: there was a connection, and the time was over."""
+
+    def __init__(self, message: str, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+
+
+class Poster(Protocol):
+    """The client of all services of a run. Its fake is `fake_service.ScriptedPost`."""
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str], seconds: float) -> HttpAnswer:
+        """Raises NoAnswer if no whole answer has come within `seconds`."""
+
+    async def close(self) -> None: ...
+
+
+class HttpPoster:
+    """Protocol `Poster`, with aiohttp. Its connections belong to the event loop that the first attempt is made in."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str], seconds: float) -> HttpAnswer:
+        import aiohttp
+
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                # A redirect is not followed: the token would go to a place that nobody named.
+                self._open().post(url, data=body, headers=dict(headers), allow_redirects=False) as answer,
+            ):
+                found = bytearray()
+                async for chunk in answer.content.iter_any():
+                    found += chunk
+                    if len(found) > LARGEST:
+                        raise NoAnswer(f"{url} answers with more than {LARGEST >> 20} MiB")
+                return HttpAnswer(answer.status, answer.headers, bytes(found))
+        except TimeoutError:
+            raise NoAnswer(f"{url} did not answer within {seconds:g} s", late=True) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoAnswer(f"{url}: {error or repr(error)}") from None
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            # Each endpoint limits its own requests; a limit here would silently make one scorer wait for another.
+            raise_open_files()  # each request has a connection of its own
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=True)
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+# --- endpoint ------------------------------------------------------------
+
 
 T = TypeVar("T")
 
@@ -132,3 +215,38 @@ def _retry_after(value: str) -> float:
 def _shown(body: bytes) -> str:
     text = " ".join(body[:400].decode(errors="replace").split())
     return repr(text if len(text) <= 120 else text[:117] + "...")
+
+
+# --- A service that gives rewards: the body that it is sent, and how its answer is read (docs/scoring.md).
+
+
+class HttpService:
+    """One request for each group. Its answer is `{"scores": [...]}`, in the order of the completions."""
+
+    def __init__(self, config: ServiceConfig, poster: Poster) -> None:
+        self._config, self._endpoint = config, Endpoint(config, "", poster)
+
+    async def call(self, job: ScoringJob, effort: Effort) -> Values:
+        body = {"scorer": self._config.name, **offered(job)}
+        values = await self._endpoint.ask(body, lambda answer: _scores(answer, job), effort)
+        return [values] * len(job.completions) if isinstance(values, Failure) else values
+
+
+def _scores(answer: Any, job: ScoringJob) -> Values:
+    """Raises BadAnswer unless every completion has a score (a number, or one for each segment), or an error of its own."""
+    if not isinstance(answer, dict) or "scores" not in answer:
+        raise BadAnswer("reward_bad_answer", f'the answer has no "scores": {answer!r:.120}')
+    scores = answer["scores"]
+    given = [_one(value) for value in scores] if isinstance(scores, list) else scores
+    values = read_values(given, len(job.completions), [len(one) for one in job.segments])
+    for value in values:
+        if isinstance(value, Failure) and value.reason != "reward_failed":
+            raise BadAnswer(value.reason, value.detail)
+    return values
+
+
+def _one(value: Any) -> Any:
+    """A service may refuse single completions: `{"error": "why"}` in place of a score. It is data, and not asked for again."""
+    if isinstance(value, dict) and value.keys() == {"error"}:
+        return Failure("reward_failed", str(value["error"])[:300])
+    return value

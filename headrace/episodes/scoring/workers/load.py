@@ -15,7 +15,7 @@ from headrace.settings.user_code import load_function
 
 
 def _unit_tests(*, whole: bool) -> Callable[..., Any]:
-    from headrace.episodes.scoring.unit_tests import (
+    from headrace.episodes.scoring.builtin import (
         load_unit_tests,  # its import says that code is run (`episodes/sandbox/use.py`)
     )
 

@@ -6,6 +6,8 @@ list. Anything else is left to each of the two processes, which sends what stand
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
@@ -13,6 +15,35 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
+
+from headrace.processes.frames import framed, read_frame
+
+# --- Frames of JSON over file descriptors (`processes/frames.py`). Nothing is read ahead, since another process may read the next frame.
+
+
+MOST = 16 << 20
+"""Bytes of a frame."""
+PIECE = 1 << 20
+"""Bytes that room is made for at once: the other end may say a length and send nothing."""
+
+
+def send(descriptor: int, frame: Any) -> None:
+    """Raises OSError if nobody reads, and ValueError for a frame that is too long."""
+    body = json.dumps(frame).encode()
+    if len(body) > MOST:
+        raise ValueError(f"a value of more than {MOST:,} bytes")
+    rest = memoryview(framed(body))
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def receive(descriptor: int) -> Any:
+    """Raises StreamEnded (an OSError) at the end, and ValueError for what is no frame."""
+    return json.loads(read_frame(lambda count: os.read(descriptor, min(count, PIECE)), MOST))
+
+
+# --- plain ------------------------------------------------------------
+
 
 DEPTH = 64
 _EXACT = 1 << 62
