@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from headrace.commands.looking.inspect import find_step
+from headrace.commands.show.inspect import find_step
 from headrace.core.batches import Group, Row
 from headrace.core.reports import EngineStats, LagStats, LoadReport, TokenNumbers, TrainReport
 from headrace.core.steps import StepOutput

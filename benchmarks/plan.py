@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 from pipeline import SKIP, Measured, any_contrast, settings, summarise
 
 import headrace
-from headrace.commands.plan.measure import Gauge, Prediction, predict
-from headrace.commands.plan.planned import planned_world
+from headrace.commands.plan.measure import Gauge, Prediction, planned_world, predict
 from headrace.commands.plan.rates.calibrate import calibrate
 from headrace.commands.plan.rates.from_run import rates_of_facts
 from headrace.commands.plan.rates.rates import Rates, load_rates, save_rates

@@ -31,9 +31,8 @@ from msgspec.structs import replace
 from headrace.commands.plan.alternation import HOST_LINK, MOVED
 from headrace.commands.plan.measure import predict
 from headrace.commands.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, rates
-from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.commands.plan.rates.rates import BFLOAT16, EngineRates, Rates, TrainerRates
 from headrace.commands.plan.rates.shapes import SHAPES
-from headrace.commands.plan.rates.travel import BFLOAT16
 from headrace.commands.plan.scenario import Scenario
 from headrace.episodes.rollout import RolloutConfig
 from headrace.loop.staleness import StalenessConfig

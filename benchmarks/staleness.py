@@ -73,7 +73,7 @@ class Prompted(NamedTuple):
 
 
 def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
-    from headrace.commands.plan.planned import planned_world
+    from headrace.commands.plan.measure import planned_world
     from headrace.core.reports import EngineStats
     from headrace.facts.facts import GroupEnded, StepTrained, WeightsLive
     from headrace.facts.records import summarise

@@ -18,14 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import headrace
-from headrace.commands.again.replay_command import add_replay
 from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, positive
 from headrace.commands.finding import is_config, run_directory
 from headrace.commands.installed.completion_command import add_completion
 from headrace.commands.installed.doctor_command import add_doctor
-from headrace.commands.looking import looking_commands
-from headrace.commands.looking.preflight_command import add_preflight
 from headrace.commands.publishing.export_command import add_export
+from headrace.commands.replay.replay_command import add_replay
 from headrace.commands.running import demo_command as starting
 from headrace.commands.running import gateway_command as handing
 from headrace.commands.running import pool_command as pooling
@@ -33,6 +31,8 @@ from headrace.commands.running import rollouts_command as rolling
 from headrace.commands.running import worker_command as working
 from headrace.commands.serving import board_command as boarding
 from headrace.commands.serving import serve as serving
+from headrace.commands.show import show_commands
+from headrace.commands.show.preflight_command import add_preflight
 from headrace.commands.training import train_command
 from headrace.commands.training.init_command import add_init
 from headrace.core.errors import ConfigError, HeadraceError, RunPaused
@@ -101,14 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     starting.add_recipes_arguments(add_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))
     train_command.add_eval(commands)
     add_preflight(commands)
-    looking_commands.add_ls(commands)
-    looking_commands.add_report(commands)
+    show_commands.add_ls(commands)
+    show_commands.add_report(commands)
     boarding.add_arguments(add_command(commands, "board", boarding.board, "a live page of all runs, in the browser"))
-    looking_commands.add_status(commands)
+    show_commands.add_status(commands)
     add_replay(commands)
-    looking_commands.add_inspect(commands)
-    looking_commands.add_diff(commands)
-    looking_commands.add_compare(commands)
+    show_commands.add_inspect(commands)
+    show_commands.add_diff(commands)
+    show_commands.add_compare(commands)
     add_export(commands)
     _add_plan(commands)
     served = "the native engine behind HTTP, and new weights into it"

@@ -54,7 +54,7 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy",),
-    "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed", "plan"),
+    "commands": ("replay", "show", "serving", "running", "training", "publishing", "installed", "plan"),
     "commands.plan": ("rates", "parts"),
     "core": ("chat",),
     "engine": ("native", "remote", "servers", "fleet"),

@@ -1,6 +1,6 @@
 """The mark of a machine: the properties on which the bits of a training step depend, apart from its input.
 
-Two steps with equal marks are expected to be equal bit for bit; with different marks, within rounding (`commands/again/replay.py`).
+Two steps with equal marks are expected to be equal bit for bit; with different marks, within rounding (`commands/replay/replay.py`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
-from headrace.commands.again import bundle_export
-from headrace.commands.again.bundle import CODE, FACTS, read_bundle
+from headrace.commands.replay import bundle
+from headrace.commands.replay.bundle import CODE, FACTS, read_bundle
 from headrace.core.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -260,11 +260,9 @@ def test_a_state_that_another_machine_made_anew_can_be_done_again(
 ) -> None:
     """There its weights have other bits than the run's."""
     monkeypatch.setattr("headrace.facts.machine_mark.cpu_model", lambda: "Another 3000")
-    expected = bundle_export.read_expected(run)
+    expected = bundle.read_expected(run)
     others = dict.fromkeys(expected.fingerprints, "0" * 32)
-    monkeypatch.setattr(
-        bundle_export, "read_expected", lambda run_dir: dataclasses.replace(expected, fingerprints=others)
-    )
+    monkeypatch.setattr(bundle, "read_expected", lambda run_dir: dataclasses.replace(expected, fingerprints=others))
     file = tmp_path / "anew.zip"
     code, out = said(run, "--step", 3, "--export", file, "--include", "weights")
     assert code == 0 and "not the run's, only near it: the run had another machine (cpu was " in out, out

@@ -12,8 +12,7 @@ from fact_stream import FactStream, records_of, write_journal
 from journal_frames import spoil
 
 from headrace import cli
-from headrace.commands.looking.diff import RunComparison, compare_runs
-from headrace.commands.looking.diff_view import report
+from headrace.commands.show.diff import RunComparison, compare_runs, report
 from headrace.core.batches import Group
 from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt

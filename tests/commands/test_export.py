@@ -19,7 +19,7 @@ from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
-from headrace.commands.publishing.curve_picture import HEIGHT, LINE, WIDTH, curve_picture
+from headrace.commands.publishing.model_card import HEIGHT, LINE, WIDTH, curve_picture
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from gguf.quants import dequantize
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from headrace.commands.publishing.gguf_file import write_gguf
-from headrace.commands.publishing.gguf_tokenizer import LLAMA3, QWEN2, read_tokenizer
+from headrace.commands.publishing.gguf_file import LLAMA3, QWEN2, read_tokenizer, write_gguf
 from headrace.core.errors import ConfigError
 
 TEXTS = (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from journal_frames import spoil
 
 from headrace import cli
-from headrace.commands.looking.inspect import find_step, inspect
+from headrace.commands.show.inspect import find_step, inspect
 from headrace.core.errors import ConfigError
 from headrace.core.reports import TrainReport
 from headrace.core.steps import spans_of

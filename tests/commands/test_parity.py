@@ -11,7 +11,7 @@ import torch
 from tiny_models import saved
 
 from headrace import cli
-from headrace.commands.installed import parity, parity_table
+from headrace.commands.installed import parity
 from headrace.commands.installed.parity import LIMITS, ParityRow, measure
 from headrace.views.screen.console import Console
 
@@ -137,7 +137,7 @@ def test_the_limits(changes, ok):
 
 def test_nothing_measured_is_no_agreement():
     console = Console(record=True, width=100)
-    assert parity_table._verdict([row(judged=False, absent="no compiler")], console) == 1
+    assert parity._verdict([row(judged=False, absent="no compiler")], console) == 1
     assert "Nothing could be measured" in console.export_text()
 
 

@@ -17,11 +17,11 @@ from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
-from headrace.commands.again import replay
-from headrace.commands.again import rerun as rerun_module
-from headrace.commands.again.replay import beyond, differing, outcome_of
-from headrace.commands.again.rerun import Stage, plan_rerun, rerun
-from headrace.commands.looking import diff_view
+from headrace.commands.replay import replay
+from headrace.commands.replay import rerun as rerun_module
+from headrace.commands.replay.replay import beyond, differing, outcome_of
+from headrace.commands.replay.rerun import Stage, plan_rerun, rerun
+from headrace.commands.show import diff
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.reports import LagStats, Noise, TrainReport
 from headrace.durable.journal import (
@@ -269,7 +269,7 @@ def test_two_synchronous_runs_of_an_exact_engine_do_not_part(tiny_llama: Path, t
     config = make_config(tmp_path, tiny_llama, **more)
     config["engine"] |= {"exact": True}
     a, b = (headrace.train({**config, "name": name}).directory for name in ("a", "b"))
-    assert diff_view.report(a, b, console) == 0, console.file.getvalue()  # type: ignore[attr-defined]
+    assert diff.report(a, b, console) == 0, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_machine_has_a_mark() -> None:

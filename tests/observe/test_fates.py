@@ -14,7 +14,7 @@ from fact_stream import FactStream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.commands.plan.planned import planned_world
+from headrace.commands.plan.measure import planned_world
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.commands.plan.scenario import Scenario
 from headrace.core.batches import Group, Row

@@ -11,10 +11,9 @@ from fact_stream import write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.commands.looking.compare import compare
-from headrace.commands.looking.diff_view import report
-from headrace.commands.looking.inspect import inspect
-from headrace.commands.looking.run_table import list_runs
+from headrace.commands.show.compare import compare, list_runs
+from headrace.commands.show.diff import report
+from headrace.commands.show.inspect import inspect
 from headrace.views.screen.console import Console
 from headrace.views.screen.layout import FittedTable, TableColumn
 

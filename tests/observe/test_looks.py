@@ -12,7 +12,7 @@ from fact_stream import FactStream, records_of, write_journal
 from rich.console import RenderableType
 from test_troubles import half_failed
 
-from headrace.commands.looking.inspect import inspect
+from headrace.commands.show.inspect import inspect
 from headrace.facts.facts import Fact, StepTrained, Warned
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import summarise

@@ -20,7 +20,7 @@ from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
-from headrace.commands.looking.status import ask_for_stacks
+from headrace.commands.show.status import ask_for_stacks
 from headrace.core.errors import HeadraceError
 from headrace.durable.spelling import encode
 from headrace.facts.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost

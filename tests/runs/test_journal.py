@@ -474,9 +474,9 @@ def test_a_journal_of_an_earlier_version_is_refused_with_a_way_out(tmp_path: Pat
 
 
 def raise_from(command: list[str], run_dir: Path) -> None:
-    from headrace.commands.again.rerun import plan_rerun
-    from headrace.commands.looking.diff import compare_runs
-    from headrace.commands.looking.inspect import find_step
+    from headrace.commands.replay.rerun import plan_rerun
+    from headrace.commands.show.diff import compare_runs
+    from headrace.commands.show.inspect import find_step
 
     {
         "inspect": lambda: find_step(run_dir, None, None),

@@ -17,7 +17,7 @@ from tiny_run import Config, at_steps, of, ranks_of, tiny_config, weights_of
 
 import headrace
 from headrace import cli
-from headrace.commands.again.replay import replay
+from headrace.commands.replay.replay import replay
 from headrace.core.errors import WorkerDied
 from headrace.durable.journal import count_steps
 from headrace.facts.facts import RunEnded, StepTrained

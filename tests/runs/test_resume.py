@@ -20,7 +20,7 @@ from kill_child import FINISHED, live
 from tiny_run import Config, of, tiny_config
 
 import headrace
-from headrace.commands.looking.status import report as status
+from headrace.commands.show.status import report as status
 from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.core.reports import TrainReport
 from headrace.core.steps import Finished, StepOutput

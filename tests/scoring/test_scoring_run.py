@@ -13,7 +13,7 @@ import pytest
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.commands.again import replay
+from headrace.commands.replay import replay
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import read_steps
 from headrace.episodes.scoring.parts import SCORES

@@ -17,7 +17,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.training_rows import algorithm_of
 from headrace.commands.plan.answer import PlanRequest, answer
 from headrace.commands.plan.charts import draw
-from headrace.commands.plan.parts.shared_cores import Shared
+from headrace.commands.plan.parts.engine import Shared
 from headrace.commands.plan.parts.simulated_trainer import SimulatedTrainer
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.calibrate import calibrate

@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
-from headrace.commands.plan.measure import predict
-from headrace.commands.plan.parts.engine import SimulatedEngine
+from headrace.commands.plan.measure import planned_world, predict
+from headrace.commands.plan.parts.engine import Shared, SimulatedEngine
 from headrace.commands.plan.parts.pool import Replicas
-from headrace.commands.plan.parts.shared_cores import Shared
-from headrace.commands.plan.planned import planned_world
 from headrace.commands.plan.rates import fits
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates
 from headrace.commands.plan.scenario import Scenario

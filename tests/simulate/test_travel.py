@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace import cli
-from headrace.commands.plan.rates.shapes import SHAPES
-from headrace.commands.plan.rates.travel import (
+from headrace.commands.plan.rates.rates import (
     CHANGED,
     INDEX_AND_VALUE,
     bytes_per_change,
@@ -19,6 +18,7 @@ from headrace.commands.plan.rates.travel import (
     travel_of,
     whole,
 )
+from headrace.commands.plan.rates.shapes import SHAPES
 from headrace.weight_sync.config import WeightSyncConfig
 
 MB, GB = 1e6, 1e9

@@ -36,7 +36,7 @@ from headrace.run.config import load_config
 from headrace.run.wording import placement, untried, weight_way
 from headrace.core.errors import ConfigError
 from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, weight_sync_problems
-from headrace.commands.plan.rates.travel import travel_of
+from headrace.commands.plan.rates.rates import travel_of
 import make_settings
 
 def refused(text):

@@ -30,9 +30,9 @@ def add_doctor(commands: Commands) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.parity:
-        from headrace.commands.installed import parity_table
+        from headrace.commands.installed import parity
 
-        return parity_table.report(arguments.parity, arguments.dtype or parity_table.DTYPES)
+        return parity.report(arguments.parity, arguments.dtype or parity.DTYPES)
     if arguments.dtype:
         raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
     if arguments.cluster:

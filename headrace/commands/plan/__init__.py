@@ -1,6 +1,6 @@
 """The planner: it runs the real pipeline with a simulated engine and trainer in virtual time, to predict throughput and lag.
 
-Read `scenario.py` (the input of a simulation), `planned.py` (the real loops with the simulated `parts/`), `measure.py` (a simulation becomes
-a prediction), `sweep.py` (which settings are worth their lag), `alternation.py` (engine and trainer in turns), `answer.py` (a request becomes a recommendation); `rates/` (the speeds of
+Read `scenario.py` (the input of a simulation), `measure.py` (the real loops with the simulated `parts/` become a prediction), `sweep.py` (which
+settings are worth their lag), `alternation.py` (engine and trainer in turns), `answer.py` (a request becomes a recommendation); `rates/` (the speeds of
 the parts); `reasons.py`, `charts.py` and `command.py` (the output of `headrace plan`).
 """

@@ -11,9 +11,8 @@ from pathlib import Path
 from headrace.commands.plan.alternation import Lending, TurnTaking, lending, taking_turns
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.hardware import NETWORK
-from headrace.commands.plan.rates.rates import Rates, load_rates, save_rates
+from headrace.commands.plan.rates.rates import Rates, Travel, load_rates, save_rates, travel_of
 from headrace.commands.plan.rates.shapes import shape_of
-from headrace.commands.plan.rates.travel import Travel, travel_of
 from headrace.commands.plan.reasons import BUSY
 from headrace.commands.plan.scenario import Scenario
 from headrace.commands.plan.sweep import Option, Split, recommended, sweep, try_out

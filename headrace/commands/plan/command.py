@@ -11,10 +11,9 @@ import msgspec
 
 from headrace.commands.plan.answer import Answer, PlanRequest, answer
 from headrace.commands.plan.rates import hardware
-from headrace.commands.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
-from headrace.commands.plan.rates.mesh import Traffic
+from headrace.commands.plan.rates.mesh import Traffic, in_flight, pipeline_memory, sent, waiting
+from headrace.commands.plan.rates.rates import BFLOAT16, Travel, changed_share, difference, pays_below, whole
 from headrace.commands.plan.rates.shapes import shape_of
-from headrace.commands.plan.rates.travel import BFLOAT16, Travel, changed_share, difference, pays_below, whole
 from headrace.commands.plan.reasons import bias, bottleneck, recommendation
 from headrace.commands.plan.sweep import Option
 from headrace.core.printing import echo

@@ -82,9 +82,9 @@ def _export_gguf(one: argparse.Namespace, run_dir: Path) -> int:
 
 
 def _push(run_dir: Path, folder: Path, checkpoint: Path, *, name: str, private: bool) -> None:
-    from headrace.commands.again.bundle_export import without_places
     from headrace.commands.publishing.hub import push
     from headrace.commands.publishing.model_card import write_card
+    from headrace.commands.replay.bundle import without_places
     from headrace.loop.checkpoints import step_of
     from headrace.run.config import config_of_run, read_config
 

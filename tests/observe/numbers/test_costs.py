@@ -10,7 +10,7 @@ import pytest
 from fact_stream import FactStream
 
 from headrace import cli
-from headrace.commands.looking.compare import compare
+from headrace.commands.show.compare import compare
 from headrace.core.errors import ConfigError
 from headrace.facts import run_state
 from headrace.facts.costs import dollars

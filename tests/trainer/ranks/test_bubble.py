@@ -12,7 +12,7 @@ from rank_processes import RankProcesses
 from sharded_case import CPU, Piped, trainer_of_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.commands.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
+from headrace.commands.plan.rates.mesh import in_flight, pipeline_memory, sent, waiting
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.parallel import LOOPS, stages_of
 from headrace.trainer.placement.staged import LeanStage, schedule_of

@@ -1,5 +1,5 @@
 """The simulated engine and trainer of the planner.
 
-Read `flight.py` (a request in the engine), `forward_passes.py` (their timing), `engine.py`, `listeners.py` (the engine's output), `pool.py`
-(several replicas), `simulated_trainer.py`, `shared_cores.py` (how both slow each other down on one machine).
+Read `engine.py` (requests, forward passes, listeners, and how engine and trainer slow each other down on one machine), `pool.py` (several
+replicas) and `simulated_trainer.py`.
 """

@@ -14,19 +14,329 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from headrace.commands.plan.parts.flight import ROUNDING, EndTimes, Flight, LengthOf
-from headrace.commands.plan.parts.forward_passes import Passes
-from headrace.commands.plan.parts.listeners import Listener, Listeners, Prompts, TurnCaches, transcript
-from headrace.commands.plan.parts.shared_cores import Shared, work
+import msgspec
+
 from headrace.commands.plan.rates.rates import EngineRates
 from headrace.core.errors import IdentityError
 from headrace.core.reports import EngineStats, LoadReport, capable
-from headrace.core.steps import Transcript
+from headrace.core.steps import Finished, StepOutput, Transcript
 from headrace.core.types import Completion, Request, Stop, VersionSpan
 from headrace.core.weights import WeightUpdate
-from headrace.loop.world.surroundings import context_length
+from headrace.loop.world.surroundings import RESULT, completion_tokens, context_length
+
+# --- A request inside a simulated engine, and the order in which requests end.
+
+
+ROUNDING = 1e-6
+"""Passes by which a sum of floats may be off."""
+
+LengthOf = Callable[[Request], tuple[int, bool]]
+"""Returns the real tokens of a request's whole completion, and whether max_tokens ends it."""
+
+Swaps = Sequence[tuple[float, int, bool]]
+"""Ascending: passes done at the swap, the version from then on, and whether that version is mixed with the next one."""
+
+
+class Flight:
+    __slots__ = (
+        "at_limit",
+        "begun",
+        "done",
+        "gone",
+        "length",
+        "order",
+        "prefix",
+        "prompt",
+        "reported",
+        "request",
+        "room",
+        "start",
+        "swaps",
+    )
+
+    def __init__(self, request: Request, *, length: int, at_limit: bool, prefix: int, prompt: int, order: int) -> None:
+        """`length`: real tokens of the whole completion; `prefix`: those of them that an earlier request sampled; `prompt`: those
+        before it."""
+        self.request, self.at_limit, self.order, self.prompt = request, at_limit, order, prompt
+        self.length, self.prefix = max(length, prefix + 1), prefix
+        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.begun = self.gone = False
+        self.start = 0
+        """Passes done when it began: every later pass gives it one token."""
+        self.swaps = 0
+        """Index of the last swap before it began."""
+        self.room = 0.0
+        self.reported = 0
+        """Simulated tokens that listeners have been sent."""
+
+    @property
+    def end(self) -> int:
+        """The number of the pass that gives it its last token."""
+        return self.start + self.length - self.prefix
+
+    def completion(self, passes: float, swaps: Swaps, grain: int, stop: Stop, recompute: bool) -> Completion:
+        """Returns what is sampled after `passes` passes; the whole completion if it ended by itself."""
+        whole = completion_tokens(self.length, grain)
+        kept = len(whole)
+        if not self.begun:
+            kept = len(self.request.prefix)
+        elif (
+            stop == "interrupted"
+        ):  # rounded, so that nothing is gained or lost on average; the last token would end it
+            kept = min(kept - 1, max(len(self.request.prefix), round((self.prefix + passes - self.start) / grain)))
+        tokens = whole[len(self.request.prefix) : kept]
+        spans = self._spans(len(tokens), swaps, grain, recompute) if tokens else ()
+        return Completion(tokens, (-1.0,) * len(tokens), spans, stop)
+
+    def _spans(self, count: int, swaps: Swaps, grain: int, recompute: bool) -> tuple[VersionSpan, ...]:
+        """Gives each simulated token the version of the first real token in it."""
+        _, oldest, mixed = swaps[self.swaps]
+        spans = [VersionSpan(0, oldest, oldest, mixed)]
+        for at, version, mixed in swaps[self.swaps + 1 :]:
+            start = max(0, math.ceil((at - self.start) / grain - ROUNDING))
+            if start >= count:
+                break
+            if start == spans[-1].start:
+                spans.pop()
+            kv_version = version if recompute else oldest
+            if not spans or (spans[-1].version, spans[-1].mixed) != (version, mixed):
+                spans.append(VersionSpan(start, version, kv_version, mixed))
+        return tuple(spans)
+
+
+class EndTimes:
+    """The running requests, ordered by the pass that ends them."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Flight]] = []
+
+    def push(self, flight: Flight) -> None:
+        heapq.heappush(self._heap, (flight.end, flight.order, flight))
+
+    def first(self) -> Flight | None:
+        """Returns the request that ends first, among those that have not left."""
+        while self._heap and self._heap[0][2].gone:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+
+# --- The sharing of one machine: engine and trainer slow each other down while both work.
+
+
+class Shared:
+    def __init__(self, engine_slowed: float = 1.0, trainer_slowed: float = 1.0) -> None:
+        """The factors by which each takes longer while the other works too."""
+        self._engine_slowed, self._trainer_slowed = engine_slowed, trainer_slowed
+        self._engines = self._trainers = 0
+        """Numbers of engines and trainers that work now."""
+        self._changed = asyncio.Event()
+        self.on_trainer: list[Callable[[], None]] = []
+        """Called before and after the trainer starts or stops, so that engines account for their work at the old pace."""
+
+    @property
+    def engine_factor(self) -> float:
+        return self._engine_slowed if self._trainers else 1.0
+
+    @property
+    def trainer_factor(self) -> float:
+        return self._trainer_slowed if self._engines else 1.0
+
+    def engine_works(self, works: bool) -> None:
+        before = self._engines
+        self._engines += 1 if works else -1
+        if not (before and self._engines):
+            self._changed.set()
+
+    def changed(self) -> None:
+        """Something has changed on which the factor given to `train` depends."""
+        self._changed.set()
+
+    async def train(self, seconds: float, factor: Callable[[], float] = lambda: 1.0) -> None:
+        """Works for `seconds`, or longer if the engine works too, or as `factor` says."""
+        self._trainer_works(1)
+        try:
+            await work(seconds, lambda: factor() * self.trainer_factor, self._changed)
+        finally:
+            self._trainer_works(-1)
+
+    def _trainer_works(self, change: int) -> None:
+        for settle in self.on_trainer:
+            settle()
+        self._trainers += change
+        for settle in self.on_trainer:
+            settle()
+
+
+async def work(seconds: float, factor: Callable[[], float], changed: asyncio.Event) -> None:
+    """Sleeps for `seconds` times a factor. `changed` is set when the factor may have changed."""
+    clock = asyncio.get_running_loop().time
+    while seconds > 1e-9:
+        now, since = factor(), clock()
+        changed.clear()
+        try:
+            async with asyncio.timeout(seconds * now):
+                await changed.wait()
+        except TimeoutError:
+            return
+        seconds -= (clock() - since) / now
+
+
+# --- The forward passes of a simulated engine: how many are done, and when a given number will be.
+#
+# Between two events the same n sequences run, so passes take `decode(n) + context · C`, where C, the tokens in their caches, grows
+# by n a pass: P passes take (decode(n) + context · C) P + context · n P² / 2 seconds, a quadratic that is solved for P.
+
+
+class Passes:
+    """The pace of one engine, and its counters."""
+
+    def __init__(self, rates: EngineRates, shared: Shared) -> None:
+        self._rates, self._shared = rates, shared
+        self.done = 0.0
+        self.debt = 0.0
+        """Seconds of work before the next pass: prompts, a swap."""
+        self.running = 0
+        self.cached = 0.0
+        """Tokens in the caches of the running sequences."""
+        self.slowed = 1.0
+        """Factor for other work during generation (verification of new weights)."""
+        self.busy = self.sampled = 0.0
+        self._at = 0.0
+        self._paces: dict[int, float] = {}
+
+    def advance(self) -> None:
+        """Updates the counters to the present time. Called before anything changes on which the pace depends."""
+        now = asyncio.get_running_loop().time()
+        elapsed, self._at = now - self._at, now
+        if elapsed <= 0 or not self.running:
+            return
+        self.busy += elapsed
+        work = elapsed / self._factor
+        paid = min(self.debt, work)
+        self.debt -= paid
+        done = self._within(work - paid)
+        self.done += done
+        self.cached += done * self.running
+        self.sampled += done * self.running
+
+    def seconds_until(self, target: float) -> float:
+        """Returns the seconds until `target` passes are done, at the present pace."""
+        passes = max(0.0, target - self.done)
+        growth = self._rates.context * self.running * passes / 2
+        return (self.debt + (self._each + growth) * passes) * self._factor
+
+    @property
+    def _factor(self) -> float:
+        return self._shared.engine_factor * self.slowed
+
+    @property
+    def _each(self) -> float:
+        pace = self._paces.get(self.running)
+        if pace is None:
+            pace = self._paces[self.running] = self._rates.pass_seconds(self.running)
+        return pace + self._rates.context * self.cached
+
+    def _within(self, seconds: float) -> float:
+        each, growth = self._each, self._rates.context * self.running
+        if growth == 0.0:
+            return seconds / each
+        return (math.sqrt(each * each + 2 * growth * seconds) - each) / growth
+
+
+# --- The listeners of a simulated engine: they get the output of its passes, and nothing is encoded while there are none.
+
+
+Listener = Callable[[bytes], None]
+
+
+class Listeners:
+    """Functions that are called with every encoded `StepOutput`."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+
+    def add(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def report(self, flight: Flight, so_far: Completion, version: int, stop: Stop | None) -> None:
+        """Sends the tokens that are new since the last report of this request, as one pass. `stop`: set if it has ended."""
+        if not self._listeners:
+            return
+        new, name = slice(flight.reported, None), flight.request.id
+        tokens, versions = so_far.tokens[new], tuple(so_far.versions()[new])
+        flight.reported = len(so_far.tokens)
+        ends = (Finished(name, stop),) if stop else ()
+        output = StepOutput(
+            version=version,
+            request_ids=(name,) * len(tokens),
+            tokens=tokens,
+            logprobs=so_far.logprobs[new],
+            kv_versions=versions,
+            finished=ends,
+            versions=versions,
+        )
+        encoded = msgspec.msgpack.encode(output)
+        for listener in list(self._listeners):
+            listener(encoded)
+
+
+def transcript(request: Request, so_far: Completion) -> Transcript:
+    versions = so_far.versions()
+    return Transcript(
+        request=request,
+        tokens=list(so_far.tokens),
+        logprobs=list(so_far.logprobs),
+        versions=versions,
+        kv_versions=list(versions),
+        mixed=[False] * len(versions),
+    )
+
+
+class TurnCaches:
+    """The sequences that ended under the live weights, whose caches a next turn finds."""
+
+    MOST = 1 << 14
+    """Those that ended first go first."""
+
+    def __init__(self) -> None:
+        self._ended: dict[tuple[int, ...], tuple[int, int]] = {}
+        """The version and the real tokens of each."""
+
+    def ended(self, flight: Flight, done: Completion, version: int) -> None:
+        whole = flight.request.prompt + flight.request.prefix + done.tokens
+        self._ended[whole] = version, flight.prompt + flight.length
+        while len(self._ended) > self.MOST:
+            del self._ended[next(iter(self._ended))]
+
+    def known(self, prompt: tuple[int, ...], version: int) -> int:
+        """Returns the real tokens of a prompt that need not be computed."""
+        under, tokens = self._ended.get(prompt[:-RESULT], (version, 0))
+        return tokens if under == version else 0
+
+
+class Prompts:
+    """The prompts of the running requests: a group's prompt is computed once under each version of the weights."""
+
+    def __init__(self) -> None:
+        self._used: dict[tuple[int, ...], tuple[int, int]] = {}
+        """The version under which each prompt was computed last, and the number of requests that use it."""
+
+    def enter(self, prompt: tuple[int, ...], version: int) -> bool:
+        """Counts one more request with this prompt and returns whether the prompt has to be computed."""
+        computed, users = self._used.get(prompt, (-1, 0))
+        self._used[prompt] = version, users + 1
+        return computed != version
+
+    def leave(self, prompt: tuple[int, ...]) -> None:
+        version, users = self._used.pop(prompt)
+        if users > 1:
+            self._used[prompt] = version, users - 1
+
+
+# --- engine ------------------------------------------------------------
+
 
 _MEMORY = 32
 """Completions over which the mean length is averaged."""

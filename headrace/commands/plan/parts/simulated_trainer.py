@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.commands.plan.parts.shared_cores import Shared, work
+from headrace.commands.plan.parts.engine import Shared, work
 from headrace.commands.plan.rates.rates import TrainerRates
 from headrace.core.batches import Batch
 from headrace.core.reports import Captured, TrainReport, TrialScores

@@ -1,4 +1,4 @@
-"""The speeds of engine and trainer. Read `rates.py` (the values), then the three sources: `calibrate.py` (measured on this machine; new weights in `publish_times.py`),
-`from_run.py` (metrics of a run), `hardware.py` (data sheets of accelerators, with known models in `shapes.py`, the ranks of a trainer in `mesh.py`, or in a pipeline in `bubble.py`, and new weights on their way in
-`travel.py`); `fits.py` has the least-squares fits.
+"""The speeds of engine and trainer. Read `rates.py` (the values, and new weights on their way), then the three sources: `calibrate.py` (measured on this
+machine), `from_run.py` (metrics of a run), `hardware.py` (data sheets of accelerators, with known models in `shapes.py` and the ranks of a
+trainer, on their mesh or in a pipeline, in `mesh.py`); `fits.py` has the least-squares fits.
 """

@@ -14,16 +14,16 @@ import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.algo.training_rows import algorithm_of
 from headrace.commands.plan.rates.fits import alike, line, newly_computed, rotated
-from headrace.commands.plan.rates.publish_times import Publishing, time_publishing, timed
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.core.batches import Batch, Failure, Group
 from headrace.core.errors import ConfigError
-from headrace.core.protocols import Scorer, Task
+from headrace.core.protocols import Engine, Scorer, Task, Trainer
 from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored
 from headrace.durable.named_logs import temporary_logs
 from headrace.engine.config import EngineConfig
@@ -37,6 +37,77 @@ from headrace.run.build import build_scorer, build_task, open_telemetry
 from headrace.run.choosing import settle_here
 from headrace.run.config import RunConfig
 from headrace.run.pools import Pools, open_pools
+
+# --- Measures new weights on their way: the parts of a publish, alone and beside what a run does at the same time.
+
+
+class Publishing(NamedTuple):
+    """Seconds of a version on its way."""
+
+    copy: float
+    send: float
+    """The rest of the trainer's part."""
+    send_slows: float
+    """Factor by which that and a step slow each other down."""
+    verify: float
+    """Seconds until the swap, once the update is there."""
+    verify_slows: float
+    swap: float
+
+
+async def time_publishing(
+    engine: Engine,
+    trainer: Trainer,
+    *,
+    step: Callable[[], Awaitable[Any]],
+    generating: Callable[[], AbstractAsyncContextManager[None]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Publishing:
+    """`step`: does an optimizer step, which makes a new version. `generating`: keeps the engine busy."""
+    copies: list[float] = []
+    sends: list[float] = []
+    steps: list[float] = []
+    steps_beside: list[float] = []
+    swaps: list[float] = []
+    loads: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds):
+        for loaded in (False, True):
+            steps.append(await timed(step, clock))
+            copies.append(await timed(trainer.copy, clock))
+            started = clock()
+            if loaded:
+                update, seconds = await asyncio.gather(trainer.publish(), timed(step, clock))
+                steps_beside.append(seconds)
+            else:
+                update = await trainer.publish()
+                sends.append(clock() - started)
+            async with generating() if loaded else contextlib.nullcontext():
+                started = clock()
+                report = await engine.load(update)
+                loads[loaded].append(clock() - started - report.swap_seconds)
+            swaps.append(report.swap_seconds)
+    alone, beside, send = (statistics.median(one) for one in (loads[False], loads[True], sends))
+    longer = statistics.median(steps_beside) - statistics.median(steps)
+    return Publishing(
+        copy=statistics.median(copies),
+        send=send,
+        send_slows=max(1.0, 1 + longer / send) if send else 1.0,
+        verify=alone,
+        verify_slows=max(1.0, beside / alone) if alone else 1.0,
+        swap=statistics.median(swaps),
+    )
+
+
+async def timed(work: Callable[[], Awaitable[Any]], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Returns the seconds that it takes."""
+    started = clock()
+    await work()
+    return clock() - started
+
+
+# --- calibrate ------------------------------------------------------------
+
 
 Say = Callable[[str], None]
 Reward = Callable[..., Any]

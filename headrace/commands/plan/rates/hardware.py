@@ -6,7 +6,7 @@
                             them (Kaplan et al., 2020); and one each for what is computed again (`gradient_checkpointing`) and for a
                             reference model in the loss; or what travels between ranks for it, if that takes longer (`mesh.py`); and
                             what travels for attention
-    an update on its way    bytes of the weights / network (`travel.py`)
+    an update on its way    bytes of the weights / network (`rates.py`)
 
 Peaks are from the manufacturers; the shares of them that are reached are those of well-tuned stacks, written below with what others
 measured. A short measurement on the machine itself (`--calibrate`) or a finished run gives better figures.
@@ -22,9 +22,8 @@ from msgspec.structs import replace
 
 from headrace.algo.config import AlgoConfig
 from headrace.commands.plan.rates.mesh import Heads, RankMemory, Traffic, rank_memory, traffic
-from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.commands.plan.rates.rates import BFLOAT16, EngineRates, Rates, TrainerRates, Travel, whole
 from headrace.commands.plan.rates.shapes import Architecture
-from headrace.commands.plan.rates.travel import BFLOAT16, Travel, whole
 from headrace.core.errors import ConfigError
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig

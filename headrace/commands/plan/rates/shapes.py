@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from headrace.commands.plan.rates.travel import BFLOAT16
+from headrace.commands.plan.rates.rates import BFLOAT16
 from headrace.core.errors import ConfigError
 
 

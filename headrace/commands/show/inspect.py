@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.commands.again.rerun import Stage, plan_rerun, rerun
+from headrace.commands.replay.rerun import Stage, plan_rerun, rerun
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo, printable_json, say
 from headrace.core.reports import TrainReport

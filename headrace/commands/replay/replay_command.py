@@ -37,7 +37,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if Path(one.run).is_file() and (zipfile.is_zipfile(one.run) or not one.step):
         if one.step or one.to or one.export or one.include:
             raise ConfigError(f"{one.run} is a bundle of one step: leave out --step, --to, --export and --include")
-        from headrace.commands.again.bundle_replay import replay_bundle
+        from headrace.commands.replay.bundle_replay import replay_bundle
 
         return replay_bundle(Path(one.run), one.model, one.trust)
     if one.model or one.trust:
@@ -50,11 +50,11 @@ def _replay(arguments: argparse.Namespace) -> int:
     if one.export:
         if one.to:
             raise ConfigError("a bundle holds one step: leave out --to")
-        from headrace.commands.again.bundle_export import export_bundle
+        from headrace.commands.replay.bundle import export_bundle
 
         return export_bundle(run_dir, one.step, one.export, one.include)
     if one.include:
         raise ConfigError("--include says what a bundle holds: name its file with --export FILE")
-    from headrace.commands.again.replay import replay
+    from headrace.commands.replay.replay import replay
 
     return replay(run_dir, one.step, one.to)

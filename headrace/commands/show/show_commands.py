@@ -19,7 +19,7 @@ def add_ls(commands: Commands) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from headrace.commands.looking.run_table import list_runs
+    from headrace.commands.show.compare import list_runs
 
     return list_runs(arguments.directory, arguments.json)
 
@@ -32,7 +32,7 @@ def add_compare(commands: Commands) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from headrace.commands.looking.compare import compare
+    from headrace.commands.show.compare import compare
 
     return compare([run_directory(run) for run in arguments.runs], arguments.html)
 
@@ -60,7 +60,7 @@ def add_status(commands: Commands) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from headrace.commands.looking import status
+    from headrace.commands.show import status
 
     run_dir = run_directory(arguments.run)
     if arguments.stacks:
@@ -86,7 +86,7 @@ def add_inspect(commands: Commands) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from headrace.commands.looking.inspect import inspect, print_records
+    from headrace.commands.show.inspect import inspect, print_records
 
     run, one = run_directory(arguments.run), arguments
     if one.records:
@@ -102,6 +102,6 @@ def add_diff(commands: Commands) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from headrace.commands.looking.diff_view import report
+    from headrace.commands.show.diff import report
 
     return report(run_directory(arguments.one), run_directory(arguments.other))

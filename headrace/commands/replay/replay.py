@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.commands.again.rerun import RerunPlan, Stage, cores_here, machines_of, plan_rerun, rerun
+from headrace.commands.replay.rerun import RerunPlan, Stage, cores_here, machines_of, plan_rerun, rerun
 from headrace.core.errors import CheckpointError
 from headrace.core.reports import TrainReport, differing
 from headrace.durable.journal import LiveRecord, read_only
