@@ -41,7 +41,7 @@ from headrace.models.lora import LoraConfig
 from headrace.processes.deaths import FORGIVEN
 from headrace.run.config import dump_config, load_config
 from headrace.run.rehearsal.shape import read_shape
-from headrace.settings.interpreters import Found
+from headrace.settings.extras import Found
 
 SERVER = """
 import os, pathlib, signal, subprocess, sys, time

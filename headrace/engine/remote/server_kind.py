@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from headrace.core.errors import ConfigError
 from headrace.engine.kinds import SERVERS
 from headrace.engine.remote.connection import Connection, Unreachable
-from headrace.settings.interpreters import Found
+from headrace.settings.extras import Found
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig

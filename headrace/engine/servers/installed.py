@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.engine.remote.server_kind import Startable, server_kind
-from headrace.settings.interpreters import Found, interpreter, look_into
+from headrace.settings.extras import Found, interpreter, look_into
 from headrace.version import PACKAGE, __version__
 
 SETTING = "engine.python"

@@ -20,7 +20,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.remote.server_kind import HOST, Place, server_kind
 from headrace.engine.servers import server_guard
 from headrace.processes.process_end import ended_within, ending
-from headrace.settings.interpreters import Found, foreign_variables
+from headrace.settings.extras import Found, foreign_variables
 
 # --- The words and variables that start a server, from the settings of the run's engine.
 

@@ -21,8 +21,7 @@ from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection, Unreachable
 from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.server_kind import HOST, Place, ServerKind, Startable
-from headrace.settings.extras import install
-from headrace.settings.interpreters import Found
+from headrace.settings.extras import Found, install
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig

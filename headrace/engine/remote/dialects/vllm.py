@@ -38,7 +38,7 @@ from headrace.engine.remote.server_kind import HOST, Control, Place, ServerKind,
 from headrace.models.resolve import read_header
 from headrace.models.tokenizer import end_tokens
 from headrace.models.vllm_names import parts_of
-from headrace.settings.interpreters import Found
+from headrace.settings.extras import Found
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig

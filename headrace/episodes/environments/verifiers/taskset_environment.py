@@ -15,7 +15,7 @@ from headrace.episodes.environments.gateway.gateway import Gateway
 from headrace.episodes.environments.gateway.history_trees import GatewayRollout
 from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.verifiers.taskset_process import AgentRun, TasksetEnded, TasksetPool, TasksetProcess
-from headrace.settings.interpreters import Found, interpreter, look_into
+from headrace.settings.extras import Found, interpreter, look_into
 from headrace.web.limits import ServerLimits
 
 # --- The interpreter that has `verifiers`: the one of `environment.python`.

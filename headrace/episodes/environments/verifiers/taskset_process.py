@@ -15,7 +15,7 @@ from headrace.core.errors import RolloutFailed
 from headrace.episodes.environments.verifiers import taskset_player
 from headrace.processes.asked_process import AskedProcess, ProcessLost
 from headrace.processes.frames import StreamEnded
-from headrace.settings.interpreters import foreign_variables
+from headrace.settings.extras import foreign_variables
 
 OPENING = 600.0
 """Seconds that a taskset may take to load its tasks."""
