@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.durable.regular_files import open_regular, read_regular
+from headrace.durable.atomic_files import open_regular, read_regular
 from headrace.weight_sync.files import FilesReceiver
 from headrace.weight_sync.http_ranges import UnpreparedReceiver
 

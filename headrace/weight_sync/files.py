@@ -28,7 +28,7 @@ from headrace.core.errors import IdentityError
 from headrace.core.protocols import WeightSender
 from headrace.core.types import Struct
 from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
-from headrace.durable.regular_files import open_regular, read_regular
+from headrace.durable.atomic_files import open_regular, read_regular
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.kind import FULL, PLAIN, Encoding, Opening, TransportKind
 
