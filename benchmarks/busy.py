@@ -41,7 +41,7 @@ COUNTERS = {"both": 2 * len(CORES)}
 class Child:
     def __init__(self, kind: str, number: int = 0, tree: str = str(HERE.parent)) -> None:
         sys.path.insert(0, str(HERE.parent))
-        from headrace.processes.launch.child import environment
+        from headrace.processes.launch.local import environment
 
         where, *settings = tree.split(",")
         variables = {**environment(CORES), "PYTHONPATH": where, **dict(one.split("=", 1) for one in settings)}

@@ -36,7 +36,7 @@ from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.processes.launch.child import environment
+from headrace.processes.launch.local import environment
 
 CONTEXT = 1024
 RANK = 16

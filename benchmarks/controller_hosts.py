@@ -21,7 +21,7 @@ from headrace.core.weights import WeightUpdate
 from headrace.loop.own_groups import PlayedGroup
 from headrace.processes.frames import receive_frame
 from headrace.processes.joining.greeting import SILENCE, Agreed, Hello, Welcome, packed
-from headrace.processes.joining.packages import own_packages
+from headrace.processes.joining.same_model import own_packages
 from headrace.processes.wire import BEAT, BEATS, Frame, decode, pack, pack_payload, unpack
 from headrace.run.hosts.bus.bus_port import Letter, Posting
 from headrace.run.hosts.bus.redis_streams import RedisBus

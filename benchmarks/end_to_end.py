@@ -42,7 +42,7 @@ from engine_process import Failed
 from trainer_process import ROOT, TRL, VLLM, Child, Json, Results, end, machine
 
 from headrace.models.resolve import resolve_model
-from headrace.processes.launch.child import environment
+from headrace.processes.launch.local import environment
 
 SYSTEMS = {
     "headrace": "headrace",

@@ -33,7 +33,7 @@ from engine_process import Contender, Failed, Measured
 from engine_table import tables
 
 from headrace.models.resolve import resolve_model
-from headrace.processes.launch.child import environment
+from headrace.processes.launch.local import environment
 
 HERE = Path(__file__).resolve().parent
 BENCH = HERE.parent / ".venv-bench"

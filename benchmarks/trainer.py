@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from trainer_process import ROOT, TRL, Child, Json, Results, machine
 
 from headrace.models.resolve import resolve_model
-from headrace.processes.launch.child import environment
+from headrace.processes.launch.local import environment
 
 SMALL = {"prompts": 2, "samples": 4}
 TOLERANCE = 1e-4

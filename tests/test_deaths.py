@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.processes.deaths import FORGIVEN, Deaths
+from headrace.processes.process_end import FORGIVEN, Deaths
 
 
 def after(*worked: float, most: int = 2) -> Deaths:

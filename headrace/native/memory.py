@@ -30,7 +30,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Makes this process return large freed blocks to the system, which its environment tells it to keep (`launch/child.py`). A rank
+    """Makes this process return large freed blocks to the system, which its environment tells it to keep (`launch/local.py`). A rank
     gathers and splits tensors of ever other sizes: one of a 373M mixture kept 8.7 GB in the end, of which it used 5."""
     _set_malloc({_MMAP_THRESHOLD: 16 << 20, _TRIM_THRESHOLD: 128 << 20})
 

@@ -22,8 +22,8 @@ from headrace.core.printing import echo_traceback, guard_streams
 from headrace.processes.frames import LONGEST, StreamEnded, read_frame
 from headrace.processes.health import orphans
 from headrace.processes.health.family import Child, current_family
-from headrace.processes.health.own_stacks import VARIABLE
 from headrace.processes.health.patience import communicate, waited_for_a_core, within
+from headrace.processes.health.stacks import VARIABLE
 from headrace.processes.process_end import ending, signal_group
 from headrace.version import PACKAGE
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.processes.joining.joined import JoinPlace
-from headrace.processes.joining.seated import ElsewherePlace
+from headrace.processes.joining.joined import ElsewherePlace, JoinPlace
 from headrace.processes.places import PLACES, quoted
 from headrace.processes.worker_place import WorkerPlace
 from headrace.settings.process_config import LOCAL_HOSTS, WILDCARDS

@@ -1,7 +1,7 @@
 """Facts that a place where workers run states about itself. Everything that chooses, describes, plans or refuses a place asks these facts.
 
 A place is a subclass of `WorkerPlace`, in a file of its own or beside its launcher, and a line in `places.py`. One that is elsewhere also opens the seats
-of a run (`joining/seated.py`); one that has a cluster says how it is reached, and the rest is there (`placed/placed.py`).
+of a run (`joining/joined.py`); one that has a cluster says how it is reached, and the rest is there (`placed/placed.py`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from headrace.core.protocols import Launcher
 from headrace.facts.telemetry import Telemetry
 from headrace.native.resources import usable_cores
 from headrace.processes.joining.greeting import Kind
+from headrace.processes.joining.joined import Seats, SeatsWanted
 from headrace.processes.joining.same_model import terms_of
-from headrace.processes.joining.seated import Seats, SeatsWanted
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import RunConfig
 from headrace.run.fleets.core_shares import members_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.core.errors import WorkerDied
 from headrace.core.printing import say
-from headrace.processes.deaths import Deaths
+from headrace.processes.process_end import Deaths
 from headrace.run.auto.measurer import Measurer
 from headrace.run.callbacks import Callbacks
 from headrace.run.config import RunConfig, config_of_run, read_config

@@ -12,7 +12,7 @@ from headrace.episodes.environments.function import function_settings
 from headrace.facts.telemetry import Telemetry
 from headrace.processes.asked_process import HERE, OWN_SITE, Sites
 from headrace.processes.joining.greeting import USER_CODE, Kind, Terms
-from headrace.processes.joining.same_code import code_terms
+from headrace.processes.joining.same_model import code_terms
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.hosted_site import HostedSite
 from headrace.run.config import RunConfig

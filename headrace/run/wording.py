@@ -12,7 +12,7 @@ from headrace.episodes.scoring.config import RewardConfig
 from headrace.facts.facts import RunStarted, WeightWay
 from headrace.facts.texts import plural
 from headrace.native.resources import usable_cores
-from headrace.processes.joining.seated import ONE_MACHINE
+from headrace.processes.joining.joined import ONE_MACHINE
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import RunConfig
 from headrace.run.fleets.core_shares import in_words, members_of

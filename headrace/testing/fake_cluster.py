@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.processes.joining.greeting import SEAT, Agreed, Terms
-from headrace.processes.placed.cluster import ClusterNode, HostLost, NodeShare
 from headrace.processes.placed.host import NodeHost
+from headrace.processes.placed.placed import ClusterNode, HostLost, NodeShare
 from headrace.processes.wire import BEAT
 from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_worker import FakeProcess, InstantNetwork

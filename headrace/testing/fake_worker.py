@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.core.protocols import Heard, Job
-from headrace.processes.connected import ConnectedWorker
 from headrace.processes.frames import HEAD
-from headrace.processes.wire import BEAT, Frame, decode, name_of, pack, pack_payload
+from headrace.processes.wire import BEAT, ConnectedWorker, Frame, decode, name_of, pack, pack_payload
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.weight_sync.shared_memory import SharedMemory
 

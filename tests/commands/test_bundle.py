@@ -240,7 +240,7 @@ def test_a_step_is_packed_under_other_cores_than_the_run_had(
     said: Callable[..., tuple[int, str]],
 ) -> None:
     monkeypatch.setattr("headrace.facts.machine_mark.usable_cores", lambda: 7)
-    monkeypatch.setattr("headrace.processes.launch.child.usable_cores", lambda: 7)
+    monkeypatch.setattr("headrace.processes.launch.local.usable_cores", lambda: 7)
     file = tmp_path / "other_cores.zip"
     code, out = said(run, "--step", 3, "--export", file, "--include", "weights", "--include", "code")
     assert code == 0 and "only near" not in out, out

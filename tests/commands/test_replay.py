@@ -105,7 +105,7 @@ def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
 ) -> None:
     threads, here = machine_mark(())["threads"], available_cores()
     monkeypatch.setattr("headrace.facts.machine_mark.usable_cores", lambda: 7)  # the affinity of this process
-    monkeypatch.setattr("headrace.processes.launch.child.usable_cores", lambda: 7)
+    monkeypatch.setattr("headrace.processes.launch.local.usable_cores", lambda: 7)
     begun: list[int] = []
     start = rerun_module.trainer_start
 

@@ -21,9 +21,9 @@ from headrace.commands.installed.doctor import DoctorFinding
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.processes.joining.dial import dial
 from headrace.processes.joining.same_model import agree
-from headrace.processes.placed.cluster import ClusterNode, NodeShare
 from headrace.processes.placed.examined import answer
 from headrace.processes.placed.host import NodeHost
+from headrace.processes.placed.placed import ClusterNode, NodeShare
 from headrace.run.config import load_config
 from headrace.testing.fake_cluster import FakeCluster, FakeMachine
 from headrace.version import __version__

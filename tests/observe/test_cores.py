@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from headrace.native.resources import usable_cores
-from headrace.processes.launch.child import environment
+from headrace.processes.launch.local import environment
 
 CODE = (
     "import json, os, sys\n"
     "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     "from headrace.facts.machine_mark import machine_mark\n"
-    "from headrace.processes.launch.child import environment\n"
+    "from headrace.processes.launch.local import environment\n"
     "print(json.dumps([environment(()), machine_mark(())]))\n"
 )
 

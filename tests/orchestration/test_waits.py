@@ -55,16 +55,14 @@ from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.processes.health import stacks
 from headrace.processes.health.family import Child, Family, family
-from headrace.processes.health.live_status import read_live
-from headrace.processes.health.own_stacks import VARIABLE
+from headrace.processes.health.live_status import blame, read_live
 from headrace.processes.health.patience import Starvation
-from headrace.processes.health.snapshot import blame
+from headrace.processes.health.stacks import VARIABLE
 from headrace.processes.health.watchdog import STALLED, Watchdog
 from headrace.processes.joining.greeting import Terms
 from headrace.processes.joining.joined import JoinLauncher
 from headrace.processes.launch.local import LocalLauncher
-from headrace.processes.placed.cluster import NodeShare
-from headrace.processes.placed.placed import PlacedLauncher
+from headrace.processes.placed.placed import NodeShare, PlacedLauncher
 from headrace.run.build import open_telemetry
 from headrace.run.config import RunConfig, load_config
 from headrace.run.open_parts import _serve_base, open_parts
@@ -655,7 +653,7 @@ def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.C
 
 HANGS = """
 import re, sys, threading, time
-from headrace.processes.health.own_stacks import answer_signals
+from headrace.processes.health.stacks import answer_signals
 
 def sleeps():
     time.sleep(100)

@@ -38,7 +38,7 @@ from headrace.engine.servers.installed import look, places, require
 from headrace.engine.servers.server_process import Command, ServerProcess, command
 from headrace.loop.world import virtual_time
 from headrace.models.lora import LoraConfig
-from headrace.processes.deaths import FORGIVEN
+from headrace.processes.process_end import FORGIVEN
 from headrace.run.config import dump_config, load_config
 from headrace.run.rehearsal.shape import read_shape
 from headrace.settings.extras import Found

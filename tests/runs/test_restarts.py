@@ -22,7 +22,7 @@ import headrace
 from headrace.core.errors import WorkerDied
 from headrace.facts.facts import RunEnded, RunStarted, Warned
 from headrace.facts.records import StepRow
-from headrace.processes.deaths import FORGIVEN
+from headrace.processes.process_end import FORGIVEN
 from headrace.run.config import load_config
 from headrace.run.hosting import Errands, host
 from headrace.run.python_inputs import NO_INPUTS

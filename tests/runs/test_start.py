@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError
 from headrace.episodes.scoring import functions
 from headrace.episodes.scoring.workers import processes
 from headrace.facts.facts import WeightsLive
-from headrace.processes.launch import preloaded
+from headrace.processes.launch import forking
 from headrace.run import build as building
 from headrace.run import open_parts as opening
 from headrace.run import rehearse as rehearsing
@@ -56,11 +56,11 @@ def test_a_refusal_ends_all_that_was_begun(tiny_llama: Path, tmp_path: Path) -> 
     """Even if the reward's file hangs: nobody waits for it."""
     config = tiny_config(tmp_path, tiny_llama, task={"path": "/nowhere.jsonl"})
     (tmp_path / "reward.py").write_text("import time\ntime.sleep(3600)\n")
-    kept = list(preloaded._servers.running.values())
+    kept = list(forking._servers.running.values())
     before = set(_descendants(os.getpid()))
     with pytest.raises(ConfigError, match="nowhere"):
         headrace.train(config)
-    assert [one for one in preloaded._servers.running.values() if one not in kept] == []
+    assert [one for one in forking._servers.running.values() if one not in kept] == []
     until = time.monotonic() + 60
     while (left := set(_descendants(os.getpid())) - before) and time.monotonic() < until:
         time.sleep(0.01)

@@ -20,7 +20,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.types import Prompt
-from headrace.processes.launch.child import environment
+from headrace.processes.launch.local import environment
 from headrace.run.config import load_config
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.low_memory import MixedAdamW, lower_weights, round_stochastically

@@ -27,10 +27,18 @@ from headrace.processes.joining.greeting import DoctorAnswer, DoctorQuestion, He
 from headrace.processes.joining.joined import invitation, secrets_of
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.same_model import terms_of
-from headrace.processes.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
 from headrace.processes.placed.examined import ExaminedWorker
 from headrace.processes.placed.host import PACKAGES, NodeHost
-from headrace.processes.placed.placed import ClusterPlace, reach_problem
+from headrace.processes.placed.placed import (
+    Cluster,
+    ClusterNode,
+    ClusterPlace,
+    Hosted,
+    HostLost,
+    NodeShare,
+    reach_problem,
+    refusal,
+)
 from headrace.processes.places import PLACES, quoted
 from headrace.run.config import RunConfig
 from headrace.run.seats import check_seats, ranks_of, seats_of, threads_elsewhere, threads_of_rank

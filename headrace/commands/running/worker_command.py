@@ -54,7 +54,7 @@ def worker(arguments: argparse.Namespace) -> int:
     """Becomes the worker: the process keeps its id, unless it is to offer itself again. Raises ConfigError."""
     from headrace.processes.health import orphans
     from headrace.processes.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN, USER_CODE
-    from headrace.processes.launch.child import PROGRAM, environment
+    from headrace.processes.launch.local import PROGRAM, environment
 
     if arguments.address and arguments.offers != "trainer":
         raise ConfigError("--address is where a rank of the trainer is reached, and nobody else is; leave it out")
@@ -78,7 +78,7 @@ def worker(arguments: argparse.Namespace) -> int:
 
 def _again_and_again(words: list[str], variables: dict[str, str]) -> int:
     """Starts the worker whenever it has ended, so that what libraries hold of a run (process groups, devices) ends with it."""
-    from headrace.processes.joining.offering import NOBODY, REFUSED
+    from headrace.processes.joining.dial import NOBODY, REFUSED
 
     while True:
         code = subprocess.call(words, env=variables)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.engine.remote.connection import Busy, Connection, Unreachable
 from headrace.engine.remote.dialect import Dialect, ServerState
-from headrace.processes.deaths import Deaths
+from headrace.processes.process_end import Deaths
 
 T = TypeVar("T")
 

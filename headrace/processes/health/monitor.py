@@ -21,9 +21,7 @@ from types import TracebackType
 
 from headrace.core.printing import guard_streams, say
 from headrace.processes.health.live_status import add_verdict
-from headrace.processes.health.outside import may_be_read_by, stacks_from_outside
-from headrace.processes.health.own_stacks import innermost
-from headrace.processes.health.stacks import is_stopped, process_state
+from headrace.processes.health.stacks import innermost, is_stopped, may_be_read_by, process_state, stacks_from_outside
 
 SLICE = 0.5
 """Seconds of one turn. A turn that took longer means that this process was stopped too, and counts as two slices at most."""

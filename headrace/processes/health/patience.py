@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Waitable(Protocol):
-    """A child process: `subprocess.Popen`, or one that was forked (`processes/launch/forked_process.py`)."""
+    """A child process: `subprocess.Popen`, or one that was forked (`processes/launch/local.py`)."""
 
     @property
     def pid(self) -> int: ...

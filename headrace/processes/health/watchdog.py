@@ -27,12 +27,11 @@ from headrace.core.errors import HeadraceError
 from headrace.core.printing import echo, echo_traceback
 from headrace.facts.facts import RunEnded, RunStarted, Warned, WorkerLost
 from headrace.facts.waits import Lasting, Testimony, Waits, picture
-from headrace.processes.health import own_stacks, stacks
+from headrace.processes.health import stacks
 from headrace.processes.health.family import Family, family
-from headrace.processes.health.live_status import LiveStatus, write_live
+from headrace.processes.health.live_status import Camera, LiveStatus, blame, write_live
 from headrace.processes.health.monitor import Monitor
 from headrace.processes.health.patience import Reading, Starvation
-from headrace.processes.health.snapshot import Camera, blame
 
 STALLED = 3
 """Exit code of a process that its watchdog ended."""
@@ -202,13 +201,13 @@ class Watchdog:
             self._end(f"a stopped wait does not end: {late[0]}")
 
     def _blocked(self) -> list[str]:
-        place = own_stacks.thread_place(self._loop_thread)
+        place = stacks.thread_place(self._loop_thread)
         said = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
-        return [said, *own_stacks.thread_stack(self._loop_thread)[-stacks.SHORT :]]
+        return [said, *stacks.thread_stack(self._loop_thread)[-stacks.SHORT :]]
 
     def _unnamed(self) -> list[str]:
         said = f"there has been no named wait for {self._nameless:.0f} s, and the run is not over"
-        return [said, *(own_stacks.task_lines(self._loop) if self._loop else [])]
+        return [said, *(stacks.task_lines(self._loop) if self._loop else [])]
 
     def _judge(self, seconds: float, seen: Callable[[], list[str]]) -> None:
         """Warns or ends the process. Called once per turn for each fault, so that a lasting fault is reported in exactly one turn."""

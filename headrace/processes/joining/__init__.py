@@ -31,9 +31,9 @@ other's address), both name what they have received, and each sends the rest aga
 The frames above (`wire.py`) see one stream; their own numbers would show a loss. The controller waits for a worker for
 `orchestration.reconnect` seconds.
 
-Read `greeting.py` (the messages and their limits), `packages.py` and `same_code.py` (what must be the same on all machines), `listener.py`
-(the controller's socket), `connecting.py` and `dial.py` (the worker's end), `witness.py` and `worker_log.py` (what a worker prints, and its
-end), `same_model.py` (whether a worker elsewhere has the run's model), `offering.py` (a process that offers itself), `seated.py` (workers
-elsewhere, as the controller sees them), `outbox.py`, `returning.py` (the controller's end of a session), `session_end.py` (the worker's) and
+Read `greeting.py` (the messages and their limits), `same_model.py` and `same_model.py` (what must be the same on all machines), `listener.py`
+(the controller's socket), `dial.py` and `dial.py` (the worker's end), `dial.py` and `worker_log.py` (what a worker prints, and its
+end), `same_model.py` (whether a worker elsewhere has the run's model), `dial.py` (a process that offers itself), `joined.py` (workers
+elsewhere, as the controller sees them), `returning.py`, `returning.py` (the controller's end of a session), `returning.py` (the worker's) and
 `joined.py` (the launcher of workers that were started by hand).
 """

@@ -68,7 +68,7 @@ class Hello(Struct, frozen=True, tag="headrace"):
     door: str = ""
     """HOST:PORT at which a trainer's worker listens for the other ranks."""
     packages: dict[str, str] = {}
-    """The versions of those that decide what it computes (`packages.py`)."""
+    """The versions of those that decide what it computes (`same_model.py`)."""
     session: str = ""
     """The session of a worker that comes back (`sessions/`)."""
     received: int = 0
@@ -76,7 +76,7 @@ class Hello(Struct, frozen=True, tag="headrace"):
 
 
 class WitnessHello(Struct, frozen=True, tag="headrace witness"):
-    """The first message of a worker's witness (`witness.py`)."""
+    """The first message of a worker's witness (`dial.py`)."""
 
     version: str
     token: str

@@ -41,8 +41,8 @@ from headrace.processes.joining.greeting import (
     WordsSaid,
     packed,
 )
-from headrace.processes.joining.packages import differing, own_packages
 from headrace.processes.joining.returning import Returning
+from headrace.processes.joining.same_model import differing, own_packages
 from headrace.processes.joining.worker_log import WorkerLog
 from headrace.processes.worker_place import PlaceSettings
 from headrace.version import __version__

@@ -1,10 +1,11 @@
-"""Whether a worker elsewhere has the run's model. An engine's weights are not compared: the trainer sends them, with their fingerprint
-(C3). Ranks of the trainer compare the files of weights among themselves."""
+"""The things that must be the same on all machines: packages, the model, and the user's files."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import xxhash
@@ -12,6 +13,76 @@ import xxhash
 from headrace.core.errors import ConfigError
 from headrace.models.resolve import resolve_model
 from headrace.processes.joining.greeting import Agreed, Terms
+
+# --- The packages that decide what an engine computes, and whether two machines have the same.
+
+
+NAMES = ("torch", "transformers")
+
+
+def own_packages() -> dict[str, str]:
+    """Returns the versions of this environment, by name; empty for a package that is not installed."""
+    return {name: _version(name) for name in NAMES}
+
+
+def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Returns which packages differ, in words; empty if none does. `+cpu` and `+cu130` are builds of one version for different devices."""
+    return ", ".join(
+        f"{name} {theirs.get(name) or 'none'} (the run has {version})"
+        for name, version in ours.items()
+        if theirs.get(name, "").partition("+")[0] != version.partition("+")[0]
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# --- Whether the user's files on a worker's machine are those of the run. Files that these import are not compared.
+
+
+def code_terms(files: Iterable[str]) -> Terms:
+    """The terms of a worker that runs these files, which name no model. Raises ConfigError for one that cannot be read."""
+    found = {}
+    for file in sorted(set(files)):
+        try:
+            found[file] = _digest(Path(file))
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
+    return Terms("", found)
+
+
+def agree_to(terms: Terms, own_model: str = "") -> Agreed:
+    """The answer of this machine to terms of either kind. `own_model`: as for `agree`."""
+    return agree(terms, own_model) if terms.model else Agreed(unable=code_problem(terms.files))
+
+
+def code_problem(files: Mapping[str, str]) -> str:
+    """Returns what is wrong with the user's files on this machine; empty if they are the run's. `files`: their digests there, by path."""
+    for file, theirs in files.items():
+        try:
+            ours = _digest(Path(file))
+        except OSError as error:
+            return f"the run's file {file} is not on this machine ({error.strerror or error}): copy it here, to the same path"
+        if ours != theirs:
+            return (
+                f"{file} is not the run's: its content differs. Copy the run's file to this machine, or start the run anew if it is that one which "
+                "has changed"
+            )
+    return ""
+
+
+def _digest(path: Path) -> str:
+    """Returns 32 hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+
+
+# --- Whether a worker elsewhere has the run's model. An engine's weights are not compared: the trainer sends them, with their fingerprint
+# (C3). Ranks of the trainer compare the files of weights among themselves.
+
 
 CONFIGS = ("config.json", "generation_config.json")
 FILES = (*CONFIGS, "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")

@@ -1,6 +1,6 @@
 """Launchers that start workers on this machine.
 
-Read `child.py` (a process: environment, log, start, end) and `local.py` (every worker is a new interpreter). Then read `clone.py` (a fork
-whose child belongs to the caller's parent), `forked_process.py` (such a child, seen from the controller), `preloaded.py` (the process
+Read `local.py` (a process: environment, log, start, end) and `local.py` (every worker is a new interpreter). Then read `forking.py` (a fork
+whose child belongs to the caller's parent), `local.py` (such a child, seen from the controller), `forking.py` (the process
 that has the libraries loaded and forks; its program is `workers/fork_server.py`) and `forking.py` (workers that it forks).
 """

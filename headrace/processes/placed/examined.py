@@ -10,8 +10,8 @@ import msgspec
 
 from headrace.core.errors import HeadraceError
 from headrace.processes.joining.greeting import Agreed, DoctorAnswer, DoctorQuestion, Terms
-from headrace.processes.placed.cluster import HostLost
 from headrace.processes.placed.host import NodeHost
+from headrace.processes.placed.placed import HostLost
 
 _KINDS: dict[str, tuple[Any, Any]] = {
     "look": (tuple[()], dict[str, str]),

@@ -114,7 +114,7 @@ class NodeHost:
 
     async def agree(self, terms: Any) -> Any:
         """Returns the node's answer (`Agreed`) to the `Terms` of a run. A known model is fetched if it is not there."""
-        from headrace.processes.joining.same_code import agree_to
+        from headrace.processes.joining.same_model import agree_to
 
         return await asyncio.to_thread(agree_to, terms)
 
@@ -123,7 +123,7 @@ class NodeHost:
 
         The thread of this loop is its parent, at whose end the kernel ends it (`orphans.py`): with this process, whatever ends that."""
         from headrace.processes.health import orphans
-        from headrace.processes.launch.child import environment, start_worker
+        from headrace.processes.launch.local import environment, start_worker
 
         self._said = asyncio.Queue()
         own = environment(()) | orphans.of_this_process() | dict(variables)

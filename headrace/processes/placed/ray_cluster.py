@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from headrace.core.errors import ConfigError
 from headrace.facts.texts import clip
 from headrace.processes.placed import host
-from headrace.processes.placed.cluster import ClusterNode, HostLost, NodeShare
-from headrace.processes.placed.placed import ClusterPlace
+from headrace.processes.placed.placed import ClusterNode, ClusterPlace, HostLost, NodeShare
 from headrace.processes.worker_place import PlaceSettings
 
 R = TypeVar("R")

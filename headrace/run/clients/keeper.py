@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.core.errors import HeadraceError, WorkerDied
 from headrace.core.protocols import Heard, Job, Launcher, Worker
-from headrace.processes.deaths import Deaths
+from headrace.processes.process_end import Deaths
 
 T = TypeVar("T")
 

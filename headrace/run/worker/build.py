@@ -21,11 +21,8 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
 from headrace.processes.joining.same_model import weights_digest
-from headrace.processes.launch.child import environment
-from headrace.processes.launch.clone import can_fork_for_parent
-from headrace.processes.launch.forking import ForkLauncher
-from headrace.processes.launch.local import LocalLauncher
-from headrace.processes.launch.preloaded import end_idle, load_ahead
+from headrace.processes.launch.forking import ForkLauncher, can_fork_for_parent, end_idle, load_ahead
+from headrace.processes.launch.local import LocalLauncher, environment
 from headrace.run.rehearsal.machine import may_have_gpu
 from headrace.run.worker.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.trainer.config import TrainConfig

@@ -23,8 +23,7 @@ from headrace.core.reports import LoadReport
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.streaming import check_parts, stages
-from headrace.processes.answers import answer, fail, vital
-from headrace.processes.wire import Frame, WorkerEnd, unpack
+from headrace.processes.wire import Frame, WorkerEnd, answer, fail, unpack, vital
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """The program of the process that forks workers: `python -m headrace.run.worker.fork_server FD ROOM`.
 
 It imports the libraries of all kinds of workers, without a thread, a file or a GPU: none of these would survive a fork. It never
-computes. Then it answers requests (`launch/preloaded.py`): it clones itself, and the child becomes a worker that is indistinguishable from
+computes. Then it answers requests (`launch/forking.py`): it clones itself, and the child becomes a worker that is indistinguishable from
 one that was started by itself: the controller's child, with session, directory, cores, environment and files of its own.
 """
 
@@ -22,8 +22,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
-from headrace.processes.launch.clone import fork_for_parent
-from headrace.processes.launch.preloaded import MOST_BYTES, MOST_FILES, OWN, ForkReply, ForkRequest
+from headrace.processes.launch.forking import MOST_BYTES, MOST_FILES, OWN, ForkReply, ForkRequest, fork_for_parent
 from headrace.run.worker import worker
 from headrace.run.worker.build import KINDS, preload
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.weights import WeightUpdate
-from headrace.processes.answers import answer, begun
-from headrace.processes.wire import Frame, WorkerEnd, unpack
+from headrace.processes.wire import Frame, WorkerEnd, answer, begun, unpack
 from headrace.run.worker.worker_messages import SharedStart
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Publish, SharedLora, TrainingPass
 from headrace.weight_sync.files import UpdateRecord, write_version

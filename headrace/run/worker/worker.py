@@ -27,17 +27,14 @@ from headrace.core.printing import echo_traceback, guard_streams, say
 from headrace.core.protocols import TrainerCore, WeightSender
 from headrace.core.reports import Captured, TrainReport
 from headrace.core.weights import WeightUpdate
-from headrace.processes.answers import answer, begun, fail
 from headrace.processes.health.orphans import PARENT, leave_sigterm_to_controller, signal_me_when_orphaned
-from headrace.processes.health.own_stacks import answer_signals
-from headrace.processes.joining.dial import dial
+from headrace.processes.health.stacks import answer_signals
+from headrace.processes.joining.dial import dial, leave_when_asked, left_alone, offer, released, witnessed
 from headrace.processes.joining.greeting import LEAVE, SEAT, TOKEN
-from headrace.processes.joining.offering import leave_when_asked, left_alone, offer, released
-from headrace.processes.joining.same_code import agree_to
-from headrace.processes.joining.witness import witnessed
-from headrace.processes.launch.child import CORES
+from headrace.processes.joining.same_model import agree_to
+from headrace.processes.launch.local import CORES
 from headrace.processes.placed.examined import answer as answer_doctor
-from headrace.processes.wire import Frame, WorkerEnd, unpack
+from headrace.processes.wire import Frame, WorkerEnd, answer, begun, fail, unpack
 from headrace.run.hosts.user_hosts.user_host import serve_user_code
 from headrace.run.worker.engine_loop import EngineLoop
 from headrace.run.worker.shared_calls import serve_clients

@@ -18,7 +18,7 @@ from headrace.processes.frames import read_frame, receive_frame
 from headrace.processes.joining.dial import dial
 from headrace.processes.joining.greeting import Hello, Welcome, packed
 from headrace.processes.joining.listener import Listener
-from headrace.processes.joining.outbox import LONGEST_BODY, SEGMENT, Outbox, opened, segment
+from headrace.processes.joining.returning import LONGEST_BODY, SEGMENT, Outbox, opened, segment
 from headrace.processes.wire import Channel, WorkerEnd, unpack
 from headrace.version import __version__
 

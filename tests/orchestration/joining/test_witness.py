@@ -20,8 +20,7 @@ from headrace.processes.joining import worker_log
 from headrace.processes.joining.greeting import Arrived, Hello, Terms, WordsSaid
 from headrace.processes.joining.joined import JoinLauncher
 from headrace.processes.joining.listener import Listener
-from headrace.processes.joining.packages import differing, own_packages
-from headrace.processes.joining.same_model import digests
+from headrace.processes.joining.same_model import differing, digests, own_packages
 from headrace.processes.joining.worker_log import WorkerLog
 from headrace.processes.wire import WorkerEnd
 from headrace.version import __version__
@@ -151,9 +150,9 @@ def test_a_worker_that_was_killed_between_two_answers_is_not_given_a_reason(tmp_
 
 WORKER = """
 import os, signal, sys, time
-from headrace.processes.joining.offering import offer
+from headrace.processes.joining.dial import offer
 from headrace.processes.joining.same_model import agree
-from headrace.processes.joining.witness import witnessed
+from headrace.processes.joining.dial import witnessed
 
 address, deed = sys.argv[1:]
 seated = witnessed(address)
@@ -171,7 +170,7 @@ raise SystemExit(3)
 
 RAW = """
 import os
-from headrace.processes.joining.witness import witnessed
+from headrace.processes.joining.dial import witnessed
 
 witnessed("127.0.0.1:1")
 os.write(1, "é\\x1b[2J\\u202e".encode()[:1])

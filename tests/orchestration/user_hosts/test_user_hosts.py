@@ -38,7 +38,7 @@ from headrace.processes.asked_process import OWN_SITE, Site, Sites
 from headrace.processes.frames import receive_frame
 from headrace.processes.joining.greeting import LEAVE, LEAVING, Kind
 from headrace.processes.joining.joined import JoinLauncher, invitation
-from headrace.processes.joining.same_code import agree_to, code_problem, code_terms
+from headrace.processes.joining.same_model import agree_to, code_problem, code_terms
 from headrace.run.config import RunConfig, load_config
 from headrace.run.seats import seats_of
 from headrace.run.user_sites import UserSites, start_of, terms_of_code, user_sites

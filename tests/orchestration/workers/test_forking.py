@@ -23,21 +23,24 @@ from test_engine_process import PROMPT, opened, worker_of
 from headrace.core.errors import WorkerDied
 from headrace.core.protocols import Job, Launcher
 from headrace.core.types import Completion
-from headrace.processes.launch import preloaded
-from headrace.processes.launch.child import environment
-from headrace.processes.launch.clone import can_fork_for_parent
-from headrace.processes.launch.forked_process import ForkedProcess
-from headrace.processes.launch.forking import ForkLauncher
-from headrace.processes.launch.local import LocalLauncher
-from headrace.processes.launch.preloaded import CannotFork, ForkReply, ForkRequest, fork
+from headrace.processes.launch import forking
+from headrace.processes.launch.forking import (
+    CannotFork,
+    ForkLauncher,
+    ForkReply,
+    ForkRequest,
+    can_fork_for_parent,
+    fork,
+)
+from headrace.processes.launch.local import ForkedProcess, LocalLauncher, environment
 from headrace.run.worker.fork_server import _unfit, serve
 from headrace.testing.makers import request
 
 pytestmark = pytest.mark.skipif(not can_fork_for_parent(), reason="this system forks for nobody else")
 
 
-def servers() -> list[preloaded.ForkServer]:
-    return list(preloaded._servers.running.values())
+def servers() -> list[forking.ForkServer]:
+    return list(forking._servers.running.values())
 
 
 # --- a worker ------------------------------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ def test_the_death_of_a_forked_engine_is_noticed_and_it_is_replaced(tiny_llama: 
 BECOME = """
 import json, msgspec, os, sys
 from headrace.run.worker.fork_server import become
-from headrace.processes.launch.preloaded import ForkReply, ForkRequest
+from headrace.processes.launch.forking import ForkReply, ForkRequest
 place, log, data = os.open(sys.argv[1], os.O_RDONLY), os.open("log", os.O_WRONLY | os.O_CREAT), os.open("data", os.O_RDONLY)
 os.environ |= {"HEADRACE_STACKS": "the server's", "HEADRACE_CORES": "5"}
 core = min(os.sched_getaffinity(0))
@@ -195,8 +198,8 @@ def test_a_server_that_could_not_fork_says_why() -> None:
 
 CONTROLLER = """
 import asyncio, os, sys, time
-from headrace.processes.launch.child import environment
-from headrace.processes.launch.preloaded import ForkServer
+from headrace.processes.launch.local import environment
+from headrace.processes.launch.forking import ForkServer
 server = ForkServer(environment(()))
 print(server.pid, flush=True)
 time.sleep(1000)
@@ -245,7 +248,7 @@ def test_a_worker_that_is_given_up_at_once_leaves_nothing(tmp_path: Path, how: s
 
 
 @contextmanager
-def stopped(processes: list[preloaded.ForkServer]) -> Iterator[None]:
+def stopped(processes: list[forking.ForkServer]) -> Iterator[None]:
     running = [one._process for one in processes if one._process.poll() is None]
     for process in running:
         os.kill(process.pid, signal.SIGSTOP)

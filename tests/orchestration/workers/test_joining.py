@@ -27,8 +27,7 @@ from headrace.processes.joining.dial import RunOver, dial
 from headrace.processes.joining.greeting import LEAVE, LEAVING, Agreed, Hello, Terms, packed
 from headrace.processes.joining.joined import JoinLauncher, secrets_of
 from headrace.processes.joining.listener import Listener
-from headrace.processes.joining.packages import own_packages
-from headrace.processes.joining.same_model import agree, terms_of
+from headrace.processes.joining.same_model import agree, own_packages, terms_of
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.processes.wire import unpack
 from headrace.run.clients.process_engine import ProcessEngine

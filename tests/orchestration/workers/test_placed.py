@@ -26,12 +26,11 @@ from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.processes.frames import HEAD
-from headrace.processes.joining import seated
+from headrace.processes.joining import joined
 from headrace.processes.joining.greeting import Agreed, Terms
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.same_model import terms_of
-from headrace.processes.placed.cluster import ClusterNode, NodeShare, refusal
-from headrace.processes.placed.placed import PlacedLauncher, PlacedWorker
+from headrace.processes.placed.placed import ClusterNode, NodeShare, PlacedLauncher, PlacedWorker, refusal
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.config import load_config
 from headrace.run.seats import check_seats, threads_elsewhere
@@ -416,7 +415,7 @@ def test_settings_that_cannot_be_are_refused_with_a_remedy(tables: dict[str, Any
 
 
 def test_a_run_without_ray_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seated, "is_installed", lambda module: module != "ray")
+    monkeypatch.setattr(joined, "is_installed", lambda module: module != "ray")
     with pytest.raises(ConfigError, match="needs Ray, which is not installed: .*pip install 'ray>=2"):
         check_seats(load_config(ON_RAY).orchestration)
 

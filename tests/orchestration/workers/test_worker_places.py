@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, {docs!r})
 from headrace.processes import places
-from headrace.processes.placed.cluster import NodeShare
+from headrace.processes.placed.placed import NodeShare
 from headrace.processes.placed.placed import ClusterPlace, PlacedLauncher
 from headrace.testing.fake_cluster import FakeCluster
 

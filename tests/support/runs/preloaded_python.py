@@ -29,11 +29,9 @@ from typing import Any
 import msgspec
 
 from headrace.processes.health.orphans import PARENT, of_this_process, signal_me_when_orphaned
-from headrace.processes.launch import preloaded
-from headrace.processes.launch.child import environment
-from headrace.processes.launch.clone import can_fork_for_parent
-from headrace.processes.launch.forked_process import ForkedProcess
-from headrace.processes.launch.preloaded import OWN, ROOM, SERVER, ForkReply, ForkRequest
+from headrace.processes.launch import forking
+from headrace.processes.launch.forking import OWN, ROOM, SERVER, ForkReply, ForkRequest, can_fork_for_parent
+from headrace.processes.launch.local import ForkedProcess, environment
 
 MODULES = (
     "headrace.cli",
@@ -170,10 +168,10 @@ def _fork_the_server() -> bool:
         _fork_workers(theirs)
         return False
     theirs.close()
-    begin = preloaded.ForkServer.__init__
+    begin = forking.ForkServer.__init__
 
     def first() -> _Server:
-        preloaded.ForkServer.__init__ = begin  # type: ignore[method-assign]
+        forking.ForkServer.__init__ = begin  # type: ignore[method-assign]
         return ours, ForkedProcess(pid)
 
     _take_servers_from(first)
@@ -197,7 +195,7 @@ _Server = tuple[socket.socket, ForkedProcess]
 
 def _take_servers_from(give: Callable[[], _Server]) -> None:
     """Lets this process take those that fork its workers from here, where their libraries have read the same environment."""
-    begin = preloaded.ForkServer.__init__
+    begin = forking.ForkServer.__init__
 
     def read_by_libraries(variables: Mapping[str, str]) -> dict[str, str]:
         return {name: value for name, value in variables.items() if name not in (*OWN, "TORCHINDUCTOR_CACHE_DIR")}
@@ -210,9 +208,9 @@ def _take_servers_from(give: Callable[[], _Server]) -> None:
             return
         server._owner, (server._requests, server._process) = os.getpid(), give()
         server._printed, server.has_forked = tempfile.TemporaryFile(), False  # noqa: SIM115
-        server.close = weakref.finalize(server, preloaded._end, server._process, server._requests, server._owner)
+        server.close = weakref.finalize(server, forking._end, server._process, server._requests, server._owner)
 
-    preloaded.ForkServer.__init__ = adopt  # type: ignore[method-assign]
+    forking.ForkServer.__init__ = adopt  # type: ignore[method-assign]
 
 
 def _exec(program: str, words: Sequence[str], variables: Mapping[str, str]) -> None:

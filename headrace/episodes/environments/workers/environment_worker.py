@@ -27,8 +27,8 @@ from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
 from headrace.episodes.sandbox.use import check_if_imported, use_settings
 from headrace.processes.asked_process import FrameSender, obey_until_end, run_to_end, take_pipes
 from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
-from headrace.processes.health.own_stacks import answer_signals
 from headrace.processes.health.patience import Patience
+from headrace.processes.health.stacks import answer_signals
 
 BEAT = 1.0
 """Seconds between two beats."""

@@ -23,7 +23,7 @@ from headrace.episodes.scoring.workers.load import load_functions
 from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack, read_call
 from headrace.processes.asked_process import FrameSender, obey_until_end, run_to_end, take_pipes
 from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
-from headrace.processes.health.own_stacks import answer_signals
+from headrace.processes.health.stacks import answer_signals
 from headrace.processes.health.user_prints import LOG
 
 Functions = list[Callable[..., Any]]

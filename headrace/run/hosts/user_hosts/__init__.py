@@ -9,5 +9,5 @@ The processes are those that a run has on its own machine, with the same frames.
 with the run, and the time in which nothing was heard of a host is no part of them.
 
 Read `host_messages.py` and `user_host.py` (the worker's end). The controller's end is `run/clients/hosted_site.py`; whether the user's files
-are the run's is found out in `processes/joining/same_code.py`.
+are the run's is found out in `processes/joining/same_model.py`.
 """

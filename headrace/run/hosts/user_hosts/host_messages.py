@@ -21,7 +21,7 @@ class UserHostStart(Struct, frozen=True, kw_only=True):
     """The first call. A host that cannot load all of it is none for this run."""
 
     files: dict[str, str]
-    """The digests of the user's files, by path (`same_code.py`)."""
+    """The digests of the user's files, by path (`same_model.py`)."""
     rewards: tuple[RewardsLoaded, ...] = ()
     environments: tuple[FunctionSettings, ...] = ()
 

@@ -13,11 +13,10 @@ from headrace.core.errors import ConfigError
 from headrace.core.printing import say
 from headrace.episodes.environments.workers.environment_pool import check_function
 from headrace.episodes.scoring.workers.processes import check_functions
-from headrace.processes.answers import answer, begun, vital
 from headrace.processes.asked_process import OWN_SITE, RunningProcess, UserProgram
-from headrace.processes.joining.offering import refuse
-from headrace.processes.joining.same_code import code_problem
-from headrace.processes.wire import Frame, WorkerEnd, unpack
+from headrace.processes.joining.dial import refuse
+from headrace.processes.joining.same_model import code_problem
+from headrace.processes.wire import Frame, WorkerEnd, answer, begun, unpack, vital
 from headrace.run.hosts.user_hosts.host_messages import (
     PULSE,
     ProcessBytes,
