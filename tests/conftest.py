@@ -8,8 +8,9 @@ import os
 import shutil
 from pathlib import Path
 
-import preloaded_python
 import pytest
+
+from support.runs import preloaded_python
 
 gc.disable()  # until all tests are collected: see `pytest_collection_finish`
 
@@ -19,6 +20,7 @@ IN_MEMORY = Path("/dev/shm")
 if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4e9:  # a container may have 64 MB there
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
+pytest.register_assert_rewrite("support.native_calls", "support.trainer_calls")
 preloaded_python.share_with_runs()
 
 

@@ -614,7 +614,7 @@ def test_a_name_has_one_meaning():
 
 def test_names_of_test_files_are_unique():
     """pytest imports them by name; it collects neither of two that share one."""
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert [name for name in set(names) if names.count(name) > 1] == []
 
 

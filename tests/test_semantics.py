@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine_model import CoreDriver
-from fake_world import PATIENT, FakeWorld
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import AGGREGATIONS
@@ -33,6 +31,8 @@ from headrace.testing.makers import completion, group, prompt, request, row, sco
 from headrace.trainer.packing import StepRows, pack_rows
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
+from support.fake_engine_model import CoreDriver
+from support.fake_world import PATIENT, FakeWorld
 
 
 def whole(group: Any) -> Any:

@@ -21,9 +21,19 @@ from headrace.core.protocols import EnvironmentKind
 from headrace.core.rewards import usable
 from headrace.core.types import Completion, Episode, Prompt, RolloutKey, Scored
 from headrace.episodes.rollout import ForksConfig, as_tree, path_to, pivot_of
-from headrace.episodes.rollout_session import ENDLESS, Ask, Decode, Note, Page, Played, RolloutSession, Room, TurnAsked
+from headrace.episodes.rollout_session import (
+    ENDLESS,
+    Ask,
+    Decode,
+    Note,
+    NotebookPage,
+    Played,
+    RolloutSession,
+    Room,
+    TurnAsked,
+)
 
-OpenPage = Callable[[int, Sequence[Note]], Page]
+OpenPage = Callable[[int, Sequence[Note]], NotebookPage]
 """Opens the page of a rollout, behind the notes of another one."""
 
 
@@ -35,8 +45,8 @@ def name_of_turn(ticket: int, prompt: Prompt, asked: TurnAsked, adapter: str = "
     return RolloutKey(ticket, asked.rollout, asked.turn, adapter, context)
 
 
-def _unsaved(rollout: int, before: Sequence[Note]) -> Page:
-    return Page(before=before)
+def _unsaved(rollout: int, before: Sequence[Note]) -> NotebookPage:
+    return NotebookPage(before=before)
 
 
 async def roll_out(
@@ -96,7 +106,7 @@ class _Players:
             for one in (done, *others)
         ]
 
-    async def _play(self, number: int, rollout: int, page: Page, ask: Ask) -> Played | Failure:
+    async def _play(self, number: int, rollout: int, page: NotebookPage, ask: Ask) -> Played | Failure:
         """`rollout`: the one whose seed the environment gets."""
         session = RolloutSession(number, ask, self._decode, limits=self._kind.limits, room=self._room, page=page)
         return await session.play(self._kind.make, self._prompt, self._seeds[rollout])

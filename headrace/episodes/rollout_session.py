@@ -36,7 +36,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Note).decode
 
 
-class Page:
+class NotebookPage:
     """The notes of one rollout."""
 
     def __init__(
@@ -78,14 +78,14 @@ class Notebook:
         """`write` gets the name of the rollout and each new note, before the environment goes on."""
         self._write = write
 
-    def page(self, ticket: int, rollout: int, before: Sequence[Note] = ()) -> Page:
+    def page(self, ticket: int, rollout: int, before: Sequence[Note] = ()) -> NotebookPage:
         name = str(RolloutKey(ticket, rollout, adapter=self._adapter))
 
         def write(note: bytes) -> None:
             if self._write:
                 self._write(name, note)
 
-        return Page(self._notes[ticket].setdefault(name, []), write, before)
+        return NotebookPage(self._notes[ticket].setdefault(name, []), write, before)
 
     def forget_group(self, ticket: int) -> None:
         """Forgets the notes of a group, when it has ended."""
@@ -202,10 +202,10 @@ class RolloutSession:
         *,
         limits: Limits,
         room: Room = ENDLESS,
-        page: Page | None = None,
+        page: NotebookPage | None = None,
     ) -> None:
         """`page`: the notes of its environment."""
-        self._page = page or Page()
+        self._page = page or NotebookPage()
         self._rollout, self._ask, self._decode, self._limits = rollout, ask, decode, limits
         self._longest = min(limits.tokens or room.context, room.context) - room.turn
         self._clock: asyncio.Timeout | None = None

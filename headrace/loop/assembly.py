@@ -29,7 +29,7 @@ from headrace.loop.partial import Interrupts, PartialConfig
 from headrace.loop.pipeline import Parts
 from headrace.loop.recovery import SavedRun, recover
 from headrace.loop.run_limits import Minutes
-from headrace.loop.turns import Turns
+from headrace.loop.turns import DeviceShare
 from headrace.settings.process_config import EvalConfig
 from headrace.weight_sync.delta.efficiency import DeltaWatch
 
@@ -96,7 +96,7 @@ def assemble(
     journal: Journal,
     snapshots: Snapshots,
     probe: IdentityProbe,
-    turns: Turns | None = None,
+    turns: DeviceShare | None = None,
     noise: NoiseWatch | None = None,
     deltas: DeltaWatch | None = None,
     minutes: Minutes | None = None,
@@ -133,7 +133,7 @@ def assemble(
         snapshots=snapshots,
         probe=probe,
         evaluator=Evaluator(groups=groups, prompts=held_out, telemetry=telemetry),
-        turns=turns or Turns(),
+        turns=turns or DeviceShare(),
         noise=noise or NoiseWatch(),
         deltas=deltas or DeltaWatch(),
         minutes=minutes or Minutes(),

@@ -55,7 +55,7 @@ from headrace.loop.own_groups import GroupSource
 from headrace.loop.partial import Interrupts
 from headrace.loop.run_limits import Budgets, Leaving, Minutes, until_saved
 from headrace.loop.staleness import judge
-from headrace.loop.turns import Turns
+from headrace.loop.turns import DeviceShare
 from headrace.weight_sync.delta.efficiency import DeltaWatch
 
 # --- The parts that the pipeline's loops share.
@@ -84,7 +84,7 @@ class Parts:
     snapshots: Snapshots
     probe: IdentityProbe
     evaluator: Evaluator
-    turns: Turns = field(default_factory=Turns)
+    turns: DeviceShare = field(default_factory=DeviceShare)
     """The turns at the trainer, if several pipelines share it."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
     deltas: DeltaWatch = field(default_factory=DeltaWatch)

@@ -99,7 +99,7 @@ class SharedDevices:
         self._telemetry.record(Woke(self._telemetry.clock(), who, report))
 
 
-class Turns:
+class DeviceShare:
     """The turns of pipelines that share a trainer, in the order of their requests. A single pipeline never waits here for another."""
 
     def __init__(self, devices: SharedDevices | None = None) -> None:
@@ -169,7 +169,7 @@ LAST_WORD = 30.0
 class Utilisation:
     """Idle shares of both pools between `start` and `stop`, which means training without loading and evaluation."""
 
-    def __init__(self, engine: Engine, turns: Turns, telemetry: Telemetry) -> None:
+    def __init__(self, engine: Engine, turns: DeviceShare, telemetry: Telemetry) -> None:
         self._engine, self._turns = engine, turns
         self._waits, self._clock = telemetry.waits, telemetry.clock
         self._first = self._last = EngineStats()

@@ -20,7 +20,7 @@ from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.facts.facts import WeightsLive
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.turns import SharedDevices, Turns
+from headrace.loop.turns import DeviceShare, SharedDevices
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_trainer import ProcessTrainer
@@ -56,7 +56,7 @@ class Pools:
     """Whether engine and trainer compute one forward pass, bit for bit."""
     shadow: Shadowing | None
     """The publishing of the student's older self; None if it is no teacher."""
-    turns: Turns = field(default_factory=Turns)
+    turns: DeviceShare = field(default_factory=DeviceShare)
     """The trainer's time, which all pipelines that share it take in turns."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
@@ -136,7 +136,7 @@ async def open_pools(
             trainer_dtype=ready.dtype,
             same_arithmetic=check_parity(engine.capabilities, ready.arithmetic, config.train.parity),
             shadow=Shadowing(ready.shadow, transports[1]) if ready.shadow else None,
-            turns=Turns(devices_of(config.orchestration, engine, trainer, telemetry)),
+            turns=DeviceShare(devices_of(config.orchestration, engine, trainer, telemetry)),
         )
 
 

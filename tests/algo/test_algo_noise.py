@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace.algo.config import AlgoConfig
@@ -23,6 +22,7 @@ from headrace.episodes.scoring.reward_scorer import soft_overlong_punishment
 from headrace.facts.facts import Warned
 from headrace.facts.records import StepRow
 from headrace.run.run import RunResult
+from support.tiny_run import of, tiny_config
 
 TOKEN_RMS = 0.04
 """About that of SmolLM2-135M in bfloat16 (docs/algorithms.md)."""

@@ -22,8 +22,7 @@ from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.gradient import StepPairs, _marks, pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
-from tests.trainer.test_placement import near
-from tests.trainer.test_trainer import V, model_dir  # noqa: F401
+from support.trainer_calls import V, model_dir, near  # noqa: F401
 
 Array = np.ndarray
 NAMES = ("dpo", "ipo_pairs", "simpo")

@@ -13,15 +13,15 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from health_beside import answers
 from safetensors.torch import save_file
-from served import Client, answering, faked
 
 from headrace.engine.config import EngineConfig
 from headrace.serve import serving
 from headrace.serve.config import ServeConfig
 from headrace.serve.start import make_app, opened
 from headrace.weight_sync.directory import offer_adapter
+from support.health_beside import answers
+from support.served import Client, answering, faked
 
 GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"]}
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

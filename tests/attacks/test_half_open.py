@@ -19,8 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from health_beside import USUAL, Attacked, attacked_doors, request
-from served import faked
 
 from headrace.processes.joining import listener as listening
 from headrace.processes.joining.dial import dial
@@ -41,6 +39,8 @@ from headrace.web.limits import (
 from headrace.web.server import OneLine
 from headrace.web.tls import server_context
 from headrace.weight_sync.http_ranges import AT_ONCE, WeightServer
+from support.health_beside import USUAL, Attacked, attacked_doors, request
+from support.served import faked
 
 KEY = "a token of many characters"
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: "

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from health_beside import Attacked, attacked_doors, request, said_to
 
 from headrace.serve.training.tinker_messages import MESSAGES, PROTOBUF
+from support.health_beside import Attacked, attacked_doors, request, said_to
 
 Attack = Callable[[Attacked], bytes]
 

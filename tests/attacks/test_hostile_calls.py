@@ -13,17 +13,17 @@ import aiohttp
 import msgspec
 import openai
 import pytest
-import tool_chats
-from gateway_agent import Asks, played, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_turns import Model, check_rows, encoder_of
 
 from headrace.core.chat.reading import read_calls
 from headrace.core.chat.tool_calls import FORMATS
 from headrace.core.protocols import Limits
 from headrace.episodes.rollout_session import Played, storable
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
+from support.gateway.gateway_agent import Asks, played, user
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 

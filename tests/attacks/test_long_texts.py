@@ -12,18 +12,18 @@ from typing import Any
 
 import openai
 import pytest
-import tool_chats
-from gateway_agent import Asks, played, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import faked
-from written_turns import MERGED, Model
 
 from headrace.core.protocols import Limits
 from headrace.episodes.rollout_session import Played
 from headrace.models.chat import LONG, ChatEncoder, off_loop
 from headrace.models.control_tokens import Written
 from headrace.testing.fake_engine import FakeEngine
+from support import tool_chats
+from support.gateway.gateway_agent import Asks, played, user
+from support.gateway.written_turns import MERGED, Model
+from support.served import faked
 
 CONTEXT, LONGEST = 400, 120
 WORDS = "tool dollar " * 50_000

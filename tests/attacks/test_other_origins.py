@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from served import faked
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
@@ -26,6 +25,7 @@ from headrace.testing.fake_engine import FakeEngine
 from headrace.views.board.board_routes import make_board_app
 from headrace.views.board.runs_board import RunsBoard
 from headrace.web.limits import ServerLimits
+from support.served import faked
 
 TOKEN = "0123456789abcdef0123"
 HERE = "127.0.0.1:8000"

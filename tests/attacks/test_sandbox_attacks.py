@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from beside import Beside, until
 
 from headrace.episodes.sandbox import sandbox as sandboxes
 from headrace.episodes.sandbox.kernel import landlock, seccomp
 from headrace.episodes.sandbox.sandbox import Sandbox, SandboxResult
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
-from tests.sandbox.test_hostile import descendants
+from support.runs.beside import Beside, until
+from support.runs.processes import descendants
 
 LIMITS = SandboxLimits(cpu_seconds=2, seconds=30.0, memory=256 << 20, disk=1 << 20, files=8, threads=24, output=20_000)
 pytestmark = pytest.mark.skipif(

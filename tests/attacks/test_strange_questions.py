@@ -12,10 +12,8 @@ from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
-from fact_stream import write_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import answering
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
@@ -30,7 +28,7 @@ from headrace.serve.training.futures import failure_of
 from headrace.serve.training.saved_weights import Store
 from headrace.serve.training.tinker_messages import CreateSession
 from headrace.serve.training.tinker_routes import routes
-from headrace.serve.training.tinker_service import Door
+from headrace.serve.training.tinker_service import TinkerService
 from headrace.testing.fake_engine import FakeEngine
 from headrace.views.board.board_parts import PARTS
 from headrace.views.board.board_routes import make_board_app
@@ -39,6 +37,8 @@ from headrace.web import sending
 from headrace.web.errors import Refused, response_of, without_paths
 from headrace.web.limits import ServerLimits
 from headrace.web.sending import decoded
+from support.fact_stream import write_run
+from support.served import answering
 
 PLACE = "a-secret-place"
 """A part of every path of these servers."""
@@ -198,7 +198,7 @@ def test_no_route_tells_where_the_server_keeps_things(tiny_tokenizer: Path, tmp_
             limits=ServerLimits(body_seconds=5),
         )
         await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
-        door = Door(serving, Store(place), TrainLimits(poll_seconds=0.01), directory=place, places=1)
+        door = TinkerService(serving, Store(place), TrainLimits(poll_seconds=0.01), directory=place, places=1)
         door.trainer = AsyncMock()
         door.trainer.add.side_effect = OSError(28, "No space left on device", str(place / "adapter"))
         app = make_app(serving, "", routes(door))

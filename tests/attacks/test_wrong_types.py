@@ -14,11 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-import tool_chats
-from gateway_agent import Asks, played
-from served import answering
 from test_strange_questions import methods_of
-from written_turns import Model, encoder_of
 
 from headrace.core.protocols import Limits
 from headrace.core.weights import WeightUpdate
@@ -29,9 +25,13 @@ from headrace.serve.serving import Serving
 from headrace.serve.start import make_app
 from headrace.serve.training.saved_weights import Store
 from headrace.serve.training.tinker_routes import routes
-from headrace.serve.training.tinker_service import Door
+from headrace.serve.training.tinker_service import TinkerService
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
+from support import tool_chats
+from support.gateway.gateway_agent import Asks, played
+from support.gateway.written_turns import Model, encoder_of
+from support.served import answering
 
 RAW = "RAW:"
 VALUES: list[Any] = [None, True, 0, -1, -0.0, 1.5, 1e308, 1e-320, 2**31, 2**63, 2**64, -(2**63), 10**30, "", "x"]
@@ -188,7 +188,7 @@ def test_no_value_of_any_body_is_an_error_of_the_server(path: str, encoder: Chat
         serving = Serving(engine=FakeEngine(seconds_per_token=0.0), encoder=encoder, name="tiny", limits=ServerLimits())
         await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
         limits = TrainLimits(poll_seconds=0.01)
-        door = Door(serving, Store(tmp_path), limits, directory=tmp_path, places=1)
+        door = TinkerService(serving, Store(tmp_path), limits, directory=tmp_path, places=1)
         door.trainer = NoTrainer()  # type: ignore[assignment]
         app = make_app(serving, "", routes(door))
         async with asyncio.timeout(500), answering(app) as url, aiohttp.ClientSession(base_url=url) as client:

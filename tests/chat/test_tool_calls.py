@@ -8,10 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import tool_chats
 from hypothesis import given
 from hypothesis import strategies as st
-from tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
 from headrace.core.chat.messages import Message, Tool, described, for_template, uses_tools
 from headrace.core.chat.reading import CallReader, Malformed, read_calls
@@ -28,6 +26,8 @@ from headrace.core.chat.tool_calls import (
 )
 from headrace.core.errors import ConfigError
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
+from support.tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
 RAIN = ToolCall("weather", '{"place": "Paris"}')
 SUM = ToolCall("add", '{"a": 1, "b": [2, {"c": null}]}')

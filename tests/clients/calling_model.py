@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tool_chats import HERMES, save_tokenizer, tokens_of
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.models.chat import ChatEncoder
+from support.tool_chats import HERMES, save_tokenizer, tokens_of
 
 CONTEXT = 1024
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'

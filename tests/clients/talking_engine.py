@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 
 from msgspec.structs import replace
-from tool_chats import CHARACTERS, SPECIAL, tokens_of
 
 from headrace.core.types import Request
 from headrace.testing.fake_engine import FakeEngine
+from support.tool_chats import CHARACTERS, SPECIAL, tokens_of
 
 WORDS = (*SPECIAL, *CHARACTERS)
 PERSON = '{"name": "Ann", "age": 30}'

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from calling_model import ANSWER, CONTEXT, save_calling_model
 from test_clients import HERE, PYTHON, node_program, with_node, with_python
-from tiny_run import of, tiny_config
-from tool_chats import HERMES
-from written_turns import Model, check_rows, encoder_of
 
 import headrace
 from headrace.core.types import Prompt
@@ -22,6 +19,9 @@ from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 from headrace.facts.facts import GroupEnded, IdentityChecked
+from support.gateway.written_turns import Model, check_rows, encoder_of
+from support.tiny_run import of, tiny_config
+from support.tool_chats import HERMES
 
 SAID = ('I add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>', "3", "Yes, I am.")
 

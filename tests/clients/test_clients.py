@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from served import faked
 from talking_engine import talking_engine
-from tool_chats import HERMES, save_tokenizer
 
 from headrace.web.limits import ServerLimits
+from support.served import faked
+from support.tool_chats import HERMES, save_tokenizer
 
 HERE = Path(__file__).parent
 CLIENTS = Path(os.environ.get("HEADRACE_CLIENTS") or HERE.parents[1] / ".venv-clients")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Client, faked
 from talking_engine import talking_engine
-from tool_chats import HERMES, save_tokenizer
 
 from headrace.serve.serving import Serving
+from support.served import Client, faked
+from support.tool_chats import HERMES, save_tokenizer
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 HELLO = '"messages":[{"role":"user","content":"Hello"}]'

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_engine_model import CoreDriver, prompt
-from test_native_engine import drawn, greedy, make_engine, prompts, put, run, save_model, saved, step  # noqa: F401
-from tiny_models import skip_where_inexact
 
 from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.testing.makers import request
+from support.fake_engine_model import CoreDriver, prompt
+from support.native_calls import drawn, greedy, make_engine, prompts, put, run, save_model, saved, step  # noqa: F401
+from support.tiny_models import skip_where_inexact
 
 
 def forwarded(driver: CoreDriver, since: int = 0) -> int:

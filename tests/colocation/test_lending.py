@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fact_stream import FactStream
-from fake_world import LendingTrainer, OnLentDevices, lends
 
 from headrace.core.errors import ConfigError
 from headrace.core.reports import EngineStats
@@ -34,6 +32,8 @@ from headrace.testing.faultsim.case import MODES, Case
 from headrace.testing.faultsim.faults import Fault
 from headrace.testing.faultsim.lives import trial
 from headrace.testing.makers import update
+from support.fact_stream import FactStream
+from support.fake_world import LendingTrainer, OnLentDevices, lends
 
 TOKEN, LENGTH, GIVE_WAY = 0.1, 8, 3.0
 STEPS = 6

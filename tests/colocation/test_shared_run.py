@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import preloaded_python
 import pytest
 import torch
-from tiny_run import (
+
+import headrace
+from headrace.facts.facts import RunEnded, Slept, Warned, Woke, WorkerLost
+from headrace.native.resources import available_cores
+from support.runs import preloaded_python
+from support.tiny_run import (
     SYNCHRONOUS,
     Config,
     engines_of,
@@ -27,10 +31,6 @@ from tiny_run import (
     weights_of,
     workers_of,
 )
-
-import headrace
-from headrace.facts.facts import RunEnded, Slept, Warned, Woke, WorkerLost
-from headrace.native.resources import available_cores
 
 CHILD = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"
 

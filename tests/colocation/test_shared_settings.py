@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import tiny_config
 
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
@@ -18,6 +17,7 @@ from headrace.run.rehearsal.machine import Machine
 from headrace.run.rehearsal.memory_needs import MemoryNeed, MemoryPlan, needs, notes
 from headrace.run.rehearsal.shape import ModelShape, read_shape
 from headrace.trainer.config import TrainConfig
+from support.tiny_run import tiny_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cache without sleep": (

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer import batch, model_dir, trainer  # noqa: F401
+
+from support.trainer_calls import batch, model_dir, trainer  # noqa: F401
 
 WAYS: dict[str, dict[str, Any]] = {
     "torch": {"path": "torch"},

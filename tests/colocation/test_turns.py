@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld
 
 from headrace.core.errors import StalledError, WorkerDied
 from headrace.core.reports import SleepReport
@@ -16,7 +15,7 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.partial import PartialConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.turns import SharedDevices, Turns
+from headrace.loop.turns import DeviceShare, SharedDevices
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.testing.fake_engine import FakeEngine
@@ -25,6 +24,7 @@ from headrace.testing.faultsim.case import MODES, Case
 from headrace.testing.faultsim.chance import OneAtATime
 from headrace.testing.faultsim.faults import Fault
 from headrace.testing.faultsim.lives import trial
+from support.fake_world import FakeWorld
 
 
 def trained(tmp_path: Path, **settings: Any) -> FakeWorld:
@@ -126,7 +126,7 @@ def devices(engine: Recorded, trainer: Recorded) -> SharedDevices:
 def test_a_change_that_was_cut_off_is_made_again_from_its_beginning() -> None:
     async def go() -> list[str]:
         told: list[str] = []
-        turns = Turns(devices(Recorded("engine", told, hangs="wake"), Recorded("trainer", told)))
+        turns = DeviceShare(devices(Recorded("engine", told, hangs="wake"), Recorded("trainer", told)))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
                 await turns.over()

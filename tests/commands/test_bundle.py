@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
 from headrace.commands.replay import bundle
 from headrace.commands.replay.bundle import CODE, FACTS, read_bundle
 from headrace.core.errors import ConfigError
+from support.tiny_run import tiny_config
 
 Tree = dict[str, Any]
 

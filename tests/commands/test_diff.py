@@ -8,8 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream, records_of, write_journal
-from journal_frames import spoil
 
 from headrace import cli
 from headrace.commands.show.diff import RunComparison, compare_runs, report
@@ -18,6 +16,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, ReadyRecord, SteppedRecord
 from headrace.views.screen.console import Console
+from support.fact_stream import FactStream, records_of, write_journal
+from support.journal_frames import spoil
 
 FACTS = list(FactStream(steps=4, groups=2, size=2, tokens=6, troubles=False).facts())
 RECORDS: list[AnyRecord] = [DrawnRecord(0.1, 3, Prompt("p3", "", (1, 2))), *records_of(FACTS)]

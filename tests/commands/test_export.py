@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import yaml
 from fake_hub import TOKEN, FakeHub, fake_hub
-from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
 from headrace.commands.publishing.model_card import HEIGHT, LINE, WIDTH, curve_picture
+from support.tiny_run import tiny_config
 
 
 @pytest.fixture(scope="module")

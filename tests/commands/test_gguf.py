@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from headrace.commands.publishing.gguf_file import LLAMA3, QWEN2, read_tokenizer, write_gguf
 from headrace.core.errors import ConfigError
+from support import tiny_models
 
 TEXTS = (
     "State the result: 12 + 345.",

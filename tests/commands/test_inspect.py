@@ -9,10 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream, records_of, write_journal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journal_frames import spoil
 
 from headrace import cli
 from headrace.commands.show.inspect import find_step, inspect
@@ -25,6 +23,8 @@ from headrace.facts.rollout_view import row_of, span_list, token_details, trimme
 from headrace.run.pieces import split_text
 from headrace.views.screen.console import Console
 from headrace.views.screen.inspect_view import rollout
+from support.fact_stream import FactStream, records_of, write_journal
+from support.journal_frames import spoil
 
 FACTS = list(FactStream(steps=4, groups=2, size=3, tokens=6, troubles=False).facts())
 RECORDS: list[AnyRecord] = [

@@ -8,12 +8,12 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_models import saved
 
 from headrace import cli
 from headrace.commands.installed import parity
 from headrace.commands.installed.parity import LIMITS, ParityRow, measure
 from headrace.views.screen.console import Console
+from support.tiny_models import saved
 
 TOKENS = 12
 

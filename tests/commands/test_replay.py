@@ -13,14 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
 from headrace.commands.replay import replay
 from headrace.commands.replay import rerun as rerun_module
 from headrace.commands.replay.replay import beyond, differing, outcome_of
-from headrace.commands.replay.rerun import Stage, plan_rerun, rerun
+from headrace.commands.replay.rerun import ReplayState, plan_rerun, rerun
 from headrace.commands.show import diff
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.reports import LagStats, Noise, TrainReport
@@ -40,6 +39,7 @@ from headrace.processes.health.family import Family, family
 from headrace.run.config import RunConfig, dump_config, load_config
 from headrace.run.run_directory import RunDirectory, configs_until
 from headrace.views.screen.console import Console
+from support.tiny_run import tiny_config, when_step
 
 STEPS = 5
 
@@ -59,7 +59,7 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_leaving_a_rerun_early_ends_its_trainer(finished: Path) -> None:
     children = Family()
 
-    async def first_stage_only() -> Stage:
+    async def first_stage_only() -> ReplayState:
         async with rerun(plan_rerun(finished, 4, 5)) as stages:
             async for stage in stages:
                 assert [child.who for child in children.children()] == ["trainer"]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import plain_trainer
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from headrace.trainer.placement.port import Single
 from headrace.trainer.step.gradient import Gradient
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.reference import reference_of
+from support import plain_trainer
 
 TEMPERATURE, KL, TEACHER, TOP, SCALE = 0.8, 0.3, 0.7, 4, 2.0
 FAMILIES = ["llama", "qwen3_moe", "mixtral", "olmoe"]

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from fact_stream import write_run
 
 from headrace import cli
 from headrace.commands.training.starter import look_at
 from headrace.episodes.scoring.extract import last_number
 from headrace.run.config import load_config
+from support.fact_stream import write_run
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
 

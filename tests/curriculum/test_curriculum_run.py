@@ -9,10 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import preloaded_python
 import pytest
-from beside import PATIENCE, until
-from tiny_run import tiny_config
 
 from headrace.durable.journal import DrawnRecord, ReadyRecord, count_steps, read_journal
 from headrace.facts.facts import PromptChosen
@@ -21,6 +18,9 @@ from headrace.loop.curriculum import open_curriculum
 from headrace.models.chat import ChatEncoder
 from headrace.run.build import build_task
 from headrace.run.config import dump_config, read_config
+from support.runs import preloaded_python
+from support.runs.beside import PATIENCE, until
+from support.tiny_run import tiny_config
 
 REWARD = "def has_e(completions, **columns): return [float('e' in text) for text in completions]\n"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from pretend_cuda import OnDevice, PretendedCuda, pretended_cuda
-from test_native_engine import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score, step  # noqa: F401
-from tiny_models import MODELS
+
+from support.native_calls import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score, step  # noqa: F401
+from support.tiny_models import MODELS
 
 
 @pytest.fixture

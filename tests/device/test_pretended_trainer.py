@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from pretend_cuda import OnDevice, PretendedCuda, pretended_cuda
-from test_trainer import MODELS, batch, model_dir  # noqa: F401
 
 from headrace.algo.config import AlgoConfig, KLConfig
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from support.trainer_calls import MODELS, batch, model_dir  # noqa: F401
 
 WAYS: dict[str, tuple[dict[str, Any], AlgoConfig, LoraConfig | None]] = {
     "checkpointed": ({"gradient_checkpointing": True}, AlgoConfig(), None),

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import MIXTURES, RunnerDriver, parameters, prompts, reference, skeleton
 
 from headrace.core.errors import ConfigError
 from headrace.core.weights import AdapterSpec
@@ -16,6 +15,7 @@ from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.layers import PREFIX, by_adapter
+from support.tiny_models import MIXTURES, RunnerDriver, parameters, prompts, reference, skeleton
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama-tied-biased", "gemma3_text", "qwen2", "qwen3_moe", "qwen3_moe-mixed", "mixtral", "olmoe"]

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from test_native_engine import (
+
+from headrace.core.sampling_masks import decode_set
+from headrace.core.steps import Finished, Transcript, write_down
+from headrace.core.types import Completion, Constraint, Fork, Request, Sampling, SamplingMask
+from support.native_calls import (
     EOS,
     TOKENIZER,
     Answer,
@@ -24,10 +28,6 @@ from test_native_engine import (
     step,
     teacher_forced,
 )
-
-from headrace.core.sampling_masks import decode_set
-from headrace.core.steps import Finished, Transcript, write_down
-from headrace.core.types import Completion, Constraint, Fork, Request, Sampling, SamplingMask
 
 TEXTS = ["ab", "abc", "b", "é", "è!", "日本語", "日本", "😀", '"quoted\\n"', "a" * 20]
 CHOICES = Constraint("choice", json.dumps(TEXTS))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_engine_model import LAYERS, POISON, CoreDriver, K, draw, logits_of, prompt, routing_of
 
 from headrace.core.errors import ConfigError
 from headrace.core.steps import Finished, Transcript, write_down
@@ -13,6 +12,7 @@ from headrace.core.types import Completion, Fork, Request, Sampling
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.request_book import scoring
 from headrace.testing.makers import request
+from support.fake_engine_model import LAYERS, POISON, CoreDriver, K, draw, logits_of, prompt, routing_of
 
 
 def forwarded(driver: CoreDriver, since: int = 0) -> int:

@@ -7,13 +7,13 @@ import random
 from collections import Counter
 
 import pytest
-from fake_engine_model import ADAPTERS, POISON, CoreDriver, Reported, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.request_book import scoring
 from headrace.testing.makers import request
+from support.fake_engine_model import ADAPTERS, POISON, CoreDriver, Reported, prompt
 
 PROMPTS = [
     prompt(length, seed) for length, seed in ((1, 0), (5, 1), (31, 2), (32, 3), (33, 4), (50, 5), (64, 6), (70, 7))

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import make
 
 from headrace.core.steps import Transcript, write_down
 from headrace.core.types import Request, Sampling
@@ -28,6 +27,7 @@ from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.runners.layers import PREFIX
 from headrace.engine.native.runners.skeleton import parameters_from_dir
+from support.tiny_models import make
 
 WIDE = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, "intermediate_size": 112}
 """What the kernels serve, and more than one block of 32 in every product."""

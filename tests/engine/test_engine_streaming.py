@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine_model import CoreDriver, prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import make, parameters, saved
 
 from headrace.core.reports import LoadReport
 from headrace.core.steps import StepOutput, Transcript, spans_of, write_down
@@ -29,6 +27,8 @@ from headrace.processes.wire import Frame, pack_payload
 from headrace.run.worker.engine_loop import EngineLoop
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request, update
+from support.fake_engine_model import CoreDriver, prompt
+from support.tiny_models import make, parameters, saved
 
 # --- the parts ---------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_trees import Padded
-from tiny_models import (
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headrace.core.errors import ConfigError
+from headrace.engine.native.forward_pass import BLOCK
+from headrace.engine.native.runners.attention import PagedCache
+from headrace.engine.native.runners.decoder import FusedRunner
+from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
+from headrace.engine.native.runners.paged import cut, fill_up, require_exact, rows_bucket, width_bucket
+from headrace.engine.native.runners.skeleton import parameters_from_dir, read
+from headrace.models.resolve import resolve_model
+from support.padded_model import Padded
+from support.tiny_models import (
     MIXTURES,
     MODELS,
     OTHERS,
@@ -26,16 +36,6 @@ from tiny_models import (
     skeleton,
     skip_where_inexact,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from headrace.core.errors import ConfigError
-from headrace.engine.native.forward_pass import BLOCK
-from headrace.engine.native.runners.attention import PagedCache
-from headrace.engine.native.runners.decoder import FusedRunner
-from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
-from headrace.engine.native.runners.paged import cut, fill_up, require_exact, rows_bucket, width_bucket
-from headrace.engine.native.runners.skeleton import parameters_from_dir, read
-from headrace.models.resolve import resolve_model
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from test_adapters import adapters_of
-from tiny_models import RunnerDriver, make, prompts
 from transformers import AutoModelForCausalLM
 
 from headrace.core.weights import AdapterSpec
@@ -27,6 +26,7 @@ from headrace.engine.native.kernels.runner import KernelRunner, Packer, gate_up_
 from headrace.engine.native.runners.layers import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampler import Settings, draw, sample, uniforms
+from support.tiny_models import RunnerDriver, make, prompts
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 PORTABLE = "x86-64-v3"

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import MODELS, OTHERS, RunnerDriver, make, parameters, prompts, reference, skeleton, skip_where_inexact
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
+from support.tiny_models import (
+    MODELS,
+    OTHERS,
+    RunnerDriver,
+    make,
+    parameters,
+    prompts,
+    reference,
+    skeleton,
+    skip_where_inexact,
+)
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import until
-from processes import alive
-from tiny_run import HOLD, Config, hold, kill_when, of, release, tiny_config
 
 import headrace
 from headrace.core.errors import ConfigError
@@ -17,6 +14,9 @@ from headrace.durable.journal import read_steps
 from headrace.facts.facts import Evaluated, GroupEnded
 from headrace.run.config import load_config
 from headrace.run.rehearse import rehearse
+from support.runs.beside import until
+from support.runs.processes import alive
+from support.tiny_run import HOLD, Config, hold, kill_when, of, release, tiny_config
 
 ENV = (
     HOLD

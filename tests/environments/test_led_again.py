@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tool_chats import WrittenAgent
 
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import EnvironmentKind, Limits
@@ -26,6 +25,7 @@ from headrace.episodes.environments.workers.step_driver import exports, is_end
 from headrace.episodes.environments.workers.talk import AgentReply
 from headrace.episodes.rollout import ForksConfig, fork_problem
 from headrace.episodes.tasks.reasoning_gym import columns_of
+from support.tool_chats import WrittenAgent
 
 GYM = '''
 import os, random

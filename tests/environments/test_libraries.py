@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import textarena
-import tool_chats
-from tool_chats import WrittenAgent, play_said, play_steps
 
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
@@ -25,6 +23,8 @@ from headrace.episodes.episodes import Played
 from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.models.chat import ChatEncoder
 from headrace.run.config import load_config
+from support import tool_chats
+from support.tool_chats import WrittenAgent, play_said, play_steps
 
 
 @pytest.fixture(scope="module")

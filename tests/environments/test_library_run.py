@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import textarena
-from tiny_run import has_step, held_reward, kill_when, of, release, tiny_config
 
 import headrace
 from headrace.core.types import Scored, Turn
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.libraries.games import Game
 from headrace.facts.facts import Evaluated, GroupEnded
+from support.tiny_run import has_step, held_reward, kill_when, of, release, tiny_config
 
 ENV = """
 import random

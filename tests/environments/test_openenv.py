@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tool_chats
-from tool_chats import play_said
 from websockets.asyncio.server import ServerConnection, serve
 
 from headrace.core.batches import Failure
@@ -28,6 +26,8 @@ from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.environments.workers.talk import AgentReply
 from headrace.episodes.episodes import Played
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
+from support.tool_chats import play_said
 
 PYTHON = os.environ.get("HEADRACE_OPENENV_PYTHON") or str(Path(__file__).parents[2] / ".venv-openenv/bin/python")
 """An interpreter with openenv, which is no package of ours: it brings sixty others (`make openenv-setup`)."""

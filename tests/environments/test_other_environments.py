@@ -11,7 +11,6 @@ import pytest
 import reasoning_gym
 import textarena
 from test_real_libraries import OPENENV, REWARD, roomy, run, served  # noqa: F401  (a fixture)
-from tool_chats import WrittenAgent, play_steps
 
 import headrace
 from headrace.durable.journal import read_steps
@@ -19,6 +18,7 @@ from headrace.episodes.environments.libraries.games import open_textarena
 from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.tasks.prompts import seed_from
 from headrace.episodes.tasks.reasoning_gym import BLOCK
+from support.tool_chats import WrittenAgent, play_steps
 
 MOVES = ("[0]", "[1 2]", "hm", "[up]", "[4]", "[2 3]", "[roll]", "[hold]", "[1 1 1]", "[3]")
 GAMES = {

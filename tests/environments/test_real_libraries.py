@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import of
 
 import headrace
 from headrace.durable.journal import read_steps
 from headrace.facts.facts import GroupEnded
+from support.tiny_run import of
 
 ROOT = Path(__file__).parents[2]
 OPENENV = os.environ.get("HEADRACE_OPENENV_PYTHON") or str(ROOT / ".venv-openenv/bin/python")

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tool_chats
-from tool_chats import CALL, WrittenEngine, play_all
 
 from headrace.core.batches import Failure
 from headrace.core.types import Scored
 from headrace.episodes.episodes import Played, with_rewards
 from headrace.loop.ledger import talk_of
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
+from support.tool_chats import CALL, WrittenEngine, play_all
 
 GAME = '''
 def look(square: str) -> str:

@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
-from tiny_run import of, tiny_config
 from transformers import LlamaForCausalLM
 
 import headrace
@@ -20,6 +18,8 @@ from headrace.durable.journal import read_steps
 from headrace.facts.facts import GroupEnded, Warned
 from headrace.models.chat import ChatEncoder
 from headrace.run.config import load_config
+from support import tiny_models
+from support.tiny_run import of, tiny_config
 
 ENV = """
 async def play(agent, prompt, answer):

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import tool_chats
-from tool_chats import CALL, WrittenEngine, play_all, pool_of
 from transformers.utils import get_json_schema
 
 from headrace.core.batches import Failure
@@ -23,6 +21,8 @@ from headrace.episodes.environments.workers import process as processes
 from headrace.episodes.environments.workers import tools
 from headrace.episodes.episodes import Played, roll_out
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
+from support.tool_chats import CALL, WrittenEngine, play_all, pool_of
 
 ENV = '''
 import asyncio, ctypes, os, sys, time

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import until
-from server_processes import checked_run
-from tiny_run import engines_of, held_reward, of, release, tiny_config, trained_steps, when_step
 
 import headrace
 from headrace.facts.facts import FleetSample, MemberMoved, WeightsLive
+from support.runs.beside import until
+from support.server_processes import checked_run
+from support.tiny_run import engines_of, held_reward, of, release, tiny_config, trained_steps, when_step
 
 WIDE = 57344
 """The width of the model's only layer: its 22 MB do not fit into the buffers of a connection. Not 65,536: on AMX, PyTorch 2.13's

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_world import PATIENT, LendingTrainer, OnLentDevices, lends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from headrace.loop.world.world import World
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
 from headrace.testing.fake_task import FakeTask
+from support.fake_world import PATIENT, LendingTrainer, OnLentDevices, lends
 
 SILENCE, GIVE_WAY = 2.0, 3.0
 MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier")

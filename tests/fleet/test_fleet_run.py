@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import PATIENCE, until
-from server_processes import checked_run, config_for, headrace_server, serving
-from tiny_run import HOLD, at_steps, engines_of, hold, of, release, tiny_config, until_noted, when_step
 
 import headrace
 from headrace.facts.facts import FleetSample, MemberMoved, RunEnded
 from headrace.run.fleets.pool_door import PoolQuestion, ask
+from support.runs.beside import PATIENCE, until
+from support.server_processes import checked_run, config_for, headrace_server, serving
+from support.tiny_run import HOLD, at_steps, engines_of, hold, of, release, tiny_config, until_noted, when_step
 
 SLOWLY = (
     HOLD

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import preloaded_python
 import pytest
 
 from headrace import cli
 from headrace.run.rehearsal.machine import may_have_gpu
+from support.runs import preloaded_python
 
 CPU_SECONDS = 30.0
 """Of a refusal, with the processes that it starts: about 1 on the machine where this was written."""

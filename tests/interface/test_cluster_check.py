@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import tiny_config
 
 from headrace import cli
 from headrace.commands.installed import cluster_check
@@ -27,6 +26,7 @@ from headrace.processes.placed.placed import ClusterNode, NodeShare
 from headrace.run.config import load_config
 from headrace.testing.fake_cluster import FakeCluster, FakeMachine
 from headrace.version import __version__
+from support.tiny_run import tiny_config
 
 TOKEN = "a-token-of-many-characters"
 Sections = dict[str, list[DoctorFinding]]

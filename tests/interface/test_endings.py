@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoints import CHATML, edit, save_tokenizer, save_weights
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace.core.types import Completion, VersionSpan
 from headrace.facts.facts import GroupEnded
 from headrace.models.chat import ChatEncoder
 from headrace.models.tokenizer import end_tokens, name_all
+from support.checkpoints import CHATML, edit, save_tokenizer, save_weights
+from support.tiny_run import of, tiny_config
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|stop|>\n\n{{ m['content'] | trim }}<|eot|>{% endfor %}"

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import preloaded_python
 import pytest
 from jupyter_client import launcher
 from nbclient import NotebookClient
-from tiny_run import tiny_config, when_step
+
+from support.runs import preloaded_python
+from support.tiny_run import tiny_config, when_step
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CHATML, SIZE, edit, save_tokenizer, save_weights
 from safetensors.torch import load_file, save_file
 from test_endings import LLAMA
-from tiny_run import tiny_config
 
 import headrace
 from headrace.cli import main
@@ -25,6 +23,8 @@ from headrace.run.rehearsal.preflight import preflight
 from headrace.run.rehearsal.two_columns import sight_of
 from headrace.views.screen.console import Console
 from headrace.views.screen.preflight_view import show_preflight
+from support.checkpoints import CHATML, SIZE, edit, save_tokenizer, save_weights
+from support.tiny_run import tiny_config
 
 
 def looked_at(directory: Path, **more: Any) -> dict[str, Finding]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import pandas
 import pytest
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace.core.errors import ConfigError
@@ -29,6 +28,7 @@ from headrace.run.hosting import host
 from headrace.run.python_inputs import with_python_inputs
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.terminal import NotebookScreen, as_html
+from support.tiny_run import of, tiny_config
 
 ROWS = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(100)]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream
 from hypothesis import given
 from hypothesis import strategies as st
 from test_report import report
@@ -21,6 +20,7 @@ from headrace.facts.group_numbers import NO_CONTRAST
 from headrace.views.report import write_report
 from headrace.views.report.data import load
 from headrace.views.report.svg import Chart, clock_ticks, extent, labels, ticks
+from support.fact_stream import FactStream
 
 STYLE = Path(write_report.__code__.co_filename).with_name("style.css").read_text()
 PHONE, DIGIT = 390 - 2 * (12 + 12 + 1), 7.7

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fact_stream import FactStream
 from msgspec.structs import replace
 from rich.console import RenderableType
 
@@ -27,6 +26,7 @@ from headrace.views.report import write_report
 from headrace.views.screen import live, status_view
 from headrace.views.screen.console import Console
 from headrace.views.screen.summary import summary
+from support.fact_stream import FactStream
 
 WHOLE, CHANGES = 269_000_000, 2_690_000
 STEPS = 9

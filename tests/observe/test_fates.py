@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fact_stream import FactStream
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +35,7 @@ from headrace.loop.world.surroundings import Distribution
 from headrace.views.report import write_report
 from headrace.views.screen.console import Console
 from headrace.views.screen.summary import summary
+from support.fact_stream import FactStream
 
 
 def ended(ticket: int, lengths: tuple[int, ...], reason: str = "", reward: float = 0.5, lost: int = 0) -> GroupEnded:

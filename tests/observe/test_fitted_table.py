@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from fact_stream import write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from headrace.commands.show.diff import report
 from headrace.commands.show.inspect import inspect
 from headrace.views.screen.console import Console
 from headrace.views.screen.layout import FittedTable, TableColumn
+from support.fact_stream import write_run
 
 WIDTHS = [60, 80, 120]
 NAME = "qwen3-4b-lora-r16-1e5"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream, records_of, write_journal
 from rich.console import RenderableType
 from test_troubles import half_failed
 
@@ -24,6 +23,7 @@ from headrace.views.screen.live import Text, sample_panel
 from headrace.views.screen.status_view import panel
 from headrace.views.screen.summary import summary
 from headrace.views.screen.terminal import LiveTerminal
+from support.fact_stream import FactStream, records_of, write_journal
 
 FACTS = list(FactStream(steps=30, groups=6).facts())
 SIZES = [(80, 24), (80, 40), (120, 40)]

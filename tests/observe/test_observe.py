@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream, standing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -48,6 +47,7 @@ from headrace.views.report import write_report
 from headrace.views.screen.console import Console
 from headrace.views.screen.summary import print_summary, summary
 from headrace.views.screen.terminal import Header, LiveTerminal, PlainTerminal
+from support.fact_stream import FactStream, standing
 
 
 def record(run_dir: Path, facts: list[Fact], resume: Resume | None = None) -> RunState:

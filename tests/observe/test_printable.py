@@ -16,10 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 import rich.text
-from fact_stream import FactStream, records_of, write_journal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pseudo_terminal import POISON, SURROGATE, in_terminal, is_unsafe, obeyed
 from rich.panel import Panel
 from rich.table import Table
 
@@ -35,7 +33,9 @@ from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FittedTable, texts
 from headrace.views.screen.summary import print_summary
-from headrace.views.screen.terminal import Board, as_html
+from headrace.views.screen.terminal import TerminalBoard, as_html
+from support.fact_stream import FactStream, records_of, write_journal
+from support.pseudo_terminal import POISON, SURROGATE, in_terminal, is_unsafe, obeyed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -159,7 +159,7 @@ def test_a_message_of_ours_steers_nothing_where_the_interpreter_prints_it() -> N
 
 OTHERS = """
 import logging, sys, threading, warnings
-from pseudo_terminal import POISON, SURROGATE
+from support.pseudo_terminal import POISON, SURROGATE
 from headrace.core.printing import guard_streams
 guard_streams()
 TEXT = POISON + SURROGATE
@@ -177,7 +177,7 @@ raise ValueError(TEXT)
 
 
 def test_what_libraries_loggers_and_the_interpreter_print_steers_nothing(tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     code, out = in_terminal([sys.executable, "-c", OTHERS], tmp_path, {"PYTHONPATH": paths})
     assert code == 1 and obeyed(out) == [] and out.count("␛[2J") >= 7
 
@@ -353,7 +353,7 @@ def test_no_view_of_a_run_under_way_sends_what_the_run_holds(
     console = Console(file=io.StringIO(), width=80, height=50, force_terminal=True, color_system="truecolor")
     recorder = Recorder(tmp_path)
     name = f"lane {POISON}"
-    board = Board([name], "plain" if view == "plain board" else "live", console) if "board" in view else None
+    board = TerminalBoard([name], "plain" if view == "plain board" else "live", console) if "board" in view else None
     sink: Any = board.lane(name) if board else terminal.LiveTerminal(console) if view == "live" else None
     sink = terminal.PlainTerminal(console) if view == "plain" else sink
     for fact in facts_of(0):

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream, records_of, standing, write_journal
-from journal_frames import spoil
 
 from headrace.core.batches import Group
 from headrace.core.errors import ConfigError, HeadraceError
@@ -23,6 +21,8 @@ from headrace.facts.run_state import RunState
 from headrace.facts.run_totals import over_steps
 from headrace.views.report import write_report
 from headrace.views.report.data import bins, load
+from support.fact_stream import FactStream, records_of, standing, write_journal
+from support.journal_frames import spoil
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 SVG_VOID = {"line", "rect", "circle", "path", "polygon"}

@@ -13,10 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import preloaded_python
 import pytest
-from beside import until
-from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
@@ -32,6 +29,9 @@ from headrace.run.config import dump_config, load_config
 from headrace.run.run_directory import RunDirectory, held
 from headrace.views.screen import status_view
 from headrace.views.screen.console import Console
+from support.runs import preloaded_python
+from support.runs.beside import until
+from support.tiny_run import tiny_config, when_step
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 10, 4, 2, 8, 1, 1, {})
 NOBODY = 2**22 + 1

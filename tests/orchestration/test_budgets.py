@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld
 
 from headrace.core.batches import Failure
 from headrace.core.errors import RunPaused, TrainingError
@@ -22,6 +21,7 @@ from headrace.loop.world import virtual_time
 from headrace.settings.process_config import WatchConfig
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
+from support.fake_world import FakeWorld
 
 TABLE = {str(2 * number): 1.0 for number in range(10_000)}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_world import FakeWorld
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,6 +34,7 @@ from headrace.testing.fake_environments import scripted
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.packing import StepRows, pack_rows
 from headrace.trainer.step.trainer import TorchTrainer
+from support.fake_world import FakeWorld
 
 PROMPT = Prompt("p", "?", (1, 2))
 TWO = Limits(turns=2)

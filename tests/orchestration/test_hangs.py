@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld
 
 from headrace.core.errors import StalledError, WorkerDied
 from headrace.facts.facts import StepTrained, Waited
@@ -21,6 +20,7 @@ from headrace.testing.fake_worker import FakeLauncher, FakeProcess, bare_start
 from headrace.testing.faultsim.case import Case
 from headrace.testing.faultsim.faults import Fault
 from headrace.testing.faultsim.lives import trial
+from support.fake_world import FakeWorld
 
 
 def waits_of(stop_after: float = 20.0, facts: list[Any] | None = None) -> Waits:

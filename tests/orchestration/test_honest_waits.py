@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_world import PATIENT, FakeWorld
 
 from headrace.core.errors import HeadraceError, StalledError
 from headrace.facts.facts import Waited, Warned
@@ -16,6 +15,7 @@ from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.processes.health.patience import LITTLE, Reading
 from headrace.testing.fake_engine import FakeEngine
+from support.fake_world import PATIENT, FakeWorld
 
 WARN, STOP = 50.0, 100.0
 

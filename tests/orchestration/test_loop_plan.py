@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_engine import FakeEngine
+from support.fake_world import FakeWorld
 
 PROMPT = Prompt("p", "?", (1, 2))
 

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace.durable.journal import read_steps
@@ -32,6 +30,8 @@ from headrace.run.wording import machine_change
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.trainer.config import TrainConfig
+from support.fake_world import FakeWorld
+from support.tiny_run import of, tiny_config
 
 SMOLLM = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,

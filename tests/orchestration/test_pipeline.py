@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_world import PATIENT, FakeWorld, scheduled_world, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,11 +28,12 @@ from headrace.loop.checkpoints import Checkpoints, load_controller, step_of
 from headrace.loop.partial import PartialConfig
 from headrace.loop.pipeline import EarlierMetrics
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.turns import Turns
+from headrace.loop.turns import DeviceShare
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
 from headrace.testing.fake_trainer import FakeTrainer
+from support.fake_world import PATIENT, FakeWorld, scheduled_world, schedules
 
 
 @settings(max_examples=100, deadline=None)  # `test_partial.py` asserts the same in 25 more of each of seven modes
@@ -508,7 +508,7 @@ def test_a_step_that_is_done_again_shows_its_reward(tmp_path: Path, known: bool)
 
 def test_who_shares_a_trainer_takes_turns_and_waiting_is_not_work() -> None:
     async def scenario() -> None:
-        clock, turns, done = asyncio.get_running_loop().time, Turns(), []
+        clock, turns, done = asyncio.get_running_loop().time, DeviceShare(), []
 
         async def work(name: str, seconds: float) -> None:
             async with turns.take(clock):

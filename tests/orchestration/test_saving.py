@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from fake_world import FakeWorld
 
 from headrace.core.errors import IdentityError
 from headrace.facts.facts import CheckpointSaved, StepTrained, Waited, Warned
 from headrace.loop.checkpoints import load_controller, step_of
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_trainer import FakeTrainer
+from support.fake_world import FakeWorld
 
 SLOW = {"seconds_per_step": 1.0, "capture_seconds": 0.25}
 

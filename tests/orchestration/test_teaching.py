@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from beside import until
-from tiny_run import Config, of, tiny_config, until_noted, when_step
 
 import headrace
 from headrace.core.batches import Group
@@ -23,6 +21,8 @@ from headrace.core.errors import ConfigError, WorkerDied
 from headrace.durable.journal import read_steps
 from headrace.facts.facts import Evaluated, RunEnded, WorkerLost
 from headrace.facts.records import StepRow
+from support.runs.beside import until
+from support.tiny_run import Config, of, tiny_config, until_noted, when_step
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import Config, tiny_config
 
 import headrace
 from headrace.core.errors import ConfigError
@@ -20,6 +19,7 @@ from headrace.run.config import load_config
 from headrace.run.rehearse import Rehearsal, rehearse
 from headrace.run.teaching import PlannedTeacher, _text_teacher
 from headrace.testing.fake_engine import FakeEngine
+from support.tiny_run import Config, tiny_config
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"

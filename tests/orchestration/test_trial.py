@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import tiny_models
 import torch
 import xxhash
 from hypothesis import given, settings
@@ -32,6 +31,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import Trial, hypotheses, kind_of
+from support import tiny_models
 
 TRIAL = trial_version(0)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import save_tokenizer, save_weights
-from stale_kinds import check_named, findings
-from tiny_run import tiny_config
+
+from support.checkpoints import save_tokenizer, save_weights
+from support.stale_kinds import check_named, findings
+from support.tiny_run import tiny_config
 
 PLACES: dict[str, dict[str, Any]] = {
     "shared memory": {"weight_sync": {"kind": "shared_memory"}},

@@ -20,9 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from beside import until
-from bus_world import Fleet, bus_world
-from fake_world import FakeWorld
 
 import headrace
 from headrace.core.errors import IdentityError, StalledError
@@ -50,7 +47,7 @@ from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import OwnGroups
 from headrace.loop.partial import Interrupts, PartialConfig
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.turns import Turns, Utilisation
+from headrace.loop.turns import DeviceShare, Utilisation
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.processes.health import stacks
@@ -78,6 +75,9 @@ from headrace.testing.fake_scorer import FakeScorer
 from headrace.testing.fake_service import ScriptedPost
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
+from support.bus.bus_world import Fleet, bus_world
+from support.fake_world import FakeWorld
+from support.runs.beside import until
 
 PACKAGE = Path(headrace.__file__).parent
 
@@ -374,7 +374,7 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits], environment:
 async def of_statistics(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     waits = spoil(here(lambda fact: None))
     telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, waits)
-    await Utilisation(FakeEngine(), Turns(), telemetry).start()
+    await Utilisation(FakeEngine(), DeviceShare(), telemetry).start()
 
 
 async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
@@ -603,7 +603,7 @@ def test_an_engine_without_a_last_word_is_waited_for_in_name_and_not_for_long() 
     async def main() -> float:
         clock = asyncio.get_running_loop().time
         telemetry = Telemetry(FactList().record, clock, stall_at(here(lambda fact: None), *LAST))
-        await Utilisation(FakeEngine(), Turns(), telemetry).stop(patience=30.0)
+        await Utilisation(FakeEngine(), DeviceShare(), telemetry).stop(patience=30.0)
         return clock()
 
     assert virtual_time.run(main()) == 30.0

@@ -11,8 +11,6 @@ import pytest
 import test_sglang_engine
 import test_vllm_engine
 import torch
-from served import answering
-from test_native_engine import save_model
 
 from headrace.core.types import Completion, Constraint, Request, Sampling
 from headrace.engine.config import EngineConfig
@@ -27,6 +25,8 @@ from headrace.serve.config import ServeConfig
 from headrace.serve.start import make_app, opened
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import lay_out
+from support.native_calls import save_model
+from support.served import answering
 
 CHOICES = Constraint("choice", '["a.b", "ac"]')
 

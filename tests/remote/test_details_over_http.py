@@ -9,8 +9,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from served import answering
-from tiny_models import saved
 
 from headrace.core.types import Completion, Request, Sampling
 from headrace.engine.config import EngineConfig
@@ -26,6 +24,8 @@ from headrace.serve.routes.generate import finite
 from headrace.serve.start import make_app, opened
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import lay_out
+from support.served import answering
+from support.tiny_models import saved
 
 PROMPT = (1, 3, 10, 11, 12, 13, 4)
 DRAWN = Sampling(max_tokens=24, top_k=20, top_p=0.9, seed=3, ignore_eos=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labelled_engine import SGLANG, VLLM, Kind, request, so_far, until, update
 
 from headrace.core.errors import ConfigError, HeadraceError, IdentityError
 from headrace.engine.remote.connection import Unreachable
 from headrace.engine.remote.dialect import UNLABELLED
 from headrace.engine.remote.remote_engine import RemoteEngine
+from support.labelled_engine import SGLANG, VLLM, Kind, request, so_far, until, update
 
 both = pytest.mark.parametrize("kind", [pytest.param(VLLM, id="vllm"), pytest.param(SGLANG, id="sglang")])
 

@@ -8,15 +8,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import fake_servers
 import pytest
-from server_processes import servers
-from tiny_run import at_steps, of, tiny_config, until_noted
 
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import IdentityChecked, MemberMoved, RunEnded, WorkerLost
 from headrace.facts.records import StepRow
+from support import fake_servers
+from support.server_processes import servers
+from support.tiny_run import at_steps, of, tiny_config, until_noted
 
 
 def config_for(directory: Path, model: Path, kind: str, **tables: Any) -> dict[str, Any]:

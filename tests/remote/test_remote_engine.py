@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from labelled_engine import so_far, until
-from served import answering
 
 from headrace.core.errors import ConfigError, IdentityError, WorkerDied
 from headrace.core.reports import Capabilities, EngineStats
@@ -32,6 +30,8 @@ from headrace.serve.serving import Serving
 from headrace.serve.start import make_app
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
+from support.labelled_engine import so_far, until
+from support.served import answering
 
 LENGTH, ENDLESS = 60, 10_000
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from server_processes import checked_run, config_for, headrace_server, serving
-from tiny_run import at_steps, of, until_noted
 
 import headrace
 from headrace.core.errors import ConfigError, WorkerDied
 from headrace.facts.facts import WeightsLive, WorkerLost
+from support.server_processes import checked_run, config_for, headrace_server, serving
+from support.tiny_run import at_steps, of, until_noted
 
 
 def test_a_run_over_http_trains_and_a_server_that_is_killed_costs_nothing(tiny_llama: Path, tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_servers import log_of_vllm
 
 from headrace.engine.servers.server_process import LENGTH, last_line, not_loaded, raised
+from support.fake_servers import log_of_vllm
 
 NO_KERNEL, NO_ROOM, TOO_LONG, WORKS = map(log_of_vllm, ("no_kernel", "no_room", "too_long", "works"))
 KERNEL = "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2 kv_cache_idx=0"

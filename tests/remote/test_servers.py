@@ -16,12 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_servers
 import pytest
-import tiny_models
-from fake_servers import log_of_vllm
-from processes import alive
-from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
@@ -42,6 +37,10 @@ from headrace.processes.process_end import FORGIVEN
 from headrace.run.config import dump_config, load_config
 from headrace.run.rehearsal.shape import read_shape
 from headrace.settings.extras import Found
+from support import fake_servers, tiny_models
+from support.fake_servers import log_of_vllm
+from support.runs.processes import alive
+from support.tiny_run import tiny_config
 
 SERVER = """
 import os, pathlib, signal, subprocess, sys, time

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labelled_engine import ENDS, LENGTH, SGLANG, request, so_far, until, update
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.types import Request, Sampling
@@ -16,6 +15,7 @@ from headrace.engine.remote.dialects.sglang import SglangDialect, statistics
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.engine.remote.server_kind import open_control
 from headrace.testing.servers.fake_sglang import FakeSglang
+from support.labelled_engine import ENDS, LENGTH, SGLANG, request, so_far, until, update
 
 served, run = SGLANG.served, SGLANG.run
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_processes import checked_run, config_for, serving, sglang
-from tiny_run import at_steps, of, until_noted
 
 import headrace
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.facts.facts import WorkerLost
+from support.server_processes import checked_run, config_for, serving, sglang
+from support.tiny_run import at_steps, of, until_noted
 
 
 @pytest.mark.parametrize("tables", [{"rollout": {"top_p": 0.95}}, {"lora": {"rank": 4}}])

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from labelled_engine import ENDS, LENGTH, VLLM, request, so_far, until, update
 
 from headrace.core.types import Request, Sampling
 from headrace.engine.remote.connection import Connection
@@ -15,6 +14,7 @@ from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.engine.remote.server_kind import open_control
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.servers.fake_vllm import FakeVllm
+from support.labelled_engine import ENDS, LENGTH, VLLM, request, so_far, until, update
 
 served, run = VLLM.served, VLLM.run
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_processes import checked_run, config_for, serving, vllm
-from tiny_run import at_steps, of, until_noted
 
 import headrace
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.facts.facts import WorkerLost
+from support.server_processes import checked_run, config_for, serving, vllm
+from support.tiny_run import at_steps, of, until_noted
 
 
 def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(tiny_llama: Path, tmp_path: Path) -> None:

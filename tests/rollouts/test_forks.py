@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_world import FakeWorld
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,6 +30,7 @@ from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_environments import scripted
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
+from support.fake_world import FakeWorld
 
 PROMPT = Prompt("p", "?", (1, 2))
 

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fake_world import FakeWorld, scheduled_world, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -26,6 +25,7 @@ from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
+from support.fake_world import FakeWorld, scheduled_world, schedules
 
 MODES = (
     "inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group",

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tool_chats
-from tool_chats import CALL, WrittenEngine
 
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
@@ -18,8 +16,10 @@ from headrace.core.types import Completion, Prompt
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.function import open_function
 from headrace.episodes.episodes import Played, roll_out
-from headrace.episodes.rollout_session import Page, TurnAsked
+from headrace.episodes.rollout_session import NotebookPage, TurnAsked
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
+from support.tool_chats import CALL, WrittenEngine
 
 ENV = '''
 import asyncio, os, time
@@ -189,13 +189,13 @@ def lines(env: Path) -> list[str]:
     return (env.parent / "log").read_text().splitlines()
 
 
-def again(page: Page) -> Page:
+def again(page: NotebookPage) -> NotebookPage:
     """What another process finds."""
-    return Page(before=page.notes)
+    return NotebookPage(before=page.notes)
 
 
 async def played(
-    env: Path, encoder: ChatEncoder, engine: WrittenEngine, page: Page, until: Any = None, **config: Any
+    env: Path, encoder: ChatEncoder, engine: WrittenEngine, page: NotebookPage, until: Any = None, **config: Any
 ) -> Played | Failure | None:
     """Plays one rollout in a process of its own, up to its end, or until something has happened."""
     settings = EnvironmentConfig(workers=1, **{"function": f"{env}:Looks", **config})
@@ -222,7 +222,7 @@ def killed_at(
     """Kills the rollout in that turn and lets another process go on. Returns the episode, the engine, and what was logged before."""
 
     async def main() -> tuple[Played, Stopping, list[str]]:
-        engine, page = Stopping(*says, at=turn), Page()
+        engine, page = Stopping(*says, at=turn), NotebookPage()
         await played(env, encoder, engine, page, engine.reached.wait, **config)
         before, engine.at = lines(env), 99
         engine.asked.clear()
@@ -278,7 +278,7 @@ def test_a_rollout_that_had_ended_is_not_played_again(env: Path, encoder: ChatEn
     """Its group was not scored yet when the run was killed: no step is taken twice, and no process is started."""
 
     async def main() -> tuple[Any, Any]:
-        engine, page = Stopping(*SAYS), Page()
+        engine, page = Stopping(*SAYS), NotebookPage()
         first = await played(env, encoder, engine, page)
         return first, await played(env, encoder, engine, again(page))
 
@@ -291,7 +291,7 @@ def test_without_state_each_tool_call_that_was_finished_is_kept(env: Path, encod
     both = LOOK.replace("WORD", "one").replace("<|im_end|>", "") + NEVER.replace("WORD", "two")
 
     async def main() -> Played | Failure | None:
-        engine, page = Stopping(both, "12<|im_end|>"), Page()
+        engine, page = Stopping(both, "12<|im_end|>"), NotebookPage()
 
         async def looked() -> None:
             while len(page.notes) < 2:  # the turn, and the result of the call that ends
@@ -320,7 +320,7 @@ def test_notes_that_follow_other_completions_are_not_used(env: Path, encoder: Ch
     """Completions were lost, and sampled otherwise: the rollout goes on behind them, with the state from before."""
 
     async def main() -> Played | Failure | None:
-        engine, page = Stopping(*SAYS, at=2), Page()
+        engine, page = Stopping(*SAYS, at=2), NotebookPage()
         await played(env, encoder, engine, page, engine.reached.wait)
         return await played(env, encoder, WrittenEngine("other<|im_end|>"), again(page))
 
@@ -348,5 +348,5 @@ def test_what_cannot_be_exported_is_refused_at_the_start(
 
 @pytest.mark.parametrize(("name", "words"), [("Wrong", "cannot be kept"), ("Large", "2,097,157 bytes")])
 def test_a_state_that_cannot_be_kept_is_a_failure(env: Path, encoder: ChatEncoder, name: str, words: str) -> None:
-    found = asyncio.run(played(env, encoder, WrittenEngine("1<|im_end|>"), Page(), function=f"{env}:{name}"))
+    found = asyncio.run(played(env, encoder, WrittenEngine("1<|im_end|>"), NotebookPage(), function=f"{env}:{name}"))
     assert isinstance(found, Failure) and found.reason == "environment_raised" and words in found.detail

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld, scheduled_world, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -20,6 +19,7 @@ from headrace.loop.staleness import StalenessConfig, first_version, judge
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
+from support.fake_world import FakeWorld, scheduled_world, schedules
 
 
 def _kept_lags(world: FakeWorld) -> list[int]:

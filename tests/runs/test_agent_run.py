@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import Beside, until
-from processes import alive
-from server_processes import config_for, serving, vllm
-from tiny_run import HOLD, hold, kill_when, of, release, tiny_config
 
 import headrace
 from headrace.commands.running.gateway_command import use_gateway
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.facts.facts import Evaluated, GroupEnded
+from support.runs.beside import Beside, until
+from support.runs.processes import alive
+from support.server_processes import config_for, serving, vllm
+from support.tiny_run import HOLD, hold, kill_when, of, release, tiny_config
 
 AGENT = (
     HOLD

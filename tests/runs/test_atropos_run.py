@@ -18,13 +18,13 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from tiny_run import has_step, killed_at_end, of, tiny_config
 
 import headrace
 from headrace.core.types import Scored
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.facts.facts import GroupEnded, RunEnded
+from support.tiny_run import has_step, killed_at_end, of, tiny_config
 
 PYTHON = os.environ.get("HEADRACE_ATROPOS_PYTHON") or str(Path(__file__).parents[2] / ".venv-atropos/bin/python")
 LONGEST = 400

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pytest
-from meant_run import Life, live
-from tiny_run import of
 
 from headrace.core.errors import ConfigError
 from headrace.core.types import RolloutKey
@@ -23,6 +21,8 @@ from headrace.facts.facts import GroupEnded, RunEnded, Warned
 from headrace.loop.checkpoints import load_controller
 from headrace.run.config import RunConfig, dump_config, load_config, read_config
 from headrace.run.resume_rules import CONTENTS, RULES, rule_of
+from support.meant_run import Life, live
+from support.tiny_run import of
 
 REWARD = """
 import zlib

@@ -17,10 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fact_stream import FactStream, records_of, write_journal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from journal_frames import frames_of, places_of, put_frames, spoil
 
 from headrace import cli
 from headrace.core.batches import Group
@@ -53,6 +51,8 @@ from headrace.durable.pass_log import PassLog, PassNote, discard_passes, read_pa
 from headrace.durable.segments import HEAD, JOURNAL, SEGMENT, framed, index_of, read_index, segments_of
 from headrace.facts.facts import StepTrained
 from headrace.testing.faultsim.faults import Disk, Fault, Killed
+from support.fact_stream import FactStream, records_of, write_journal
+from support.journal_frames import frames_of, places_of, put_frames, spoil
 
 FACTS = list(FactStream(steps=3, groups=2, size=2, tokens=4).facts())
 RECORDS: tuple[AnyRecord, ...] = (

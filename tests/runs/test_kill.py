@@ -17,10 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import preloaded_python
 import pytest
-from kill_child import FINISHED, live
-from tiny_run import tiny_config, workers_of
 
 from headrace.durable.journal import end_of_journal, read_steps
 from headrace.facts.facts import RunEnded
@@ -30,6 +27,9 @@ from headrace.testing.faultsim.checks import RunHistory
 from headrace.testing.faultsim.faults import Fault
 from headrace.testing.faultsim.lives import trial
 from headrace.testing.faultsim.oracles import trained_in
+from support.kill_child import FINISHED, live
+from support.runs import preloaded_python
+from support.tiny_run import tiny_config, workers_of
 
 # --- the simulated run, and its files -----------------------------------------------------------------------------------
 

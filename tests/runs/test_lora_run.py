@@ -9,13 +9,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tiny_run import Config, of, tiny_config
 from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.facts.facts import IdentityChecked, RunEnded, WeightsLive
 from headrace.facts.records import StepRow
+from support.tiny_run import Config, of, tiny_config
 
 
 @pytest.fixture(scope="session")

@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from pseudo_terminal import POISON, in_terminal, is_unsafe, obeyed
-from tiny_run import tiny_config
 
 from headrace.run.config import dump_config, load_config
+from support.pseudo_terminal import POISON, in_terminal, is_unsafe, obeyed
+from support.tiny_run import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 REWARD = """
 import sys
-from pseudo_terminal import POISON, SURROGATE
+from support.pseudo_terminal import POISON, SURROGATE
 
 def raises(prompts, completions, answer, **columns):
     print(POISON, file=sys.stderr)
@@ -44,7 +44,7 @@ def here(tmp_path: Path, tiny_llama: Path) -> Path:
     return tmp_path
 
 
-def headrace(here: Path, *words: str, paths: tuple[Path, ...] = (ROOT, ROOT / "tests" / "support")) -> str:
+def headrace(here: Path, *words: str, paths: tuple[Path, ...] = (ROOT, ROOT / "tests")) -> str:
     return in_terminal(
         [sys.executable, "-m", "headrace", *words], here, {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     )[1]

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file
-from tiny_run import Config, at_steps, of, ranks_of, tiny_config, weights_of
 
 import headrace
 from headrace import cli
@@ -22,6 +20,8 @@ from headrace.core.errors import WorkerDied
 from headrace.durable.journal import count_steps
 from headrace.facts.facts import RunEnded, StepTrained
 from headrace.run.config import dump_config, load_config
+from support import tiny_models
+from support.tiny_run import Config, at_steps, of, ranks_of, tiny_config, weights_of
 
 STEPS = 6
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fact_stream import write_journal
-from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
@@ -37,6 +35,8 @@ from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 from headrace.settings.user_code import defines
 from headrace.trainer.config import TrainConfig
+from support.fact_stream import write_journal
+from support.tiny_run import tiny_config
 
 Config = dict[str, Any]
 

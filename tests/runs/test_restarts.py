@@ -13,10 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from beside import Beside, until
 from test_lora_run import config as lora_config  # noqa: F401  (a fixture)
 from test_lora_run import loud_llama  # noqa: F401
-from tiny_run import Config, at_steps, of, tiny_config, trained_steps, when_step, workers_of
 
 import headrace
 from headrace.core.errors import WorkerDied
@@ -27,6 +25,8 @@ from headrace.run.config import load_config
 from headrace.run.hosting import Errands, host
 from headrace.run.python_inputs import NO_INPUTS
 from headrace.run.train_call import TrainCall
+from support.runs.beside import Beside, until
+from support.tiny_run import Config, at_steps, of, tiny_config, trained_steps, when_step, workers_of
 
 
 @pytest.fixture

@@ -15,9 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from journal_frames import frames_of, put_frames, spoil
-from kill_child import FINISHED, live
-from tiny_run import Config, of, tiny_config
 
 import headrace
 from headrace.commands.show.status import report as status
@@ -46,6 +43,9 @@ from headrace.run.resume_rules import changes, meaning
 from headrace.run.run_directory import RunDirectory, configs_until
 from headrace.testing.faultsim.faults import Disk, Fault, Killed
 from headrace.testing.faultsim.lives import Case
+from support.journal_frames import frames_of, put_frames, spoil
+from support.kill_child import FINISHED, live
+from support.tiny_run import Config, of, tiny_config
 
 CASE = Case(7, steps=7, checkpoint_every=2)
 

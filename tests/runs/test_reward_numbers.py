@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace.algo.advantages import ADVANTAGES
@@ -37,6 +36,7 @@ from headrace.facts.facts import GroupEnded, RunEnded, Warned
 from headrace.facts.group_numbers import Histogram
 from headrace.facts.records import StepRow
 from headrace.loop.evaluation import _standard_error
+from support.tiny_run import of, tiny_config
 
 PROMPT = Prompt("p", "?", (1, 2))
 STRANGE = [

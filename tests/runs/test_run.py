@@ -13,11 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import preloaded_python
 import pytest
-from beside import until
-from processes import gone
-from tiny_run import Config, at_steps, of, tiny_config, trained_steps, until_noted, when_step, workers_of
 
 import headrace
 from headrace import cli
@@ -45,6 +41,10 @@ from headrace.loop.checkpoints import load_controller
 from headrace.loop.evaluation import ROUNDING
 from headrace.loop.turns import LAST_WORD
 from headrace.run.config import dump_config, load_config
+from support.runs import preloaded_python
+from support.runs.beside import until
+from support.runs.processes import gone
+from support.tiny_run import Config, at_steps, of, tiny_config, trained_steps, until_noted, when_step, workers_of
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_run import tiny_config
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.durable.atomic_files import full_disk_as_error
@@ -16,6 +15,7 @@ from headrace.run.config import RunConfig, load_config
 from headrace.run.lane import open_lane
 from headrace.run.run_directory import RunDirectory
 from headrace.testing.faultsim.faults import Disk, Fault
+from support.tiny_run import tiny_config
 
 
 def _start(config: RunConfig) -> None:

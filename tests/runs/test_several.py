@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import until
 from test_lora_run import config, loud_llama  # noqa: F401  (fixtures)
-from tiny_run import Config, of
 
 import headrace
 from headrace import cli
@@ -20,6 +18,8 @@ from headrace.durable.journal import read_steps
 from headrace.facts.facts import CheckpointSaved, IdentityChecked, RunEnded, RunStarted, WeightsLive
 from headrace.facts.records import StepRow
 from headrace.run.config import dump_config, load_config
+from support.runs.beside import until
+from support.tiny_run import Config, of
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from beside import until
 from test_run import NEVER_LOADS, command
-from tiny_run import Config, of, tiny_config, when_step, workers_of
 
 import headrace
 from headrace.facts.facts import CheckpointSaved, RunEnded
 from headrace.run.hosting import TERMINATED, Termination, complete
+from support.runs.beside import until
+from support.tiny_run import Config, of, tiny_config, when_step, workers_of
 
 LINE = "headrace: SIGTERM: the run ends after this step, with a checkpoint, or without one in "
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace.core.errors import ConfigError
@@ -26,6 +25,7 @@ from headrace.run.auto.share import _descendants
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.views.screen import start_line
 from headrace.views.screen.start_line import StartSteps
+from support.tiny_run import of, tiny_config
 
 
 def test_everything_of_the_user_is_loaded_once(

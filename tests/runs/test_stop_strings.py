@@ -7,13 +7,13 @@ from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace.core.chat.token_text import StreamedText
 from headrace.durable.journal import read_steps
 from headrace.engine.native.guides import Stopper
 from headrace.facts.records import StepRow
+from support.tiny_run import of, tiny_config
 
 PIECES = ["t", "he", "then", "e", "ab", "abc", "🙂", "日本", "\u0301", " ", "x"]
 """What tokens decode to, as far as they are whole characters."""

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from beside import until
-from processes import alive
 
 from headrace.episodes.sandbox.isolation import examine_isolation
 from headrace.episodes.sandbox.sandbox import Sandbox, SandboxLost
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
+from support.runs.beside import until
+from support.runs.processes import alive, descendants
 
 LIMITS = SandboxLimits(cpu_seconds=2, seconds=20.0, memory=256 << 20, disk=2 << 20, files=8, threads=64, output=10_000)
 
@@ -165,11 +165,6 @@ def test_no_process_outlives_its_caller():
     caller.send_signal(signal.SIGKILL)
     caller.wait()
     until(lambda: not any(map(alive, below)))
-
-
-def descendants(pid: int) -> list[int]:
-    below = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [one for child in below.split() for one in (int(child), *descendants(int(child)))]
 
 
 def makers() -> set[int]:

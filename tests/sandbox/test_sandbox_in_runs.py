@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from test_hostile import LIMITS, pytestmark  # noqa: F401
 
 from headrace.commands.installed.doctor import sandbox_findings
 from headrace.core.errors import ConfigError
@@ -22,7 +23,6 @@ from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.extract import code_block
 from headrace.episodes.scoring.reward_scorer import RewardScorer
 from headrace.run.config import load_config
-from tests.sandbox.test_hostile import LIMITS, pytestmark  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_hostile import pytestmark  # noqa: F401
 
 from headrace.core.batches import Failure
 from headrace.episodes.sandbox.sandbox import Sandbox
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT
 from headrace.episodes.scoring.builtin import load_unit_tests
-from tests.sandbox.test_hostile import pytestmark  # noqa: F401
 
 KEPT: dict[str, Any] = tomllib.loads(Path(__file__).with_name("styles_of_tests.toml").read_text())
 

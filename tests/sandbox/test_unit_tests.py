@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from test_hostile import LIMITS, pytestmark  # noqa: F401
 
 from headrace.core.batches import Failure
 from headrace.episodes.sandbox.attending import CallEnd, report_of
@@ -16,7 +17,6 @@ from headrace.episodes.sandbox.sandbox import Sandbox
 from headrace.episodes.scoring.builtin import BadTests, UnitTest, load_unit_tests, read_tests
 from headrace.episodes.scoring.config import RewardConfig, RewardSpec, sandbox_problems
 from headrace.episodes.scoring.extract import code_block, written
-from tests.sandbox.test_hostile import LIMITS, pytestmark  # noqa: F401
 
 ADD = "def add(a, b):\n    return a + b\n"
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from test_services import MINIMAL, PROMPT, episode, failures, rewards
 
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
@@ -27,7 +28,6 @@ from headrace.episodes.scoring.services.judge import read_ranking, read_score, r
 from headrace.loop.world import virtual_time
 from headrace.run.config import load_config
 from headrace.testing.fake_service import FakeService, ScriptedPost
-from tests.scoring.test_services import MINIMAL, PROMPT, episode, failures, rewards
 
 
 def judge(**given: Any) -> JudgeConfig:

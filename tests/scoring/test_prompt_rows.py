@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tool_chats import HERMES, PLAIN, save_tokenizer
 
 from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
@@ -21,6 +20,7 @@ from headrace.episodes.tasks.prompts import RemarkedTask
 from headrace.episodes.tasks.read import read_rows
 from headrace.models.chat import ChatEncoder
 from headrace.run.build import build_task
+from support.tool_chats import HERMES, PLAIN, save_tokenizer
 
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"

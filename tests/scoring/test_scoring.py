@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import gone
 from pydantic import ValidationError
 
 from headrace.core.batches import Failure
@@ -33,6 +32,7 @@ from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.loop.world import virtual_time
 from headrace.processes.health.user_prints import LOG, SCREEN
 from headrace.testing.fake_scorer import FakeScorer
+from support.runs.processes import gone
 
 PROMPT = Prompt("train/0", "2 + 2 =", (7, 8), {"answer": "4", "tags": ["easy"]})
 

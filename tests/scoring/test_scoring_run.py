@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiny_run import of, tiny_config
+from test_judges import by_length
+from test_services import lengths
 
 import headrace
 from headrace.commands.replay import replay
@@ -21,8 +22,7 @@ from headrace.facts.facts import ScorerAsked
 from headrace.facts.records import StepRow
 from headrace.testing.fake_service import FakeService
 from headrace.views.screen.console import Console
-from tests.scoring.test_judges import by_length
-from tests.scoring.test_services import lengths
+from support.tiny_run import of, tiny_config
 
 
 @contextmanager

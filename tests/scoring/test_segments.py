@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_services import PROMPT, failures
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.training_rows import algorithm_of
@@ -20,7 +21,6 @@ from headrace.episodes.scoring.segmenting import returns_of, split, token_ends
 from headrace.episodes.scoring.services.config import ServiceConfig
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_service import ScriptedPost
-from tests.scoring.test_services import PROMPT, failures
 
 PIECES = ["a", "bc", ".\n", "\n", "\n\n", " d", "é", "\n\ne", "\u2603"]
 """A vocabulary whose tokens hold separators, halves of them, and what is around them."""

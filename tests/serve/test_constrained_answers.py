@@ -13,13 +13,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-import tool_chats
-from served import Client, answering
-from test_native_engine import TOKENIZER, save_model
 
 from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
 from headrace.serve.start import make_app, opened
+from support import tool_chats
+from support.native_calls import TOKENIZER, save_model
+from support.served import Client, answering
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 ENGINE = EngineConfig(dtype="float32", device="cpu", kv_gib=0.05, context_length=1500, max_running=8)

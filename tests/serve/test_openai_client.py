@@ -10,12 +10,12 @@ from typing import Any
 
 import openai
 import pytest
-from served import faked
-from tool_chats import PLAIN, TEMPLATES, save_tokenizer, tokens_of
 
 from headrace.core.types import Request
 from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine
+from support.served import faked
+from support.tool_chats import PLAIN, TEMPLATES, save_tokenizer, tokens_of
 
 LONGEST = 300
 WEATHER: Any = {

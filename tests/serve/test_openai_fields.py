@@ -11,9 +11,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import Client, faked
 from test_openai_client import ASKING, run, saying
-from tool_chats import PLAIN, save_tokenizer, tokens_of
 from transformers import PreTrainedTokenizerFast
 
 from headrace.core.chat.token_text import offsets_of, text_of_bytes
@@ -23,6 +21,8 @@ from headrace.testing.fake_engine import FakeEngine
 from headrace.web.bodies import Chat
 from headrace.web.errors import Refused
 from headrace.web.request_fields import CHANGING, HEADER, MOST_UNKNOWN, note_unknown
+from support.served import Client, faked
+from support.tool_chats import PLAIN, save_tokenizer, tokens_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 

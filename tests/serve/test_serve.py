@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Client, by_name, faked
 
 from headrace.core.chat.token_text import StreamedText
 from headrace.core.errors import IdentityError
@@ -22,6 +21,7 @@ from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
+from support.served import Client, by_name, faked
 
 Case = Callable[[Client, Serving], Awaitable[None]]
 LONGEST = 300

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import answering, faked
 
 from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
@@ -19,6 +18,7 @@ from headrace.serve.serving import Serving
 from headrace.serve.start import make_app, opened
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
+from support.served import answering, faked
 
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 JSON = ("-H", "Content-Type: application/json")

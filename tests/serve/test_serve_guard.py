@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from served import faked
 
 from headrace.cli import main
 from headrace.core.errors import ConfigError
@@ -16,6 +15,7 @@ from headrace.serve.start import ROUTES
 from headrace.settings.secrets import read_token
 from headrace.web.limits import is_loopback
 from headrace.web.server import bind
+from support.served import faked
 
 TOKEN = "0123456789abcdef0123"
 

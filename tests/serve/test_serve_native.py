@@ -16,7 +16,6 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from served import Client, answering
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.runners.skeleton import parameters_from_dir
@@ -25,6 +24,7 @@ from headrace.serve.serving import Serving
 from headrace.serve.start import make_app, opened
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import lay_out
+from support.served import Client, answering
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [1, 3, 10, 11, 12, 13, 4]

@@ -9,15 +9,15 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from served import faked
 from test_openai_client import ARGUMENTS, ASKING, CALLS, WEATHER, prompt_of, run, saying
-from tool_chats import GEMMA, PLAIN, TEMPLATES, save_tokenizer, tokens_of
 
 from headrace.core.chat.messages import Message
 from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.errors import Refused
 from headrace.web.formats.responses import StoredResponses
+from support.served import faked
+from support.tool_chats import GEMMA, PLAIN, TEMPLATES, save_tokenizer, tokens_of
 
 HERMES = TEMPLATES["hermes"]
 FUNCTION: Any = {"type": "function", "strict": None, **WEATHER["function"]}

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -17,6 +16,7 @@ from headrace.algo.tinker import LOSSES
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Example, SharedConfig, SharedLora, TrainingPass
 from headrace.trainer.shared.shared_trainer import SharedTrainer
+from support import tiny_models
 
 LORA = SharedLora(rank=4, seed=1)
 CONFIG = SharedConfig(device="cpu", dtype="float32", microbatch_tokens=16)

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 from test_openai_client import prompt_of, run, saying
-from tool_chats import PLAIN, SPECIAL
 
 from headrace.serve.serving import Serving
+from support.tool_chats import PLAIN, SPECIAL
 
 THINKING = PLAIN.replace(
     "assistant\n{% endif %}",

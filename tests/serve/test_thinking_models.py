@@ -9,9 +9,9 @@ import openai
 import pytest
 from test_openai_client import ASKING, WEATHER, prompt_of, run, saying
 from test_shared_formats import FUNCTION, TOOL, anthropic_of, openai_of
-from tool_chats import PLAIN, TEMPLATES, tokens_of
 
 from headrace.serve.serving import Serving
+from support.tool_chats import PLAIN, TEMPLATES, tokens_of
 
 _SHOWN = (
     "{% if message.reasoning_content is defined %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"

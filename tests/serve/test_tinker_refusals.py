@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from served import faked
 from starlette.applications import Starlette
 
 from headrace.core.weights import AdapterSpec, WeightUpdate
@@ -39,11 +38,12 @@ from headrace.serve.training.tinker_messages import (
     of_protobuf,
 )
 from headrace.serve.training.tinker_routes import routes
-from headrace.serve.training.tinker_service import Door
+from headrace.serve.training.tinker_service import TinkerService
 from headrace.testing.fake_engine import FakeEngine
 from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
 from headrace.web.errors import Refused, answer_error
 from headrace.web.limits import ServerLimits
+from support.served import faked
 
 LIMITS = ServerLimits(body_bytes=4096, body_seconds=5.0)
 
@@ -76,7 +76,7 @@ class PatientTrainer:
 class Caller:
     """A client of the routes, with one model."""
 
-    def __init__(self, http: httpx.AsyncClient, door: Door, trainer: PatientTrainer) -> None:
+    def __init__(self, http: httpx.AsyncClient, door: TinkerService, trainer: PatientTrainer) -> None:
         self.http, self.door, self.trainer = http, door, trainer
         self.session = self.model = ""
 
@@ -102,7 +102,7 @@ def talk(tmp_path: Path, case: Callable[[Caller], Awaitable[None]], **limits: An
     async def main() -> None:
         serving: Any = SimpleNamespace(name="tiny", limits=LIMITS)
         given = TrainLimits(**{"gap_seconds": 1.0, **limits})
-        door = Door(serving, Store(tmp_path), given, directory=tmp_path, places=1)
+        door = TinkerService(serving, Store(tmp_path), given, directory=tmp_path, places=1)
         trainer: Any = PatientTrainer()
         door.trainer = trainer
         kinds = [Refused, ValueError, Exception]
@@ -339,7 +339,7 @@ def whole_pass(model: str, number: int, token: int) -> bytes:
 def test_a_sampler_keeps_its_weights_and_samples_without_a_number_are_each_their_own(tiny_tokenizer: Path) -> None:
     async def go() -> None:
         async with asyncio.timeout(300), faked(tiny_tokenizer) as (_, serving):
-            door = Door(serving, Store(tiny_tokenizer), TrainLimits(), directory=tiny_tokenizer, places=1)
+            door = TinkerService(serving, Store(tiny_tokenizer), TrainLimits(), directory=tiny_tokenizer, places=1)
             session = door.create_session(CreateSession())["session_id"]
             asked = CreateSampler(session_id=session, sampling_session_seq_id=0, base_model="tiny")
             sampler = door.create_sampler(asked)

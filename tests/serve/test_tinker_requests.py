@@ -29,7 +29,7 @@ from headrace.serve.training.tinker_messages import (
     OptimStep,
     pass_of,
 )
-from headrace.serve.training.tinker_service import Door
+from headrace.serve.training.tinker_service import TinkerService
 from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
 from headrace.web.errors import Refused
 
@@ -278,7 +278,7 @@ class _Noting:
 def test_every_setting_of_an_adapter_and_of_its_optimizer_arrives_at_the_trainer(tmp_path: Path) -> None:
     async def go() -> None:
         serving: Any = SimpleNamespace(name="tiny")
-        door = Door(serving, Store(tmp_path), TrainLimits(), directory=tmp_path, places=1)
+        door = TinkerService(serving, Store(tmp_path), TrainLimits(), directory=tmp_path, places=1)
         trainer: Any = _Noting()
         door.trainer = trainer
         session = door.create_session(CreateSession())["session_id"]

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import faked
-from tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
 from headrace.testing.fake_engine import FakeEngine
+from support.served import faked
+from support.tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
 PYTHON = os.environ.get("HEADRACE_VERIFIERS_PYTHON") or str(Path(__file__).parents[2] / ".venv-verifiers/bin/python")
 LONGEST = 300

@@ -21,7 +21,7 @@ from headrace.serve.config import ServeConfig, TrainingConfig, TrainLimits
 from headrace.serve.serving import Serving
 from headrace.serve.start import make_app, opened
 from headrace.serve.training.tinker_routes import routes
-from headrace.serve.training.tinker_service import Door, opened_door
+from headrace.serve.training.tinker_service import TinkerService, opened_door
 from headrace.trainer.shared.calls import SharedConfig
 from headrace.web.server import bind, make_server
 
@@ -36,7 +36,7 @@ ENGINE = EngineConfig(
 @dataclass
 class Running:
     url: str
-    door: Door
+    door: TinkerService
     serving: Serving
     loop: asyncio.AbstractEventLoop
     logs: Path

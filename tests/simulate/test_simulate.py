@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +46,7 @@ from headrace.loop.world.world import FactList
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.makers import request, update
+from support.fake_world import FakeWorld
 
 FLAT = EngineRates(((1.0, 0.01), (64.0, 0.01)), max_running=64)
 """10 ms a pass, however many run."""

@@ -18,9 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
-from fact_stream import write_run
-from served import answering, faked
-
 from headrace.core.protocols import Limits
 from headrace.core.types import Completion, Prompt, VersionSpan
 from headrace.episodes.environments.agents.served_rollouts import talks_of
@@ -34,11 +31,13 @@ from headrace.serve.start import make_app
 from headrace.serve.training.saved_weights import Store
 from headrace.serve.training.tinker_messages import CreateSession
 from headrace.serve.training.tinker_routes import routes
-from headrace.serve.training.tinker_service import Door
+from headrace.serve.training.tinker_service import TinkerService
 from headrace.testing.fake_engine import FakeEngine
 from headrace.views.board.board_routes import make_board_app
 from headrace.views.board.runs_board import RunsBoard
 from headrace.web.limits import ServerLimits
+from support.fact_stream import write_run
+from support.served import answering, faked
 
 CONTEXT = 4000
 REFERENCE = 0.030
@@ -68,8 +67,8 @@ def measure_callbacks() -> None:
     Handle._run = run  # type: ignore[method-assign]
 
 
-async def tinker_door(serving: Any, place: Path) -> tuple[Door, dict[str, str]]:
-    door = Door(serving, Store(place), TrainLimits(poll_seconds=0.01), directory=place, places=1)
+async def tinker_door(serving: Any, place: Path) -> tuple[TinkerService, dict[str, str]]:
+    door = TinkerService(serving, Store(place), TrainLimits(poll_seconds=0.01), directory=place, places=1)
     door.trainer = AsyncMock()
     session = door.create_session(CreateSession(sdk_version="0.38"))["session_id"]
     return door, {"session": session}

@@ -127,7 +127,7 @@ def interpreter(directory: Path, installs: str = headrace.__version__) -> Path:
     for one in (package, package.parent, package.parent.parent):
         (one / "__init__.py").touch()
     (package / "main.py").write_text(
-        "import asyncio, sys, fake_servers\nasyncio.run(fake_servers.vllm(sys.argv[1:]))\n"
+        "import asyncio, sys\nfrom support import fake_servers\nasyncio.run(fake_servers.vllm(sys.argv[1:]))\n"
     )
     metadata = site / "vllm-0.32.0.dist-info"
     metadata.mkdir()
@@ -137,7 +137,7 @@ def interpreter(directory: Path, installs: str = headrace.__version__) -> Path:
     none.mkdir()
     (none / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace\nVersion: 0\n")
     (site / "pip.py").write_text(PIP.replace("VERSION", installs))
-    path = ":".join(map(str, (site, Path(__file__).parent, Path(headrace.__file__).parent.parent)))
+    path = ":".join(map(str, (site, Path(__file__).parents[1], Path(headrace.__file__).parent.parent)))
     python = directory / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)

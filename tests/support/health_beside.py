@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import attacked_server
-
 import headrace
+from support import attacked_server
 
 BOUND = 0.5
 """CPU seconds of the machine on which figures are measured (`docs/benchmarks.md`: there it is below 0.25). A slower machine is given as much more."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from served import answering
 
 from headrace.core.types import Request, Sampling
 from headrace.core.weights import Manifest, WeightUpdate
@@ -29,6 +28,7 @@ from headrace.testing.servers.fake_sglang import FakeSglang
 from headrace.testing.servers.fake_vllm import FakeVllm
 from headrace.web.limits import ServerLimits
 from headrace.weight_sync.files import RECORD, UpdateRecord
+from support.served import answering
 
 LENGTH = 60
 ENDS = (102, 105)

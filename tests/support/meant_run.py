@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from fake_engine_model import FakeRunner
 
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Failure, Row
@@ -46,6 +45,7 @@ from headrace.run.run_directory import RunDirectory
 from headrace.run.session import BuiltRun, run_clock
 from headrace.settings.user_code import load_function
 from headrace.testing.fake_trainer import FakeTrainer
+from support.fake_engine_model import FakeRunner
 
 END = 2
 """The token that ends a completion."""

@@ -10,13 +10,13 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
-import tiny_models
 import torch
 from torch import Tensor
 
 from headrace.core.batches import Row
 from headrace.core.reports import TrainReport
 from headrace.core.types import RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
+from support import tiny_models
 
 VOCABULARY = 96
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fake_servers
-import preloaded_python
-from tiny_run import of, tiny_config
-
 from headrace.engine.servers import server_guard
 from headrace.engine.servers.server_process import free_port
 from headrace.facts.facts import IdentityChecked, RunEnded, WeightsLive
 from headrace.facts.records import StepRow
+from support import fake_servers
+from support.runs import preloaded_python
+from support.tiny_run import of, tiny_config
 
 HEADRACE = {"kv_gib": 0.01, "context_length": 64, "max_running": 16, "dtype": '"float32"'}
 VLLM = "--host 127.0.0.1 --dtype float32 --max-model-len 65 --enable-lora --max-loras 2 --enable-scale-out"

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import preloaded_python
 import torch
-from beside import Beside, until
 from safetensors.torch import load_file
 
 from headrace.durable.journal import count_steps
 from headrace.facts.records import read_metrics
+from support.runs import preloaded_python
+from support.runs.beside import Beside, until
 
 Config = dict[str, Any]
 

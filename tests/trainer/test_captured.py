@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer import batch, model_dir, trainer  # noqa: F401
 
 from headrace.algo.config import AlgoConfig
 from headrace.core.errors import CheckpointError
@@ -24,6 +23,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.host_memory import RESERVE, HostCopy
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from support.trainer_calls import batch, model_dir, trainer  # noqa: F401
 
 
 def adapted(directory: Path) -> TorchTrainer:

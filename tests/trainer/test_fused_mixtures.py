@@ -6,7 +6,6 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from test_fused_training import BF16, F32, ROUNDING, check, distance, gradients, pair
 from torch import Tensor
@@ -18,6 +17,7 @@ from headrace.trainer.forward.fused.fused_mixtures import Stacks
 from headrace.trainer.forward.fused.fused_ops import PackedWeight
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.kernels import binding
+from support import tiny_models
 
 pytestmark = [
     pytest.mark.skipif(binding.library() is None, reason="no C++ compiler"),

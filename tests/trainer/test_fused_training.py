@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +30,7 @@ from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.packing import Segment
 from headrace.trainer.placement.port import Single
 from headrace.trainer.step.learner import apply
+from support import tiny_models
 
 pytestmark = [
     pytest.mark.skipif(binding.library() is None, reason="no C++ compiler"),
@@ -465,7 +465,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_a_compiler_the_model_stays_as_it_is(tmp_path):
     code = (
-        "import tiny_models\n"
+        "from support import tiny_models\n"
         "from headrace.trainer.forward.fused_model import fuse\n"
         "from headrace.trainer.forward.forward import choose_forward\n"
         "model = tiny_models.reference('qwen3')\n"

@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny_models import prompts, reference, saved
 
 from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group, Row
@@ -21,6 +20,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.adapters import NF4, Adapters, QuantisedLinear
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from support.tiny_models import prompts, reference, saved
 
 PREFIX = "base_model.model."
 

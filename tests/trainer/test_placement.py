@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from plain_trainer import same_numbers
 from safetensors.torch import load_file
 
 from headrace.algo.config import AlgoConfig
@@ -19,7 +18,8 @@ from headrace.testing.simulated_ranks import Ring, Simulated
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import within
 from headrace.trainer.step.trainer import TorchTrainer
-from tests.trainer.test_trainer import batch, gradients, model_dir, reference  # noqa: F401
+from support.plain_trainer import same_numbers
+from support.trainer_calls import batch, gradients, model_dir, near, reference  # noqa: F401
 
 BUDGET = 6
 """Tokens of a microbatch: so few that each of two ranks has three microbatches."""
@@ -122,13 +122,6 @@ def whole_gradients(one: TorchTrainer) -> tuple[float, float, dict[str, torch.Te
     found = {name: one._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
     norm = one._placement.norm([p for p in parameters.values() if p.grad is not None])
     return sums.loss, float(norm), found, len(plan.packs)
-
-
-def near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 3e-6) -> None:
-    assert actual.keys() == expected.keys()
-    for name, one in expected.items():
-        distance = float((actual[name].double() - one.double()).abs().max() / one.double().abs().max())
-        assert distance <= tolerance, (name, distance)
 
 
 @pytest.mark.parametrize(("algo", "ranks"), [("grpo", 3), ("kept", 2), ("m2po", 2), ("kl", 2)])

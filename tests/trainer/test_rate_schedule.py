@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace import cli
@@ -18,6 +17,7 @@ from headrace.facts.records import StepRow
 from headrace.run.config import dump_config, load_config
 from headrace.run.rehearse import rehearse
 from headrace.trainer.config import TrainConfig, change_of_rate, drawn, learning_rate
+from support.tiny_run import of, tiny_config
 
 
 def test_learning_rates():

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import plain_trainer
 import pytest
-import tiny_models
 import torch
 import transformers
 
@@ -37,6 +35,7 @@ from headrace.trainer.model.causal_lm import enable_checkpointing
 from headrace.trainer.packing import Pack, StepRows, pack_rows, pack_sequence
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trainer import TorchTrainer
+from support import plain_trainer, tiny_models
 
 MIXTURES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "olmoe"]
 TOKENS = list(range(3, 20))

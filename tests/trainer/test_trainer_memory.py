@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +25,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.low_memory import MixedAdamW, lower_weights, round_stochastically
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer, export_weights
+from support import tiny_models
 
 LR, BETAS, DECAY = 3e-3, (0.9, 0.95), 0.1
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from headrace.algo.objective import token_mean
 from headrace.core.batches import Row
 from headrace.core.types import SamplingMask, TeacherTrace, TopLogprobs
-from headrace.native.cuda_ops import Layout, is_right, varlen_kernel
+from headrace.native.cuda_ops import is_right, varlen_kernel
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of, varlen_of
 from headrace.trainer.packing import ROOT, Pack, Segment, StepRows, pack_rows, split_ranks
+from support.padded_model import Padded
 
 V = 61
 CPU = torch.device("cpu")
@@ -262,28 +263,6 @@ def paths(segments: Sequence[Segment]) -> Iterator[tuple[int, list[int]]]:
 def heads(count: int) -> list[Tensor]:
     torch.manual_seed(count)
     return [torch.randn(1, h, count, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
-
-
-class Padded:
-    """A varlen kernel in plain torch: every sequence's causal triangle is aligned at the lower right (or, wrongly, the upper left)."""
-
-    def __init__(self, lower_right: bool = True) -> None:
-        self.lower_right = lower_right
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float | None, reach: int) -> Tensor:
-        outputs = []
-        for i in range(len(layout.query_starts) - 1):
-            queries, keys = (slice(*starts[i : i + 2].tolist()) for starts in (layout.query_starts, layout.key_starts))
-            count, total = queries.stop - queries.start, keys.stop - keys.start
-            assert count <= layout.longest_query and total <= layout.longest_key
-            shift = total - count if self.lower_right else 0
-            distance = torch.arange(shift, shift + count)[:, None] - torch.arange(total)
-            hidden = (distance < 0) | (distance >= (reach or total))
-            mine, theirs, values = (x[s].transpose(0, 1).double() for x, s in ((q, queries), (k, keys), (v, keys)))
-            theirs, values = (x.repeat_interleave(len(mine) // len(x), 0) for x in (theirs, values))
-            scores = mine @ theirs.transpose(1, 2) * (scale or q.shape[2] ** -0.5)
-            outputs.append((scores.masked_fill(hidden, -torch.inf).softmax(2) @ values).transpose(0, 1))
-        return torch.cat(outputs).to(q.dtype)
 
 
 @settings(max_examples=40, deadline=None)

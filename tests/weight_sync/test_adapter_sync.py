@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import prompts, saved
 
 from headrace.algo.config import AlgoConfig
 from headrace.core.errors import IdentityError
@@ -24,6 +23,7 @@ from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
+from support.tiny_models import prompts, saved
 
 Loras = dict[str, LoraConfig]
 

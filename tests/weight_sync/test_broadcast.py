@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from beside import Beside
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import AdapterSpec, WeightUpdate
@@ -29,6 +28,7 @@ from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.round_messages import BeginRound, GetKey, GotBucket, JoinGroup, PutKey
 from headrace.weight_sync.sockets import send_message
+from support.runs.beside import Beside
 
 VALUES = 2 * BUCKET + 999
 """bfloat16: four buckets, and a piece of a fifth."""

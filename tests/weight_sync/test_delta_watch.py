@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld
-from tiny_run import of, tiny_config
 
 import headrace
 from headrace.core.weights import WeightUpdate
@@ -19,6 +17,8 @@ from headrace.run.python_inputs import with_python_inputs
 from headrace.run.rehearse import rehearse
 from headrace.weight_sync.delta.efficiency import DeltaWatch
 from headrace.weight_sync.kind import FULL, Encoding
+from support.fake_world import FakeWorld
+from support.tiny_run import of, tiny_config
 
 DELTA = Encoding(delta=True, anchor_every=4)
 

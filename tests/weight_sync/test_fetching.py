@@ -14,8 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from beside import Beside
-from tiny_run import tiny_config
 
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import Transport, WeightSender
@@ -29,6 +27,8 @@ from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import LONGEST, read_message, send_message
 from headrace.weight_sync.tcp import Question, Tcp, WeightReply
 from headrace.weight_sync.transport import TRANSPORTS
+from support.runs.beside import Beside
+from support.tiny_run import tiny_config
 
 SHAPES = {"embed": (3000, 16), "q": (64, 64), "norm": (7,)}
 PAYLOAD = sum(2 * torch.Size(shape).numel() for shape in SHAPES.values())

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import torch
-from beside import Beside
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
@@ -22,6 +21,7 @@ from headrace.weight_sync.fetching import OfferingSender
 from headrace.weight_sync.http_ranges import FANOUT, Http, HttpReceiver, HttpSource, WeightServer
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.slots import Slots, anonymous_memory
+from support.runs.beside import Beside
 
 PARAMETERS = [("embed", torch.arange(8e6).view(2000, 4000)), ("norm", torch.ones(7))]
 MANIFESTS = {"": lay_out(PARAMETERS, torch.bfloat16)}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from labelled_engine import Kind, update
 from safetensors.torch import load_file, save_file
 
 from headrace.core.errors import IdentityError
@@ -16,6 +15,7 @@ from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.dialects.vllm import VllmDialect, checksums
 from headrace.testing.servers.fake_vllm import FakeVllm
 from headrace.testing.servers.runtime_checksums import checksums_of
+from support.labelled_engine import Kind, update
 
 EVERY = 2
 SERVER: Kind[FakeVllm] = Kind(FakeVllm, lambda ends: VllmDialect(ends, check_every=EVERY))

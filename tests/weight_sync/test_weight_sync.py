@@ -8,10 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file
-from tiny_run import tiny_config
 
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import Transport, WeightReceiver, WeightSender
@@ -24,6 +22,8 @@ from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import fingerprint, lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weight_sync.transport import TRANSPORTS, AnyTransport
+from support import tiny_models
+from support.tiny_run import tiny_config
 
 
 def _parameters(seed: int) -> list[tuple[str, torch.Tensor]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import Config, has_step, kill_when, of, tiny_config
 
 import headrace
 from headrace import cli
@@ -16,6 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, RunStarted, WeightsLive
 from headrace.run.config import load_config
 from headrace.run.wording import placement
+from support.tiny_run import Config, has_step, kill_when, of, tiny_config
 
 WAYS = list(itertools.product(("tcp", "http", "files", "broadcast"), ("full", "delta")))
 

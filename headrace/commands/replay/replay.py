@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.commands.replay.rerun import RerunPlan, Stage, cores_here, machines_of, plan_rerun, rerun
+from headrace.commands.replay.rerun import ReplayState, RerunPlan, cores_here, machines_of, plan_rerun, rerun
 from headrace.core.errors import CheckpointError
 from headrace.core.reports import TrainReport, differing
 from headrace.durable.journal import LiveRecord, read_only
@@ -134,7 +134,7 @@ async def outcomes_of(course: RerunPlan, expected: Expected) -> AsyncGenerator[O
                 return
 
 
-async def _check_start(course: RerunPlan, stage: Stage, expected: Expected) -> None:
+async def _check_start(course: RerunPlan, stage: ReplayState, expected: Expected) -> None:
     """Compares the initial weights. Nothing was computed from them yet, so they are equal on every machine."""
     update = await stage.trainer.publish(stage.adapter)
     recorded = expected.fingerprints.get(update.version, "")
@@ -146,7 +146,7 @@ async def _check_start(course: RerunPlan, stage: Stage, expected: Expected) -> N
         )
 
 
-def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expected) -> Outcome:
+def _judged(stage: ReplayState, report: TrainReport, fingerprint: str, expected: Expected) -> Outcome:
     journaled, config = stage.journaled, stage.config
     return outcome_of(
         report,

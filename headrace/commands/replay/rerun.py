@@ -53,7 +53,7 @@ class RerunPlan:
 
 
 @dataclass(frozen=True)
-class Stage:
+class ReplayState:
     """The trainer before one step."""
 
     trainer: Trainer
@@ -98,7 +98,7 @@ def plan_rerun(run_dir: Path, first: int, last: int) -> RerunPlan:
 
 
 @asynccontextmanager
-async def rerun(course: RerunPlan) -> AsyncIterator[AsyncIterator[Stage]]:
+async def rerun(course: RerunPlan) -> AsyncIterator[AsyncIterator[ReplayState]]:
     """Yields the trainer before each step after the checkpoint, in order. The caller must execute each stage before it takes the next.
 
     It is a context manager, so that the trainer's process has ended after it, however many stages were taken. Raises HeadraceError if
@@ -108,7 +108,7 @@ async def rerun(course: RerunPlan) -> AsyncIterator[AsyncIterator[Stage]]:
         yield stages
 
 
-async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
+async def _stages(course: RerunPlan) -> AsyncGenerator[ReplayState, None]:
     steps = _without_a_gap(course)
     restore, at = course.checkpoint, course.begins
     with temporary_logs() as scratch:
@@ -116,7 +116,7 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
             async with open_trainer(config, resolve_model(config.model.path), restore, scratch) as trainer:
                 algorithm = algorithm_of(config.algo, config.longest_rollout, config.reward_weights)
                 for journaled in islice(steps, end - at):
-                    yield Stage(trainer, config, journaled, batch_of(config, journaled, algorithm))
+                    yield ReplayState(trainer, config, journaled, batch_of(config, journaled, algorithm))
                 at, restore = end, scratch / f"after-{end}"
                 if end < course.last:  # the trainer with the next settings starts from here
                     await trainer.save(restore, config.lora.served_name)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.commands.replay.rerun import Stage, plan_rerun, rerun
+from headrace.commands.replay.rerun import ReplayState, plan_rerun, rerun
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo, printable_json, say
 from headrace.core.reports import TrainReport
@@ -182,7 +182,7 @@ async def _rescored(run_dir: Path, step: JournalStep, ticket: int | None) -> dic
     return found
 
 
-async def _rescored_by(stage: Stage, ticket: int | None) -> dict[Place, Sequence[float]]:
+async def _rescored_by(stage: ReplayState, ticket: int | None) -> dict[Place, Sequence[float]]:
     found: dict[Place, Sequence[float]] = {}
     for group in stage.journaled.groups:
         for i in range(len(group.scored)):

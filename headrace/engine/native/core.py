@@ -30,7 +30,7 @@ from headrace.engine.native.kv_cache import Blocks, RecordedRouting
 from headrace.engine.native.live_weights import Served
 from headrace.engine.native.model_loading import ServableModel, count_blocks, read_model
 from headrace.engine.native.scheduler import Forks, Scheduler
-from headrace.engine.native.sequences import Planner, Running, Sequence
+from headrace.engine.native.sequences import EngineSequence, Planner, Running
 from headrace.engine.native.stepping import Stepper
 from headrace.models.grammars import Grammars
 from headrace.native.memory import held, trim
@@ -136,7 +136,7 @@ PATIENCE = 0.02
 class Compiling:
     def __init__(self, guides: Guides) -> None:
         self._guides = guides
-        self._waiting: dict[str, tuple[Sequence, Future[Guide]]] = {}
+        self._waiting: dict[str, tuple[EngineSequence, Future[Guide]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -144,7 +144,7 @@ class Compiling:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[EngineSequence]:
         return iter([sequence for sequence, _ in self._waiting.values()])
 
     @property
@@ -156,7 +156,7 @@ class Compiling:
         """Raises ValueError for a constraint that no request can have here."""
         self._guides.check(sampling)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         constraint = sequence.request.sampling.constraint
         assert constraint is not None
         self._waiting[sequence.id] = sequence, self._guides.begin(constraint, sequence.said)
@@ -169,7 +169,7 @@ class Compiling:
         if found := self._waiting.pop(request_id, None):
             found[1].cancel()
 
-    def clear(self) -> list[Sequence]:
+    def clear(self) -> list[EngineSequence]:
         """Returns those that were there."""
         there = list(self)
         for sequence in there:
@@ -326,11 +326,11 @@ class Core:
             else:
                 self._schedule.add(sequence)
 
-    def _fresh(self, request: Request) -> Sequence:
+    def _fresh(self, request: Request) -> EngineSequence:
         self._compiling.check(request.sampling)
         self._limits.check(request, len(request.prompt))
         self._served.require(request.adapter)
-        return Sequence(
+        return EngineSequence(
             request=request,
             tokens=request.prompt + request.prefix,
             prompt=len(request.prompt),
@@ -341,7 +341,7 @@ class Core:
             said=request.prefix,
         )
 
-    def _forked(self, request: Request) -> Sequence:
+    def _forked(self, request: Request) -> EngineSequence:
         assert request.fork is not None
         self._compiling.check(request.sampling)
         past = self._forks.source(request.fork)
@@ -351,7 +351,7 @@ class Core:
         said = tokens[past.prompt :]
         guide = self._compiling.now(request.sampling, said)  # before it holds blocks
         pinned = self._forks.pin(request.fork, past)
-        return Sequence(
+        return EngineSequence(
             request=request,
             tokens=tokens,
             prompt=len(tokens),
@@ -534,7 +534,7 @@ def _routing(model: ServableModel, config: EngineConfig, blocks: int) -> Recorde
     return RecordedRouting(blocks, layers, k)
 
 
-def _ended_before(sequence: Sequence, ends: frozenset[int]) -> Stop | None:
+def _ended_before(sequence: EngineSequence, ends: frozenset[int]) -> Stop | None:
     """A re-issued request may have sampled its last token before."""
     request, stopper = sequence.request, sequence.stopper
     said_stop = [stopper.push(token) for token in request.prefix] if stopper else []

@@ -21,7 +21,7 @@ from headrace.core.types import Fork
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kv_cache import Blocks, Match, Prefixes
 from headrace.engine.native.live_weights import Served
-from headrace.engine.native.sequences import Pinned, Running, Sequence
+from headrace.engine.native.sequences import EngineSequence, Pinned, Running
 
 # --- The sequences that wait for a row: by priority, then in order of arrival.
 
@@ -29,18 +29,18 @@ from headrace.engine.native.sequences import Pinned, Running, Sequence
 class Queue:
     def __init__(self) -> None:
         self.draining = False
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        self._heap: list[tuple[tuple[int, int], EngineSequence]] = []
         """A cancelled sequence stays in the heap until it reaches the top."""
-        self.held_back: list[Sequence] = []
+        self.held_back: list[EngineSequence] = []
         """Sequences that have not begun, while draining."""
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: EngineSequence) -> None:
         if self.draining and not sequence.begun:
             self.held_back.append(sequence)
         else:
             heapq.heappush(self._heap, (sequence.order, sequence))
 
-    def head(self) -> Sequence | None:
+    def head(self) -> EngineSequence | None:
         while self._heap and self._heap[0][1].gone:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
@@ -62,12 +62,12 @@ class Queue:
         for sequence in held_back:
             self.push(sequence)
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: EngineSequence) -> None:
         """Called when a waiting sequence was removed."""
         if sequence in self.held_back:
             self.held_back.remove(sequence)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[EngineSequence]:
         yield from (sequence for _, sequence in self._heap if not sequence.gone)
         yield from self.held_back
 
@@ -97,7 +97,7 @@ class Lifetimes:
         """The expected number of further tokens. A sequence longer than the mean is expected to need another block."""
         return np.minimum(np.maximum(self._share * limit - counter, BLOCK), limit - counter)
 
-    def peak(self, running: Running, own: np.ndarray, candidate: Sequence, new: int) -> float:
+    def peak(self, running: Running, own: np.ndarray, candidate: EngineSequence, new: int) -> float:
         """Blocks that will be needed at once, beyond those that are held now, with the candidate among those that run.
 
         `own` [len(running)]: blocks that are free when a row ends. `new`: those that the candidate needs to begin with.
@@ -123,7 +123,7 @@ class Sharing:
         self._blocks, self._running, self._served = blocks, running, served
         self._prefixes = Prefixes(blocks)
 
-    def find(self, sequence: Sequence) -> Match:
+    def find(self, sequence: EngineSequence) -> Match:
         """Returns the cached prefix of a waiting sequence. It is empty for a prompt whose logits are wanted, and for a fork,
         which has its entries already."""
         root = self._served.root(sequence.adapter)
@@ -131,7 +131,7 @@ class Sharing:
             return self._prefixes.nothing(root)
         return self._prefixes.find(root, sequence.tokens)
 
-    def promise(self, sequence: Sequence, match: Match, table: list[int]) -> None:
+    def promise(self, sequence: EngineSequence, match: Match, table: list[int]) -> None:
         """Announces the blocks that a sequence with a new row will compute."""
         sequence.promised = self._prefixes.promise(sequence, match, sequence.tokens, table)
         sequence.node = match.node
@@ -141,11 +141,11 @@ class Sharing:
             else:
                 sequence.tail = node
 
-    def follow(self, sequence: Sequence, computed: int, table: list[int]) -> None:
+    def follow(self, sequence: EngineSequence, computed: int, table: list[int]) -> None:
         """A fork has its row: its new blocks are cached too, if those that it continues from are (under the live weights)."""
         sequence.node = self._prefixes.follow(self._served.root(sequence.adapter), sequence.tokens[:computed], table)
 
-    def fulfil(self, sequence: Sequence) -> None:
+    def fulfil(self, sequence: EngineSequence) -> None:
         for node in sequence.promised:
             node.owner = None
         sequence.promised = []
@@ -156,7 +156,7 @@ class Sharing:
         for row in rows[computed % BLOCK == 0].tolist():
             self._cache_block(self._running.sequences[row])
 
-    def _cache_block(self, sequence: Sequence) -> None:
+    def _cache_block(self, sequence: EngineSequence) -> None:
         row, node, tail, sequence.tail = sequence.row, sequence.node, sequence.tail, None
         place = int(self._running.columns["computed"][row]) // BLOCK - 1
         if node is not None and node.alive and node.depth > place:
@@ -180,7 +180,7 @@ class Sharing:
             self._blocks.release([block])
             sequence.node = other
 
-    def leave(self, sequence: Sequence, table: list[int]) -> None:
+    def leave(self, sequence: EngineSequence, table: list[int]) -> None:
         """A sequence gives up its row. Blocks that no finite logits have confirmed leave the cache."""
         for node in sequence.promised:
             node.remove(self._blocks)
@@ -190,7 +190,7 @@ class Sharing:
             self._cache_rest(sequence, table)
         sequence.promised, sequence.node, sequence.tail = [], None, None
 
-    def _cache_rest(self, sequence: Sequence, table: list[int]) -> None:
+    def _cache_rest(self, sequence: EngineSequence, table: list[int]) -> None:
         """Caches the last, partly filled block, which the next turn of a conversation needs."""
         node, tail = sequence.node, sequence.tail
         computed = int(self._running.columns["computed"][sequence.row])
@@ -228,10 +228,10 @@ class Scheduler:
         self.blocks, self.running = blocks, running
         self.queue, self.sharing = Queue(), Sharing(blocks, running, served)
         self._served = served
-        self.lost: list[Sequence] = []
+        self.lost: list[EngineSequence] = []
         """Forks whose cache entries had to go before they had a row."""
         self.preemptions = self.asked = self.cached = 0
-        self._all: dict[str, Sequence] = {}
+        self._all: dict[str, EngineSequence] = {}
         self._lifetimes = Lifetimes()
         self._copies: list[tuple[int, int]] = []
 
@@ -241,10 +241,10 @@ class Scheduler:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._all
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[EngineSequence]:
         return iter(self._all.values())
 
-    def get(self, request_id: str) -> Sequence | None:
+    def get(self, request_id: str) -> EngineSequence | None:
         return self._all.get(request_id)
 
     def has_work(self) -> bool:
@@ -253,7 +253,7 @@ class Scheduler:
 
     # -- waiting ------------------------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         self._all[sequence.id] = sequence
         self.queue.push(sequence)
 
@@ -280,7 +280,7 @@ class Scheduler:
         self.blocks.release(source for source, _ in copies)
         return copies
 
-    def _place(self, sequence: Sequence, match: Match) -> bool:
+    def _place(self, sequence: EngineSequence, match: Match) -> bool:
         """Gives it a row and its blocks, unless those that run are expected to need them. Alone, it may have them all."""
         pinned = sequence.pinned
         if pinned is None:
@@ -308,7 +308,7 @@ class Scheduler:
         self._count(sequence, computed)
         return True
 
-    def _needed(self, sequence: Sequence, new: int) -> float:
+    def _needed(self, sequence: EngineSequence, new: int) -> float:
         """Blocks that must be free for it to be let in."""
         running = self.running
         if not len(running):
@@ -319,18 +319,18 @@ class Scheduler:
         own = self.blocks.own(tables, running.column("blocks"))
         return self._lifetimes.peak(running, own, sequence, new)
 
-    def _count(self, sequence: Sequence, computed: int) -> None:
+    def _count(self, sequence: EngineSequence, computed: int) -> None:
         if not sequence.begun:
             self.asked += len(sequence.tokens)
             self.cached += computed
 
-    def _make_room(self, head: Sequence) -> None:
+    def _make_room(self, head: EngineSequence) -> None:
         """Called if nothing runs and the first in the queue still does not fit: forks that wait after it hold the blocks, or
         the block that it would copy from does. Without these it fits."""
         if not self._drop_pins(but=head) and not self._drop_pins(but=None):
             self.sharing.cut()
 
-    def _drop_pins(self, but: Sequence | None) -> bool:
+    def _drop_pins(self, but: EngineSequence | None) -> bool:
         pinned = [sequence for sequence in self._all.values() if sequence.pinned and sequence is not but]
         if not pinned:
             return False
@@ -339,7 +339,7 @@ class Scheduler:
         self.end(last)
         return True
 
-    def _unpin(self, sequence: Sequence) -> None:
+    def _unpin(self, sequence: EngineSequence) -> None:
         if sequence.pinned is not None:
             self.blocks.release(sequence.pinned.blocks)
             sequence.pinned = None
@@ -361,7 +361,7 @@ class Scheduler:
         for row in ends.tolist():
             running.append(row, self.blocks.take())
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: EngineSequence) -> None:
         """Back into the queue: its blocks are free, its tokens are kept."""
         row = sequence.row
         sequence.tokens = self.running.tokens(row)
@@ -369,14 +369,14 @@ class Scheduler:
         self._vacate(sequence)
         self.queue.push(sequence)
 
-    def verify(self, sequence: Sequence) -> None:
+    def verify(self, sequence: EngineSequence) -> None:
         """The logits after all its tokens were finite: the blocks that it promised are filled, and others may use them."""
         self.running.columns["fresh"][sequence.row] = False
         self.sharing.fulfil(sequence)
         sequence.verified = self.running.tables.shape[1]
         self._free_followers(sequence)
 
-    def _free_followers(self, sequence: Sequence) -> None:
+    def _free_followers(self, sequence: EngineSequence) -> None:
         followers, sequence.followers = sequence.followers, []
         for follower in followers:
             follower.leader = None
@@ -384,12 +384,12 @@ class Scheduler:
 
     # -- the end ------------------------------------------------------------------------------------------------------------
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: EngineSequence) -> None:
         """It has ended by itself."""
         self._lifetimes.record(sequence.request.sampling.max_tokens, int(self.running.columns["counter"][sequence.row]))
         self.end(sequence)
 
-    def end(self, sequence: Sequence, poisoned: bool = False) -> None:
+    def end(self, sequence: EngineSequence, poisoned: bool = False) -> None:
         """Removes a sequence, running or waiting. `poisoned`: its entries may hold NaN."""
         del self._all[sequence.id]
         sequence.gone = True
@@ -402,7 +402,7 @@ class Scheduler:
             sequence.leader.followers.remove(sequence)
         self.queue.leave(sequence)
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: EngineSequence) -> None:
         """Gives its row and its blocks back."""
         table = self.running.table(sequence.row)
         self.sharing.leave(sequence, table)
@@ -428,7 +428,7 @@ class Scheduler:
                 elif sequence.pinned is not None:
                     self._unpin(sequence)
 
-    def _unfollow(self, sequence: Sequence) -> None:
+    def _unfollow(self, sequence: EngineSequence) -> None:
         if sequence.leader is not None:
             sequence.leader.followers.remove(sequence)
             sequence.leader = None
@@ -498,7 +498,7 @@ class Forks:
         self._schedule, self._running, self._blocks = schedule, running, blocks
         self._past: OrderedDict[str, Past] = OrderedDict()
 
-    def remember(self, sequence: Sequence) -> None:
+    def remember(self, sequence: EngineSequence) -> None:
         """Called while it still has its row."""
         self._past.pop(sequence.id, None)
         self._past[sequence.id] = self._look(sequence)
@@ -511,7 +511,7 @@ class Forks:
         for name in [name for name, past in self._past.items() if past.adapter and adapter in (None, past.adapter)]:
             del self._past[name]
 
-    def _look(self, sequence: Sequence) -> Past:
+    def _look(self, sequence: EngineSequence) -> Past:
         row, table = sequence.row, self._running.table(sequence.row)
         columns = self._running.columns[row]
         return Past(

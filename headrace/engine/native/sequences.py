@@ -44,7 +44,7 @@ _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "counter")
 
 
 @dataclass(eq=False, kw_only=True)
-class Sequence:
+class EngineSequence:
     """One accepted request."""
 
     request: Request
@@ -69,9 +69,9 @@ class Sequence:
     row: int = -1
     """Its index among the running sequences; -1 if it does not run."""
     gone: bool = False
-    leader: Sequence | None = None
+    leader: EngineSequence | None = None
     """The sequence that computes the prompt this one waits for."""
-    followers: list[Sequence] = field(default_factory=list)
+    followers: list[EngineSequence] = field(default_factory=list)
     pinned: Pinned | None = None
     """The cache entries of a fork that waits for a row."""
     node: PrefixNode | None = None
@@ -116,7 +116,7 @@ class Running:
         self.tables = np.zeros((slots, -(-context_length // BLOCK)), dtype=np.int32)
         self.history = np.zeros((slots, context_length + 1), dtype=np.int32)
         """All tokens of each row."""
-        self.sequences: list[Sequence] = []
+        self.sequences: list[EngineSequence] = []
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -125,7 +125,7 @@ class Running:
         """A view of one column over the rows in use."""
         return self.columns[name][: len(self.sequences)]
 
-    def add(self, sequence: Sequence, table: list[int], computed: int, kv_version: int, adapter: int) -> None:
+    def add(self, sequence: EngineSequence, table: list[int], computed: int, kv_version: int, adapter: int) -> None:
         row, request, tokens = len(self.sequences), sequence.request, sequence.tokens
         assert row < self.slots and computed < len(tokens), "admission goes by free rows; one token is always forwarded"
         sampling = request.sampling

@@ -18,7 +18,7 @@ from headrace.engine.native.kv_cache import RecordedRouting
 from headrace.engine.native.live_weights import Served
 from headrace.engine.native.sampler import Drawn, RowScores, draw, token_logprobs
 from headrace.engine.native.scheduler import LOST, Forks, Scheduler
-from headrace.engine.native.sequences import Chunk, Plan, Planner, Running, Sequence
+from headrace.engine.native.sequences import Chunk, EngineSequence, Plan, Planner, Running
 
 # --- Details that requests can ask for: top log-probs, sampling masks, log-probs of the prompt. They are returned as bytes.
 
@@ -45,7 +45,7 @@ def _row_of_top(drawn: Drawn, place: int, k: int) -> tuple[bytes, bytes]:
     )
 
 
-def _mask_of(sequence: Sequence, drawn: Drawn, place: int) -> dict[str, bytes]:
+def _mask_of(sequence: EngineSequence, drawn: Drawn, place: int) -> dict[str, bytes]:
     """The tokens that filters kept, or name and encoding of the set that they were drawn from if filters cut nothing more: fields of
     `TokenDetails`."""
     assert drawn.mask is not None
@@ -68,7 +68,7 @@ def score_chunk(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
     return bool(np.isfinite(scores.logprobs).all())
 
 
-def prompt_scores(sequence: Sequence, version: int, mixed: bool) -> PromptScores:
+def prompt_scores(sequence: EngineSequence, version: int, mixed: bool) -> PromptScores:
     """Returns the scores of the whole prompt, once they are complete."""
     parts: list[RowScores] = sequence.scores
     k = sequence.request.top_logprobs
@@ -94,10 +94,10 @@ class Counters:
 class Ends:
     """The sequences that end with this step, collected before any row is removed, because removing one moves others."""
 
-    stops: dict[Sequence, Stop] = field(default_factory=dict)
-    poisoned: list[Sequence] = field(default_factory=list)
+    stops: dict[EngineSequence, Stop] = field(default_factory=dict)
+    poisoned: list[EngineSequence] = field(default_factory=list)
     """Sequences whose logits are not finite."""
-    stuck: dict[Sequence, str] = field(default_factory=dict)
+    stuck: dict[EngineSequence, str] = field(default_factory=dict)
     """Sequences whose constraint cannot be followed further, and why."""
 
 
@@ -322,11 +322,11 @@ class Stepper:
                 self._schedule.finish(sequence)
         return tuple(finished)
 
-    def finished(self, sequence: Sequence, stop: Stop) -> Finished:
+    def finished(self, sequence: EngineSequence, stop: Stop) -> Finished:
         """The last word on a sequence, said while its row is still there (if it has one)."""
         return Finished(sequence.id, stop, routing=self._trace(sequence))
 
-    def _trace(self, sequence: Sequence) -> RoutingTrace | None:
+    def _trace(self, sequence: EngineSequence) -> RoutingTrace | None:
         if not sequence.request.return_routing or self._routing is None:
             return None
         if sequence.row < 0:
@@ -334,7 +334,7 @@ class Stepper:
         computed = int(self._running.columns["computed"][sequence.row])
         return self._routing.trace(self._running.table(sequence.row), computed)
 
-    def _blame(self, plan: Plan, poisoned: list[Sequence]) -> list[str]:
+    def _blame(self, plan: Plan, poisoned: list[EngineSequence]) -> list[str]:
         """Returns a sentence for each poisoned sequence: its version, and the first layer with non-finite numbers, if computing the
         pass again shows one."""
         layers = self._runner.blame(plan.batch)

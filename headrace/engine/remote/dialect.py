@@ -36,7 +36,7 @@ class ServerState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TokenSpan:
     """Neighbouring tokens that the same weights sampled."""
 
     tokens: Sequence[int]
@@ -52,7 +52,7 @@ class Run:
 class Heard:
     """One event of a stream."""
 
-    runs: Sequence[Run] = ()
+    runs: Sequence[TokenSpan] = ()
     details: Sequence[TokenDetails] = ()
     scores: PromptScores | None = None
     scored_by: str = ""

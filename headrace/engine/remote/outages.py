@@ -37,7 +37,7 @@ class Dependent(Protocol):
     def given_up(self, error: Exception) -> None: ...
 
 
-class Host(Protocol):
+class OwnServer(Protocol):
     """The process of a server that belongs to the run."""
 
     @property
@@ -70,7 +70,7 @@ class Presence:
         *,
         patience: float,
         max_deaths: int,
-        host: Host | None = None,
+        host: OwnServer | None = None,
     ) -> None:
         """`patience`: seconds that it may be away. `max_deaths`: processes of it that may end in a row. `host`: its process, if this run
         starts it; then it has `STARTING` seconds to come up."""
@@ -245,7 +245,7 @@ class Presence:
             said = f"at {self._connection.url} was away for {patience:g} s (engine.patience): {self._why}"
             raise WorkerDied("engine", said) from None
 
-    def _tend(self, host: Host, missed: float) -> bool:
+    def _tend(self, host: OwnServer, missed: float) -> bool:
         """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`.
         Returns whether it has started one."""
         if how := host.ended():
@@ -258,7 +258,7 @@ class Presence:
             host.kill()
         return False
 
-    def _refuse_hopeless(self, host: Host, how: str) -> None:
+    def _refuse_hopeless(self, host: OwnServer, how: str) -> None:
         """Raises ConfigError for a server that would end in the same way again, because nothing of it has ever worked: the first process
         ended before it was up, or one ended with an error before any has served a request. vLLM finds out only in its first forward pass
         that it has no kernel for a model."""

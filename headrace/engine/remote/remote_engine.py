@@ -27,7 +27,7 @@ from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Busy, Connection, Unreachable
 from headrace.engine.remote.dialect import Dialect, Heard, ServerState
-from headrace.engine.remote.outages import Host, Presence
+from headrace.engine.remote.outages import OwnServer, Presence
 from headrace.engine.request_book import Pending, RequestBook, scoring
 from headrace.engine.streaming import check_parts
 from headrace.facts.facts import EngineSample, WorkerLost
@@ -153,7 +153,7 @@ class RemoteEngine:
         patience: float,
         max_deaths: int,
         telemetry: Telemetry,
-        host: Host | None = None,
+        host: OwnServer | None = None,
     ) -> None:
         """`host`: the process of a server that the run starts, and ends; None for one that it joins."""
         self._connection, self._dialect, self._host = connection, dialect, host

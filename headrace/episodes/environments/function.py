@@ -20,7 +20,7 @@ from headrace.core.types import Prompt, Struct
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.conversation import Conversation, TurnEncoder
 from headrace.episodes.environments.kinds import LIBRARIES
-from headrace.episodes.environments.workers.environment_pool import Beginning, Pool, check_function
+from headrace.episodes.environments.workers.environment_pool import Beginning, EnvironmentPool, check_function
 from headrace.episodes.environments.workers.episode_frames import (
     ChatAsked,
     ChatReply,
@@ -163,7 +163,7 @@ def open_function(
     machines on which it runs. Raises ConfigError if it cannot be loaded."""
     settings = function_settings(config, sandbox)
     resumes = _resumes(config, check_function(settings))
-    pool = Pool(replace(settings, resumes=resumes), config.workers, log, sites)
+    pool = EnvironmentPool(replace(settings, resumes=resumes), config.workers, log, sites)
     keeps = resumes in KEPT
 
     def make(prompt: Prompt, seed: int) -> Environment:
@@ -210,7 +210,7 @@ class FunctionEnvironment:
         prompt: Prompt,
         seed: int,
         *,
-        pool: Pool,
+        pool: EnvironmentPool,
         encoder: TurnEncoder,
         config: EnvironmentConfig,
         system: str,

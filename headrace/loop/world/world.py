@@ -39,7 +39,7 @@ from headrace.loop.partial import PartialConfig
 from headrace.loop.pipeline import EarlierMetrics, Pipeline
 from headrace.loop.recovery import SavedRun, read_saved_run
 from headrace.loop.staleness import StalenessConfig
-from headrace.loop.turns import SharedDevices, Turns
+from headrace.loop.turns import DeviceShare, SharedDevices
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.weight_sync.delta.efficiency import DeltaWatch
 
@@ -143,7 +143,7 @@ class World:
             journal=journal,
             snapshots=snapshots,
             probe=IdentityProbe([1, 2, 3], self.identity_every, "float32", telemetry),
-            turns=Turns(self.shared(telemetry) if self.shared else None),
+            turns=DeviceShare(self.shared(telemetry) if self.shared else None),
             noise=self.noise,
             deltas=self.deltas,
             sentinels=self.sentinels,

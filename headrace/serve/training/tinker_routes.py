@@ -19,7 +19,7 @@ from headrace.serve.training import tinker_messages as bodies
 from headrace.serve.training.futures import Promise
 from headrace.serve.training.saved_weights import KINDS, CheckpointFacts
 from headrace.serve.training.tinker_messages import PROTOBUF, NumberedRequest, of_json, of_protobuf, read_message
-from headrace.serve.training.tinker_service import Door, report_of
+from headrace.serve.training.tinker_service import TinkerService, report_of
 from headrace.web.errors import Refused, refusal_of
 from headrace.web.sending import JSON, decoded, first_bytes, json_response, read_body, read_bytes
 
@@ -38,7 +38,7 @@ FLAGS = {
 LIVE_FLAGS = {"sample_cancel_enabled": True}
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: TinkerService) -> list[Route]:
     here = Routes(door)
     posts = {
         "client/config": here.config,
@@ -100,7 +100,7 @@ def _promised(promise: Promise, model: str | None = None, **more: Any) -> Respon
 
 
 class Routes:
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: TinkerService) -> None:
         self.door, self._limits = door, door.serving.limits
 
     # -- sessions -----------------------------------------------------------------------------------------------------------

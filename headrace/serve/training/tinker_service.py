@@ -174,7 +174,7 @@ def report_of(model: Model) -> dict[str, Any]:
 UNEMBED = "this server adapts attention and MLP layers, not the output layer: train_unembed, which is on by default, has no effect here"
 
 
-class Door:
+class TinkerService:
     def __init__(self, serving: Serving, store: Store, limits: TrainLimits, *, directory: Path, places: int) -> None:
         """`directory`: the model's. `places`: adapters that the engine can hold. `trainer` is set before anything is asked."""
         self.serving, self.store, self.limits, self.directory = serving, store, limits, directory
@@ -471,9 +471,9 @@ async def opened_door(
     directory: Path,
     places: int,
     max_deaths: int,
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[TinkerService]:
     """`directory`: the model's. `places`: adapters that the engine can hold. Raises ConfigError for a model that cannot be trained."""
-    door = Door(serving, Store(config.directory), config.limits, directory=directory, places=places)
+    door = TinkerService(serving, Store(config.directory), config.limits, directory=directory, places=places)
     door.trainer = ProcessSharedTrainer(launcher, max_deaths, door.lose_all)
     try:
         await door.trainer.launch()

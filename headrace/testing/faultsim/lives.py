@@ -38,7 +38,7 @@ from headrace.loop.own_groups import Suspects
 from headrace.loop.partial import PartialConfig
 from headrace.loop.pipeline import Pipeline, earlier_metrics
 from headrace.loop.recovery import SavedRun, read_saved_run
-from headrace.loop.turns import SharedDevices, Turns
+from headrace.loop.turns import DeviceShare, SharedDevices
 from headrace.loop.world.virtual_time import VirtualTimeLoop
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_lent import LentProcess
@@ -267,13 +267,13 @@ class Life:
         referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
 
-    def _turns(self, trainer: ProcessTrainer, engine: Engine) -> Turns:
+    def _turns(self, trainer: ProcessTrainer, engine: Engine) -> DeviceShare:
         case, telemetry = self._case, self._telemetry
         if case.lent:
             lent = cast(Fleet, engine).on_lent_devices(SILENCE)
-            return Turns(SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True))
+            return DeviceShare(SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True))
         keep, one = case.shared == "host", cast(ProcessEngine, engine)
-        return Turns(SharedDevices(one, trainer, keep=keep, telemetry=telemetry) if case.shared else None)
+        return DeviceShare(SharedDevices(one, trainer, keep=keep, telemetry=telemetry) if case.shared else None)
 
     def _scorer(self) -> SeededScorer:
         case = self._case

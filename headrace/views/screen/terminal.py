@@ -334,7 +334,7 @@ def step_line(row: StepRow, state: RunState) -> str:
 # --- The terminal of a run that trains several adapters: all of them in one view, or one line per step with the adapter's name.
 
 
-class Board:
+class TerminalBoard:
     """The shared view. `lane(name)` is the sink of one adapter's recorder. The board is a context that restores the screen at its end."""
 
     def __init__(self, names: Sequence[str], mode: str, console: Console | None = None) -> None:
@@ -360,7 +360,7 @@ class Board:
             self._screen.stop()
         self._mode = "off"
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> TerminalBoard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -385,5 +385,5 @@ class _Lane:
         pass
 
 
-def open_board(config: ObserveConfig, names: Sequence[str]) -> Board:
-    return Board(names, terminal_mode(config))
+def open_board(config: ObserveConfig, names: Sequence[str]) -> TerminalBoard:
+    return TerminalBoard(names, terminal_mode(config))

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import tool_chats
-from gateway_agent import LONGEST
-from written_turns import as_sampled, encoder_of
 
 from headrace.core.batches import Failure
 from headrace.core.types import Completion, Prompt, VersionSpan
@@ -25,6 +22,9 @@ from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
+from support.gateway.gateway_agent import LONGEST
+from support.gateway.written_turns import as_sampled, encoder_of
 
 GROUP = 2
 

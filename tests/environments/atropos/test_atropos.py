@@ -8,13 +8,13 @@ from typing import Any, Literal, cast
 
 import pytest
 from atropos_client import GROUP, Env, played
-from gateway_agent import user
 
 from headrace.core.batches import Failure
 from headrace.core.errors import RolloutFailed
 from headrace.episodes.environments.atropos.atropos_environment import NAME
 from headrace.episodes.environments.atropos.open_rollouts import OpenRollouts
 from headrace.episodes.rollout_session import Played, TurnAsked
+from support.gateway.gateway_agent import user
 
 PROMPT = (7, 8, 9)
 

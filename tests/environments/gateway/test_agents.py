@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tool_chats
-from processes import gone
-from written_turns import Model, encoder_of
 
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError, RolloutFailed
@@ -23,6 +20,9 @@ from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 from headrace.run.config import load_config
+from support import tool_chats
+from support.gateway.written_turns import Model, encoder_of
+from support.runs.processes import gone
 
 AGENT = """
 import json, os, signal, socket, subprocess, sys, time

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import tool_chats
-from gateway_agent import Asks, played, user
-from written_turns import Model, encoder_of
 
 from headrace.core.batches import Failure
 from headrace.core.types import Constraint, Prompt
 from headrace.episodes.episodes import name_of_turn
 from headrace.episodes.rollout import ConstraintConfig, RolloutConfig
 from headrace.episodes.rollout_session import TurnAsked
+from support import tool_chats
+from support.gateway.gateway_agent import Asks, played, user
+from support.gateway.written_turns import Model, encoder_of
 
 PARAMETERS = {
     "type": "object",

@@ -9,13 +9,13 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-import tool_chats
-from gateway_agent import Asks, parents, played, user
-from written_turns import Model, check_rows, encoder_of
 
 from headrace.core.protocols import Limits
 from headrace.episodes.environments.gateway.format_routes import DEFAULT
 from headrace.episodes.rollout_session import Played
+from support import tool_chats
+from support.gateway.gateway_agent import Asks, parents, played, user
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 
 async def complete(asks: Asks, prompt: Any, **more: Any) -> Any:

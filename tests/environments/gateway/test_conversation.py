@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tool_chats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_turns import Model, check_rows, encoder_of
 
 from headrace.algo.training_rows import rows_of
 from headrace.core.batches import Failure
@@ -23,6 +21,8 @@ from headrace.episodes.episodes import Played
 from headrace.episodes.rollout_session import RolloutSession
 from headrace.loop.world import virtual_time
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 TOOL = {
     "type": "function",

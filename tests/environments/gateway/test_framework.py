@@ -6,15 +6,14 @@ import asyncio
 import sys
 from pathlib import Path
 
-import tool_chats
-from written_turns import Model, check_rows, encoder_of
-
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
+from support import tool_chats
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 AGENT = '''
 import asyncio, json, sys

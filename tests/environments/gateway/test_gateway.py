@@ -11,9 +11,6 @@ import aiohttp
 import anthropic
 import openai
 import pytest
-import tool_chats
-from gateway_agent import LONGEST, Asks, parents, played, user
-from written_turns import Model, check_rows, encoder_of
 
 from headrace.core.batches import Failure
 from headrace.core.protocols import Limits
@@ -21,6 +18,9 @@ from headrace.core.types import Completion
 from headrace.episodes.environments.gateway.history_trees import LIMIT_REPLIES
 from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.web.limits import ServerLimits
+from support import tool_chats
+from support.gateway.gateway_agent import LONGEST, Asks, parents, played, user
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 ADD: Any = {
     "type": "function",

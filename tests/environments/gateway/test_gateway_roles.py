@@ -10,10 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-import tool_chats
-from gateway_agent import Asks, parents, played, user
 from test_handing_out import Service, handed_out
-from written_turns import Model, check_rows, encoder_of
 
 from headrace.algo.advantages import agent_returns
 from headrace.algo.training_rows import rows_of
@@ -27,6 +24,9 @@ from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.episodes import roll_out, with_rewards
 from headrace.episodes.rollout_session import Played
 from headrace.web.errors import Refused
+from support import tool_chats
+from support.gateway.gateway_agent import Asks, parents, played, user
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 
 def agents(found: Played | Failure) -> list[str]:

@@ -18,9 +18,6 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-import tool_chats
-from gateway_agent import LONGEST, user
-from written_turns import Model, encoder_of
 from yarl import URL
 
 import headrace
@@ -36,6 +33,9 @@ from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 from headrace.run.config import load_config
+from support import tool_chats
+from support.gateway.gateway_agent import LONGEST, user
+from support.gateway.written_turns import Model, encoder_of
 
 PACKAGE = str(Path(headrace.__file__).parents[1])
 

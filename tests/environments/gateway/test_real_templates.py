@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from test_conversation import CALLS, TOOL, result_of, talked, user
-from written_turns import Model, check_rows, encoder_of
 
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
@@ -16,6 +15,7 @@ from headrace.episodes.environments.conversation import Conversation
 from headrace.episodes.environments.workers.episode_frames import ChatReply
 from headrace.episodes.episodes import Played
 from headrace.models.chat import ChatEncoder
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 FOUND = sorted((Path(__file__).parents[3] / ".venv-trl/lib").glob("python3*/site-packages/trl/chat_templates/*.jinja"))
 TEMPLATES = [path for path in FOUND if not path.stem.endswith("_training")]

@@ -11,12 +11,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-import tool_chats
-from gateway_agent import LONGEST, Asks, parents, played, user
-from written_turns import Model, check_rows, encoder_of
 
 from headrace.core.protocols import Limits
 from headrace.episodes.rollout_session import Played
+from support import tool_chats
+from support.gateway.gateway_agent import LONGEST, Asks, parents, played, user
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 SAID = "The first half, and the second.<|im_end|>"
 HELD = 15

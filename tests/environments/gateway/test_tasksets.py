@@ -16,9 +16,6 @@ from typing import Any
 
 import fake_verifiers
 import pytest
-import tool_chats
-from tiny_run import of, tiny_config
-from written_turns import Model, check_rows, encoder_of
 
 import headrace
 from headrace.commands.installed.doctor import taskset_findings
@@ -34,6 +31,9 @@ from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 from headrace.facts.facts import Evaluated, GroupEnded
 from headrace.run.config import load_config
+from support import tool_chats
+from support.gateway.written_turns import Model, check_rows, encoder_of
+from support.tiny_run import of, tiny_config
 
 TASKSET = """
 import os, sys, time

@@ -8,16 +8,16 @@ from typing import Any
 
 import openai
 import pytest
-import tool_chats
-from gateway_agent import Asks, parents, played, user
 from test_conversation import talked
 from test_gateway import anthropic_client
-from written_turns import Model, check_rows, encoder_of
 
 from headrace.core.batches import Failure
 from headrace.episodes.environments.conversation import Conversation
 from headrace.episodes.environments.workers.episode_frames import ChatReply
 from headrace.episodes.episodes import Played
+from support import tool_chats
+from support.gateway.gateway_agent import Asks, parents, played, user
+from support.gateway.written_turns import Model, check_rows, encoder_of
 
 BEGIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

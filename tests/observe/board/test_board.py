@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fact_stream import FactStream, standing, write_journal, write_run
-from journal_frames import places_of, spoil
 from starlette.testclient import TestClient
 
 from headrace import cli
@@ -30,6 +28,8 @@ from headrace.views.board.followed_run import FollowedRun, RunList
 from headrace.views.board.runs_board import RunsBoard
 from headrace.views.report.side_by_side import settings_apart
 from headrace.web.server import bind
+from support.fact_stream import FactStream, standing, write_journal, write_run
+from support.journal_frames import places_of, spoil
 
 TOKEN = "a-token-of-the-tests-only"
 

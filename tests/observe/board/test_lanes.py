@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 import zstandard
-from fact_stream import write_run
-from fake_world import FakeWorld
 from test_board import board_of
 
 from headrace.core.reports import LoadReport
@@ -34,6 +32,8 @@ from headrace.testing.fake_trainer import FakeTrainer
 from headrace.views.board import swimlanes
 from headrace.views.board.followed_run import NEAR, FollowedRun
 from headrace.views.board.swimlanes import KINDS, MOST_LANES, LaneQuery, LaneWindow, Swaps, read_lanes, stretches
+from support.fact_stream import write_run
+from support.fake_world import FakeWorld
 
 TOKEN, TOOL, SCORING = 0.1, 0.35, 0.2
 GROUPS, SIZE, STEPS = 3, 3, 12

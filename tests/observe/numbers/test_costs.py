@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream
 
 from headrace import cli
 from headrace.commands.show.compare import compare
@@ -26,6 +25,7 @@ from headrace.views.config import ObserveConfig
 from headrace.views.report import write_report
 from headrace.views.screen.console import Console
 from headrace.views.screen.summary import summary
+from support.fact_stream import FactStream
 
 PRICES = {"engine": 2.0, "trainer": 3.0}
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream, standing
 
 from headrace.core.errors import HeadraceError
 from headrace.core.reports import PromptChoice, SleepReport
@@ -61,6 +60,7 @@ from headrace.views.board.followed_run import OF_POOLS, FollowedRun, place_after
 from headrace.views.screen.console import Console
 from headrace.views.screen.live import brief, frame
 from headrace.views.screen.summary import summary
+from support.fact_stream import FactStream, standing
 
 OTHERS: tuple[Fact, ...] = (
     TicketDrawn(0.1, 9000, "p"),

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import until
-from fact_stream import FactStream, standing
 
 from headrace.facts.facts import Fact, RunStarted, StepTrained, Warned
 from headrace.facts.number_tables import scalars
@@ -27,6 +25,8 @@ from headrace.views.config import ObserveConfig
 from headrace.views.sinks import queued
 from headrace.views.sinks.queued import Dashboard, QueuedSink
 from headrace.views.sinks.wandb import chosen_mode
+from support.fact_stream import FactStream, standing
+from support.runs.beside import until
 
 FACTS = list(FactStream(steps=6).facts())
 REWARDS = [fact.reward_mean for fact in FACTS if isinstance(fact, StepTrained)]
@@ -69,7 +69,7 @@ import sys
 from pathlib import Path
 from headrace.views.build import open_recorder
 from headrace.views.config import ObserveConfig
-from fact_stream import FactStream
+from support.fact_stream import FactStream
 recorder = open_recorder(ObserveConfig(terminal="off", trackio=True), Path(sys.argv[1]))
 for fact in FactStream(steps=6).facts():
     recorder.record(fact)

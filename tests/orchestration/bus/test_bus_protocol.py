@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redis_server import RedisServer, a_redis_server
 
 from headrace.core.errors import ConfigError
 from headrace.durable.atomic_files import replacing
@@ -23,6 +22,7 @@ from headrace.run.hosts.bus.lines import LineFile
 from headrace.run.hosts.bus.redis_streams import RedisBus, runs_of
 from headrace.testing.faulty_bus import BusFaults, FaultyBus
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
+from support.bus.redis_server import RedisServer, a_redis_server
 
 LEASE = 2.0
 """Real seconds with Redis, virtual ones otherwise: whoever keeps a letter may not run for one of them."""

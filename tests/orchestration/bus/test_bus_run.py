@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from bus_world import TICKET_DEATHS, BusWorld, Fleet, bus_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +42,7 @@ from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.faulty_bus import BusFaults, FaultyBus
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
+from support.bus.bus_world import TICKET_DEATHS, BusWorld, Fleet, bus_world
 
 NO_FAULTS = BusFaults()
 STALENESS = StalenessConfig(groups_per_step=3, max_lag=1)
@@ -99,7 +99,7 @@ def test_two_hosts_carry_a_run_and_leave_when_it_is_over():
 
 def test_a_run_with_a_bus_trains_what_a_run_without_one_trains():
     """With one version at a time nothing depends on who samples: the same prompts, seeds and tokens."""
-    from fake_world import FakeWorld
+    from support.fake_world import FakeWorld
 
     def trained(world: Any) -> list[Any]:
         return [

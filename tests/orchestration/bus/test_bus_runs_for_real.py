@@ -12,17 +12,27 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import preloaded_python
 import pytest
 import torch
-from beside import PATIENCE, until
-from redis_server import a_redis_server
-from tiny_run import SYNCHRONOUS, at_steps, held_reward, kill_when, of, release, tiny_config, trained_steps, weights_of
 
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import SteppedRecord, read_only
 from headrace.facts.facts import GroupEnded, RunEnded, Warned, WorkerJoined
+from support.bus.redis_server import a_redis_server
+from support.runs import preloaded_python
+from support.runs.beside import PATIENCE, until
+from support.tiny_run import (
+    SYNCHRONOUS,
+    at_steps,
+    held_reward,
+    kill_when,
+    of,
+    release,
+    tiny_config,
+    trained_steps,
+    weights_of,
+)
 
 
 @contextmanager

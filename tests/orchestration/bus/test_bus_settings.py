@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import tiny_config
 
 from headrace.core.errors import ConfigError
 from headrace.run.config import check, load_config, read_config
 from headrace.run.hosts.bus.open_bus import open_bus
 from headrace.settings.extras import install
 from headrace.weight_sync.config import way_of
+from support.tiny_run import tiny_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no bus": ({"orchestration": {"bus": "kafka://x"}}, "use redis://HOST:PORT, rediss://HOST:PORT or jsonl:DIRECTORY"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from bus_world import Fleet, bus_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from headrace.run.hosts.errands import SILENT, WEIGHTS, HostEntry, beat_of
 from headrace.run.hosts.host_list import SAMPLES, HostList
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
+from support.bus.bus_world import Fleet, bus_world
 
 SESSION = "now"
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from cutting import Cut, CuttingProxy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.returning import LONGEST_BODY, SEGMENT, Outbox, opened, segment
 from headrace.processes.wire import Channel, WorkerEnd, unpack
 from headrace.version import __version__
+from support.bus.cutting import Cut, CuttingProxy
 
 TOKEN = "a token of many characters"
 GREETING = 1000

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cutting import Cut, CuttingProxy
 
 from headrace.core.protocols import Job
 from headrace.facts.telemetry import Telemetry
@@ -24,6 +23,7 @@ from headrace.processes.joining.same_model import differing, digests, own_packag
 from headrace.processes.joining.worker_log import WorkerLog
 from headrace.processes.wire import WorkerEnd
 from headrace.version import __version__
+from support.bus.cutting import Cut, CuttingProxy
 
 TOKEN = "a token of many characters"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError, RolloutFailed, StalledError
 from headrace.episodes.environments.workers import episode_frames
-from headrace.episodes.environments.workers.environment_pool import Beginning, Pool
+from headrace.episodes.environments.workers.environment_pool import Beginning, EnvironmentPool
 from headrace.episodes.environments.workers.episode_frames import (
     ChatAsked,
     ChatReply,
@@ -394,7 +394,7 @@ FUNCTION = FunctionSettings(
 )
 
 
-async def play(pool: Pool) -> tuple[float, int]:
+async def play(pool: EnvironmentPool) -> tuple[float, int]:
     """Returns the reward, and how often the rollout was begun."""
     begun = 0
 
@@ -428,7 +428,7 @@ def test_rollouts_of_a_lost_machine_are_played_again_together_and_none_is_blamed
         for machine, name in ((one, "one"), (two, "two")):
             machine.host = world.offer(machine, name, "environment")
         await world.open()
-        pool = Pool(FUNCTION, 1, None, world.sites.environments)
+        pool = EnvironmentPool(FUNCTION, 1, None, world.sites.environments)
         ended = await asyncio.gather(*(play(pool) for _ in range(32)))
         assert [reward for reward, _ in ended] == [1.0] * 32 and two.played == 32
         assert sorted(begun for _, begun in ended) == [1] * 16 + [2] * 16
@@ -445,7 +445,7 @@ def test_a_machine_that_is_lost_while_it_loads_the_code_costs_no_rollout(tmp_pat
         for number, machine in enumerate([EnvironmentMachine(loads=False), EnvironmentMachine()]):
             machine.host = world.offer(machine, f"host-{number}", "environment")
         await world.open()
-        pool = Pool(FUNCTION, 1, None, world.sites.environments)
+        pool = EnvironmentPool(FUNCTION, 1, None, world.sites.environments)
         assert await play(pool) == (1.0, 2)
         await pool.close()
         await world.sites.close()
@@ -460,7 +460,7 @@ def test_a_rollout_that_loses_its_machine_again_and_again_has_failed(tmp_path: P
             machine = EnvironmentMachine(dies=True)
             machine.host = world.offer(machine, f"host-{number}", "environment")
         await world.open()
-        pool = Pool(FUNCTION, 1, None, world.sites.environments)
+        pool = EnvironmentPool(FUNCTION, 1, None, world.sites.environments)
         with pytest.raises(RolloutFailed, match="ended 3 times") as caught:
             await play(pool)
         assert caught.value.reason == "environment_died"

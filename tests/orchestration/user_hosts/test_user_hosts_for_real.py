@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from beside import PATIENCE, Beside, until
-from offered_workers import free_port, offering, token_file
-from processes import alive
-from tiny_run import HOLD, SYNCHRONOUS, at_steps, hold, of, release, tiny_config, until_noted, weights_of
 
 import headrace
 from headrace.facts.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
+from support.runs.beside import PATIENCE, Beside, until
+from support.runs.offered_workers import free_port, offering, token_file
+from support.runs.processes import alive
+from support.tiny_run import HOLD, SYNCHRONOUS, at_steps, hold, of, release, tiny_config, until_noted, weights_of
 
 ENV = (
     HOLD

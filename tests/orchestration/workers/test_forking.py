@@ -15,9 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import preloaded_python
 import pytest
-from processes import gone, stat
 from test_engine_process import PROMPT, opened, worker_of
 
 from headrace.core.errors import WorkerDied
@@ -35,6 +33,8 @@ from headrace.processes.launch.forking import (
 from headrace.processes.launch.local import ForkedProcess, LocalLauncher, environment
 from headrace.run.worker.fork_server import _unfit, serve
 from headrace.testing.makers import request
+from support.runs import preloaded_python
+from support.runs.processes import gone, stat
 
 pytestmark = pytest.mark.skipif(not can_fork_for_parent(), reason="this system forks for nobody else")
 

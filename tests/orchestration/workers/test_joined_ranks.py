@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from test_joining_run import PATIENCE, free_port, joining, offering
-from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, WorkerJoined
+from support.tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 TRAINER = ("--offers", "trainer", "--again")
 

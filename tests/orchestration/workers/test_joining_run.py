@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from beside import PATIENCE, Beside, until
-from cutting import Cut, cutting
-from offered_workers import free_port, offering, token_file
-from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, until_noted, weights_of
 
 import headrace
 from headrace.facts.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
+from support.bus.cutting import Cut, cutting
+from support.runs.beside import PATIENCE, Beside, until
+from support.runs.offered_workers import free_port, offering, token_file
+from support.tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, until_noted, weights_of
 
 
 def joining(directory: Path, model: Path, port: int, **tables: Any) -> dict[str, Any]:

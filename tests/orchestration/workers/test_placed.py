@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import gone
 from test_engine_process import PROMPT, opened
 from test_joining import RUN, Engine, telemetry_of
 
@@ -43,6 +42,7 @@ from headrace.testing.fake_worker import FakeProcess
 from headrace.testing.makers import request
 from headrace.version import __version__
 from headrace.weight_sync.tcp import Tcp
+from support.runs.processes import gone
 
 SAME = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info), "host": "b"}
 ASKED = Request("r", (1, 2), Sampling(max_tokens=8))

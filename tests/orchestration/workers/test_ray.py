@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from beside import PATIENCE, Beside, until
-from processes import gone, stat
 from test_joining_run import free_port, joining, offering
-from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, WorkerJoined, WorkerLost
+from support.runs.beside import PATIENCE, Beside, until
+from support.runs.processes import gone, stat
+from support.tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import tiny_config
 
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Engine
@@ -26,6 +25,7 @@ from headrace.run import starting
 from headrace.run.config import load_config
 from headrace.run.worker.build import open_launcher
 from headrace.weight_sync.shared_memory import SharedMemory
+from support.tiny_run import tiny_config
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[3] / ".venv-bench/bin/python")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from real_vllm import MARKS, config_for, save_model
-from server_processes import servers
-from tiny_run import of
 
 import headrace
 from headrace.durable.journal import read_steps
 from headrace.facts.facts import GroupEnded, IdentityChecked, RunEnded
+from support.server_processes import servers
+from support.tiny_run import of
 
 pytestmark = MARKS
 

@@ -16,8 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 from real_vllm import MARKS, changed, config_for, reference, save_model, started, updates, when
-from server_processes import servers
-from tiny_run import of
 
 import headrace
 from headrace.core.steps import StepOutput
@@ -32,6 +30,8 @@ from headrace.facts.records import StepRow
 from headrace.loop.world.world import FactList
 from headrace.models.tokenizer import end_tokens
 from headrace.run import starting
+from support.server_processes import servers
+from support.tiny_run import of
 
 pytestmark = MARKS
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from real_vllm import MARKS, config_for, save_model
-from tiny_run import of
 
 import headrace
 from headrace.facts.records import StepRow
+from support.tiny_run import of
 
 pytestmark = MARKS
 

@@ -15,11 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from processes import alive
 from real_vllm import KINDS, MARKS, WIDE, changed, config_for, reference, save_model, started, updates, when
-from server_processes import servers
-from stale_kinds import check_named, findings
-from tiny_run import of, when_step
 
 import headrace
 from headrace.core.errors import ConfigError, IdentityError
@@ -32,6 +28,10 @@ from headrace.facts.records import StepRow
 from headrace.loop.world.world import FactList
 from headrace.models.tokenizer import end_tokens
 from headrace.run import starting
+from support.runs.processes import alive
+from support.server_processes import servers
+from support.stale_kinds import check_named, findings
+from support.tiny_run import of, when_step
 
 pytestmark = MARKS
 

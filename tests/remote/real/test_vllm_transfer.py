@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from real_vllm import MARKS, PYTHON, WIDE, config_for, save_model
-from stale_kinds import check_named, findings
-from tiny_run import Config, of
 
 import headrace
 from headrace.facts.facts import IdentityChecked, RunEnded, WeightsLive
+from support.stale_kinds import check_named, findings
+from support.tiny_run import Config, of
 
 pytestmark = MARKS
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fake_world import FakeWorld
-
 from headrace.episodes.environments.single_turn import SINGLE_TURN
 from headrace.episodes.rollout import RolloutConfig
 from headrace.episodes.rollout_session import Notebook
@@ -30,6 +28,7 @@ from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
 from headrace.version import __version__
+from support.fake_world import FakeWorld
 
 TICKET_DEATHS = 3
 ROLLOUT = RolloutConfig(group_size=2, max_tokens=8, patience=200)

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tool_chats
-
 from headrace.algo.training_rows import rows_of
 from headrace.core.types import Completion, Prompt, Scored, VersionSpan
 from headrace.episodes.episodes import Played
 from headrace.episodes.rollout_session import TurnAsked
 from headrace.models.chat import ChatEncoder
+from support import tool_chats
 
 ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
 MERGED = ["to", "ol", "ll", " 1", "add", "ar", "\n<", '{"', '": ', "}}"]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import preloaded_python
-from beside import PATIENCE
+from support.runs import preloaded_python
+from support.runs.beside import PATIENCE
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -39,3 +40,8 @@ def _seen(pid: int, *names: str) -> list[str]:
         except OSError as error:
             found.append(str(error))
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    below = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
+    return [one for child in below.split() for one in (int(child), *descendants(int(child)))]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from tiny_models import make
 from torch import Tensor
 
 from headrace.algo.objective import token_mean
@@ -28,6 +27,7 @@ from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.packing import Pack, StepRows, pack_rows
+from support.tiny_models import make
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -11,11 +11,9 @@ from types import MethodType
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from equal_models import engine_of, sampled_by
 from msgspec.structs import replace
-from tiny_run import tiny_config
 from torch import Tensor
 
 import headrace
@@ -37,6 +35,8 @@ from headrace.trainer.step.bitwise import UnequalLogprobs
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.shared_memory import SharedMemory
+from support import tiny_models
+from support.tiny_run import tiny_config
 
 DTYPES = [dtype for dtype in ("bfloat16", "float32") if arithmetic("llama", dtype, binding.tier() or "")]
 DTYPE = DTYPES[0] if DTYPES else "float32"

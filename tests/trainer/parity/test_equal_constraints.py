@@ -13,7 +13,6 @@ import pytest
 import torch
 from equal_models import DTYPES, DTYPES_AND_TEMPERATURES, ODD, PACKINGS, engine_of, packs_of, sampled_by, scored
 from msgspec.structs import replace
-from tiny_models import make
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +21,7 @@ from headrace.core.types import Constraint, Request, Sampling
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.model.causal_lm import load_model
+from support.tiny_models import make
 
 EOS = 99
 LETTERS = [*string.printable[:94], "Ġ", "ab", "abc", "tr", '{"']

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 import torch.distributed as dist
-from plain_trainer import same_numbers
 from rank_processes import RankProcesses
 from sharded_case import CPU, Case, shifted, trainer_of_rank
 from torch import Tensor
@@ -27,6 +25,8 @@ from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.step.trainer import TorchTrainer
+from support import tiny_models
+from support.plain_trainer import same_numbers
 
 
 def refused(directory: Path, case: Case) -> str:

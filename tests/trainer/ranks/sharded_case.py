@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import plain_trainer
 import pytest
-import tiny_models
 import torch
 from rank_processes import RankProcesses
 from torch import Tensor
@@ -26,6 +24,7 @@ from headrace.trainer.placement.staged import Staged
 from headrace.trainer.step.gradient import pairs_of
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from support import plain_trainer, tiny_models
 
 CPU = torch.device("cpu")
 GROUPS = ((5, 3), (3, 2), (4, 3), (6, 2))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import tiny_models
 import torch
 from rank_processes import RankProcesses
 from sharded_case import CPU, Piped, trainer_of_rank
@@ -16,6 +15,7 @@ from headrace.commands.plan.rates.mesh import in_flight, pipeline_memory, sent, 
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.parallel import LOOPS, stages_of
 from headrace.trainer.placement.staged import LeanStage, schedule_of
+from support import tiny_models
 
 Work = tuple[int, str, int]
 """Stage; forward (F), backward (B), or backward for the input (I) and for the weights (W); microbatch."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from comparisons import NEAR
 from rank_processes import RankProcesses
@@ -24,6 +23,7 @@ from headrace.trainer.packing import Kept, Pack, StepRows
 from headrace.trainer.parallel import ParallelConfig, repeats
 from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.sharded import Sharded
+from support import tiny_models
 
 
 def spread(case: dict[str, Any], **parallel: int) -> Case:

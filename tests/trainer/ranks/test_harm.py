@@ -13,10 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import SYNCHRONOUS, Config, held_reward, of, ranks_of, release, tiny_config, trained_steps, weights_of
 
 import headrace
 from headrace.facts.facts import RunEnded
+from support.tiny_run import (
+    SYNCHRONOUS,
+    Config,
+    held_reward,
+    of,
+    ranks_of,
+    release,
+    tiny_config,
+    trained_steps,
+    weights_of,
+)
 
 STEPS = 6
 MESHES: dict[str, dict[str, int]] = {"shard": {"shard": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}}

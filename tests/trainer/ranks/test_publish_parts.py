@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import tiny_models
 import torch
 from rank_processes import RankProcesses
 from sharded_case import Case, trainer_of_rank
@@ -24,6 +23,7 @@ from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import PackedBuffer, lay_out
 from headrace.weight_sync.ranges import ByteRange, ValueRun, make_up, parts_of
 from headrace.weight_sync.tcp import Tcp, TcpPartSender
+from support import tiny_models
 
 KEPT: list[Any] = []
 """The senders of a rank's process, which serve from threads."""

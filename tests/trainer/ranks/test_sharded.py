@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from comparisons import (
     compare_exact,
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from headrace.trainer.forward.forward import within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
+from support import tiny_models
 
 CASES = {
     "llama": Case(model="llama"),

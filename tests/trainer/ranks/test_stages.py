@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 import torch.distributed as dist
 from comparisons import refused, resume, save_after_two, steps, third_step, three_in_a_row, weights
-from plain_trainer import same_numbers
 from rank_processes import RankProcesses
 from safetensors.torch import load_file
 from sharded_case import CPU, GROUPS, Case, Piped, shifted, trainer_of_rank
@@ -27,6 +25,8 @@ from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.staged import Staged
 from headrace.trainer.step.gradient import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
+from support import tiny_models
+from support.plain_trainer import same_numbers
 
 # -- gradients ---------------------------------------------------------------------------------------------------------------
 

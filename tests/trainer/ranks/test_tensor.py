@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from comparisons import (
     compare_exact,
@@ -31,6 +30,7 @@ from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local
 from headrace.trainer.packing import Kept
 from headrace.trainer.parallel import ParallelConfig
+from support import tiny_models
 
 TENSOR = {"shard": 1, "tensor": 2}
 EXPERTS = {**TENSOR, "expert": 2}

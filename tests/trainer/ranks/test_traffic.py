@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from rank_processes import RankProcesses
 from sharded_case import CPU, GROUPS, Case, trainer_of_rank
@@ -21,6 +20,7 @@ from headrace.trainer.model.low_memory import local
 from headrace.trainer.packing import Pack
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.step.trainer import TorchTrainer
+from support import tiny_models
 
 
 class Collectives(TorchDispatchMode):

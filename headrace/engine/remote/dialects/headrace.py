@@ -19,7 +19,7 @@ from headrace.core.steps import Finished, PromptScores, TokenDetails
 from headrace.core.types import Request, RoutingTrace, Stop, TopLogprobs
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection, Unreachable
-from headrace.engine.remote.dialect import Heard, Run, ServerState
+from headrace.engine.remote.dialect import Heard, ServerState, TokenSpan
 from headrace.engine.remote.server_kind import HOST, Place, ServerKind, Startable
 from headrace.settings.extras import Found, install
 
@@ -134,12 +134,12 @@ def _heard(event: Any, request: Request) -> Heard:
     )
 
 
-def _runs(spans: Sequence[Any], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Run]:
+def _runs(spans: Sequence[Any], tokens: Sequence[int], logprobs: Sequence[float]) -> list[TokenSpan]:
     ends = [*(span["start"] for span in spans[1:]), len(tokens)]
     if tokens and (not spans or spans[0]["start"] != 0):
         raise Unreachable("the server sent tokens without their versions")
     return [
-        Run(
+        TokenSpan(
             tokens=tokens[span["start"] : end],
             logprobs=logprobs[span["start"] : end],
             version=span["version"],

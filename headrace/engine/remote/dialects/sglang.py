@@ -24,7 +24,7 @@ from headrace.core.steps import Finished, PromptScores, TokenDetails
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection, Unreachable
-from headrace.engine.remote.dialect import ENDS, Heard, LabelledDialect, Run, ServerFacts, ServerState, sums_of
+from headrace.engine.remote.dialect import ENDS, Heard, LabelledDialect, ServerFacts, ServerState, TokenSpan, sums_of
 from headrace.engine.remote.server_kind import Control, ServerKind
 from headrace.models.tokenizer import end_tokens
 
@@ -181,7 +181,7 @@ class SglangDialect(LabelledDialect):
                 scores=PromptScores(request.id, live.update.version, logprobs), end=Finished(request.id, "length")
             )
         tokens, reason = event["output_ids"], (meta["finish_reason"] or {}).get("type")
-        run = Run(
+        run = TokenSpan(
             tokens=tokens,
             logprobs=_logprobs(meta, tokens, _truncates(request)),
             version=live.update.version,

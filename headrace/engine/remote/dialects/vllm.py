@@ -33,7 +33,7 @@ from headrace.core.steps import Finished, PromptScores
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection, Unreachable
-from headrace.engine.remote.dialect import ENDS, Heard, LabelledDialect, Run, ServerFacts, ServerState, sums_of
+from headrace.engine.remote.dialect import ENDS, Heard, LabelledDialect, ServerFacts, ServerState, TokenSpan, sums_of
 from headrace.engine.remote.server_kind import HOST, Control, Place, ServerKind, Startable
 from headrace.models.resolve import read_header
 from headrace.models.tokenizer import end_tokens
@@ -314,7 +314,7 @@ class VllmDialect(LabelledDialect):
         content = choice["logprobs"]["content"] if tokens else []
         if [one["token_id"] for one in content] != list(tokens):
             raise Unreachable(f"the server sent {len(tokens)} tokens and {len(content)} log-probs of others")
-        run = Run(
+        run = TokenSpan(
             tokens=tokens,
             logprobs=[_number(one["logprob"]) for one in content],
             version=live.update.version,

@@ -40,7 +40,7 @@ def check_function(settings: FunctionSettings) -> FunctionLoaded:
 Beginning = tuple[RolloutAsked, RolloutListener]
 
 
-class Pool:
+class EnvironmentPool:
     def __init__(self, settings: FunctionSettings, workers: int, log: Path | None, sites: Sites = HERE) -> None:
         """`workers`: processes of each machine that are shared, and rollouts of all machines that are alone in further ones."""
         self._settings, self._width, self._log, self._sites = settings, workers, log, sites

@@ -1,0 +1,1 @@
+"""Agents that talk with the gateway: `gateway_agent.py`, `written_turns.py`."""
