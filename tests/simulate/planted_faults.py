@@ -293,7 +293,7 @@ OF_RECOVERY = (
     ),
 )  # fmt: skip
 
-OF_SNAPSHOTS = (
+OF_CHECKPOINTS = (
     _one(
         "state_after_await", "Snapshots.capture", "C7", "the controller's state is taken when the checkpoint is written",
         "started, adapter = (self._telemetry.clock(), self._adapter)",
@@ -513,7 +513,7 @@ BY_PART = {
     "ledger": OF_LEDGER,
     "partial": OF_PARTIAL,
     "recovery": OF_RECOVERY,
-    "snapshots": OF_SNAPSHOTS,
+    "checkpoints": OF_CHECKPOINTS,
     "journal": OF_JOURNAL,
     "elsewhere": ELSEWHERE,
     "fleet": OF_FLEET,
