@@ -26,7 +26,7 @@ from typing import Any
 import headrace
 from headrace.facts.records import read_metrics
 from headrace.run.hosts.bus.bus_port import Bus, Posting
-from headrace.run.hosts.bus.jsonl import JsonlBus
+from headrace.run.hosts.bus.directory_bus import JsonlBus
 from headrace.run.hosts.bus.redis_streams import RedisBus
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
 

@@ -47,7 +47,7 @@ from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.hosts.bus.bus_port import Bus
 from headrace.run.hosts.bus.redis_streams import RedisBus
-from headrace.run.hosts.errands import GroupSizes, RunNotice
+from headrace.run.hosts.bus_messages import GroupSizes, RunNotice
 from headrace.run.worker.worker_messages import EngineStart
 from headrace.testing.fake_scorer import FakeScorer
 from headrace.testing.fake_task import FakeTask

@@ -25,7 +25,7 @@ from headrace.processes.joining.same_model import own_packages
 from headrace.processes.wire import BEAT, BEATS, Frame, decode, pack, pack_payload, unpack
 from headrace.run.hosts.bus.bus_port import Letter, Posting
 from headrace.run.hosts.bus.redis_streams import RedisBus
-from headrace.run.hosts.errands import (
+from headrace.run.hosts.bus_messages import (
     ANSWERS,
     RUN,
     TICKETS,
@@ -38,7 +38,7 @@ from headrace.run.hosts.errands import (
     RunNotice,
     WeightsNotice,
 )
-from headrace.run.hosts.errands import BEAT as ENTRY_EVERY
+from headrace.run.hosts.bus_messages import BEAT as ENTRY_EVERY
 from headrace.testing.makers import completion, scored
 from headrace.version import __version__
 

@@ -80,7 +80,7 @@ def train(
 
     resolved, inputs = with_python_inputs(settings_of(config, resume), sets, reward, dataset)
     from headrace.run import run
-    from headrace.run.callbacks import Callbacks
+    from headrace.run.run import Callbacks
 
     callbacks = Callbacks(on_step, on_evaluation) if on_step or on_evaluation else None
     return run.train(resolved, Path(resume) if resume is not None else None, inputs, callbacks)

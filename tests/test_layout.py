@@ -66,7 +66,7 @@ ROOMS = {
     "loop": ("world",),
     "processes": ("health", "launch", "joining", "placed"),
     "run": ("rehearsal", "auto", "fleets", "hosts", "worker", "clients"),
-    "run.hosts": ("bus", "user_hosts"),
+    "run.hosts": ("bus",),
     "serve": ("routes", "training"),
     "testing": ("servers", "faultsim"),
     "trainer": ("kernels", "packing", "model", "forward", "placement", "step", "shared"),

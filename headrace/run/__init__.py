@@ -1,16 +1,16 @@
 """Settings become a run. Beside `commands/`, this is the only room that knows `RunConfig`: every other part is given its own section.
 
-The parts: read `config.py`, `open_parts.py` (opens all parts of a run, and joins them), `build.py` (what plays and scores,
-and the settings of the loops), `pools.py` and `starting.py` (trainer and engine), `needs.py` (what a run needs of its engines), `teaching.py`,
-`python_inputs.py`, `seats.py` and `user_sites.py` (workers elsewhere), `choosing.py` (settings that are left open), `wording.py`.
+The parts: read `config.py`, `open_parts.py` (opens all parts of a run, and joins them), `build.py` (what plays and scores, and the settings
+of the loops), `pools.py` and `starting.py` (trainer and engine), `needs.py` (what a run needs of its engines), `teaching.py`, `python_inputs.py`, `seats.py`
+(workers elsewhere), `choosing.py` (settings that are left open), `wording.py`.
 
-The directory: `run_directory.py`, `storage.py` (all of it, opened together), `resume_rules.py` (which settings may change, and what becomes
-then of what the run has), `contents.py` (what is in the files that settings name).
+The directory: `run_directory.py` (with all its files, opened together), `resume_rules.py` (which settings may change, and what becomes then
+of what the run has), `contents.py` (what is in the files that settings name).
 
-From the user's call to the result: `run.py`, `lane.py` (directory, storage and session of one pipeline), `session.py` (until the last step
-or a signal), `train_call.py` (what outlives the death of a trainer), `result.py`, `rehearse.py` (checks
-before anything costs time), `one_shot.py` (evaluation and export), `callbacks.py`, `rollout_hosting.py` (a process that serves another's run),
-`hosting.py` (the thread of the event loop), `pieces.py` (tokens as text).
+From the user's call to the result: `run.py` (with what outlives the death of a trainer), `lane.py` (directory, files and session of one
+pipeline), `session.py` (until the last step or a signal), `result.py`, `rehearse.py` (checks before anything costs time), `one_shot.py`
+(evaluation and export), `rollout_hosting.py` (a process that serves another's run), `hosting.py` (the thread of the event loop),
+`pieces.py` (tokens as text).
 
 The folders: `rehearsal/` (the checks), `auto/` (choosing by measurement), `clients/` (the ports over workers), `fleets/` (several engines),
 `hosts/` (rollout hosts on a bus), `worker/` (the program that a worker process runs).

@@ -32,8 +32,8 @@ from headrace.loop.loop_plan import LoopPlan
 from headrace.models.chat import ChatEncoder
 from headrace.processes.asked_process import HERE, Sites
 from headrace.run.config import RunConfig
+from headrace.run.seats import ONLY_HERE, UserSites
 from headrace.run.teaching import PlannedTeacher, plan_teachers
-from headrace.run.user_sites import ONLY_HERE, UserSites
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.settings.process_config import WatchConfig
 

@@ -18,11 +18,10 @@ from headrace.loop.run_limits import Allowance
 from headrace.native.arithmetic import TIERS
 from headrace.run.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
 from headrace.run.auto.fit import SPARE, Fitted, Speeds, Wish, fit
-from headrace.run.auto.measurer import Measurer, ProbeMeasurer, thread_counts
-from headrace.run.auto.share import Share
+from headrace.run.auto.measurer import Measurer, ProbeMeasurer, Share, thread_counts
 from headrace.run.config import RunConfig, config_of_run, read_config, read_tree
 from headrace.run.rehearsal.machine import Machine, ask_torch, inspect_machine, may_have_gpu
-from headrace.run.rehearsal.shape import read_shape
+from headrace.run.rehearsal.memory_needs import read_shape
 from headrace.settings.other_names import meaning
 from headrace.settings.process_config import ChosenConfig
 from headrace.settings.toml import Tree, build, merge

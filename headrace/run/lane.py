@@ -35,9 +35,8 @@ from headrace.run.resume_rules import (
     check_steps,
     meaning,
 )
-from headrace.run.run_directory import CONFIG, RunDirectory, config_at
+from headrace.run.run_directory import CONFIG, RunDirectory, Storage, config_at
 from headrace.run.session import Session
-from headrace.run.storage import Storage
 from headrace.trainer.config import change_of_rate
 from headrace.views.build import has_finished, open_recorder
 from headrace.views.report import write_report

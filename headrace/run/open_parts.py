@@ -31,11 +31,11 @@ from headrace.run.config import RunConfig
 from headrace.run.lane import Lane
 from headrace.run.pools import Pools, open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
-from headrace.run.rehearsal.reward import try_in_loop
+from headrace.run.rehearsal.first_rows import try_in_loop
+from headrace.run.run_directory import Storage
+from headrace.run.seats import UserSites, user_sites
 from headrace.run.session import BuiltRun
-from headrace.run.storage import Storage
 from headrace.run.teaching import Teaching, open_teaching
-from headrace.run.user_sites import UserSites, user_sites
 from headrace.weight_sync.delta.efficiency import DeltaWatch
 
 NO_FILES: Mapping[str, LoadedFiles] = {}

@@ -26,9 +26,8 @@ from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, teacher_engine
 from headrace.run.needs import check_needs, check_parity
-from headrace.run.seats import open_seats, ranks_of, threads_of_rank
+from headrace.run.seats import ONLY_HERE, UserSites, open_seats, ranks_of, threads_of_rank
 from headrace.run.starting import start_engine, transport_of
-from headrace.run.user_sites import ONLY_HERE, UserSites
 from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import AdapterStart, ShadowStart, TrainerReady, TrainerStart
 from headrace.weight_sync.kind import TransportKind

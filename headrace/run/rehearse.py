@@ -36,31 +36,38 @@ from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import check_model_dir, resolve_model
 from headrace.native.resources import gib
-from headrace.run.auto.measurer import Measurer, ProbeMeasurer
-from headrace.run.auto.share import measure_share
+from headrace.run.auto.measurer import Measurer, ProbeMeasurer, measure_share
 from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task
 from headrace.run.choosing import fit_minutes, settle
 from headrace.run.config import RunConfig, rate_remarks, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearsal import machine as machines
-from headrace.run.rehearsal.episode import episode_lines, try_environment
-from headrace.run.rehearsal.machine import Machine
+from headrace.run.rehearsal.first_rows import (
+    RewardTrial,
+    episode_lines,
+    first_prompts,
+    length_problem,
+    lengths,
+    reward_lines,
+    sight_of,
+    stand_in,
+    try_environment,
+    try_reward,
+)
+from headrace.run.rehearsal.machine import Machine, place_problem
 from headrace.run.rehearsal.memory_needs import (
     MemoryNeed,
     MemoryPlan,
+    ModelShape,
     checkpoint_bytes,
     engine_needs,
     needs,
     notes,
+    read_shape,
     refusals,
 )
-from headrace.run.rehearsal.place import place_problem
 from headrace.run.rehearsal.preflight import preflight
-from headrace.run.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
-from headrace.run.rehearsal.reward import RewardTrial, reward_lines, stand_in, try_reward
-from headrace.run.rehearsal.shape import ModelShape, read_shape
-from headrace.run.rehearsal.two_columns import sight_of
 from headrace.run.rehearsal.words import Lines, algorithm, memory_lines, page
 from headrace.run.run_directory import CONFIG, refuse_used
 from headrace.run.seats import check_seats

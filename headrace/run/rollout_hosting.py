@@ -25,7 +25,7 @@ from headrace.processes.joining.same_model import agree
 from headrace.run.build import open_players, open_telemetry, plan_of
 from headrace.run.config import RunConfig, read_config
 from headrace.run.hosts.bus.open_bus import open_bus, runs_on
-from headrace.run.hosts.errands import RunNotice
+from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
 from headrace.run.needs import check_needs
 from headrace.run.session import run_clock

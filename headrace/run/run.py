@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-from headrace.core.errors import HeadraceError, WorkerDied
+from headrace.core.errors import ConfigError, HeadraceError, StopTraining, WorkerDied
 from headrace.core.printing import say
 from headrace.durable.atomic_files import full_disk_as_error
+from headrace.facts.facts import Evaluated
+from headrace.facts.progress import Evaluation, Step
+from headrace.facts.records import MetricsFact, StepRow
+from headrace.facts.run_state import RunState
 from headrace.processes.health.watchdog import Watchdog
+from headrace.processes.process_end import Deaths
 from headrace.run.auto.measurer import Measurer
 from headrace.run.build import LoadedFiles, open_telemetry
-from headrace.run.callbacks import Callbacks
-from headrace.run.config import RunConfig, dump_config
-from headrace.run.hosting import Heed, Termination, complete, hosts_here
+from headrace.run.config import RunConfig, config_of_run, dump_config, read_config
+from headrace.run.hosting import Errands, Heed, Main, Termination, complete, host, hosts_here
 from headrace.run.lane import Lane, open_lanes, report_finished, report_unbegun
 from headrace.run.open_parts import open_parts
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
@@ -26,9 +33,163 @@ from headrace.run.result import RunResult, result_of
 from headrace.run.run_directory import RunDirectory
 from headrace.run.seats import local_cores
 from headrace.run.session import BuiltRun, Notices, report_unhandled, run_clock
-from headrace.run.train_call import TrainCall
 from headrace.run.worker.build import libraries_ahead
 from headrace.settings.process_config import WatchConfig
+from headrace.settings.user_code import one_line
+
+# --- One call of `train`: what it was asked for, which holds for all processes of its trainer, however many of them die.
+
+
+@dataclass(kw_only=True)
+class TrainCall:
+    config: RunConfig
+    resume: Path | None
+    """The directory of the run to resume. None for a new run, until its trainer dies."""
+    inputs: PythonInputs
+    callbacks: Callbacks | None
+    measurer: Measurer | None
+    begun: bool = False
+    """Whether `config.toml` in the run's directory holds the settings of this call. Until all is loaded it holds those of an earlier one."""
+    deaths: Deaths = field(init=False)
+    """The deaths of the trainer."""
+    worked: float = 0.0
+    """Seconds from the beginning of training to the last step that was done, in the present process of the trainer."""
+
+    def __post_init__(self) -> None:
+        self.deaths = Deaths(self.config.train.max_deaths)
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.resume or self.config.run_dir
+
+    def outlives(self, error: WorkerDied) -> bool:
+        """Whether the run goes on by itself after this death. It then does so with the settings of this call."""
+        if error.who != "trainer" or not (self.begun or self.resume):
+            return False
+        self.deaths.after(self.worked)
+        self.deaths.add()
+        self.worked = 0.0
+        if self.deaths.too_many:
+            if self.deaths.most:
+                error.add_note(self.deaths.said("train.max_deaths"))
+            return False
+        self.resume = self.path
+        if self.begun:  # what was chosen at the start, and the steps that fit into `train.minutes`
+            self.config = read_config(config_of_run(self.resume))
+        return True
+
+    def host(self, main: Main, lanes: Collection[Lane]) -> None:
+        """Runs the event loop of these lanes to its end. Then it raises what a callback raised.
+
+        If the trainer dies after somebody has asked the run to end (a signal, a callback), the run ends: to start the trainer again would
+        train on against that wish."""
+        died = ""
+        try:
+            host(main, self.callbacks.errands if self.callbacks else None)
+        except WorkerDied as error:
+            if error.who != "trainer" or not self._asked(lanes):
+                raise
+            died = f" ({error})"
+            for lane in lanes:
+                lane.session.leave()
+        finally:
+            self.worked = max((lane.session.worked for lane in lanes), default=0.0)
+        if self._asked(lanes) and any(lane.storage.begun and not lane.session.kept for lane in lanes):
+            say(
+                f"the run has ended without a checkpoint of its last step{died}: headrace train --resume {self.path} "
+                "repeats the steps that are in no checkpoint from the journal, and goes on"
+            )
+        if self.callbacks:
+            self.callbacks.raise_error(f"resume it with headrace.train(resume={str(self.path)!r})")
+
+    def _asked(self, lanes: Collection[Lane]) -> bool:
+        """Whether somebody has asked the run to end."""
+        return any(lane.session.asked for lane in lanes) or (self.callbacks is not None and self.callbacks.stopped)
+
+
+# --- Calls the user's functions after steps and evaluations, in the user's thread, while the event loop continues.
+
+
+Stop = Callable[[str, str], None]
+"""Called with a sentence for people, and with the reason that the run ends with."""
+
+
+class Callbacks:
+    """A sink. Training continues while a function runs. A function that takes longer than a step is called ever later, but for every step.
+    An exception ends the run as Ctrl-C does, with a checkpoint, and is raised after that."""
+
+    def __init__(
+        self,
+        on_step: Callable[[Step], object] | None = None,
+        on_evaluation: Callable[[Evaluation], object] | None = None,
+    ) -> None:
+        """Raises ConfigError for something that is not callable, or is async."""
+        self._on_step = _checked("on_step", on_step)
+        self._on_evaluation = _checked("on_evaluation", on_evaluation)
+        self.errands: Errands = SimpleQueue()
+        self._stops: list[Stop] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.stopped = False
+        """Whether a function has asked the run to end, or failed."""
+        self._error: BaseException | None = None
+
+    def attach(self, stop: Stop) -> None:
+        """Called in the event loop, with the function that stops a run."""
+        self._loop = asyncio.get_running_loop()
+        self._stops.append(stop)
+
+    def record(self, fact: MetricsFact, state: RunState) -> None:
+        run = state.started.name if state.started else ""
+        if isinstance(fact, StepRow) and self._on_step:
+            self.errands.put(partial(self._call, "on_step", self._on_step, Step.of(fact, run)))
+        elif isinstance(fact, Evaluated) and self._on_evaluation:
+            self.errands.put(partial(self._call, "on_evaluation", self._on_evaluation, Evaluation.of(fact, run)))
+
+    def close(self) -> None:
+        """Does nothing: calls that are still queued are made before the run returns."""
+
+    def raise_error(self, remedy: str) -> None:
+        """Raises the exception of a user's function, in the user's thread."""
+        if self._error is not None:
+            self._error.add_note(remedy)
+            raise self._error
+
+    def _call(self, name: str, function: Callable[[Any], object], value: Step | Evaluation) -> None:
+        if self.stopped:
+            return
+        try:
+            function(value)
+        except KeyboardInterrupt:
+            raise
+        except StopTraining as asked:
+            self._stop(f"{name} asked to stop" + (f" ({asked})" if str(asked) else ""), "interrupted")
+        except BaseException as error:
+            self._error = error
+            said = f"{name} raised {one_line(error)}"
+            self._stop(said, said)
+
+    def _stop(self, why: str, reason: str) -> None:
+        self.stopped = True
+        for stop in self._stops:
+            assert self._loop is not None
+            try:
+                self._loop.call_soon_threadsafe(stop, why, reason)
+            except RuntimeError:  # closed, because the run has ended
+                return
+
+
+def _checked(name: str, function: Any) -> Any:
+    if function is not None and not callable(function):
+        raise ConfigError(f"{name} = {function!r} cannot be called; pass a function of one value")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{name} is async; pass a plain function: it runs in your thread, not in the run's event loop"
+        )
+    return function
+
+
+# --- run ------------------------------------------------------------
 
 
 def train(

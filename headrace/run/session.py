@@ -22,7 +22,7 @@ from headrace.loop.pipeline import Parts, Pipeline
 from headrace.loop.turns import LAST_WORD, Utilisation
 from headrace.run.config import RunConfig
 from headrace.run.pools import Pools, close_within
-from headrace.run.storage import Storage
+from headrace.run.run_directory import Storage
 from headrace.run.teaching import Teaching
 from headrace.run.wording import headline, machine_change, placement, weight_way
 

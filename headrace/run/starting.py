@@ -27,16 +27,15 @@ from headrace.loop.own_groups import Suspects
 from headrace.processes.joining.same_model import terms_of
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.bus_engine import BusEngine
-from headrace.run.clients.process_engine import ProcessEngine
-from headrace.run.clients.process_lent import LentProcess
+from headrace.run.clients.process_engine import LentProcess, ProcessEngine
 from headrace.run.config import RunConfig
 from headrace.run.contents import contents_of
 from headrace.run.fleets.core_shares import settings_of_lent
 from headrace.run.fleets.fleet_start import LENT, Starting, come, start_fleet
 from headrace.run.hosts.bus.bus_port import Bus
 from headrace.run.hosts.bus.open_bus import open_for_run
-from headrace.run.hosts.errands import GroupSizes, RunNotice
-from headrace.run.rehearsal.shape import read_shape
+from headrace.run.hosts.bus_messages import GroupSizes, RunNotice
+from headrace.run.rehearsal.memory_needs import read_shape
 from headrace.run.resume_rules import mark_of, meaning
 from headrace.run.seats import threads_elsewhere
 from headrace.run.worker.worker_messages import EngineStart

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from headrace.processes.wire import unpack
-from headrace.run.hosts.user_hosts.host_messages import PULSE, ProcessBytes, ProcessGone, SpawnAsked
+from headrace.run.hosts.user_host import PULSE, ProcessBytes, ProcessGone, SpawnAsked
 from headrace.testing.fake_worker import FakeProcess, Network
 
 Say = Callable[[bytes], None]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from headrace.run.hosts.bus.bus_port import LEASE, Letter, Notice, Posting
-from headrace.run.hosts.bus.letterbox import LetterBox
+from headrace.run.hosts.bus.directory_bus import LetterBox
 
 T = TypeVar("T")
 

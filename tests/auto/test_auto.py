@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.engine.config import EngineConfig
 from headrace.loop.run_limits import MARGIN, Allowance
-from headrace.run.auto import measurer, share
+from headrace.run.auto import measurer
 from headrace.run.auto.candidates import CANDIDATES, Candidate, Figures, candidates, choose, choose_threads
 from headrace.run.auto.fit import (
     LEAST_GROUPS,
@@ -26,8 +26,7 @@ from headrace.run.auto.fit import (
     fit,
     step_seconds,
 )
-from headrace.run.auto.measurer import ProbeMeasurer, fingerprint
-from headrace.run.auto.share import share_of
+from headrace.run.auto.measurer import ProbeMeasurer, fingerprint, share_of
 from headrace.run.auto.slices import LEAST_VOCABULARY, slice_of
 from headrace.trainer.config import TrainConfig
 
@@ -174,15 +173,15 @@ def test_our_own_children_are_no_others(monkeypatch):
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
         pids = [one.pid for one in busy]
-        assert set(pids) <= set(share._descendants(os.getpid()))
+        assert set(pids) <= set(measurer._descendants(os.getpid()))
         until = time.monotonic() + 60
-        while sum(map(share._running_threads, pids)) < 3 and time.monotonic() < until:
+        while sum(map(measurer._running_threads, pids)) < 3 and time.monotonic() < until:
             time.sleep(0.01)
-        before = sum(map(share._running_threads, pids))
-        monkeypatch.setattr(share, "_descendants", lambda pid: pids)
-        monkeypatch.setattr(share, "_running_threads", lambda pid: 1)
-        monkeypatch.setattr(share.Path, "read_text", lambda self: "procs_running 6\n")
-        assert before == 3 and share._runnable() == 2
+        before = sum(map(measurer._running_threads, pids))
+        monkeypatch.setattr(measurer, "_descendants", lambda pid: pids)
+        monkeypatch.setattr(measurer, "_running_threads", lambda pid: 1)
+        monkeypatch.setattr(measurer.Path, "read_text", lambda self: "procs_running 6\n")
+        assert before == 3 and measurer._runnable() == 2
     finally:
         for one in busy:
             one.kill()

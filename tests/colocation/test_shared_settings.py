@@ -14,8 +14,7 @@ from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import RunConfig, check, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, settings_of_lent
 from headrace.run.rehearsal.machine import Machine
-from headrace.run.rehearsal.memory_needs import MemoryNeed, MemoryPlan, needs, notes
-from headrace.run.rehearsal.shape import ModelShape, read_shape
+from headrace.run.rehearsal.memory_needs import MemoryNeed, MemoryPlan, ModelShape, needs, notes, read_shape
 from headrace.trainer.config import TrainConfig
 from support.tiny_run import tiny_config
 

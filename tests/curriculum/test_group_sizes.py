@@ -24,8 +24,8 @@ from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import OwnGroups
 from headrace.loop.staleness import StalenessConfig
 from headrace.run.config import check, load_config
-from headrace.run.hosts.bus_groups import BusGroups
-from headrace.run.hosts.errands import GroupSizes
+from headrace.run.hosts.bus_messages import GroupSizes
+from headrace.run.hosts.bus_run import BusGroups
 from headrace.settings.process_config import EvalConfig
 from headrace.testing.faultsim.case import Case
 from headrace.testing.faultsim.faults import Fault

@@ -20,7 +20,7 @@ from headrace.engine.fleet.rotation import FleetPatience
 from headrace.facts.facts import MemberMoved, MemberSample
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.run.fleets import roster
+from headrace.run.fleets import pool_door
 from headrace.run.fleets.pool_door import SOCKET, PoolAnswer, PoolDoor, PoolQuestion, ask
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request, update
@@ -76,8 +76,8 @@ def test_a_server_is_added_and_another_removed_while_requests_run(tmp_path: Path
         assert names(answer) == [TWO, THREE] and not answer.error
         done = await asyncio.gather(*tasks)
         assert all(len(one.tokens) == 30 and one.stop == "length" for one in done)
-        assert roster.urls_of(tmp_path, (ONE, TWO)) == (TWO, THREE), "a resumed run goes on with them"
-        assert roster.urls_of(tmp_path, (ONE,)) == (ONE,), "unless its settings name others"
+        assert pool_door.urls_of(tmp_path, (ONE, TWO)) == (TWO, THREE), "a resumed run goes on with them"
+        assert pool_door.urls_of(tmp_path, (ONE,)) == (ONE,), "unless its settings name others"
 
     run(tmp_path, case)
     assert not (tmp_path / SOCKET).exists()
@@ -94,7 +94,7 @@ def test_what_cannot_be_done_is_refused_with_a_sentence_and_changes_nothing(tmp_
             assert said in answer.error and names(answer) == [ONE, TWO]
         await asked(tmp_path, "remove", ONE)
         assert f"no other member than {TWO} serves" in (await asked(tmp_path, "remove", TWO)).error
-        assert roster.urls_of(tmp_path, (ONE, TWO)) == (TWO,)
+        assert pool_door.urls_of(tmp_path, (ONE, TWO)) == (TWO,)
 
     run(tmp_path, case)
 
@@ -103,7 +103,7 @@ def test_members_that_are_processes_can_be_removed_and_not_added(tmp_path: Path)
     async def case(fleet: Fleet, door: PoolDoor) -> None:
         assert "resume it with another number" in (await asked(tmp_path, "add", THREE)).error
         assert names(await asked(tmp_path, "remove", "1")) == ["2"]
-        assert not (tmp_path / roster.FILE).exists()
+        assert not (tmp_path / pool_door.FILE).exists()
 
     run(tmp_path, case, settings=("1", "2"), joins=False)
 

@@ -19,8 +19,8 @@ from headrace.core.reports import Finding
 from headrace.core.types import Prompt
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
+from headrace.run.rehearsal.first_rows import sight_of
 from headrace.run.rehearsal.preflight import preflight
-from headrace.run.rehearsal.two_columns import sight_of
 from headrace.views.screen.console import Console
 from headrace.views.screen.preflight_view import show_preflight
 from support.checkpoints import CHATML, SIZE, edit, save_tokenizer, save_weights

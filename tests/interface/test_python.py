@@ -22,10 +22,10 @@ import pytest
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, Warned
-from headrace.run.callbacks import Callbacks
 from headrace.run.config import load_config
 from headrace.run.hosting import host
 from headrace.run.python_inputs import with_python_inputs
+from headrace.run.run import Callbacks
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.terminal import NotebookScreen, as_html
 from support.tiny_run import of, tiny_config

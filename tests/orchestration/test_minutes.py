@@ -20,8 +20,7 @@ from headrace.loop.run_limits import MARGIN, Allowance, Minutes
 from headrace.loop.world import virtual_time
 from headrace.run import one_shot, run
 from headrace.run.auto.candidates import Figures
-from headrace.run.auto.measurer import FakeMeasurer
-from headrace.run.auto.share import share_of
+from headrace.run.auto.measurer import FakeMeasurer, share_of
 from headrace.run.choosing import allowance_of, fit_minutes, resumed_settings, settle, wish_of
 from headrace.run.config import config_of_run, load_config, read_config
 from headrace.run.rehearsal.machine import Machine

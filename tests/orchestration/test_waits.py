@@ -64,9 +64,9 @@ from headrace.run.build import open_telemetry
 from headrace.run.config import RunConfig, load_config
 from headrace.run.open_parts import _serve_base, open_parts
 from headrace.run.pools import close_within, open_pools
+from headrace.run.seats import user_sites
 from headrace.run.session import BuiltRun, report_unhandled
 from headrace.run.teaching import SelfTeaching, TeacherEngines
-from headrace.run.user_sites import user_sites
 from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_cluster import FakeCluster

@@ -35,7 +35,7 @@ from headrace.loop.world import virtual_time
 from headrace.models.lora import LoraConfig
 from headrace.processes.process_end import FORGIVEN
 from headrace.run.config import dump_config, load_config
-from headrace.run.rehearsal.shape import read_shape
+from headrace.run.rehearsal.memory_needs import read_shape
 from headrace.settings.extras import Found
 from support import fake_servers, tiny_models
 from support.fake_servers import log_of_vllm

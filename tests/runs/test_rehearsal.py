@@ -24,11 +24,9 @@ from headrace.run.build import build_task
 from headrace.run.config import RunConfig, dump_config, load_config
 from headrace.run.python_inputs import with_python_inputs
 from headrace.run.rehearsal import memory_needs
-from headrace.run.rehearsal.machine import Machine
-from headrace.run.rehearsal.memory_needs import MemoryPlan, needs, notes, refusals
-from headrace.run.rehearsal.place import place_problem
-from headrace.run.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
-from headrace.run.rehearsal.shape import ModelShape, read_shape
+from headrace.run.rehearsal.first_rows import first_prompts, length_problem, lengths
+from headrace.run.rehearsal.machine import Machine, place_problem
+from headrace.run.rehearsal.memory_needs import MemoryPlan, ModelShape, needs, notes, read_shape, refusals
 from headrace.run.rehearsal.words import algorithm, page
 from headrace.run.rehearse import Rehearsal, rehearse
 from headrace.settings.other_names import MEANINGS

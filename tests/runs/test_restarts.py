@@ -24,7 +24,7 @@ from headrace.processes.process_end import FORGIVEN
 from headrace.run.config import load_config
 from headrace.run.hosting import Errands, host
 from headrace.run.python_inputs import NO_INPUTS
-from headrace.run.train_call import TrainCall
+from headrace.run.run import TrainCall
 from support.runs.beside import Beside, until
 from support.tiny_run import Config, at_steps, of, tiny_config, trained_steps, when_step, workers_of
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from headrace.loop.world import virtual_time
-from headrace.run.clients.process_shared import StateLost
+from headrace.run.clients.process_trainer import StateLost
 from headrace.serve.config import TrainLimits
 from headrace.serve.training.futures import FutureAnswer, Futures
 from headrace.serve.training.saved_weights import CheckpointFacts, Store

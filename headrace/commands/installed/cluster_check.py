@@ -41,8 +41,7 @@ from headrace.processes.placed.placed import (
 )
 from headrace.processes.places import PLACES, quoted
 from headrace.run.config import RunConfig
-from headrace.run.seats import check_seats, ranks_of, seats_of, threads_elsewhere, threads_of_rank
-from headrace.run.user_sites import terms_of_code
+from headrace.run.seats import check_seats, ranks_of, seats_of, terms_of_code, threads_elsewhere, threads_of_rank
 from headrace.version import __version__
 from headrace.weight_sync.config import reached_at
 

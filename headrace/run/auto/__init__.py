@@ -1,8 +1,7 @@
 """Settings that are left to headrace are chosen by measurement: dtype, kernels or PyTorch, threads; and how much of a recipe fits
 into its minutes.
 
-Read `candidates.py` (what can be chosen, and the choice among measured figures), `slices.py` and `probe.py` (a piece of the model,
-timed in a separate process), `measurer.py` (the figures, kept in the cache), `share.py` (the cores that other processes leave free),
-`fit.py` (steps, groups and evaluations that fit into a number of minutes) and `run_limits.py` (the steps that still fit while the run
-goes on). `run/choosing.py` turns the results into settings, which the run records.
+Read `candidates.py` (what can be chosen, and the choice among measured figures), `slices.py` and `probe.py` (a piece of the model, timed in a
+separate process), `measurer.py` (the figures, kept in the cache, and the cores that other processes leave free) and `fit.py` (steps, groups and
+evaluations that fit into a number of minutes). `run/choosing.py` turns the results into settings, which the run records.
 """

@@ -19,16 +19,8 @@ from headrace.engine.request_book import scoring
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.own_groups import Suspects
 from headrace.run.hosts.bus.bus_port import Bus
-from headrace.run.hosts.bus_groups import BusGroups
-from headrace.run.hosts.desk import BusDesk
-from headrace.run.hosts.errands import (
-    RUN,
-    WEIGHTS,
-    GroupSizes,
-    RequestErrand,
-    RunNotice,
-    WeightsNotice,
-)
+from headrace.run.hosts.bus_messages import RUN, WEIGHTS, GroupSizes, RequestErrand, RunNotice, WeightsNotice
+from headrace.run.hosts.bus_run import BusDesk, BusGroups
 from headrace.version import __version__
 
 T = TypeVar("T")

@@ -17,13 +17,7 @@ from headrace.processes.asked_process import RunningProcess, SiteLost, UserProgr
 from headrace.processes.health.patience import waited_for_a_core
 from headrace.processes.wire import unpack
 from headrace.run.clients.keeper import Keeper
-from headrace.run.hosts.user_hosts.host_messages import (
-    PULSE,
-    ProcessBytes,
-    ProcessGone,
-    SpawnAsked,
-    UserHostStart,
-)
+from headrace.run.hosts.user_host import PULSE, ProcessBytes, ProcessGone, SpawnAsked, UserHostStart
 
 LATE = 2.5 * PULSE
 """Seconds without a pulse that are nothing unusual. Longer silence is no part of the deadlines of processes there."""

@@ -5,7 +5,8 @@ One that does not answer a call within `watch.stop_after` (a collective that nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,16 +14,184 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.core.batches import Batch
-from headrace.core.errors import WorkerDied
-from headrace.core.protocols import Launcher
+from headrace.core.errors import HeadraceError, WorkerDied
+from headrace.core.protocols import Job, Launcher, Worker
 from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.core.weights import WeightUpdate
 from headrace.durable.shared_directory import check_answer, probing
 from headrace.facts.waits import Waits
-from headrace.run.clients.rank_group import trainer_worker
-from headrace.run.worker.worker_messages import TrainerReady, TrainerStart
+from headrace.processes.health.family import Child, current_family
+from headrace.processes.health.owned_directory import OwnedDirectory
+from headrace.processes.health.stacks import ask, is_stopped
+from headrace.processes.wire import pack_payload
+from headrace.run.clients.keeper import Keeper
+from headrace.run.worker.worker_messages import SharedStart, TrainerReady, TrainerStart
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, PassReport, Publish, SharedLora, StepDone, TrainingPass
+
+# --- The ranks of a trainer, called as one worker.
+#
+# Each is an ordinary worker. Every rank is called with the same frame, and rank 0's answer counts. Ranks wait for each other in
+# collectives, so none of them goes on alone: when one has died, has failed on its own, or is stopped, the others are killed, and the group
+# has ended for the reason that the first one gave.
+
 
 T = TypeVar("T")
+
+STOPPED = 5
+"""Seconds for which a rank may be stopped by a signal or a debugger."""
+
+TOGETHER = 5.0
+"""Seconds after the failure of one rank in which the others may fail or answer too. All of them fail alike where a file is
+damaged or a setting cannot work; a rank that failed alone leaves the others in a collective, and then the group is lost."""
+
+
+def trainer_worker(launcher: Launcher, start: TrainerStart, cores: Sequence[int]) -> Worker:
+    """The worker of a trainer: a process, or as many as it has ranks."""
+    inherited = [*start.transport.inherited, *(start.shadow.transport.inherited if start.shadow else ())]
+    if start.ranks == 1:
+        return launcher.worker(Job("trainer", "trainer", cores, inherited), lambda method, payload: None)
+    return RankGroup(launcher, start.ranks, cores, inherited)
+
+
+class RankGroup:
+    """Protocol `Worker`."""
+
+    left = False
+
+    def __init__(self, launcher: Launcher, ranks: int, cores: Sequence[int], inherited: Sequence[int]) -> None:
+        self._names = [f"trainer rank {rank}" for rank in range(ranks)]
+        self._workers = [
+            launcher.worker(Job("trainer", name, cores[rank::ranks], inherited), lambda method, payload: None)
+            for rank, name in enumerate(self._names)
+        ]
+        self._family = current_family()
+        self._meeting: OwnedDirectory | None = None
+        """The directory in which they find each other."""
+        self._ended: asyncio.Future[str] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+
+    @property
+    def door(self) -> str:
+        return self._workers[0].door
+
+    async def start(self) -> None:
+        """Returns when all have started: the ones elsewhere come when they like. Raises WorkerDied if one is lost before the last has come."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        self._meeting = OwnedDirectory("ranks")
+        self._watching = [loop.create_task(self._find_stopped())]
+        starts = [loop.create_task(self._begin(rank)) for rank in range(len(self._workers))]
+        everyone = asyncio.gather(*starts)
+        try:
+            either: list[asyncio.Future[Any]] = [everyone, self._ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not everyone.done():
+                raise WorkerDied("trainer", await self.watch())
+            await everyone
+        finally:
+            for one in starts:
+                one.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _begin(self, rank: int) -> None:
+        await self._workers[rank].start()
+        self._watching.append(asyncio.get_running_loop().create_task(self._watch(rank)))
+
+    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        if not isinstance(payload, TrainerStart):
+            payload = pack_payload(
+                payload
+            )  # once: with hundreds of ranks, a batch of gigabytes would be packed as often
+        calls: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(worker.call(method, self._own(payload, rank), Any if rank else returns))
+            for rank, worker in enumerate(self._workers)
+        ]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if any(_failed(one) for one in calls):
+                await self._settle(calls)
+            answer: T = calls[0].result()
+            return answer
+        finally:
+            for one in calls:
+                one.cancel()
+
+    def _own(self, payload: Any, rank: int) -> Any:
+        """The payload of a rank: everyone's, except at the start for its own number, and how many share its machine."""
+        if not isinstance(payload, TrainerStart):
+            return payload
+        assert self._meeting
+        machines = [worker.door.rpartition(":")[0] for worker in self._workers]
+        place, beside = self.door or f"{self._meeting.path}/store", machines.count(machines[rank])
+        return msgspec.structs.replace(payload, rank=rank, meeting=place, beside=beside)
+
+    async def _settle(self, calls: Sequence[asyncio.Future[Any]]) -> None:
+        """Raises the error of a call that failed on some rank."""
+        assert self._ended is not None
+        everyone: asyncio.Future[Any] = asyncio.gather(*calls, return_exceptions=True)
+        some: list[asyncio.Future[Any]] = [everyone, self._ended]
+        await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED, timeout=TOGETHER)
+        errors = [error for one in calls if (error := _failed(one))]
+        if self._ended.done() or any(isinstance(error, WorkerDied) for error in errors):
+            raise WorkerDied("trainer", await self.watch())
+        if not everyone.done():
+            rank = next(rank for rank, one in enumerate(calls) if _failed(one))
+            self._lose(f"of rank {rank} failed while others waited for it: {errors[0]}")
+        everyone.cancel()
+        raise errors[0]
+
+    def push(self, method: str, payload: Any) -> None:
+        for worker in self._workers:
+            worker.push(method, payload)
+
+    async def watch(self) -> str:
+        assert self._ended is not None
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    async def end(self) -> None:
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+        if self._meeting:
+            self._meeting.remove()
+
+    # -- one of them is lost --------------------------------------------------------------------------------------------
+
+    async def _watch(self, rank: int) -> None:
+        how = await self._workers[rank].watch()
+        self._lose(f"of rank {rank} {how}")
+
+    async def _find_stopped(self) -> None:
+        """A stopped process closes no connection, and the others would wait for it in a collective."""
+        seconds: dict[Child, int] = {}
+        while True:
+            await asyncio.sleep(1.0)
+            mine = [child for child in self._family.children() if child.who in self._names]
+            seconds = {child: seconds.get(child, 0) + 1 for child in mine if is_stopped(child.pid)}
+            for child in (child for child, count in seconds.items() if count >= STOPPED):
+                (account,) = await asyncio.to_thread(ask, [child])
+                rank = self._names.index(child.who)
+                self._lose(f"of rank {rank} did not run for {STOPPED} seconds and was killed ({account.brief})")
+
+    def _lose(self, how: str) -> None:
+        """Ends the group. Only the first reason counts: the others died of it."""
+        assert self._ended is not None
+        if not self._ended.done():
+            self._ended.set_result(how)
+            self.kill()
+
+
+def _failed(call: asyncio.Future[Any]) -> BaseException | None:
+    return call.exception() if call.done() and not call.cancelled() else None
+
+
+# --- process trainer ------------------------------------------------------------
+
+
 WHO = "trainer"
 
 
@@ -111,3 +280,92 @@ class ProcessTrainer:
 def _for_ranks(directory: Path) -> str:
     """Ranks elsewhere have another working directory."""
     return str(directory.absolute())
+
+
+# --- The trainer that clients share, in a worker process.
+#
+# A dead process is replaced at once, but the adapters that it trained are lost with it: gradients and optimizers were only there. So
+# nothing is asked a second time, and whoever trained there gets an error.
+
+
+class StateLost(HeadraceError):
+    """The process that did a call has died, and its adapters with it."""
+
+
+class ProcessSharedTrainer:
+    def __init__(self, launcher: Launcher, max_deaths: int, lost: Callable[[str], None]) -> None:
+        """`lost` is called with a sentence when all adapters are lost."""
+        self._keeper = Keeper(launcher, Job("shared trainer", WHO), max_deaths, self, lambda method, payload: None)
+        self._lost = lost
+        self.dtype = ""
+        """That of its computation; empty until it has started."""
+
+    async def launch(self) -> None:
+        """Starts the process. It imports its libraries while the caller does other work."""
+        await self._keeper.launch()
+
+    async def open(self, start: SharedStart) -> None:
+        self._start = start
+        await self._keeper.open()
+
+    async def add(self, name: str, lora: SharedLora) -> None:
+        await self._call("add", (name, lora), type(None))
+
+    async def remove(self, name: str) -> None:
+        await self._call("remove", name, type(None))
+
+    async def run(self, call: TrainingPass) -> PassReport:
+        return await self._call("run", call, PassReport)
+
+    async def spoil(self, name: str, why: str) -> None:
+        await self._call("spoil", (name, why), type(None))
+
+    async def optim_step(self, call: AdamStep) -> StepDone:
+        return await self._call("optim_step", call, StepDone)
+
+    async def save(self, call: Checkpoint) -> None:
+        await self._call("save", call, type(None))
+
+    async def restore(self, call: Checkpoint) -> int:
+        return await self._call("restore", call, int)
+
+    async def publish(self, call: Publish) -> WeightUpdate:
+        return await self._call("publish", call, WeightUpdate)
+
+    async def watch(self) -> None:
+        """Never returns; raises `WorkerDied` as soon as the trainer is given up."""
+        await self._keeper.watch()
+
+    def kill(self) -> None:
+        self._keeper.kill()
+
+    async def close(self) -> None:
+        await self._keeper.close()
+
+    # -- for the keeper -----------------------------------------------------------------------------------------------------
+
+    async def begin(self, worker: Worker) -> None:
+        self.dtype = await worker.call("start", self._start, str)
+
+    async def resume_in(self, worker: Worker) -> None:
+        """The new process has no adapters: those of the old one were lost."""
+
+    def went_down(self, forgive: Callable[[], None] | None) -> None:
+        """Does nothing: its calls belong to no ticket."""
+
+    def died(self, how: str, deaths: int) -> None:
+        self._lost(how)
+
+    def given_up(self, error: Exception) -> None:
+        self._lost(str(error))
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    async def _call(self, method: str, payload: object, returns: type[T]) -> T:
+        async def once(worker: Worker) -> T:
+            try:
+                return await worker.call(method, payload, returns)
+            except WorkerDied as error:
+                raise StateLost(str(error)) from None
+
+        return await self._keeper.retrying(once)

@@ -18,7 +18,7 @@ from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.facts.facts import EngineSample, Fact
 from headrace.facts.telemetry import Telemetry
-from headrace.run.fleets import roster
+from headrace.run.fleets import pool_door
 from headrace.run.fleets.core_shares import members_of
 from headrace.run.fleets.pool_door import PoolDoor
 
@@ -66,7 +66,7 @@ def start_fleet(
     lent: Callable[[Telemetry], Starting[MemberEngine]] | None = None,
 ) -> Starting[Engine]:
     """`lent`: starts an engine more, on devices that the trainer lends."""
-    own = dataclasses.replace(settings, urls=roster.urls_of(run_dir, settings.urls))
+    own = dataclasses.replace(settings, urls=pool_door.urls_of(run_dir, settings.urls))
     member_telemetry = _without_samples(telemetry)
     members = members_of(own)
     if "" in members and own.urls:  # one server may be left of several

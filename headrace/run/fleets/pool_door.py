@@ -17,10 +17,41 @@ import msgspec
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.types import Struct
+from headrace.durable.atomic_files import replace_file
 from headrace.engine.fleet.fleet import Fleet, samples
 from headrace.engine.fleet.member import MemberEngine
 from headrace.facts.facts import MemberSample
-from headrace.run.fleets import roster
+
+# --- `pool.json`: the servers of a run after a person has added or removed some. A resumed run goes on with them.
+
+
+FILE = "pool.json"
+
+
+class Roster(Struct, frozen=True):
+    """The content of the file."""
+
+    settings: tuple[str, ...]
+    """`engine.urls` when it was written. A resume with other ones means those, and ignores the file."""
+    urls: tuple[str, ...]
+    """The servers since."""
+
+
+def urls_of(run_dir: Path, settings: Sequence[str]) -> tuple[str, ...]:
+    """Returns the servers that a run starts with. `settings`: its `engine.urls`."""
+    try:
+        roster = msgspec.json.decode((run_dir / FILE).read_bytes(), type=Roster)
+    except (OSError, msgspec.MsgspecError):
+        return tuple(settings)
+    return roster.urls if roster.settings == tuple(settings) and roster.urls else tuple(settings)
+
+
+def keep(run_dir: Path, settings: Sequence[str], urls: Sequence[str]) -> None:
+    replace_file(run_dir / FILE, msgspec.json.encode(Roster(tuple(settings), tuple(urls))))
+
+
+# --- pool door ------------------------------------------------------------
+
 
 SOCKET = "pool.sock"
 LONGEST, SECONDS = 4096, 10.0
@@ -113,7 +144,7 @@ class PoolDoor:
 
     def _keep(self) -> None:
         if self._join is not None:
-            roster.keep(self._run_dir, self._settings, self._names())
+            keep(self._run_dir, self._settings, self._names())
 
 
 def ask(run_dir: Path, question: PoolQuestion, seconds: float) -> PoolAnswer:

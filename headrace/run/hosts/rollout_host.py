@@ -30,7 +30,7 @@ from headrace.facts.waits import Waits
 from headrace.loop.own_groups import GroupSource
 from headrace.loop.partial import Interrupts
 from headrace.run.hosts.bus.bus_port import Bus, Letter, Posting
-from headrace.run.hosts.errands import (
+from headrace.run.hosts.bus_messages import (
     ALIVE,
     ANSWERS,
     RUN,

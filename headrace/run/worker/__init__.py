@@ -1,6 +1,6 @@
 """The program of a worker process: it builds an engine or a trainer from the messages of its run, and answers calls.
 
-Read `worker_messages.py` (the start messages), `worker.py`, `fork_server.py` (the process that workers are forked from), `build.py` (the
-concrete classes), `rank_senders.py` (how ranks publish), `engine_loop.py`, `shared_calls.py` (a trainer that clients share) and
-`first_difference.py` (the first layer in which engine and trainer differ).
+Read `worker_messages.py` (the start messages), `worker.py` (with a trainer that clients share), `fork_server.py` (the process that workers are
+forked from), `build.py` (the concrete classes), `rank_senders.py` (how ranks publish), `engine_loop.py` and `first_difference.py` (the
+first layer in which engine and trainer differ).
 """

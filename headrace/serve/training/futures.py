@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.core.errors import HeadraceError, UnexpectedError, WorkerDied
-from headrace.run.clients.process_shared import StateLost
+from headrace.run.clients.process_trainer import StateLost
 from headrace.serve.config import TrainLimits
 from headrace.serve.training.tinker_messages import PROTOBUF
 from headrace.web.errors import Refused, log_internal, without_paths

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.run.clients.process_shared import StateLost
+from headrace.run.clients.process_trainer import StateLost
 from headrace.serve.training.futures import FutureAnswer, Futures, Promise, failure_of
 from headrace.serve.training.samplers import Sampler
 from headrace.serve.training.tinker_messages import CreateSession, LoraBody

@@ -23,7 +23,7 @@ import msgspec
 from headrace.core.errors import HeadraceError
 from headrace.core.protocols import Launcher
 from headrace.core.weights import WeightUpdate
-from headrace.run.clients.process_shared import ProcessSharedTrainer
+from headrace.run.clients.process_trainer import ProcessSharedTrainer
 from headrace.run.worker.worker_messages import SharedStart
 from headrace.serve.config import TrainingConfig, TrainLimits
 from headrace.serve.serving import Serving

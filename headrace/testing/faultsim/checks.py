@@ -23,7 +23,7 @@ from headrace.loop.buffer import Buffer
 from headrace.loop.checkpoints import FILES, Checkpoints, damage, load_controller
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.partial import Interrupts
-from headrace.run.storage import Storage
+from headrace.run.run_directory import Storage
 from headrace.testing.faultsim.case import Case, GroupShape
 from headrace.testing.faultsim.chance import Chance
 from headrace.testing.faultsim.chosen_anew import ChosenAnew

@@ -40,11 +40,10 @@ from headrace.loop.pipeline import Pipeline, earlier_metrics
 from headrace.loop.recovery import SavedRun, read_saved_run
 from headrace.loop.turns import DeviceShare, SharedDevices
 from headrace.loop.world.virtual_time import VirtualTimeLoop
-from headrace.run.clients.process_engine import ProcessEngine
-from headrace.run.clients.process_lent import LentProcess
+from headrace.run.clients.process_engine import LentProcess, ProcessEngine
 from headrace.run.clients.process_trainer import ProcessTrainer
+from headrace.run.run_directory import Storage
 from headrace.run.session import run_clock
-from headrace.run.storage import Storage
 from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.testing.fake_worker import FakeLauncher, bare_start

@@ -5,7 +5,7 @@ machines meet in a store that rank 0 serves at an address which the controller h
 that of the rank's own address: gloo and NCCL would choose one by the machine's name, which often stands for the loopback.
 
 Collectives have no deadline of their own that matters: the controller notices a rank that died or was stopped, and ends the others
-(`run/clients/rank_group.py`).
+(`run/clients/process_trainer.py`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from headrace.core.errors import ConfigError
 from headrace.durable.atomic_files import replacing
 from headrace.loop.world import virtual_time
 from headrace.run.hosts.bus.bus_port import Bus, Letter, Posting
-from headrace.run.hosts.bus.jsonl import JsonlBus
-from headrace.run.hosts.bus.lines import LineFile
+from headrace.run.hosts.bus.directory_bus import JsonlBus, LineFile
 from headrace.run.hosts.bus.redis_streams import RedisBus, runs_of
 from headrace.testing.faulty_bus import BusFaults, FaultyBus
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
@@ -364,7 +363,7 @@ def test_half_a_line_is_cut_off_and_a_damaged_one_left_out(tmp_path: Path) -> No
 def test_a_file_of_settled_letters_is_shortened_under_those_who_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.run.hosts.bus.jsonl.COMPACT", 4096)
+    monkeypatch.setattr("headrace.run.hosts.bus.directory_bus.COMPACT", 4096)
 
     async def case() -> None:
         run, host, other = (JsonlBus(tmp_path, 60.0) for _ in range(3))

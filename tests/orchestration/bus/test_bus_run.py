@@ -25,9 +25,8 @@ from headrace.loop.own_groups import PlayedGroup, Suspects
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.run.hosts.bus.bus_port import Bus, Posting
-from headrace.run.hosts.bus.jsonl import JsonlBus
-from headrace.run.hosts.desk import BusDesk
-from headrace.run.hosts.errands import (
+from headrace.run.hosts.bus.directory_bus import JsonlBus
+from headrace.run.hosts.bus_messages import (
     ANSWERS,
     RUN,
     SUSPECTS,
@@ -37,6 +36,7 @@ from headrace.run.hosts.errands import (
     GroupErrand,
     WeightsNotice,
 )
+from headrace.run.hosts.bus_run import BusDesk
 from headrace.run.hosts.rollout_host import Deserted, HostPatience
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer

@@ -20,8 +20,8 @@ from headrace.loop.own_groups import PlayedGroup, Suspects
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.run.hosts.bus.bus_port import Posting
-from headrace.run.hosts.desk import AUDIT, LOOK, BusDesk
-from headrace.run.hosts.errands import Errand, ErrandReply, GroupErrand, RequestErrand
+from headrace.run.hosts.bus_messages import Errand, ErrandReply, GroupErrand, RequestErrand
+from headrace.run.hosts.bus_run import AUDIT, LOOK, BusDesk
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
 
 Form = Literal["group", "request"]

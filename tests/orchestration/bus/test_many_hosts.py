@@ -14,8 +14,8 @@ from headrace.core.reports import EngineStats
 from headrace.facts.facts import EngineSample, FleetSample
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
-from headrace.run.hosts.errands import SILENT, WEIGHTS, HostEntry, beat_of
-from headrace.run.hosts.host_list import SAMPLES, HostList
+from headrace.run.hosts.bus_messages import SILENT, WEIGHTS, HostEntry, beat_of
+from headrace.run.hosts.bus_run import SAMPLES, HostList
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
 from support.bus.bus_world import Fleet, bus_world

@@ -40,8 +40,7 @@ from headrace.processes.joining.greeting import LEAVE, LEAVING, Kind
 from headrace.processes.joining.joined import JoinLauncher, invitation
 from headrace.processes.joining.same_model import agree_to, code_problem, code_terms
 from headrace.run.config import RunConfig, load_config
-from headrace.run.seats import seats_of
-from headrace.run.user_sites import UserSites, start_of, terms_of_code, user_sites
+from headrace.run.seats import UserSites, seats_of, start_of, terms_of_code, user_sites
 from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_user_host import FakeUserHost, Say
 

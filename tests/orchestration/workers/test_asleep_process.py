@@ -11,7 +11,7 @@ from typing import Any
 from test_engine_process import LONG, PROMPT, long_llama, opened, sampled, until, worker_of  # noqa: F401
 
 from headrace.core.types import Completion
-from headrace.run.clients.process_lent import LentProcess
+from headrace.run.clients.process_engine import LentProcess
 from headrace.run.worker.build import open_launcher
 from headrace.testing.makers import request
 

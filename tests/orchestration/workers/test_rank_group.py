@@ -22,7 +22,7 @@ from headrace.processes.joining.greeting import SILENCE
 from headrace.processes.joining.joined import JoinLauncher
 from headrace.processes.joining.same_model import weights_digest
 from headrace.processes.wire import BEAT, Frame, unpack
-from headrace.run.clients.rank_group import TOGETHER, RankGroup
+from headrace.run.clients.process_trainer import TOGETHER, RankGroup
 from headrace.run.config import load_config
 from headrace.run.seats import ranks_of, threads_of_rank
 from headrace.run.worker.build import _served_here

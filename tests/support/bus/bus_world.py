@@ -22,7 +22,7 @@ from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world.world import FactList
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.hosts.bus.bus_port import Bus
-from headrace.run.hosts.errands import GroupSizes, RunNotice
+from headrace.run.hosts.bus_messages import GroupSizes, RunNotice
 from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
 from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_engine import FakeEngine

@@ -10,6 +10,6 @@
 A letter is delivered **at least once**: to one claimant at a time, and to another one when that has been silent for `lease` seconds.
 Whoever needs it exactly once removes repetitions by the letter's key. Letters may come in any order.
 
-Read `bus_port.py` (the protocol), `letterbox.py` (the rules of a queue, as a value), `jsonl.py` with `lines.py` (a shared directory) and
-`redis_streams.py` (a Redis server), and `open_bus.py` (a bus by its address).
+Read `bus_port.py` (the protocol), `directory_bus.py` (the rules of a queue, as a value, and a directory that machines share),
+`redis_streams.py` (a Redis server) and `open_bus.py` (a bus by its address).
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.run.hosts.bus.bus_port import Bus
-from headrace.run.hosts.bus.jsonl import JsonlBus, runs_in
+from headrace.run.hosts.bus.directory_bus import JsonlBus, runs_in
 from headrace.run.hosts.bus.redis_streams import RedisBus, runs_of
 from headrace.settings.extras import install, is_installed
 

@@ -10,7 +10,7 @@ is not silent. (`XAUTOCLAIM` does the first two in one command, but looks at ten
 of a silent claimant stay hidden behind them.) An answer is posted and its ticket settled in one transaction.
 
 A server that does not answer is tried again for as long as it takes: the waits of run and hosts have names and deadlines. A server
-that comes back without its memory gets its groups anew; the run posts what is missing (`groups/desk.py`).
+that comes back without its memory gets its groups anew; the run posts what is missing (`hosts/bus_run.py`).
 """
 
 from __future__ import annotations

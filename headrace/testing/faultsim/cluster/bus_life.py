@@ -15,7 +15,7 @@ from headrace.loop.own_groups import Suspects
 from headrace.loop.world.world import World
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.hosts.bus.bus_port import Bus
-from headrace.run.hosts.errands import GroupSizes, RunNotice
+from headrace.run.hosts.bus_messages import GroupSizes, RunNotice
 from headrace.testing.faultsim.cluster.cluster_parts import ClusterProcesses, telemetry_of, world_settings
 from headrace.testing.faultsim.cluster.day_checks import DayChecks
 from headrace.testing.faultsim.cluster.host_park import HostPark

@@ -14,20 +14,163 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import fcntl
 import hashlib
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.durable.atomic_files import replace_file
+from headrace.durable.atomic_files import AppendFile, replace_file, sync_to_disk
 from headrace.run.hosts.bus.bus_port import LEASE, Letter, Notice, Posting
-from headrace.run.hosts.bus.letterbox import LetterBox
-from headrace.run.hosts.bus.lines import LineFile
+
+# --- One queue as a value: which letters are in it, and who holds them. It knows no clock and no disk; `memory_bus.py` and `directory_bus.py` use it.
+
+
+class Held(NamedTuple):
+    who: str
+    since: float
+    """The time at which this process last heard from the holder, on its own clock: the clocks of several machines are never compared."""
+
+
+class LetterBox:
+    def __init__(self, lease: float) -> None:
+        self._lease = lease
+        self._letters: dict[str, Letter] = {}
+        """Ordered as they were posted."""
+        self._holders: dict[str, Held] = {}
+
+    def post(self, letter: Letter) -> None:
+        """A letter whose id is known is the same letter."""
+        self._letters.setdefault(letter.id, letter)
+
+    def free(self, who: str, most: int, now: float, given: Collection[str]) -> list[Letter]:
+        """Returns the letters that `who` may claim. `given`: the ids of those that this process of `who` has claimed before."""
+        found = (letter for letter in self._letters.values() if self._is_free(letter.id, who, now, given))
+        return [letter for letter, _ in zip(found, range(most), strict=False)]
+
+    def hold(self, ids: Collection[str], who: str, now: float) -> None:
+        for one in ids:
+            if one in self._letters:
+                self._holders[one] = Held(who, now)
+
+    def kept(self, ids: Collection[str], who: str) -> list[str]:
+        """Those of `ids` that `who` still holds."""
+        return [one for one in ids if (held := self._holders.get(one)) and held.who == who]
+
+    def settle(self, ids: Collection[str]) -> None:
+        for one in ids:
+            self._letters.pop(one, None)
+            self._holders.pop(one, None)
+
+    @property
+    def keys(self) -> set[str]:
+        return {letter.key for letter in self._letters.values()}
+
+    @property
+    def letters(self) -> Iterator[tuple[Letter, str]]:
+        """Every letter with its holder, who is empty if nobody holds it."""
+        for letter in self._letters.values():
+            held = self._holders.get(letter.id)
+            yield letter, held.who if held else ""
+
+    def _is_free(self, letter_id: str, who: str, now: float, given: Collection[str]) -> bool:
+        held = self._holders.get(letter_id)
+        if held is None or now - held.since >= self._lease:
+            return True
+        return held.who == who and letter_id not in given
+
+
+# --- A file of lines to which processes of several machines append, one at a time.
+#
+# Each line begins with a checksum and is flushed to the disk before the lock is released. A process that is killed while it writes leaves
+# half a line: the next one that writes cuts it off. A line in the middle whose checksum is wrong (a page that a loss of power took) is
+# left out and counted.
+
+
+class NewLines(NamedTuple):
+    lines: list[bytes]
+    anew: bool
+    """Whether they begin at the start of the file: it was replaced, or is read for the first time."""
+
+
+class LineFile:
+    """All methods but `locked` are called while the lock is held."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, path.with_suffix(".lock")
+        self._head, self._read = b"", 0
+        """The first line of the file that was read last, and the number of its bytes that were read."""
+        self.damaged = 0
+        """Lines that were left out."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock among all machines that share the directory (`flock`, which NFS passes on). The kernel frees the lock of a process
+        that dies."""
+        handle = os.open(self._lock, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def new(self) -> NewLines:
+        """Returns the whole lines since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                if anew := (head := file.readline()) != self._head:
+                    self._head, self._read = head, len(head)
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return NewLines([], False)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        lines = whole.splitlines()
+        sound = [line[9:] for line in lines if _checked(line[9:]) == line + b"\n"]
+        self.damaged += len(lines) - len(sound)
+        return NewLines(sound, anew)
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Returns when the lines are on the disk. Raises HeadraceError."""
+        is_new = not self._path.exists()
+        file = AppendFile(self._path)  # cuts half a line off
+        try:
+            file.append((b"" if self._path.stat().st_size else _head()) + b"".join(map(_checked, lines)))
+            file.flush()
+        finally:
+            file.close()
+        if is_new:
+            sync_to_disk(self._path.parent)
+
+    def replace(self, lines: Sequence[bytes]) -> None:
+        """Replaces the content of the file. Others notice by the first line."""
+        replace_file(self._path, _head() + b"".join(map(_checked, lines)))
+
+    @property
+    def read(self) -> int:
+        """Bytes of the file that were read."""
+        return self._read
+
+
+def _checked(line: bytes) -> bytes:
+    return b"%08x %s\n" % (zlib.crc32(line), line)
+
+
+def _head() -> bytes:
+    """A first line that no other file has: inodes are used again."""
+    return b"%s\n" % secrets.token_hex(8).encode()
+
+
+# --- jsonl ------------------------------------------------------------
+
 
 POLL = 0.01
 """Seconds between two looks at a file. A network's file system tells nobody that a file has changed."""

@@ -1,4 +1,15 @@
-"""The worker's end of a user host: it starts the processes that the run asks for, and passes bytes on."""
+"""The worker's end of a user host: it offers to run the user's code, reward functions or environments, for a run elsewhere, and starts the
+processes that the run asks for.
+
+    controller                                   user host                         process of the user's code
+    HostedSite    ─── start ─────────────▶       loads the code once, to see that it can
+                  ─── spawn, tell, kill ─▶       OwnSite.spawn       ── stdin ──▶   reward_worker, environment_worker
+                  ◀── said, gone, pulse ──                           ◀─ stdout ─
+
+The processes are those that a run has on its own machine, with the same frames. A host passes their bytes on and reads none of them. Deadlines
+stay with the run, and the time in which nothing was heard of a host is no part of them. The controller's end is
+`run/clients/hosted_site.py`; whether the user's files are the run's is found out in `processes/joining/same_model.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +22,68 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import say
+from headrace.core.types import Struct
 from headrace.episodes.environments.workers.environment_pool import check_function
+from headrace.episodes.environments.workers.process import FunctionSettings
 from headrace.episodes.scoring.workers.processes import check_functions
 from headrace.processes.asked_process import OWN_SITE, RunningProcess, UserProgram
 from headrace.processes.joining.dial import refuse
 from headrace.processes.joining.same_model import code_problem
 from headrace.processes.wire import Frame, WorkerEnd, answer, begun, unpack, vital
-from headrace.run.hosts.user_hosts.host_messages import (
-    PULSE,
-    ProcessBytes,
-    ProcessGone,
-    SpawnAsked,
-    UserHostStart,
-)
+
+# --- The messages between the controller and a user host.
+
+
+PULSE = 1.0
+"""Seconds between two pulses of a host."""
+
+
+class RewardsLoaded(Struct, frozen=True):
+    """Reward functions that a host must be able to load."""
+
+    specs: tuple[str, ...]
+    sandbox: str
+    """The settings of programs that they run."""
+
+
+class UserHostStart(Struct, frozen=True, kw_only=True):
+    """The first call. A host that cannot load all of it is none for this run."""
+
+    files: dict[str, str]
+    """The digests of the user's files, by path (`same_model.py`)."""
+    rewards: tuple[RewardsLoaded, ...] = ()
+    environments: tuple[FunctionSettings, ...] = ()
+
+
+# -- pushes of the controller; `shut` (close its input) and `kill` have the number of a process alone ---------------------------------
+
+
+class SpawnAsked(Struct, frozen=True):
+    number: int
+    who: str
+    """The process's name in messages."""
+    words: list[str]
+    """The module that it runs, and its arguments."""
+
+
+class ProcessBytes(Struct, frozen=True):
+    """Bytes for the input of a process (`tell`) or from its output (`said`). Empty: its output has ended."""
+
+    number: int
+    data: bytes
+
+
+# -- pushes of the host; a `pulse` has the seconds for which each process had to wait for a core, by number ---------------------------
+
+
+class ProcessGone(Struct, frozen=True):
+    number: int
+    how: str
+    """How it ended: `ended with exit code 1`."""
+
+
+# --- The worker's end of a user host: it starts the processes that the run asks for, and passes bytes on.
+
 
 PIECE = 1 << 16
 """Bytes of output that are passed on at once."""
