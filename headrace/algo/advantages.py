@@ -284,7 +284,8 @@ def _checked(spec: str, result: object, count: int) -> list[float]:
     return values
 
 
-# --- Credit within a rollout and across a batch: returns, advantages of tokens and turns, whitening. Plain floats, no torch.
+# --- Credit within a rollout and across a batch
+# Returns, advantages of tokens and turns, whitening. Plain floats, no torch.
 
 
 WHITENING_EPSILON = 1e-8

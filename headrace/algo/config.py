@@ -432,7 +432,8 @@ def _of_length(algo: AlgoConfig, max_tokens: int) -> list[str]:
     ]
 
 
-# --- Translates settings of runs made before 2026-11-22, so that such a run is done again with the arithmetic that it had.
+# --- Translates settings of runs made before 2026-11-22
+# Translates settings of runs made before 2026-11-22, so that such a run is done again with the arithmetic that it had.
 #
 # Recipes had other constants then, one name stood for another algorithm, and an answer was extracted from completions
 # that were cut off. A run keeps all of its settings that have a value, and since that day `algo.denominator` is always

@@ -25,7 +25,8 @@ from headrace.algo.policy.loss import LossFunction
 from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, log_ratio, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipes import Aggregation, Correction, Distill, Estimator, LagWeight, Level, Old, Recipe
 
-# --- Aggregation of per-token losses to one number: the weight of each loss token, fixed before the first microbatch runs.
+# --- Aggregation of per-token losses to one number
+# The weight of each loss token, fixed before the first microbatch runs.
 #
 # C9: the denominator is that of the whole optimizer step. With these weights the losses of microbatches simply add up, so
 # no split of the step can change its gradient. (A mean of the means of microbatches depends on the split: TRL #7206.)
@@ -80,7 +81,8 @@ AGGREGATIONS: dict[str, AggregationFunction] = {
 }
 
 
-# --- Tokens selected over the whole optimizer step. Shapes: M loss tokens of the step, all microbatches and ranks.
+# --- Tokens selected over the whole optimizer step. Shapes
+# M loss tokens of the step, all microbatches and ranks.
 #
 # The log-probs come from a forward pass without gradient before the first microbatch, so that no split of the step
 # changes the selection. Ties are broken by position.
@@ -112,7 +114,8 @@ def covariance(logprob: Tensor, sampled: Tensor, advantage: Tensor, fraction: fl
     return keep
 
 
-# --- Weights on the policy loss: against the gap between sampler and trainer, and by lag. Shapes: M loss tokens.
+# --- Weights on the policy loss
+# Against the gap between sampler and trainer, and by lag. Shapes: M loss tokens.
 #
 # x is the log-prob whose gap to the sampler's is weighed, without gradient: `old`, or the current one if `old` is the
 # sampler's itself. w = exp(clamp(x - sampled, ±20)). A token that a rule takes out counts zero in the numerator;
@@ -163,7 +166,8 @@ def lag_weight(lag: Tensor, rule: LagWeight) -> tuple[Tensor, dict[str, Tensor]]
             return torch.ones_like(lag), {"lag": lag > rule.maximum}
 
 
-# --- `algo.denominator = kept`: what a rule took out leaves the denominator of the whole step too (C9).
+# --- `algo.denominator = kept`
+# What a rule took out leaves the denominator of the whole step too (C9).
 #
 # The weights of a step are fixed before its first microbatch, and what a rule takes out is known only after a microbatch was forwarded.
 # So a microbatch is weighed by what was packed, and corrected afterwards: within a row at once, because rows are whole; over the step at
@@ -206,7 +210,8 @@ class KeptCounts:
         return self.rows / max(self.kept_rows, 1)
 
 
-# --- Divergence from a reference model, estimated on the sampled tokens (Schulman 2020, "Approximating KL divergence").
+# --- Divergence from a reference model
+# Divergence from a reference model, estimated on the sampled tokens (Schulman 2020, "Approximating KL divergence").
 #
 # k1 = lp - ref (unbiased, of any sign), k2 = ½(lp - ref)², k3 = exp(ref - lp) - (ref - lp) - 1 (unbiased, never
 # negative).
@@ -239,7 +244,8 @@ def kl_loss(logprob: Tensor, sampled: Tensor, reference: Tensor, estimator: Esti
     return ratio_of(logprob, sampled) * value if unbiased else value
 
 
-# --- Distillation: the student samples, a teacher scores. Shapes: M loss tokens, k teacher tokens a position.
+# --- Distillation
+# The student samples, a teacher scores. Shapes: M loss tokens, k teacher tokens a position.
 #
 # On-policy distillation (GKD, arXiv 2306.13649; Thinking Machines, "On-policy distillation", 2025).
 

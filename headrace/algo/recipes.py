@@ -21,8 +21,8 @@ from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance,
 from headrace.algo.rules import OPSM, RULES, KPop, Rule, Veto, with_thresholds
 from headrace.settings.strict import STRICT
 
-# --- The parts of a recipe, each with the table within `[algo]` that replaces its values; None keeps the recipe's value.
-# Imports no torch.
+# --- The parts of a recipe
+# The parts of a recipe, each with the table within `[algo]` that replaces its values; None keeps the recipe's value. Imports no torch.
 
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum", "pair_mean"]

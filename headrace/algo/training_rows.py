@@ -33,7 +33,8 @@ from headrace.core.batches import Group, Row
 from headrace.core.sampling_masks import joined_masks
 from headrace.core.types import Completion, Episode, Prompt, RoutingTrace, Scored, TeacherTrace, TopLogprobs
 
-# --- A root-to-leaf path of an episode as a training row: the columns of its turns, concatenated. No torch.
+# --- A root-to-leaf path of an episode as a training row
+# The columns of its turns, concatenated. No torch.
 
 
 Overlong = Literal["train", "mask"]
@@ -221,7 +222,8 @@ def _teacher_top(one: Scored, pieces: Sequence[_Piece]) -> TopLogprobs | None:
     return TopLogprobs(k, ids.tobytes(), logprobs.tobytes())
 
 
-# --- Makes training rows from a scored group, and a batch from groups. Runs in the controller, without torch.
+# --- Makes training rows from a scored group, and a batch from groups
+# Runs in the controller, without torch.
 
 
 def algorithm_of(algo: AlgoConfig, longest: int, weights: Mapping[str, float] | None = None) -> Algorithm:

@@ -402,7 +402,8 @@ class TrainerCore(Protocol):
         """Writes a directory that `transformers` loads."""
 
 
-# --- The ports of environments: what plays a rollout (`Environment`), and the handle that it asks for turns (`Agent`).
+# --- The ports of environments
+# What plays a rollout (`Environment`), and the handle that it asks for turns (`Agent`).
 #
 # The shipped fake is `testing/fake_environments.py`. The example goes on with the values of those in `types.py`.
 

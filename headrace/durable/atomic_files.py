@@ -13,7 +13,8 @@ from typing import Any
 
 from headrace.core.errors import HeadraceError
 
-# --- Files that somebody else has named. A pipe under such a name would be waited for without end, and a device has no end.
+# --- Files that somebody else has named
+# A pipe under such a name would be waited for without end, and a device has no end.
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -189,7 +189,8 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-# --- Alternatives from a turn of an episode ("pivot" resampling): a rollout that is over is played again from one of its turns.
+# --- Alternatives from a turn of an episode ("pivot" resampling)
+# A rollout that is over is played again from one of its turns.
 #
 # An alternative takes the turns before the pivot from the rollout, and its environment goes on from the state that was exported there, as after
 # a kill. So the tokens before the pivot are the same ones. They are computed once by an engine that shares prefixes, stored once

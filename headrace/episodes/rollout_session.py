@@ -19,7 +19,8 @@ from headrace.durable.spelling import jsonable
 from headrace.episodes.rollout import moved
 from headrace.settings.user_code import one_line, traceback_of
 
-# --- The notes of environments about rollouts in flight. A later process of the run gets them back, and goes on from them.
+# --- The notes of environments about rollouts in flight
+# A later process of the run gets them back, and goes on from them.
 #
 # The session of a rollout writes what its environment keeps (`Agent.keep`) on the rollout's page. Checkpoints hold the notes, and the log of
 # passes those since. There they lie in one order with the sampled tokens, so that a note that is found follows every token that it builds

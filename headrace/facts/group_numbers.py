@@ -72,7 +72,8 @@ class Tickets(RunSums):
         )
 
 
-# --- Shares of rollouts that were cut off or failed, and of groups without contrast: in the whole run, and recently.
+# --- Shares of rollouts that were cut off or failed
+# Shares of rollouts that were cut off or failed, and of groups without contrast: in the whole run, and recently.
 
 
 WINDOW, PROMPTS = 64, 8
@@ -218,7 +219,8 @@ class Shares(RunSums):
             self.ready.pop(ticket, None)
 
 
-# --- The outcomes of the groups that were drawn, and whether the trained ones are the short or the easy ones.
+# --- The outcomes of the groups that were drawn
+# The outcomes of the groups that were drawn, and whether the trained ones are the short or the easy ones.
 #
 # Pacing trains everything it draws. Discarding overdue groups does not: a group with a long completion takes longer, so it is overdue more
 # often, and long completions belong to hard prompts. Only groups that were discarded for their age count as such a bias. Groups without
@@ -367,7 +369,8 @@ def _shift(trained: Histogram, parts: list[Histogram]) -> Shift | None:
     return Shift(drawn, kept, (kept - lost) / error)
 
 
-# --- The bias of a curriculum: which prompts were drawn, and which were offered by the task.
+# --- The bias of a curriculum
+# Which prompts were drawn, and which were offered by the task.
 #
 # Every draw looks at candidates in the order of the task. Uniform drawing would take one of them at random, so the pools of all candidates
 # are those of uniform draws, and the difference is the bias of the choice.

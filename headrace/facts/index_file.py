@@ -210,8 +210,9 @@ def mark_of(path: Path, size: int) -> str:
     return xxhash.xxh3_64_hexdigest(seen) if size and len(seen) == size - start else ""
 
 
-# --- `state.digest`: the sums of a run up to a place of its metrics, so that they are known without reading all facts before it. A run writes one
-# beside its metrics, for the board, and one into each checkpoint, from which a resume goes on.
+# --- `state.digest`
+# The sums of a run up to a place of its metrics, so that they are known without reading all facts before it. A run writes one beside its
+# metrics, for the board, and one into each checkpoint, from which a resume goes on.
 #
 # Curves are drawn from `numbers.index`; everything else that the board shows comes from a `RunState`. Its sums are kept whole. Of its lists a
 # digest has a part: one step in `stride_of` for curves, the last few for rates, and what is rare. Like the index, a digest counts only while
@@ -322,7 +323,8 @@ def thinned(state: RunState) -> RunState:
     )
 
 
-# --- How a run writes its index and its digest: a block whenever its metrics have grown by a MiB, and one at its end.
+# --- How a run writes its index and its digest
+# A block whenever its metrics have grown by a MiB, and one at its end.
 
 
 EVERY = 1 << 20

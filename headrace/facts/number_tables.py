@@ -66,7 +66,8 @@ class Growing:
             self._room = room
 
 
-# --- Numbers by optimizer step: one series for each name of `sinks/scalars.py`, and what the page asks of them.
+# --- Numbers by optimizer step
+# One series for each name of `sinks/scalars.py`, and what the page asks of them.
 
 
 STEP, MINUTES, TOKENS = "step", "minutes", "tokens"
@@ -191,7 +192,8 @@ def merged(x: np.ndarray, y: np.ndarray, points: int) -> Curve:
     return Curve(np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts, low, high, per)
 
 
-# --- Numbers of every group by its ticket, small enough that 10⁷ rollouts can be filtered at once.
+# --- Numbers of every group by its ticket
+# Numbers of every group by its ticket, small enough that 10⁷ rollouts can be filtered at once.
 
 
 ROW = np.dtype(
@@ -289,7 +291,8 @@ class GroupTable:
         return tickets[np.lexsort(key)]
 
 
-# --- The numbers that dashboards show: the same names in all of them, and one value per optimizer step.
+# --- The numbers that dashboards show
+# The same names in all of them, and one value per optimizer step.
 
 
 def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
@@ -387,7 +390,8 @@ def _uncommon(row: StepRow) -> dict[str, int]:
     }
 
 
-# --- Everything that curves and sample browser need to know of a run, counted from its facts.
+# --- Everything that curves and sample browser need to know of a run
+# Everything that curves and sample browser need to know of a run, counted from its facts.
 
 
 class Numbers:

@@ -265,7 +265,8 @@ def left_out(lines: Sequence[int], t: float) -> Warned:
     )
 
 
-# --- One continuous history: a resumed run keeps the metrics of the process before it, as far as the journal confirms them.
+# --- One continuous history
+# A resumed run keeps the metrics of the process before it, as far as the journal confirms them.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from headrace.durable.journal import JournalStep
 from headrace.facts.records import answer_of
 from headrace.facts.texts import clip
 
-# --- The turns of an episode as people see them: what was heard and said, tools with their outcome, versions, rewards; and their lanes in a graph.
+# --- The turns of an episode as people see them
+# What was heard and said, tools with their outcome, versions, rewards; and their lanes in a graph.
 
 
 LONG = 200

@@ -264,7 +264,8 @@ class RunState(RunSums):
         return self.ended.accounting if self.ended else self.tickets.accounting()
 
 
-# --- Numbers computed from a `RunState`: rates, idle shares, time left. None means that the facts do not say.
+# --- Numbers computed from a `RunState`
+# Rates, idle shares, time left. None means that the facts do not say.
 
 
 def phase(state: RunState) -> str:

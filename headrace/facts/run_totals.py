@@ -16,7 +16,8 @@ from headrace.facts.records import StepRow
 from headrace.facts.run_sums import RunSums, counter
 from headrace.facts.texts import counted, plural, short_time
 
-# --- Sums over all steps, versions and probes of a run: what a verdict needs of them, without the list of all.
+# --- Sums over all steps, versions and probes of a run
+# What a verdict needs of them, without the list of all.
 
 
 class LagSum(RunSums):
@@ -219,7 +220,8 @@ def _size(check: IdentityChecked) -> float:
     return check.mean_abs_diff if math.isfinite(check.mean_abs_diff) else math.inf
 
 
-# --- Use of the engine pool, computed from samples (about one per second), and the sleep of both pools where they share their devices.
+# --- Use of the engine pool, computed from samples (about one per second)
+# Use of the engine pool, computed from samples (about one per second), and the sleep of both pools where they share their devices.
 
 
 Window = tuple[float, float]

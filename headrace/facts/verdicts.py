@@ -17,7 +17,8 @@ from headrace.facts.run_state import RunState, mean_lag, trimmed_tokens
 from headrace.facts.run_totals import TravelSums
 from headrace.facts.texts import counted, number, percent, plural, reward_text, size, with_error
 
-# --- The troubles of a run in words and numbers that every view shows: shares, failures by kind, held-out prompts that failed.
+# --- The troubles of a run in words and numbers that every view shows
+# Shares, failures by kind, held-out prompts that failed.
 
 
 class Failing(NamedTuple):
@@ -391,7 +392,8 @@ def all_verdicts(state: RunState) -> list[Verdict]:
     return [held_out(state), lag(state), bias(state), *chosen, accounting(state), identity(state), record(state)]
 
 
-# --- Advice for a run that trains on few of its rollouts: a condition on its numbers, and a sentence with the remedy.
+# --- Advice for a run that trains on few of its rollouts
+# A condition on its numbers, and a sentence with the remedy.
 #
 # Each rule looks at the last groups. To add one, write a function of the state and name it in `RULES`; it returns None if its condition
 # does not hold. The rules are in the order in which to follow them: completions that are cut off have no contrast either, so cutting off

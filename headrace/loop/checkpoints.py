@@ -184,7 +184,8 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-# --- The controller's part of a checkpoint, and how it is saved together with the trainer's files.
+# --- The controller's part of a checkpoint
+# The controller's part of a checkpoint, and how it is saved together with the trainer's files.
 
 
 CONTROLLER = "controller.msgpack"
@@ -344,7 +345,8 @@ def load_controller(checkpoint: Path) -> ControllerState:
         raise CheckpointError(f"checkpoint {checkpoint.name}: {CONTROLLER} cannot be read ({error})") from error
 
 
-# --- The settings that differ at a resume, and what goes on of the rollouts that were under way. `resume_rules.py` decides which.
+# --- The settings that differ at a resume
+# The settings that differ at a resume, and what goes on of the rollouts that were under way. `resume_rules.py` decides which.
 
 
 class ChangedSettings(NamedTuple):

@@ -206,7 +206,8 @@ class RewardScale(Struct, frozen=True):
         return mean > (self.low + self.high) / 2 if self.low < self.high else mean > 0
 
 
-# --- The port through which the pipeline draws prompts, what a checkpoint holds of it, and the task's own order.
+# --- The port through which the pipeline draws prompts
+# The port through which the pipeline draws prompts, what a checkpoint holds of it, and the task's own order.
 
 
 class CurriculumState(Struct, frozen=True):

@@ -21,7 +21,8 @@ from headrace.facts.telemetry import Telemetry
 from headrace.loop.ledger import Firsts, FirstTexts
 from headrace.loop.own_groups import GroupSource
 
-# --- Measures the held-out reward: the same prompts before, during and after training, with the same engine and scorer.
+# --- Measures the held-out reward
+# The same prompts before, during and after training, with the same engine and scorer.
 
 
 class Evaluator:
@@ -84,7 +85,8 @@ def _standard_error(values: Sequence[float]) -> float:
     return math.dist(values, [mean] * len(values)) / math.sqrt((len(values) - 1) * len(values))
 
 
-# --- The proof that the served policy is the trained one (C3): the engine's log-probs of fixed tokens against the trainer's.
+# --- The proof that the served policy is the trained one (C3)
+# The engine's log-probs of fixed tokens against the trainer's.
 #
 # The fingerprint proves that the engine holds the published bytes; log-probs prove that it computes with them what the trainer does.
 #

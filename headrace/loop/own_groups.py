@@ -19,7 +19,8 @@ from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.partial import Interrupts
 from headrace.settings.process_config import EvalConfig
 
-# --- The port through which the loops get groups: prompts go in, scored rollouts come back.
+# --- The port through which the loops get groups
+# Prompts go in, scored rollouts come back.
 
 
 class PlayedGroup(Struct, frozen=True):
@@ -51,7 +52,8 @@ class GroupSource(Protocol):
         """Returns what changes as long as groups are sampled."""
 
 
-# --- Groups that are sampled and scored in this process: in a run without a bus, and in each of its rollout hosts otherwise.
+# --- Groups that are sampled and scored in this process
+# In a run without a bus, and in each of its rollout hosts otherwise.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,8 @@ def _before(now: float, played: Played) -> tuple[float, ...]:
     return tuple(now - moment for pair in played.times for moment in pair)
 
 
-# --- Tickets that may be what ends the processes that work on them, and when they are given up.
+# --- Tickets that may be what ends the processes that work on them
+# Tickets that may be what ends the processes that work on them, and when they are given up.
 #
 # A process that dies says of nothing in its hands that it was the cause. So:
 #

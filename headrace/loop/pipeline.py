@@ -428,7 +428,8 @@ def differs(report: TrainReport, before: TrainReport) -> str:
     )
 
 
-# --- Two loops of the pipeline: `admit` draws prompts; `_roll_group` turns each into a group that is ready, dropped or failed.
+# --- Two loops of the pipeline
+# `admit` draws prompts; `_roll_group` turns each into a group that is ready, dropped or failed.
 
 
 class Rolling:
@@ -553,7 +554,8 @@ class Rolling:
         return lost
 
 
-# --- Checkpoints beside training: the trainer stands still for a copy, which is written while the next steps are done.
+# --- Checkpoints beside training
+# The trainer stands still for a copy, which is written while the next steps are done.
 #
 # step 4 ─▶ capture ─▶ step 5 ─▶ step 6 ─▶ ...
 #              └─▶ the files, their checksums, the name

@@ -21,7 +21,8 @@ from headrace.loop.buffer import Buffer
 from headrace.loop.ledger import Firsts, Rolled
 from headrace.settings.process_config import WatchConfig
 
-# --- Three budgets that stop a run: for outages, for faults of data or reward, and for groups without a training signal.
+# --- Three budgets that stop a run
+# For outages, for faults of data or reward, and for groups without a training signal.
 #
 # They are counted separately, because they have different remedies. An outage (engine, network) may end by itself, so its budget is a
 # number of groups in a row. A fault of data or reward lasts until somebody fixes it, and the rollouts that it removes are not random, so
@@ -165,7 +166,8 @@ class Budgets:
                 )
 
 
-# --- The remaining time of a run with `train.minutes`: how many steps still fit, and when the last one has to be over.
+# --- The remaining time of a run with `train.minutes`
+# How many steps still fit, and when the last one has to be over.
 #
 # The fit before the start uses the speeds of a short measurement. The first real steps show how long a step takes on this machine with
 # everything else that runs on it, and how many groups have to be sampled to get enough with contrast. Both change while the model learns:
@@ -266,7 +268,8 @@ class Allowance:
         return [after - before for before, after in itertools.pairwise(ends)]
 
 
-# --- Keeps a pipeline within `train.minutes`: connects the allowance (`loop/run_limits.py`) to buffer, facts and settings.
+# --- Keeps a pipeline within `train.minutes`
+# Connects the allowance (`loop/run_limits.py`) to buffer, facts and settings.
 
 
 Keep = Callable[[int, int], None]
@@ -346,7 +349,8 @@ def _instead(steps: int, before: int) -> str:
     return f"{plural(steps, 'step')} instead of {before}"
 
 
-# --- The end of a run: waits that an interrupt cuts short, and the last checkpoint, without which a run is not finished.
+# --- The end of a run
+# Waits that an interrupt cuts short, and the last checkpoint, without which a run is not finished.
 
 
 T = TypeVar("T")

@@ -99,7 +99,8 @@ KNOWN_MODELS = {
 }
 
 
-# --- The files that a model directory must hold, and the headers of its weight files. Imports nothing heavy.
+# --- The files that a model directory must hold
+# The files that a model directory must hold, and the headers of its weight files. Imports nothing heavy.
 #
 # A safetensors file consists of 8 bytes with the length of its header (little endian), the header (JSON: name -> dtype, shape,
 # data_offsets) and the data. So the number of parameters, and whether the file is complete, are known without reading a weight

@@ -45,8 +45,8 @@ def _is_generic(directory: Path) -> bool:
     return (directory / "tokenizer.json").exists() and config.get("tokenizer_class") in _GENERIC
 
 
-# --- The tokens that end a completion, by the files of a model. The engine in our process, the clients of servers, rewards, teachers and exports
-# go by the same ones.
+# --- The tokens that end a completion, by the files of a model
+# The engine in our process, the clients of servers, rewards, teachers and exports go by the same ones.
 #
 # Files disagree about them: tools for supervised fine-tuning write a template that ends an answer with `<|im_end|>`, and leave the config's
 # `<|endoftext|>` of the base model. Such a model writes `<|im_end|>`, and would be sampled through all turns of a conversation with itself.

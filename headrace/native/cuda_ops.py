@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-# --- Attention over ragged sequences in one call, by the kernel that torch has for CUDA (FlashAttention's, `torch.nn.attention.varlen`).
+# --- Attention over ragged sequences in one call
+# Attention over ragged sequences in one call, by the kernel that torch has for CUDA (FlashAttention's, `torch.nn.attention.varlen`).
 #
 # Every sequence has queries and keys, and sees causally with both ends aligned: its last query sees all its keys, the one before it all but
 # one. The kernel is tried before it is trusted, with gradients, because versions of torch differ in what it accepts.

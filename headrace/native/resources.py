@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# --- The cores that this process may use. More threads than these would only wait for each other.
+# --- The cores that this process may use
+# More threads than these would only wait for each other.
 
 
 def usable_cores() -> int:
@@ -50,7 +51,8 @@ def _read(path: str) -> str:
         return ""
 
 
-# --- The memory of this machine, and what of it is free, within the limits of a container.
+# --- The memory of this machine
+# The memory of this machine, and what of it is free, within the limits of a container.
 
 
 GIB = 2**30

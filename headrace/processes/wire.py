@@ -324,7 +324,8 @@ class WorkerEnd:
             self._sock.sendall(numbered(frame, self._numbers))
 
 
-# --- A worker's reply to a call (the result, or the name and message of the exception), and the end of its start.
+# --- A worker's reply to a call (the result
+# A worker's reply to a call (the result, or the name and message of the exception), and the end of its start.
 
 
 def answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
@@ -360,7 +361,8 @@ def begun() -> None:
     gc.enable()
 
 
-# --- The base class of workers that are reached over a stream: protocol `Worker`, except for starting and ending the process.
+# --- The base class of workers that are reached over a stream
+# Protocol `Worker`, except for starting and ending the process.
 
 
 class ConnectedWorker:

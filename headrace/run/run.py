@@ -37,7 +37,8 @@ from headrace.run.worker.build import libraries_ahead
 from headrace.settings.process_config import WatchConfig
 from headrace.settings.user_code import one_line
 
-# --- One call of `train`: what it was asked for, which holds for all processes of its trainer, however many of them die.
+# --- One call of `train`
+# What it was asked for, which holds for all processes of its trainer, however many of them die.
 
 
 @dataclass(kw_only=True)
@@ -108,7 +109,8 @@ class TrainCall:
         return any(lane.session.asked for lane in lanes) or (self.callbacks is not None and self.callbacks.stopped)
 
 
-# --- Calls the user's functions after steps and evaluations, in the user's thread, while the event loop continues.
+# --- Calls the user's functions after steps and evaluations
+# Calls the user's functions after steps and evaluations, in the user's thread, while the event loop continues.
 
 
 Stop = Callable[[str, str], None]

@@ -198,7 +198,8 @@ def _take(file: IO[Any], kind: int, patience: float = 0.0) -> bool:
         time.sleep(0.02)
 
 
-# --- The files of one pipeline, opened together, and what an earlier process of the same run wrote to them.
+# --- The files of one pipeline, opened together
+# The files of one pipeline, opened together, and what an earlier process of the same run wrote to them.
 
 
 _OUTLIVED = (

@@ -24,8 +24,8 @@ from headrace.run.config import RunConfig
 from headrace.run.fleets.core_shares import members_of
 from headrace.run.hosts.user_host import RewardsLoaded, UserHostStart
 
-# --- The machines on which a run's reward functions and environments run: this one, and those of workers that join (`orchestration.scorers`,
-# `orchestration.environments`).
+# --- The machines on which a run's reward functions and environments run
+# This one, and those of workers that join (`orchestration.scorers`, `orchestration.environments`).
 
 
 @dataclass(frozen=True)

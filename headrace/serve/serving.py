@@ -30,7 +30,8 @@ from headrace.web.errors import Refused, busy
 from headrace.web.limits import ServerLimits
 from headrace.weight_sync.directory import offer_adapter
 
-# --- Looks at files that a client has named. A file system that does not answer must hold up neither the server nor its end.
+# --- Looks at files that a client has named
+# A file system that does not answer must hold up neither the server nor its end.
 
 
 T = TypeVar("T")

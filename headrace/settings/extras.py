@@ -100,7 +100,8 @@ def pip_install() -> str:
     return "pip install" if found and Path(found).parent == Path(sys.executable).parent else f"{here} -m pip install"
 
 
-# --- Other Python interpreters, in whose environments packages are that cannot be in ours: they are asked for these packages.
+# --- Other Python interpreters
+# Other Python interpreters, in whose environments packages are that cannot be in ours: they are asked for these packages.
 
 
 ASKING = 60.0

@@ -184,7 +184,8 @@ def _mesh_problems(parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-# --- The learning rate as a function of the step: computed by the trainer, drawn before a run, and told where a resumed run changes it.
+# --- The learning rate as a function of the step
+# Computed by the trainer, drawn before a run, and told where a resumed run changes it.
 #
 # Imports no torch.
 

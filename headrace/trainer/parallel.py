@@ -71,7 +71,8 @@ def repeats(heads: int, kv_heads: int, context: int) -> int:
     return next(times for times in range(1, shared + 1) if shared % times == 0 and kv_heads * times % context == 0)
 
 
-# --- The cut of a model into the stages of a pipeline, and which of them a rank holds. Imports no torch.
+# --- The cut of a model into the stages of a pipeline
+# The cut of a model into the stages of a pipeline, and which of them a rank holds. Imports no torch.
 
 
 LOOPS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}

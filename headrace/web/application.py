@@ -16,7 +16,8 @@ from headrace.web.errors import Refused, answer_error, response_of
 from headrace.web.limits import is_loopback
 from headrace.web.request_fields import IgnoredFields, Remark
 
-# --- Checks whether a client may send requests, before every route, including /health and routes that do not exist.
+# --- Checks whether a client may send requests
+# Checks whether a client may send requests, before every route, including /health and routes that do not exist.
 #
 # A browser lets a page of any origin send requests to a server on this machine; only the answer is kept from the page. `OriginGuard`
 # refuses what another origin's page sends ("cross-site request forgery"), as `CrossOriginProtection` of Go's net/http does, but for GET

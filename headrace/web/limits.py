@@ -53,7 +53,8 @@ def check_address(host: str, port: int, token: str, danger: str) -> None:
         )
 
 
-# --- The limits on the connections of a server: how many it holds, and which one makes room for another. Imports no server.
+# --- The limits on the connections of a server
+# How many it holds, and which one makes room for another. Imports no server.
 #
 # Whoever connects and then says nothing takes a place and an open file. Such connections have a deadline, and from a certain number on the
 # oldest of them makes room for each new one. A client that says at once what it wants is never among the oldest, however many others

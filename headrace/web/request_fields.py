@@ -18,7 +18,8 @@ from headrace.web.errors import Refused
 from headrace.web.formats.anthropic_messages import Messages
 from headrace.web.formats.responses import Responses
 
-# --- Fields of requests that no server here serves. Those that would influence sampling are refused by name.
+# --- Fields of requests that no server here serves
+# Those that would influence sampling are refused by name.
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -74,8 +75,9 @@ def continues_last(body: Chat) -> bool:
     return True
 
 
-# --- Fields of requests that are none of their route's. Clients of other servers send many: one that would change the answer is refused, and
-# so is one that is written almost like a field of the route. Any other is ignored, and the answer says so (`X-Headrace-Ignored`). So it does of a field that is known and has no effect.
+# --- Fields of requests that are none of their route's
+# Clients of other servers send many: one that would change the answer is refused, and so is one that is written almost like a field of the
+# route. Any other is ignored, and the answer says so (`X-Headrace-Ignored`). So it does of a field that is known and has no effect.
 
 
 HEADER = "X-Headrace-Ignored"

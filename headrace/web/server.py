@@ -30,7 +30,8 @@ from headrace.web.limits import (
     room_for_connections,
 )
 
-# --- Log lines that strangers can cause: one a second, with the number of those that were left out.
+# --- Log lines that strangers can cause
+# One a second, with the number of those that were left out.
 
 
 EVERY = 1.0
@@ -70,7 +71,8 @@ def calm_logs() -> None:
     logging.getLogger("asyncio").addFilter(_LOOP)
 
 
-# --- One connection of a server, as uvicorn's own with h11, within the limits of `limits.py`.
+# --- One connection of a server
+# One connection of a server, as uvicorn's own with h11, within the limits of `limits.py`.
 
 
 class LimitedHttp(H11Protocol):

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from headrace.weight_sync.fetching import OfferedVersion, Offers
 
 
-# --- The keys through which the members of a process group find each other, in the trainer's process.
+# --- The keys through which the members of a process group find each other
+# The keys through which the members of a process group find each other, in the trainer's process.
 #
 # torch's own store over TCP asks nobody for a token. This one travels by the server of the weights, which does.
 
@@ -212,7 +213,8 @@ def own_gpu() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-# --- The trainer's end of a broadcast: in rounds, each of which brings one version to the engines that ask for it.
+# --- The trainer's end of a broadcast
+# In rounds, each of which brings one version to the engines that ask for it.
 #
 # A round begins when every engine that is connected has asked, or `GATHER` seconds after the first one did. Its members form a process group,
 # which stays for the next round if that has the same members. Every member acknowledges every bucket, so that the trainer is never more

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 
-# --- The trainer's end of transports that engines fetch from: the two newest versions of everything that is published, and for each the
-# difference from the version before, if differences are sent.
+# --- The trainer's end of transports that engines fetch from
+# The two newest versions of everything that is published, and for each the difference from the version before, if differences are sent.
 
 
 WORTH = 2
@@ -130,8 +130,8 @@ class OfferingSender(WeightSender):
         return announced
 
 
-# --- The engine's end of transports that fetch: fills a slot of its own with the bytes of an update, whole or by the difference from the
-# version that it has.
+# --- The engine's end of transports that fetch
+# Fills a slot of its own with the bytes of an update, whole or by the difference from the version that it has.
 
 
 class NetworkTransport(TransportKind, frozen=True):

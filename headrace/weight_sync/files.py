@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from headrace.weight_sync.fetching import OfferedVersion
 
 
-# --- A packed buffer as a safetensors file, and back (https://github.com/huggingface/safetensors#format): eight bytes that say how
-# long the header is, the header as JSON, then the tensors without gaps. No tensor is copied on the way. Imports no torch.
+# --- A packed buffer as a safetensors file
+# A packed buffer as a safetensors file, and back (https://github.com/huggingface/safetensors#format): eight bytes that say how long the
+# header is, the header as JSON, then the tensors without gaps. No tensor is copied on the way. Imports no torch.
 
 
 _DTYPES = {

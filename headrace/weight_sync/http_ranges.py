@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from headrace.weight_sync.fetching import OfferedVersion, OfferingSender
 
 
-# --- The order in which a server of weights sends to engines over HTTP, and which of them send to others.
+# --- The order in which a server of weights sends to engines over HTTP
+# The order in which a server of weights sends to engines over HTTP, and which of them send to others.
 
 
 FANOUT = 2
@@ -454,7 +455,8 @@ class HttpReceiver(FetchingReceiver):
         return tensors
 
 
-# --- The end of a server that was started before the run: fetches the layout of an update beside its bytes, from the trainer that it names.
+# --- The end of a server that was started before the run
+# Fetches the layout of an update beside its bytes, from the trainer that it names.
 
 
 class UnpreparedReceiver:

@@ -246,7 +246,8 @@ def _whole_answer(connection: socket.socket, nbytes: int, *, limit: int, what: s
     return bytes(buffer)
 
 
-# --- The trainer's end over TCP where its weights are split over ranks: each rank keeps and serves its own part of the packed buffer.
+# --- The trainer's end over TCP where its weights are split over ranks
+# Each rank keeps and serves its own part of the packed buffer.
 #
 #     every rank    two slots of the ranges that it holds, and a server (`tcp.py`)
 #     rank 0        the fingerprint: it reads the other ranks' parts in canonical order, in pieces that it keeps no longer than to hash them

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# --- Losses with a trust region on probabilities: a token that left it loses its policy gradient.
+# --- Losses with a trust region on probabilities
+# A token that left it loses its policy gradient.
 
 
 class Region(Loss):
@@ -109,7 +110,8 @@ def _masked(tokens: Tokens, old: Tensor, left: Tensor, penalty: float) -> TokenL
     return TokenLoss(penalty * log_ratio(tokens.logprob, old) ** 2 - policy, left)
 
 
-# --- Losses without a hard bound: a gate, or a penalty that pulls towards the policy that sampled.
+# --- Losses without a hard bound
+# A gate, or a penalty that pulls towards the policy that sampled.
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -45,8 +45,9 @@ from headrace.run.seats import check_seats, ranks_of, seats_of, terms_of_code, t
 from headrace.version import __version__
 from headrace.weight_sync.config import reached_at
 
-# --- Whether the machines of a run see one directory: each writes a file there, in the way of checkpoints and weights, and each reads those of all
-# others. Two machines that have different directories under one path, or one that sees another's files late, would be noticed in the middle of a run.
+# --- Whether the machines of a run see one directory
+# Each writes a file there, in the way of checkpoints and weights, and each reads those of all others. Two machines that have different
+# directories under one path, or one that sees another's files late, would be noticed in the middle of a run.
 
 
 SEEN = 30.0

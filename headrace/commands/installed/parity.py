@@ -269,7 +269,8 @@ def _random_prompts(model_dir: Path) -> list[tuple[int, ...]]:
     return [tuple(numbers.randrange(size) for _ in range(PROMPT_TOKENS)) for _ in PROMPTS]
 
 
-# --- The output of `headrace doctor --parity`: a table of differences, their limits, and the verdict.
+# --- The output of `headrace doctor --parity`
+# A table of differences, their limits, and the verdict.
 
 
 COLUMNS = (

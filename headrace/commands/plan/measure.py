@@ -25,7 +25,8 @@ from headrace.loop.world import virtual_time
 from headrace.loop.world.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
 from headrace.loop.world.world import World
 
-# --- The world of a scenario: the real pipeline with simulated engines, a simulated trainer, and prompts and rewards by distribution.
+# --- The world of a scenario
+# The real pipeline with simulated engines, a simulated trainer, and prompts and rewards by distribution.
 
 
 NEVER = 1e12

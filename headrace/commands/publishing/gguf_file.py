@@ -16,7 +16,8 @@ import numpy as np
 from headrace.core.errors import ConfigError
 from headrace.models.tokenizer import end_of_turn, load_tokenizer
 
-# --- The tokenizer of a GGUF file, from `tokenizer.json`: byte-level BPE, whose splitting of text llama.cpp knows under a name.
+# --- The tokenizer of a GGUF file, from `tokenizer.json`
+# Byte-level BPE, whose splitting of text llama.cpp knows under a name.
 
 
 QWEN2 = (

@@ -26,7 +26,8 @@ from headrace.views.report.data import ReportData, load
 from headrace.views.report.side_by_side import ComparedRun, final_numbers
 from headrace.views.report.svg import extent, labels, ticks
 
-# --- A PNG of one curve, without a plotting library: pages that show model cards do not all show SVG.
+# --- A PNG of one curve, without a plotting library
+# Pages that show model cards do not all show SVG.
 
 
 WIDTH, HEIGHT = 960, 360

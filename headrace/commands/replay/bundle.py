@@ -172,7 +172,8 @@ def _members(file: Path, archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
     return members
 
 
-# --- How far a step moved each trained tensor: numbers that machines with other orders of summation can compare.
+# --- How far a step moved each trained tensor
+# Numbers that machines with other orders of summation can compare.
 
 
 Updates = dict[str, tuple[float, float]]

@@ -36,7 +36,8 @@ from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FittedTable, texts
 
-# --- The stages of a step that are done again from a bundle, each from the recorded input of its own: reward, advantage, loss, backward,
+# --- The stages of a step that are done again from a bundle
+# The stages of a step that are done again from a bundle, each from the recorded input of its own: reward, advantage, loss, backward,
 # optimizer. So a difference shows in the stage that makes it.
 
 

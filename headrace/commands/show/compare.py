@@ -31,7 +31,8 @@ from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FittedTable, TableColumn, numbers, texts
 
-# --- `headrace ls [RUNS_DIR]`: the runs of a directory, each with its state, its step, its last reward and its cost.
+# --- `headrace ls [RUNS_DIR]`
+# The runs of a directory, each with its state, its step, its last reward and its cost.
 
 
 STATE = 48
@@ -90,7 +91,8 @@ def _day(seconds: float) -> str:
     return time.strftime("%m-%d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
 
 
-# --- `headrace compare RUN RUN [...]`: the settings that differ, the last numbers side by side, and the curves, in the terminal or as a page.
+# --- `headrace compare RUN RUN [...]`
+# The settings that differ, the last numbers side by side, and the curves, in the terminal or as a page.
 
 
 CURVE = 60

@@ -288,7 +288,8 @@ def _listed(tickets: Mapping[int, Any]) -> str:
     return " ".join(map(str, tickets))
 
 
-# --- The output of `headrace diff RUN_A RUN_B`: settings that differ, the earliest difference, and the first one of every kind.
+# --- The output of `headrace diff RUN_A RUN_B`
+# Settings that differ, the earliest difference, and the first one of every kind.
 
 
 def report(a: Path, b: Path, console: Console | None = None) -> int:

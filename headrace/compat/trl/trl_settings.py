@@ -15,7 +15,8 @@ from headrace.core.errors import ConfigError
 from headrace.settings.toml import Tree
 from headrace.views.config import ObserveConfig
 
-# --- Every field of TRL's GRPOConfig, with its default, and its fate here: honoured, without meaning, or refused.
+# --- Every field of TRL's GRPOConfig, with its default, and its fate here
+# Honoured, without meaning, or refused.
 #
 # The names and defaults are those of TRL 1.16 and transformers 5.23; a slow test compares them with the real dataclass. Imports nothing heavy.
 
@@ -216,7 +217,8 @@ FIELDS: dict[str, TrlField] = {
 }
 
 
-# --- GRPOConfig with TRL's names and defaults, for machines without TRL, and how a given one is compared with its defaults.
+# --- GRPOConfig with TRL's names and defaults, for machines without TRL
+# GRPOConfig with TRL's names and defaults, for machines without TRL, and how a given one is compared with its defaults.
 
 
 GRPOConfig: Any = dataclasses.make_dataclass(

@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from headrace.core.errors import ConfigError, nearest
 
-# --- A chat template is given more than messages: arguments, the tools of a row, and a rule for special tokens in a text.
+# --- A chat template is given more than messages
+# Arguments, the tools of a row, and a rule for special tokens in a text.
 
 
 ARGUMENTS, TOOLS = "chat_template_kwargs", "tools"

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from headrace.core.chat.tool_calls import FORMATS, CallFormat, ToolCall
 from headrace.core.errors import ConfigError
 
-# --- The thinking of a model, which stands between two marks before its answer, as the models of Qwen, DeepSeek and others write it.
+# --- The thinking of a model
+# The thinking of a model, which stands between two marks before its answer, as the models of Qwen, DeepSeek and others write it.
 
 
 OPENING, CLOSING = "<think>", "</think>"
@@ -250,7 +251,8 @@ def _overlap(text: str, marker: str) -> int:
     return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
 
 
-# --- The format of tool calls that a chat template uses. A template is a program: it is shown a tool and a call, and what it writes is read.
+# --- The format of tool calls that a chat template uses. A template is a program
+# It is shown a tool and a call, and what it writes is read.
 
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]

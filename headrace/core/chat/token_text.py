@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-# --- The bytes of a token. Tokenizers spell bytes that are no text in two ways: byte-level ones write a character for each byte (GPT-2), those
-# with byte fallback a token such as `<0xE2>` (SentencePiece).
+# --- The bytes of a token. Tokenizers spell bytes that are no text in two ways
+# Byte-level ones write a character for each byte (GPT-2), those with byte fallback a token such as `<0xE2>` (SentencePiece).
 
 
 _NO_TEXT = "\ufffd"
@@ -57,7 +57,8 @@ def offsets_of(said: Sequence[bytes], begin: int) -> list[int]:
     return [max(end - within, begin) for end, within in zip(ends, [*inside, False], strict=True)]
 
 
-# --- Tokens become text while they come: no half of a character, nothing of a stop string, no special token.
+# --- Tokens become text while they come
+# No half of a character, nothing of a stop string, no special token.
 
 
 _LOOK_BACK = 6

@@ -12,7 +12,8 @@ import msgspec
 
 from headrace.core.chat.messages import DEEPEST, LONGEST_NAME, Tool, too_deep
 
-# --- Calls as Gemma's models write them: `call:NAME{key:value,...}`, where a text stands between two marks and nothing in it is escaped.
+# --- Calls as Gemma's models write them
+# `call:NAME{key:value,...}`, where a text stands between two marks and nothing in it is escaped.
 #
 # FunctionGemma marks texts with `<escape>` (https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices), Gemma 4 with
 # `<|"|>` (https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4).
@@ -115,9 +116,9 @@ class _Values:
             raise ValueError(f"no {what!r} at {self.rest[:40]!r}")
 
 
-# --- Calls as Qwen3-Coder and the models after it write them: a tag for the function, and one for each argument, whose value is plain text
-# (https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct, its chat template). Nothing in a value is escaped or quoted, so that the tool's
-# schema alone says whether `12` is a number.
+# --- Calls as Qwen3-Coder and the models after it write them
+# A tag for the function, and one for each argument, whose value is plain text (https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct,
+# its chat template). Nothing in a value is escaped or quoted, so that the tool's schema alone says whether `12` is a number.
 
 
 ARGUMENT, ARGUMENT_ENDS = "<parameter=", "</parameter>"
@@ -418,7 +419,8 @@ GEMMA = _gemma("gemma", "<|tool_call>", "<tool_call|>", '<|"|>')
 FORMATS = (HERMES, QWEN_CODER, MISTRAL, LLAMA, FUNCTION_GEMMA, GEMMA)
 
 
-# --- Grammars of answers with tool calls, in llguidance's variant of Lark's format, for models that write their calls as JSON.
+# --- Grammars of answers with tool calls
+# Grammars of answers with tool calls, in llguidance's variant of Lark's format, for models that write their calls as JSON.
 
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}

@@ -16,7 +16,8 @@ from headrace.core.types import Completion, Request, RolloutKey
 from headrace.engine.fleet.member import Attempt, Member
 from headrace.engine.request_book import Pending, RequestBook
 
-# --- The member that a request goes to: one that holds the KV entries of its group's prompt, else the one with the least work.
+# --- The member that a request goes to
+# One that holds the KV entries of its group's prompt, else the one with the least work.
 #
 # **Groups stay together, and no member idles beside a queue.** A prompt is computed once where its group is on one member. But if that one has no
 # room, a request waits there while others may have room. So a request leaves its group, for a member with room, if
@@ -204,8 +205,9 @@ def _forget(places: OrderedDict[object, _Home] | OrderedDict[str, tuple[Member, 
         places.popitem(last=False)
 
 
-# --- The requests of a fleet. Each is on one member at a time; if that leaves the rotation, it goes on elsewhere from its tokens. One that waits in a
-# queue goes to a member that has room for it (`dispatch.py`).
+# --- The requests of a fleet
+# Each is on one member at a time; if that leaves the rotation, it goes on elsewhere from its tokens. One that waits in a queue goes to a
+# member that has room for it (`dispatch.py`).
 #
 # **Exactly once.** A token is accepted from the member that has the request now, and only if it was sampled by weights that were live there
 # when the request came. Whatever a member sends after it has left is ignored; it comes back after it has dropped its earlier requests

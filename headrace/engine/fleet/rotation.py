@@ -233,8 +233,8 @@ class Rotation:
         self.check()
 
 
-# --- The care for one member of a fleet: it is taken out of the rotation when it cannot serve, and back in when it can, with the newest
-# weights.
+# --- The care for one member of a fleet
+# It is taken out of the rotation when it cannot serve, and back in when it can, with the newest weights.
 
 
 T = TypeVar("T")

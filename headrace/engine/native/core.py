@@ -126,7 +126,8 @@ def _check_sampling(sampling: Sampling) -> None:
             raise ValueError(f"{name} = {getattr(sampling, name)} cannot be sampled with; it must be {wanted}")
 
 
-# --- Requests with a constraint, between their arrival and the schedule: threads compile the constraints meanwhile.
+# --- Requests with a constraint, between their arrival and the schedule
+# Threads compile the constraints meanwhile.
 
 
 PATIENCE = 0.02
@@ -194,7 +195,8 @@ class Compiling:
         return failed
 
 
-# --- An engine asleep: its weights and its KV cache are given back while a trainer uses the same device, and taken again.
+# --- An engine asleep
+# Its weights and its KV cache are given back while a trainer uses the same device, and taken again.
 #
 #     awake ──sleep: blocks that sequences hold are copied to the host, or dropped──▶ asleep ──wake──▶ awake, without weights ──swap──▶
 #

@@ -18,7 +18,8 @@ from headrace.core.types import Constraint, Sampling
 from headrace.models.grammars import Grammars, broken_by
 from headrace.native.memory import uploaded
 
-# --- Ends of completions by their content: token ids, and strings found while detokenising step by step.
+# --- Ends of completions by their content
+# Token ids, and strings found while detokenising step by step.
 
 
 Decode = Callable[[Sequence[int]], str]
@@ -77,7 +78,8 @@ class Stopper:
         return any(string in seen for string in self._strings)
 
 
-# --- Guides: the state of each constrained sequence in its language, and the tokens that may follow.
+# --- Guides
+# The state of each constrained sequence in its language, and the tokens that may follow.
 #
 #     token drawn ──▶ advance: a thread reads it and computes the next set ──┐
 #     next forward pass ─────────────────────────────────────────────────────┴─▶ ruled out: -inf added to the other logits ──▶ draw

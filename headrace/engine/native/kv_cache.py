@@ -14,7 +14,8 @@ import numpy as np
 from headrace.core.types import RoutingTrace
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 
-# --- The pool of KV blocks: their holders, and the order in which unused ones are given away. No tensor is touched here.
+# --- The pool of KV blocks
+# Their holders, and the order in which unused ones are given away. No tensor is touched here.
 #
 #     idle (longest unused first) ──take──▶ held by 1, 2, ... sequences ──release──▶ idle
 #
@@ -126,7 +127,8 @@ class Blocks:
             assert node is None or node.block == block, "a block and its prefix know each other"
 
 
-# --- The prefix cache: the blocks that hold the keys and values of given tokens under given weights.
+# --- The prefix cache
+# The blocks that hold the keys and values of given tokens under given weights.
 #
 # A tree of blocks. A node stands for the (up to BLOCK) tokens that follow those of its parent; its key and value entries are
 # valid only after that parent. Roots are keyed by the weights, base and adapter, that computed everything below them: so a new
@@ -308,7 +310,8 @@ def _below(node: PrefixNode) -> Iterator[PrefixNode]:
         stack += node.children.values()
 
 
-# --- The experts that each position in the KV cache was routed to, stored in blocks like those of the cache.
+# --- The experts that each position in the KV cache was routed to
+# The experts that each position in the KV cache was routed to, stored in blocks like those of the cache.
 
 
 class RecordedRouting:

@@ -22,7 +22,8 @@ import torch
 from headrace.engine.native.forward_pass import ForwardOutput
 from headrace.native.memory import uploaded
 
-# --- Computes exactly which tokens top-k, top-p and min-p keep, without sorting the vocabulary.
+# --- Computes exactly which tokens top-k
+# Computes exactly which tokens top-k, top-p and min-p keep, without sorting the vocabulary.
 #
 #     logits [R, V] ──▶ maxima of groups of tokens ──▶ cut: surely not above the last token kept ──▶ candidates ──▶ threshold
 #                       one pass, sorted: few             a bound from the maxima                     few, sorted, in float64
@@ -513,8 +514,9 @@ def _top(
     return ids, logprobs
 
 
-# --- Draws tokens: by the runner if it can and only the token is wanted, by the sampler otherwise. A runner that shares its arithmetic with a
-# trainer says what log-probs tokens with recorded masks have, because a trainer can repeat its sums.
+# --- Draws tokens
+# By the runner if it can and only the token is wanted, by the sampler otherwise. A runner that shares its arithmetic with a trainer says
+# what log-probs tokens with recorded masks have, because a trainer can repeat its sums.
 #
 # The choice is made for each row, because the two add up in different orders, and the tokens of a request must not depend on
 # the settings of other requests.

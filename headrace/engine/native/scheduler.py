@@ -72,7 +72,8 @@ class Queue:
         yield from self.held_back
 
 
-# --- Estimates the lengths of completions, and from them the number of blocks that the running sequences will need.
+# --- Estimates the lengths of completions
+# Estimates the lengths of completions, and from them the number of blocks that the running sequences will need.
 #
 # Admitting by what is free now would let in sequences that soon push each other out again (each time for the price of
 # computing everything anew); admitting by max_tokens leaves most of the cache empty where completions are much shorter. So the
@@ -115,7 +116,8 @@ class Lifetimes:
         return new + max(0.0, float((growth - (np.cumsum(freed) - freed)).max()))
 
 
-# --- Enters the blocks of running sequences into the prefix cache, and finds cached blocks for new sequences.
+# --- Enters the blocks of running sequences into the prefix cache
+# Enters the blocks of running sequences into the prefix cache, and finds cached blocks for new sequences.
 
 
 class Sharing:
@@ -470,7 +472,8 @@ class Scheduler:
             assert row["counter"] < row["limit"] or row["scored"]
 
 
-# --- Forks: sequences that continue from an earlier token of another sequence, using the cache entries that it left.
+# --- Forks: sequences that continue from an earlier token of another sequence
+# Forks: sequences that continue from an earlier token of another sequence, using the cache entries that it left.
 #
 # No block is held for possible forks: a finished sequence is remembered with the serial numbers of its blocks, and a fork checks
 # that these have not changed.

@@ -13,7 +13,8 @@ from headrace.engine.native.guides import Guide, Stopper
 from headrace.engine.native.kv_cache import PrefixNode
 from headrace.engine.native.sampler import Settings
 
-# --- The sequences in the engine: columns of numbers for events at every token, objects for events that happen once.
+# --- The sequences in the engine
+# Columns of numbers for events at every token, objects for events that happen once.
 
 
 ROW = np.dtype(
@@ -185,7 +186,8 @@ class Running:
         return Settings(**{name: chosen[name].copy() for name in _SETTINGS})
 
 
-# --- The content of the next forward pass: one token of every decoding row, and chunks of prompts.
+# --- The content of the next forward pass
+# One token of every decoding row, and chunks of prompts.
 
 
 SCORE_CHUNK = 128

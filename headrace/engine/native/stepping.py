@@ -20,7 +20,8 @@ from headrace.engine.native.sampler import Drawn, RowScores, draw, token_logprob
 from headrace.engine.native.scheduler import LOST, Forks, Scheduler
 from headrace.engine.native.sequences import Chunk, EngineSequence, Plan, Planner, Running
 
-# --- Details that requests can ask for: top log-probs, sampling masks, log-probs of the prompt. They are returned as bytes.
+# --- Details that requests can ask for
+# Top log-probs, sampling masks, log-probs of the prompt. They are returned as bytes.
 
 
 def token_details(running: Running, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDetails, ...]:

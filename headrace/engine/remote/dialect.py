@@ -87,7 +87,8 @@ class Dialect(Protocol):
     async def unload(self, connection: Connection, adapter: str, seconds: float) -> None: ...
 
 
-# --- The common part of dialects whose servers carry a label for their weights, and report no fingerprint: vLLM and SGLang.
+# --- The common part of dialects whose servers carry a label for their weights
+# The common part of dialects whose servers carry a label for their weights, and report no fingerprint: vLLM and SGLang.
 #
 # **Versions.** No stream lives through an update: the client leaves all of them, has the server read the new weights under a label of ours,
 # and asks for every request again from its prefix. So every token that was heard is of the version that was live then, and its KV too. The

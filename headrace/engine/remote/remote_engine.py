@@ -33,7 +33,8 @@ from headrace.engine.streaming import check_parts
 from headrace.facts.facts import EngineSample, WorkerLost
 from headrace.facts.telemetry import Telemetry
 
-# --- A run's own counts over a server: it may have counted other work before the run, and its processes may end during it.
+# --- A run's own counts over a server
+# It may have counted other work before the run, and its processes may end during it.
 
 
 class RunCounts:
@@ -76,7 +77,8 @@ class RunCounts:
         return msgspec.structs.replace(self._latest, version=version, **counts)
 
 
-# --- Streams that are left for an update, where the server does not report the version with each token.
+# --- Streams that are left for an update
+# Streams that are left for an update, where the server does not report the version with each token.
 #
 # Every token that was heard is then of the weights before, and every one that will be is of those after: between, the server is asked
 # for none.

@@ -52,7 +52,8 @@ def visible(gpus: Sequence[int]) -> dict[str, str]:
     return {VISIBLE: ",".join(there[one] if there else str(one) for one in gpus)} if gpus else {}
 
 
-# --- The reason why a server ended, from its log: the exception that ended it may stand hundreds of lines above the last one.
+# --- The reason why a server ended, from its log
+# The exception that ended it may stand hundreds of lines above the last one.
 
 
 LENGTH = 300

@@ -32,7 +32,8 @@ from headrace.models.chat import off_loop
 from headrace.models.control_tokens import Written, texts_of
 from headrace.web.formats.followed_turn import TurnPiece
 
-# --- A turn that is read while it is sampled: its tokens come from the engine, and its text leaves in pieces that later tokens cannot change.
+# --- A turn that is read while it is sampled
+# Its tokens come from the engine, and its text leaves in pieces that later tokens cannot change.
 
 
 class TurnStream:

@@ -35,7 +35,8 @@ from headrace.episodes.environments.workers.process import FunctionSettings, Rol
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.processes.asked_process import HERE, Sites
 
-# --- The turns of a rollout as its environment keeps them: what it asked for, with its state before each, so that another process goes on.
+# --- The turns of a rollout as its environment keeps them
+# What it asked for, with its state before each, so that another process goes on.
 #
 # A note is written when a turn is asked for, and holds all that has happened since the turn before: one step of the environment is there as a
 # whole or not at all. When a rollout goes on, the conversation is led again from the notes. Its turns are recorded, so that only the last

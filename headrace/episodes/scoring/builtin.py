@@ -63,7 +63,8 @@ def _score(completion: str, entry: dict[str, Any]) -> float | Failure:
         return fail_raised(error)
 
 
-# --- The rewards `unit_tests` and `unit_tests_all`: a completion is a program, and the row has its tests.
+# --- The rewards `unit_tests` and `unit_tests_all`
+# A completion is a program, and the row has its tests.
 
 
 SLOW = ("cpu", "time")

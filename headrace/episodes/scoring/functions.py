@@ -22,7 +22,8 @@ from headrace.episodes.scoring.workers.threads import ThreadPool, name_of
 from headrace.processes.asked_process import HERE, Sites
 from headrace.processes.health.user_prints import unwrap
 
-# --- Reward functions that are passed from Python: one, several, or several with names and weights.
+# --- Reward functions that are passed from Python
+# One, several, or several with names and weights.
 
 
 RewardFunction = Callable[..., Any]

@@ -25,7 +25,8 @@ from headrace.episodes.scoring.segmenting import Form, segmented
 from headrace.facts.facts import ScorerAsked
 from headrace.facts.telemetry import Telemetry
 
-# --- `scores.jsonl`: the scores of services and judges, as they come, so that a run that is killed does not ask (and pay) for them again.
+# --- `scores.jsonl`
+# The scores of services and judges, as they come, so that a run that is killed does not ask (and pay) for them again.
 #
 # One JSON line per record, `{"sum": checksum, "record": {...}}`. A line that has changed would give a group another reward, so it is not used.
 #
@@ -150,7 +151,8 @@ class ScoreLog:
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode((scorer, self._marks.get(scorer, ""), job)))
 
 
-# --- Comparisons of two completions become rewards: the share of the others that a completion is better than.
+# --- Comparisons of two completions become rewards
+# The share of the others that a completion is better than.
 #
 # Every two completions of a group are compared once. Which of them stands first is drawn from a digest of what is compared, so that the
 # preference of a judge for the first or the second place falls on all alike, and a comparison that is repeated is the same comparison.

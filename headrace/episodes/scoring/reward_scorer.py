@@ -30,7 +30,8 @@ from headrace.episodes.scoring.workers.threads import ThreadPool
 from headrace.facts.telemetry import Telemetry
 from headrace.processes.asked_process import HERE, Sites
 
-# --- Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): completions that come near the limit of length lose reward.
+# --- Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13)
+# Completions that come near the limit of length lose reward.
 #
 # With a punishment at the limit alone, a correct argument that is a few tokens too long would be punished like a wrong one.
 

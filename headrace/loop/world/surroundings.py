@@ -17,7 +17,8 @@ from headrace.core.protocols import Agent, EnvironmentKind, Limits
 from headrace.core.types import Episode, Prompt, Request, Scored, Struct
 from headrace.episodes.rollout import seed_of
 
-# --- Distributions of lengths and latencies, each with its quantile function, so that one uniform number gives one draw.
+# --- Distributions of lengths and latencies
+# Distributions of lengths and latencies, each with its quantile function, so that one uniform number gives one draw.
 
 
 _NORMAL = NormalDist()
@@ -124,7 +125,8 @@ def solve_shift(mean: float) -> float:
     return math.sqrt(2) * normal_quantile(mean)
 
 
-# --- The codes in simulated tokens. Nothing reads these tokens as text, so they carry the values that the simulation needs.
+# --- The codes in simulated tokens
+# Nothing reads these tokens as text, so they carry the values that the simulation needs.
 #
 # One simulated token stands for `grain` real ones, so that an hour of a thousand GPUs, which is billions of tokens, passes through the
 # real pipeline in seconds. Times are computed from real lengths; only the lag is coarse, with a resolution of `grain` tokens.

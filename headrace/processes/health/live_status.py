@@ -28,7 +28,8 @@ from headrace.processes.health import stacks
 from headrace.processes.health.family import Family
 from headrace.processes.health.stacks import process_state
 
-# --- Snapshots: every named wait, the stacks of this process's threads and tasks, and those of its worker processes, at one moment.
+# --- Snapshots
+# Every named wait, the stacks of this process's threads and tasks, and those of its worker processes, at one moment.
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from typing import Any
 from headrace.processes.health.family import Child
 from headrace.processes.health.patience import Patience
 
-# --- Python stacks of another process, read with py-spy, even if that process keeps the interpreter's lock or is stopped.
+# --- Python stacks of another process
+# Python stacks of another process, read with py-spy, even if that process keeps the interpreter's lock or is stopped.
 #
 # The kernel permits this for a process of the same user that has permitted its reader (`may_be_read_by`), unless the machine forbids it
 # altogether. In that case only the kernel's own information about the process is available.
@@ -79,7 +80,8 @@ def _lines_of_dump(thread: dict[str, Any]) -> list[str]:
     return [f"Thread {name} (most recent call first):", *lines]
 
 
-# --- Stacks of this process, taken under the interpreter's lock: no frame changes while it is read, so nothing can crash.
+# --- Stacks of this process, taken under the interpreter's lock
+# No frame changes while it is read, so nothing can crash.
 #
 # `faulthandler` is used for a process that a fault of native code is about to end, and for no other. It reads the frames of running threads
 # without that lock, and crashed processes that were suspended and continued, or asked often.

@@ -48,7 +48,8 @@ from headrace.processes.wire import BEATS, WorkerEnd
 from headrace.version import __version__
 from headrace.web.tls import connect_over_tls
 
-# --- A connection to the controller, and the messages that are read from it before its bytes are frames.
+# --- A connection to the controller
+# A connection to the controller, and the messages that are read from it before its bytes are frames.
 
 
 M = TypeVar("M", bound=Struct)
@@ -85,7 +86,8 @@ def received(sock: socket.socket, kind: type[M]) -> M:
         raise ConnectionError(said) from None
 
 
-# --- A small process beside a worker that offered itself: it sends the run what the worker prints, and says when the worker has ended.
+# --- A small process beside a worker that offered itself
+# It sends the run what the worker prints, and says when the worker has ended.
 #
 #     worker    stdout, stderr ──pipe──▶ witness ──TCP──▶ run: logs/engine.log
 #                                           └──▶ the stderr that the worker was started with
@@ -314,7 +316,8 @@ def _take_seat(
             return welcome
 
 
-# --- A worker that offers itself to a run: it finds the controller, and ends with a sentence.
+# --- A worker that offers itself to a run
+# It finds the controller, and ends with a sentence.
 
 
 LOST, REFUSED, NOBODY = 1, 2, 3

@@ -152,7 +152,8 @@ class Returning:
         self._writer = self._reading = self._alarm = None
 
 
-# --- The worker's end of a connection that may break and come back. It has the methods of a socket that `wire.WorkerEnd` uses.
+# --- The worker's end of a connection that may break and come back
+# It has the methods of a socket that `wire.WorkerEnd` uses.
 
 
 AGAIN = 0.2

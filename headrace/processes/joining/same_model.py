@@ -14,7 +14,8 @@ from headrace.core.errors import ConfigError
 from headrace.models.resolve import resolve_model
 from headrace.processes.joining.greeting import Agreed, Terms
 
-# --- The packages that decide what an engine computes, and whether two machines have the same.
+# --- The packages that decide what an engine computes
+# The packages that decide what an engine computes, and whether two machines have the same.
 
 
 NAMES = ("torch", "transformers")
@@ -41,7 +42,8 @@ def _version(name: str) -> str:
         return ""
 
 
-# --- Whether the user's files on a worker's machine are those of the run. Files that these import are not compared.
+# --- Whether the user's files on a worker's machine are those of the run
+# Files that these import are not compared.
 
 
 def code_terms(files: Iterable[str]) -> Terms:
@@ -80,8 +82,9 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
-# --- Whether a worker elsewhere has the run's model. An engine's weights are not compared: the trainer sends them, with their fingerprint
-# (C3). Ranks of the trainer compare the files of weights among themselves.
+# --- Whether a worker elsewhere has the run's model
+# An engine's weights are not compared: the trainer sends them, with their fingerprint (C3). Ranks of the trainer compare the files of
+# weights among themselves.
 
 
 CONFIGS = ("config.json", "generation_config.json")

@@ -87,7 +87,8 @@ def _address_of_tid(libc: ctypes.PyDLL) -> int:
     return address.value
 
 
-# --- The process that has the workers' libraries loaded and forks workers: the controller's half. Its program is `workers/fork_server.py`.
+# --- The process that has the workers' libraries loaded and forks workers
+# The controller's half. Its program is `workers/fork_server.py`.
 #
 #     controller                                  fork server
 #     ForkServer     ── ForkRequest, files ──▶    imports the libraries once, and then clones itself for each request

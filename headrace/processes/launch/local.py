@@ -27,7 +27,8 @@ from headrace.processes.process_end import ended_within, ending
 from headrace.processes.wire import ConnectedWorker
 from headrace.processes.worker_place import WorkerPlace
 
-# --- A child process that another process forked for us (`forking.py`): the part of `subprocess.Popen` that the controller uses.
+# --- A child process that another process forked for us (`forking.py`)
+# The part of `subprocess.Popen` that the controller uses.
 
 
 class ForkedProcess:
@@ -74,7 +75,8 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
-# --- The process of a worker on this machine: its environment, its log, its start, and how it ended.
+# --- The process of a worker on this machine
+# Its environment, its log, its start, and how it ended.
 
 
 PROGRAM = "headrace.run.worker.worker"

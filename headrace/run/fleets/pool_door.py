@@ -22,7 +22,8 @@ from headrace.engine.fleet.fleet import Fleet, samples
 from headrace.engine.fleet.member import MemberEngine
 from headrace.facts.facts import MemberSample
 
-# --- `pool.json`: the servers of a run after a person has added or removed some. A resumed run goes on with them.
+# --- `pool.json`
+# The servers of a run after a person has added or removed some. A resumed run goes on with them.
 
 
 FILE = "pool.json"

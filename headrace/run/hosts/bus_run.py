@@ -45,7 +45,8 @@ from headrace.run.hosts.bus_messages import (
     SuspectsNotice,
 )
 
-# --- The rollout hosts that the run knows of, and their sums, which cost what changes: there may be a thousand hosts.
+# --- The rollout hosts that the run knows of, and their sums
+# The rollout hosts that the run knows of, and their sums, which cost what changes: there may be a thousand hosts.
 
 
 SAMPLES = 20

@@ -82,7 +82,8 @@ class ProcessGone(Struct, frozen=True):
     """How it ended: `ended with exit code 1`."""
 
 
-# --- The worker's end of a user host: it starts the processes that the run asks for, and passes bytes on.
+# --- The worker's end of a user host
+# It starts the processes that the run asks for, and passes bytes on.
 
 
 PIECE = 1 << 16

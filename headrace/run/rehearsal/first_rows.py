@@ -130,7 +130,8 @@ def _places(text: str, known: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int
             yield start, at, str(one["role"])
 
 
-# --- Calls the reward once on a real row, as the run will call it, before a model is loaded.
+# --- Calls the reward once on a real row
+# Calls the reward once on a real row, as the run will call it, before a model is loaded.
 #
 # The completions are the row's own answer, so that the result shows what a right answer earns; a row without an answer gets a fixed
 # sentence. A reward function must be able to judge any text that a model writes.
@@ -249,7 +250,8 @@ def reward_lines(tried: RewardTrial, named: Sequence[str] = ()) -> list[str]:
     return [tried.words, f"for {given} as the completion, {_short(tried.text)} (row {tried.prompt.id})", *named]
 
 
-# --- Plays one episode of the user's environment before a model is loaded. Each reply is a fixed text, so that nothing is sampled.
+# --- Plays one episode of the user's environment before a model is loaded
+# Each reply is a fixed text, so that nothing is sampled.
 
 
 async def try_environment(

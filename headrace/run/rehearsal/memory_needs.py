@@ -20,7 +20,8 @@ from headrace.native.resources import GIB, gib
 from headrace.run.rehearsal.machine import Machine
 from headrace.trainer.config import TrainConfig
 
-# --- The size of a model, read from its config.json and the headers of its weights: parameters, layers, KV cache per token.
+# --- The size of a model
+# The size of a model, read from its config.json and the headers of its weights: parameters, layers, KV cache per token.
 
 
 @dataclass(frozen=True, kw_only=True)

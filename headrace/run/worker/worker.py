@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from headrace.trainer.step.reference import Shadow
 
 
-# --- The worker whose trainer several clients share: it answers one call after another, and each call names its client's adapter.
+# --- The worker whose trainer several clients share
+# It answers one call after another, and each call names its client's adapter.
 
 
 def serve_clients(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:

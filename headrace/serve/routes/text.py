@@ -106,7 +106,8 @@ class CompletionText:
         return made
 
 
-# --- Log-probs in OpenAI's two formats: those of chats, and those of completions, which may begin with the prompt's (`echo`).
+# --- Log-probs in OpenAI's two formats
+# Those of chats, and those of completions, which may begin with the prompt's (`echo`).
 
 
 def chat_logprobs(encoder: ChatEncoder, piece: Piece) -> dict[str, Any]:
@@ -192,7 +193,8 @@ def _of_prompt(prompt: Sequence[int], scores: PromptScores | None) -> Iterable[_
         yield _Row(token, logprobs[place - 1] if known else None, others)
 
 
-# --- `/v1/models`, `/v1/completions`, `/v1/chat/completions`: text, as OpenAI's clients speak it.
+# --- `/v1/models`, `/v1/completions`, `/v1/chat/completions`
+# Text, as OpenAI's clients speak it.
 #
 # Beside OpenAI's own fields a choice has `token_ids` and `weight_versions`; requests may have `top_k`, `min_p`, `stop_token_ids`
 # and `ignore_eos`.
@@ -395,7 +397,8 @@ def _delta(said: SaidPiece) -> dict[str, Any]:
     return delta | ({"tool_calls": said.calls} if said.calls else {})
 
 
-# --- `/v1/responses` and `/v1/messages`, which the gateway of agents answers with the same code (`web/formats/`). A request becomes one for a
+# --- `/v1/responses` and `/v1/messages`
+# `/v1/responses` and `/v1/messages`, which the gateway of agents answers with the same code (`web/formats/`). A request becomes one for a
 # chat, and its completion a turn. `/v1/messages/count_tokens` counts the prompt of such a request.
 
 

@@ -21,8 +21,8 @@ from headrace.serve.training.futures import FutureAnswer, Promise
 from headrace.serve.training.tinker_messages import MESSAGES, STOPPED, TOO_LONG, Params, SampleBody
 from headrace.web.errors import Refused
 
-# --- Adapters of clients in the engine, which holds a few at once: each is loaded when it is sampled from, and gives way to others when
-# nobody samples from it.
+# --- Adapters of clients in the engine, which holds a few at once
+# Each is loaded when it is sampled from, and gives way to others when nobody samples from it.
 
 
 FULL = "all places for adapters in the engine are in use; it was started with too few (--adapters), or has to finish other samples first"

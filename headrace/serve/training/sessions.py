@@ -16,7 +16,8 @@ from headrace.serve.training.samplers import Sampler
 from headrace.serve.training.tinker_messages import CreateSession, LoraBody
 from headrace.web.errors import Refused
 
-# --- The adapter of one client: its requests in the order of their numbers, and what they came to.
+# --- The adapter of one client
+# Its requests in the order of their numbers, and what they came to.
 #
 # A client numbers the requests of a model 1, 2, 3, ... and sends several at once, so that they may arrive in another order. Each is done
 # after the one before it. Requests of different models go to the trainer as they come, one of each model at a time.

@@ -18,7 +18,8 @@ from headrace.trainer.shared.calls import Example, TrainingPass
 from headrace.web.bodies import MOST_STOPS, Body, Count, Few, Seed, Token, TopK
 from headrace.web.errors import Refused
 
-# --- The model and the number of a request whose body is refused: read leniently, because a number that nobody takes holds up all behind it.
+# --- The model and the number of a request whose body is refused
+# Read leniently, because a number that nobody takes holds up all behind it.
 
 
 PROTOBUF_MODEL, PROTOBUF_NUMBER = 0x0A, 0x10
@@ -58,7 +59,8 @@ def of_protobuf(body: bytes) -> NumberedRequest | None:
         return None
 
 
-# --- JSON bodies of the Tinker API as msgspec structs. An unknown field, a wrong type and a value out of range are refused by name.
+# --- JSON bodies of the Tinker API as msgspec structs
+# An unknown field, a wrong type and a value out of range are refused by name.
 
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -387,7 +389,8 @@ def pass_output(
     return bytes(output.SerializeToString())
 
 
-# --- The request for a forward or backward pass: from protobuf to the trainer's call. What can be refused without the model is refused here.
+# --- The request for a forward or backward pass
+# From protobuf to the trainer's call. What can be refused without the model is refused here.
 
 
 MOST_EXAMPLES = 4096

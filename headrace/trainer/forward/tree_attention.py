@@ -24,7 +24,8 @@ from headrace.native.cuda_ops import Kernel, Layout, varlen_kernel
 from headrace.trainer.forward.context import Context
 from headrace.trainer.packing import ROOT, Segment
 
-# --- A pack's attention as one call of a varlen kernel (`native/cuda_ops.py`): for CUDA, where many small calls and large masks are slow.
+# --- A pack's attention as one call of a varlen kernel (`native/cuda_ops.py`)
+# For CUDA, where many small calls and large masks are slow.
 #
 # Every segment is a sequence of its own: its keys are those of its ancestors, followed by its own. The kernel aligns the causal triangle at
 # the lower right, so it needs no mask. Key i of a segment has position i, so windows are right too. Keys and values of ancestors are copied

@@ -27,7 +27,8 @@ def built(instructions: str = "native") -> Built:
     return compiled(SOURCE / "training.cpp", cache_dir() / "kernels", instructions)
 
 
-# --- The functions of the library, and the C++ structs of `src/linear.h`, `src/attention.h` and `src/experts.h`, field by field.
+# --- The functions of the library
+# The functions of the library, and the C++ structs of `src/linear.h`, `src/attention.h` and `src/experts.h`, field by field.
 
 
 class Weight(Structure):

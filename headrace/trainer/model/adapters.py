@@ -22,7 +22,8 @@ from headrace.core.errors import ConfigError, IdentityError
 from headrace.models.lora import LoraConfig
 from headrace.settings.extras import absent
 
-# --- A frozen base in 8 or 4 bits (QLoRA: Dettmers et al., arXiv:2305.14314), in blocks that share a scale.
+# --- A frozen base in 8 or 4 bits (QLoRA
+# Dettmers et al., arXiv:2305.14314), in blocks that share a scale.
 #
 # Only weights are quantised: a layer's matrix is expanded where it is used, once in the forward and once in the backward pass, and the
 # result is never kept. The expanded matrices are the model that adapters are trained on, and that the engine is given.

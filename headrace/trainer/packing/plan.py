@@ -110,8 +110,8 @@ def routed_of(rows: Sequence[Row]) -> tuple[int, int] | None:
     return next(((row.routing.layers, row.routing.k) for row in rows if row.routing is not None), None)
 
 
-# --- Spreads the rows of a step over data-parallel ranks. Every rank calls `split_ranks` with the same rows, in place of
-# `pack_rows`, and takes its own plan (`Placement.plan`).
+# --- Spreads the rows of a step over data-parallel ranks
+# Every rank calls `split_ranks` with the same rows, in place of `pack_rows`, and takes its own plan (`Placement.plan`).
 
 
 TOKEN_COST = 4096
@@ -229,8 +229,9 @@ def _empty_pack(routed: tuple[int, int] | None) -> Pack:
     )
 
 
-# --- Numbers of loss tokens, put back at the places that these tokens have in the rows of the batch. Rows are picked up to a budget of
-# tokens, because the journal keeps what is collected.
+# --- Numbers of loss tokens
+# Numbers of loss tokens, put back at the places that these tokens have in the rows of the batch. Rows are picked up to a budget of tokens,
+# because the journal keeps what is collected.
 
 
 MOST_TOKENS = 1 << 15

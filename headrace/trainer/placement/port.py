@@ -198,7 +198,8 @@ class Single:
         return whole
 
 
-# --- The values that a rank publishes without gathering them: the rows of split parameters that it holds.
+# --- The values that a rank publishes without gathering them
+# The rows of split parameters that it holds.
 
 
 def runs_of(

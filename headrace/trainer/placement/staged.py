@@ -39,7 +39,8 @@ from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages
 from headrace.trainer.placement.port import Keep, Microbatches, on_host
 from headrace.trainer.placement.sharded import kept_whole, split_layers
 
-# --- The microbatches of a step through the stages of a pipeline, in the order of one of torch's schedules.
+# --- The microbatches of a step through the stages of a pipeline
+# The microbatches of a step through the stages of a pipeline, in the order of one of torch's schedules.
 #
 #     gpipe         all forward passes, then all backward passes (arXiv 1811.06965)
 #     1f1b          as soon as a stage has work for it, one backward after each forward: fewer activations are kept (arXiv 2006.09503)

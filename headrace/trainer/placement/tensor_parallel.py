@@ -144,7 +144,8 @@ class _SumGradients(torch.autograd.Function):
         return summed, None
 
 
-# --- The layers of a model, split over ranks by the model's own tensor-parallel plan, which transformers applies (arXiv 1909.08053).
+# --- The layers of a model
+# The layers of a model, split over ranks by the model's own tensor-parallel plan, which transformers applies (arXiv 1909.08053).
 #
 # Each rank holds some heads of every attention, some columns of every MLP and some rows of the vocabulary, and computes with them alone.
 # All ranks forward the same tokens, and add up hidden states (after attention and MLP) and their gradients (before them) in all-reduces.
@@ -254,7 +255,8 @@ def release(parameter: Any, name: str, asked: str) -> None:
         parameter.register_hook(lambda gradient: gradient.redistribute(placements=parameter.placements))
 
 
-# --- The experts of a mixture, split over ranks by transformers' expert parallelism: each rank holds some of the experts of every layer whole.
+# --- The experts of a mixture
+# The experts of a mixture, split over ranks by transformers' expert parallelism: each rank holds some of the experts of every layer whole.
 #
 # Tokens travel to the ranks of their experts and back (two all-to-all a layer, and two in the backward pass); the experts' weights are never
 # gathered, and the gradient that a rank has of them is already the sum over all ranks' tokens. Routers stay with the layers: they choose

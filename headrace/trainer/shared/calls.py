@@ -8,7 +8,8 @@ from typing import Literal
 from headrace.core.errors import ConfigError
 from headrace.core.types import Struct
 
-# --- Settings of a trainer that several clients share. What one optimizer step does is in each client's request.
+# --- Settings of a trainer that several clients share
+# What one optimizer step does is in each client's request.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class SharedConfig:
             raise ConfigError("train.microbatch_tokens must be at least 1, and train.threads at least 0")
 
 
-# --- The messages of clients to the trainer that they share. Imports no torch. Shapes: N tokens of an example, K targets a position.
+# --- The messages of clients to the trainer that they share
+# Imports no torch. Shapes: N tokens of an example, K targets a position.
 
 
 class SharedLora(Struct, frozen=True, kw_only=True):

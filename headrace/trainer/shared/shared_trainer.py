@@ -43,7 +43,8 @@ from headrace.trainer.shared.calls import (
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.checkpoint import Contents
 
-# --- Examples of clients as microbatches: each is a sequence of its own, and every position is in the loss.
+# --- Examples of clients as microbatches
+# Each is a sequence of its own, and every position is in the loss.
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ def _marks(
     return Marks(slope[rollout], (shares / tokens.clamp(min=1))[rollout]), numbers
 
 
-# --- The numbers of a step that its report is made of, as sums over loss tokens: microbatches and ranks add up.
+# --- The numbers of a step that its report is made of, as sums over loss tokens
+# Microbatches and ranks add up.
 
 
 SHOWN_KL = 10.0

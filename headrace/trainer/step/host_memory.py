@@ -14,7 +14,8 @@ from headrace.native.memory import held, trim
 from headrace.native.resources import available, gib
 from headrace.trainer.forward.fused.fused_ops import release
 
-# --- Copies of a checkpoint's tensors in the host's memory, which are written while the trainer goes on.
+# --- Copies of a checkpoint's tensors in the host's memory
+# Copies of a checkpoint's tensors in the host's memory, which are written while the trainer goes on.
 #
 # The memory is kept for the next checkpoint. Fresh pages cost more than the copy itself (2.5 s instead of 0.8 s for 800 MB on two cores of a
 # Xeon), and the C library of a worker keeps freed memory anyway (`launch/local.py`).

@@ -26,7 +26,8 @@ from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Keep, on_host
 from headrace.trainer.step.host_memory import HostCopy
 
-# --- A frozen copy of a model, in the dtype of the computation wherever that loses nothing.
+# --- A frozen copy of a model
+# A frozen copy of a model, in the dtype of the computation wherever that loses nothing.
 
 
 def frozen(model: Any, dtype: torch.dtype) -> Any:
@@ -63,7 +64,8 @@ def _survives(weight: Tensor, dtype: torch.dtype) -> bool:
     return bool((weight.to(dtype).to(weight.dtype) == weight).all())
 
 
-# --- The reference model of the KL term: the weights before the run, or the present ones without their adapters.
+# --- The reference model of the KL term
+# The weights before the run, or the present ones without their adapters.
 #
 # Full training keeps a frozen copy. Its matrices have the dtype of the computation, to which autocast would lower them anyway:
 # 2 bytes a parameter under bfloat16, and log-probs that equal the policy's bit for bit until a weight moves. Under LoRA the reference
@@ -135,7 +137,8 @@ def switched_off(layers: list[Any]) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-# --- The student's own older weights as a teacher: a snapshot from some steps ago, or a moving average.
+# --- The student's own older weights as a teacher
+# A snapshot from some steps ago, or a moving average.
 #
 # Self-distillation needs no second model on disk: the trainer keeps the shadow beside its weights, and publishes it through a second sender
 # to a second engine. The average is that of Polyak and Juditsky (1992) with exponential weights, as in mean teachers (Tarvainen

@@ -436,7 +436,8 @@ def export_weights(
     trainer.export(to, dtype, merge=merge)
 
 
-# --- The numbers that a training step would compute before its update: for the parity report, and to find where an engine's differ.
+# --- The numbers that a training step would compute before its update
+# For the parity report, and to find where an engine's differ.
 
 
 def rescore(trainer: TrainerCore, rows: Sequence[Row], temperature: float) -> list[list[float]]:

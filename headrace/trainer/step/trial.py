@@ -107,7 +107,8 @@ def _flip(values: Tensor) -> None:
     values.view(integers).bitwise_xor_(1 << (mantissa - weight))
 
 
-# --- Effects of a trial that an earlier process computed from the same contents: seconds of a start on a CPU, each time the same numbers.
+# --- Effects of a trial that an earlier process computed from the same contents
+# Seconds of a start on a CPU, each time the same numbers.
 #
 # They are known by everything that they are made from: all weights as they are changed for the trial, tokens, the way of computing, and this code. Beyond that they
 # count only if the log-probs that this process has just computed under the changed weights are theirs, bit for bit.

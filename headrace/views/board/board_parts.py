@@ -19,7 +19,8 @@ from headrace.views.report.data import ReportData, bins
 from headrace.views.report.gantt import MAX_BARS
 from headrace.views.report.plots import kl_by_lag, lag_table
 
-# --- Tabs of long runs: which steps are shown, and the strip of the whole run from which they are chosen.
+# --- Tabs of long runs
+# Which steps are shown, and the strip of the whole run from which they are chosen.
 
 
 STRIP = 240

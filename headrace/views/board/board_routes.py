@@ -28,7 +28,8 @@ from headrace.web.application import Guard, make_application
 from headrace.web.errors import Refused
 from headrace.web.sending import Events, json_response
 
-# --- A browser cannot send a header with a page, so the token of a board is given once, in its address, and then kept in a cookie.
+# --- A browser cannot send a header with a page
+# A browser cannot send a header with a page, so the token of a board is given once, in its address, and then kept in a cookie.
 
 
 COOKIE = "headrace_board"

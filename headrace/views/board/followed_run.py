@@ -139,7 +139,8 @@ def _next_step(file: BinaryIO, start: int, end: int) -> tuple[int, int] | None:
     return None
 
 
-# --- A run that is read while it is written: its state, its numbers by step and its groups, from `metrics.jsonl` alone.
+# --- A run that is read while it is written
+# Its state, its numbers by step and its groups, from `metrics.jsonl` alone.
 
 
 AT_ONCE = 2 << 20
@@ -245,8 +246,8 @@ class FollowedRun(Follower):
         self._own.take(fact, self.state)
 
 
-# --- The runs of a directory, each with its state and its last numbers. A run is known by the start and the end of its files, whatever their
-# size.
+# --- The runs of a directory, each with its state and its last numbers
+# A run is known by the start and the end of its files, whatever their size.
 
 
 HEAD, TAIL = 1 << 16, 1 << 18

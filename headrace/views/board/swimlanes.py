@@ -26,7 +26,8 @@ from headrace.views.board.board_parts import chosen, pager, steps_of, strip
 from headrace.views.report.gantt import time_chart
 from headrace.views.report.plots import LAST, lag_class, lag_name
 
-# --- The history of every rollout of some steps, with its moments: from the facts of these steps, which are read from their place in the metrics.
+# --- The history of every rollout of some steps, with its moments
+# From the facts of these steps, which are read from their place in the metrics.
 #
 # The moments of turns, of scores, of steps and of swaps are recorded; runs from before 2026-11-24 recorded no turns. A rollout's versions come from the
 # journal. Where it has none (dropped groups; places that are not read yet), they are those that were live in the meantime.

@@ -21,7 +21,8 @@ from headrace.views.report.plots import all_plots, lag_table
 from headrace.views.report.rollouts import rollouts
 from headrace.views.report.svg import table
 
-# --- The preflight of a model's files: what agrees, and one row as the model and as the reward see it. All text is escaped.
+# --- The preflight of a model's files
+# What agrees, and one row as the model and as the reward see it. All text is escaped.
 
 
 AGREEMENT_MARKS = {"agrees": "✓", "remark": "!", "refused": "✗"}

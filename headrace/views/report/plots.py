@@ -21,7 +21,8 @@ from headrace.facts.verdicts import measured_on
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.svg import Chart, extent, figure, table
 
-# --- The common parts of all charts over optimizer steps: range, tooltips, marks of resumes, and the note about averaged steps.
+# --- The common parts of all charts over optimizer steps
+# Range, tooltips, marks of resumes, and the note about averaged steps.
 
 
 def of_steps(data: ReportData) -> tuple[float, float]:
@@ -53,7 +54,8 @@ def resumes(chart: Chart, data: ReportData) -> Chart:
     return chart
 
 
-# --- The distance between sampler and trainer by lag: a table over the whole run, and curves.
+# --- The distance between sampler and trainer by lag
+# A table over the whole run, and curves.
 
 
 LAST = 5
@@ -211,8 +213,9 @@ def _legend(name: str, one: Histogram) -> str:
     return f"{name}: {one.count:,}, mean {number(one.mean)}" if one.mean is not None else f"{name}: none"
 
 
-# --- Curves beside the reward: the shares of groups and completions that are not trained, the lengths of completions, the throughput of
-# both pools, and the held-out reward.
+# --- Curves beside the reward
+# The shares of groups and completions that are not trained, the lengths of completions, the throughput of both pools, and the held-out
+# reward.
 
 
 Line = tuple[str, str, Callable[[Bin], float]]

@@ -12,8 +12,8 @@ from headrace.facts.verdicts import judged
 from headrace.views.report.plots import LAST, lag_class
 from headrace.views.report.svg import table
 
-# --- Episodes of several turns as graphs: a row for each turn in the order of sampling, a lane for each agent and each path. All text from a
-# model or a user is escaped.
+# --- Episodes of several turns as graphs
+# A row for each turn in the order of sampling, a lane for each agent and each path. All text from a model or a user is escaped.
 
 
 MOST_TEXT = 1200

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-# --- The ticks of an axis and their labels: round numbers, integers for counts, and no two labels alike.
+# --- The ticks of an axis and their labels
+# Round numbers, integers for counts, and no two labels alike.
 
 
 ROUND = (1, 2, 2.5, 5, 10)
@@ -78,7 +79,8 @@ def extent(
     return (low, high) if low < high else (low - 0.5, low + 0.5)
 
 
-# --- A small chart: axes, lines, bands, bars, dots. Colours come from the page's style sheet, which has a light and a dark theme.
+# --- A small chart
+# Axes, lines, bands, bars, dots. Colours come from the page's style sheet, which has a light and a dark theme.
 #
 # Only the drawing is SVG, stretched to the available width. Text is HTML beside and above it, positioned in per cent, so that it keeps
 # its size on a phone.

@@ -97,7 +97,8 @@ def distinct(messages: Sequence[str], most: int) -> list[str]:
     return [f"{one} (× {counts[one]:,})" if counts[one] > 1 else one for one in reversed(last)]
 
 
-# --- A table that fits into the width it gets: texts wrap, the least important columns are left out, and no number is ever cut.
+# --- A table that fits into the width it gets
+# Texts wrap, the least important columns are left out, and no number is ever cut.
 
 
 COLUMN_GAP = 2

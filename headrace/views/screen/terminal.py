@@ -42,7 +42,8 @@ from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, LABEL, HeaderAbove, flow
 from headrace.views.screen.live import WIDTH, brief, frame, padded
 
-# --- The surface of a live view: a terminal, or the output of a notebook cell. Both show the same view.
+# --- The surface of a live view
+# A terminal, or the output of a notebook cell. Both show the same view.
 
 
 REFRESH = 4.0
@@ -331,7 +332,8 @@ def step_line(row: StepRow, state: RunState) -> str:
     return "  ".join(part for part in parts if part)
 
 
-# --- The terminal of a run that trains several adapters: all of them in one view, or one line per step with the adapter's name.
+# --- The terminal of a run that trains several adapters
+# All of them in one view, or one line per step with the adapter's name.
 
 
 class TerminalBoard:

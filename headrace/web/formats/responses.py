@@ -25,7 +25,8 @@ from headrace.web.bodies import Count, OpenBody
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import FollowedTurn, TokenBytes, WholeTurn, said_tokens
 
-# --- The messages up to earlier responses, for requests that name one of them (`previous_response_id`).
+# --- The messages up to earlier responses
+# The messages up to earlier responses, for requests that name one of them (`previous_response_id`).
 
 
 MOST_CHARACTERS = 64 << 20

@@ -48,8 +48,8 @@ def built() -> Built:
     return compiled(SOURCE / "delta.cpp", cache_dir() / "kernels")
 
 
-# --- Finds the changes between two images of a packed buffer and undoes them: in C++, or in numpy where nothing could be compiled. Both give
-# the same bytes. `src/delta.cpp` describes gaps and planes.
+# --- Finds the changes between two images of a packed buffer and undoes them
+# In C++, or in numpy where nothing could be compiled. Both give the same bytes. `src/delta.cpp` describes gaps and planes.
 
 
 Bytes = npt.NDArray[np.uint8]

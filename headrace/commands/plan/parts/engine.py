@@ -183,7 +183,8 @@ async def work(seconds: float, factor: Callable[[], float], changed: asyncio.Eve
         seconds -= (clock() - since) / now
 
 
-# --- The forward passes of a simulated engine: how many are done, and when a given number will be.
+# --- The forward passes of a simulated engine
+# How many are done, and when a given number will be.
 #
 # Between two events the same n sequences run, so passes take `decode(n) + context · C`, where C, the tokens in their caches, grows
 # by n a pass: P passes take (decode(n) + context · C) P + context · n P² / 2 seconds, a quadratic that is solved for P.
@@ -245,7 +246,8 @@ class Passes:
         return (math.sqrt(each * each + 2 * growth * seconds) - each) / growth
 
 
-# --- The listeners of a simulated engine: they get the output of its passes, and nothing is encoded while there are none.
+# --- The listeners of a simulated engine
+# They get the output of its passes, and nothing is encoded while there are none.
 
 
 Listener = Callable[[bytes], None]

@@ -38,7 +38,8 @@ from headrace.run.choosing import settle_here
 from headrace.run.config import RunConfig
 from headrace.run.pools import Pools, open_pools
 
-# --- Measures new weights on their way: the parts of a publish, alone and beside what a run does at the same time.
+# --- Measures new weights on their way
+# The parts of a publish, alone and beside what a run does at the same time.
 
 
 class Publishing(NamedTuple):

@@ -131,7 +131,8 @@ def rank_memory(
     return RankMemory(split * each, weights + gradients if mesh.gathering > 1 else 0.0)
 
 
-# --- Ranks of a trainer that form a pipeline: the memory of each, what travels, and how long they wait (`trainer/placement/staged.py`).
+# --- Ranks of a trainer that form a pipeline
+# The memory of each, what travels, and how long they wait (`trainer/placement/staged.py`).
 #
 # p ranks have v stages each, and a step has m microbatches of N tokens, with H elements in a hidden state:
 #

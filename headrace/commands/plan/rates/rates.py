@@ -122,7 +122,8 @@ def load_rates(path: Path) -> Rates:
         ) from None
 
 
-# --- New weights on their way from the trainer to an engine: bytes and seconds, whole and as the difference from the version before.
+# --- New weights on their way from the trainer to an engine
+# Bytes and seconds, whole and as the difference from the version before.
 #
 #     whole        bytes of the weights / network
 #     difference   comparing (trainer) + its bytes / network + applying (engine)

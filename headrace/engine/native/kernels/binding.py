@@ -29,7 +29,8 @@ def built(instructions: str = "native", dtype: str = "bfloat16") -> Built:
     return compiled(SOURCE / "decoder.cpp", cache_dir() / "kernels", instructions, flags)
 
 
-# --- The C++ structs of `src/decoder.h`, field by field, and the functions of the library.
+# --- The C++ structs of `src/decoder.h`, field by field
+# The C++ structs of `src/decoder.h`, field by field, and the functions of the library.
 
 
 class Linear(Structure):

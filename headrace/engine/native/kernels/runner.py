@@ -390,7 +390,8 @@ def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, pac
     into.window, into.scale = spec.window or 0, spec.scale
 
 
-# --- The residual stream of one sequence through the kernels, to find the layer from which on a trainer computes something else.
+# --- The residual stream of one sequence through the kernels
+# The residual stream of one sequence through the kernels, to find the layer from which on a trainer computes something else.
 
 
 Parameters = Iterable[tuple[str, Tensor]]

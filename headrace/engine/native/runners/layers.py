@@ -59,7 +59,8 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-# --- Mixtures of experts: the choice of experts, and the products of each expert with the rows that chose it.
+# --- Mixtures of experts
+# The choice of experts, and the products of each expert with the rows that chose it.
 
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -182,7 +183,8 @@ def _groups(weight: torch.Tensor) -> bool:
     return aligned and torch.cuda.get_device_capability(weight.device) >= (8, 0)
 
 
-# --- LoRA adapters (Hu et al., arXiv:2106.09685) beside the base weights: several at once, never merged.
+# --- LoRA adapters (Hu et al., arXiv:2106.09685) beside the base weights
+# Several at once, never merged.
 #
 # A pass whose segments are sorted by adapter multiplies by the base weights once for all tokens; then each adapter adds its
 # low-rank product to its own rows. Tensors have the names and shapes that peft saves.

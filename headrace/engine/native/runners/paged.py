@@ -16,7 +16,8 @@ from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutp
 from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
 from headrace.native.memory import uploaded
 
-# --- Batches of a fixed size: cut into pieces of that many tokens, and padded with tokens that no sequence reads.
+# --- Batches of a fixed size
+# Cut into pieces of that many tokens, and padded with tokens that no sequence reads.
 #
 # Two need this: exactness (a matrix product that always has the same shape always adds in the same order) and CUDA graphs
 # (which replay the shapes they were captured with).
@@ -97,7 +98,8 @@ def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x if len(x) == rows else pad_tensor(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x)))
 
 
-# --- The code that the PyTorch runners share: the cache of blocks, and exactness by cutting every pass into pieces of one size.
+# --- The code that the PyTorch runners share
+# The cache of blocks, and exactness by cutting every pass into pieces of one size.
 
 
 class PagedRunner(ABC):
@@ -155,7 +157,8 @@ class PagedRunner(ABC):
         return uploaded(array, self.device)
 
 
-# --- Decoding passes as CUDA graphs: captured once for each size, then replayed without Python and without launches.
+# --- Decoding passes as CUDA graphs
+# Captured once for each size, then replayed without Python and without launches.
 #
 # A batch in which every segment is one token is filled up to the next size (`paged.fill_up`: added tokens write to a block
 # that no sequence reads), copied into buffers that never move, and replayed. Everything but the capture itself runs on a CPU,

@@ -206,7 +206,8 @@ def _make_buffers(model: Any, device: torch.device) -> None:
     model.initialize_weights()
 
 
-# --- New weights: checked by name, shape and dtype; moved to the device; neighbours fused without a copy where they touch.
+# --- New weights
+# Checked by name, shape and dtype; moved to the device; neighbours fused without a copy where they touch.
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -28,7 +28,8 @@ from headrace.engine.remote.dialect import ENDS, Heard, LabelledDialect, ServerF
 from headrace.engine.remote.server_kind import Control, ServerKind
 from headrace.models.tokenizer import end_tokens
 
-# --- Facts about an SGLang server: its arguments, which it reports in full, and its statistics.
+# --- Facts about an SGLang server
+# Its arguments, which it reports in full, and its statistics.
 
 
 def meet(url: str, info: Any) -> ServerFacts:

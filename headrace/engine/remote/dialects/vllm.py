@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
 
 
-# --- Facts about a vLLM server: its settings, which it reports in full, and its statistics.
+# --- Facts about a vLLM server
+# Its settings, which it reports in full, and its statistics.
 
 
 MEETING = 120.0
@@ -128,7 +129,8 @@ def statistics(text: str) -> EngineStats:
     )
 
 
-# --- vLLM's checksums of its weights, compared with those of the files that it was to load.
+# --- vLLM's checksums of its weights
+# vLLM's checksums of its weights, compared with those of the files that it was to load.
 #
 # `/weight_checker` (`entrypoints/rl/online/api_router.py`, vLLM 0.32) returns the SHA-256 of every parameter as it runs, under
 # `dp0:pp0:pcp0:tp0:NAME` (`v1/worker/gpu_worker.py`). One can be compared if the parameter runs as it lies in the file, or as some tensors

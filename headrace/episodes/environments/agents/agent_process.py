@@ -24,7 +24,8 @@ from headrace.processes.health.patience import within
 from headrace.processes.process_end import ending, signal_group
 from headrace.settings.secrets import OWN
 
-# --- The reward of an agent: the last line that it prints, a number or a JSON object of numbers by name.
+# --- The reward of an agent
+# The last line that it prints, a number or a JSON object of numbers by name.
 #
 # An object within it has the rewards of the role that it is named after: `{"white": {"won": 1}, "moves": 0.2}`.
 

@@ -63,7 +63,8 @@ class TrainerFacts:
         return self.groups_per_step * self.group_size
 
 
-# --- The trajectory API of Atropos, as environments use it: they register, ask how far training is, and post scored groups.
+# --- The trajectory API of Atropos, as environments use it
+# They register, ask how far training is, and post scored groups.
 #
 # The routes for trainers (`/register`, `/batch`) are not served: this run is the trainer.
 
@@ -192,8 +193,9 @@ def _unknown(found: GroupFound, count: int) -> str:
     )
 
 
-# --- The routes that environments of Atropos sample from: `/generate` (tokens in, tokens out, as atroposlib's client of vLLM asks for it),
-# OpenAI's chats and completions, and `/health`. A request with `n` is a rollout for each completion.
+# --- The routes that environments of Atropos sample from
+# `/generate` (tokens in, tokens out, as atroposlib's client of vLLM asks for it), OpenAI's chats and completions, and `/health`. A request
+# with `n` is a rollout for each completion.
 
 
 Ask = Callable[[Speaker], Coroutine[Any, Any, TreeReply]]

@@ -28,8 +28,9 @@ from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 from headrace.web.sending import decoded, read_bytes
 
-# --- Bodies of the requests of atroposlib 0.4: of its trajectory API (`atroposlib/api/server.py`), and of its client of vLLM servers
-# (`atroposlib/envs/server_handling/vllm_server.py`). Unknown fields of the trajectory API are ignored, as its own server does.
+# --- Bodies of the requests of atroposlib 0.4
+# Of its trajectory API (`atroposlib/api/server.py`), and of its client of vLLM servers (`atroposlib/envs/server_handling/vllm_server.py`).
+# Unknown fields of the trajectory API are ignored, as its own server does.
 
 
 T = TypeVar("T")

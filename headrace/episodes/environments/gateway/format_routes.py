@@ -56,7 +56,8 @@ from headrace.web.formats.responses import (
 from headrace.web.request_fields import note_ignored, offered_tools
 from headrace.web.sending import GONE, Events, json_response, read_body
 
-# --- A reply as OpenAI's clients of chats read it, whole or as a stream (https://platform.openai.com/docs/api-reference/chat).
+# --- A reply as OpenAI's clients of chats read it
+# A reply as OpenAI's clients of chats read it, whole or as a stream (https://platform.openai.com/docs/api-reference/chat).
 
 
 @dataclass(frozen=True, kw_only=True)

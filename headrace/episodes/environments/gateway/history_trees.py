@@ -28,8 +28,8 @@ from headrace.processes.health.patience import within
 from headrace.web.errors import Refused
 from headrace.web.formats.responses import StoredResponses
 
-# --- The conversations of one rollout as a tree: a client sends the whole history with every request, and the tree finds the reply that it
-# continues.
+# --- The conversations of one rollout as a tree
+# A client sends the whole history with every request, and the tree finds the reply that it continues.
 #
 # A request whose messages begin with those of an earlier turn and its reply extends that turn's sampled tokens (C5); only the messages
 # behind them are rendered. So several requests may continue one reply, at the same time too. A request that continues none, because
@@ -274,7 +274,8 @@ class TextTree:
         return {"role": "assistant", "content": self._said(done)}
 
 
-# --- One rollout as the gateway sees it: the secret that names it, its agents with their conversations, and its requests in progress.
+# --- One rollout as the gateway sees it
+# The secret that names it, its agents with their conversations, and its requests in progress.
 
 
 T = TypeVar("T")

@@ -46,8 +46,9 @@ def not_installed(kind: str, extra: str, package: str) -> ConfigError:
     )
 
 
-# --- The state of an environment that follows from its row, its seed and the replies to it: the replies. It is restored by giving it the same ones
-# again. A digest of what it said shows whether it went the same way.
+# --- The state of an environment that follows from its row
+# The state of an environment that follows from its row, its seed and the replies to it: the replies. It is restored by giving it the same
+# ones again. A digest of what it said shows whether it went the same way.
 
 
 class Replies:

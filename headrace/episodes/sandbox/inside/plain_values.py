@@ -18,7 +18,8 @@ from typing import Any
 
 from headrace.processes.frames import framed, read_frame
 
-# --- Frames of JSON over file descriptors (`processes/frames.py`). Nothing is read ahead, since another process may read the next frame.
+# --- Frames of JSON over file descriptors (`processes/frames.py`)
+# Nothing is read ahead, since another process may read the next frame.
 
 
 MOST = 16 << 20

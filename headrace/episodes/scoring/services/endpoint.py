@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 
-# --- One attempt to reach a server: a JSON body is posted, an answer comes back, or none does.
+# --- One attempt to reach a server
+# A JSON body is posted, an answer comes back, or none does.
 
 
 LARGEST = 16 << 20
@@ -217,7 +218,8 @@ def _shown(body: bytes) -> str:
     return repr(text if len(text) <= 120 else text[:117] + "...")
 
 
-# --- A service that gives rewards: the body that it is sent, and how its answer is read (docs/scoring.md).
+# --- A service that gives rewards
+# The body that it is sent, and how its answer is read (docs/scoring.md).
 
 
 class HttpService:

@@ -19,7 +19,8 @@ from headrace.episodes.scoring.parts import compared, key_of, shuffled_by
 from headrace.episodes.scoring.services.config import LABELS, JudgeConfig
 from headrace.episodes.scoring.services.endpoint import BadAnswer, Endpoint, Poster
 
-# --- The questions to a judge, and how its answers are read. The last line of the form that was asked for counts; without one there is no reward.
+# --- The questions to a judge, and how its answers are read
+# The last line of the form that was asked for counts; without one there is no reward.
 
 
 _LINE = r"(?im)^[\s*_#>`-]*{word}[\s*_`]*:[\s*_`]*{value}"

@@ -24,7 +24,8 @@ from headrace.core.protocols import Engine, Scorer
 from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored, TeacherTrace, TopLogprobs
 from headrace.facts.waits import Waits
 
-# --- Checks whether two models give the same token ids the same meaning. Nothing here reads weights.
+# --- Checks whether two models give the same token ids the same meaning
+# Nothing here reads weights.
 
 
 Vocabulary = Mapping[str, int]

@@ -30,7 +30,8 @@ import msgspec
 from headrace.durable.atomic_files import AppendFile, replace_file, sync_to_disk
 from headrace.run.hosts.bus.bus_port import LEASE, Letter, Notice, Posting
 
-# --- One queue as a value: which letters are in it, and who holds them. It knows no clock and no disk; `memory_bus.py` and `directory_bus.py` use it.
+# --- One queue as a value
+# Which letters are in it, and who holds them. It knows no clock and no disk; `memory_bus.py` and `directory_bus.py` use it.
 
 
 class Held(NamedTuple):

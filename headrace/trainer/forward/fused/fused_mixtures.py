@@ -181,7 +181,8 @@ def _mixture(
     return binding.MixtureStruct(**sizes, **given, gate=gate, up=up, y=y, gelu=stacks.gelu)
 
 
-# --- A module of a model as the kernels know it: a linear layer, alone or with one of peft's adapters; an activation.
+# --- A module of a model as the kernels know it
+# A linear layer, alone or with one of peft's adapters; an activation.
 
 
 def factors() -> torch.dtype:

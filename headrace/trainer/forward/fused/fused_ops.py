@@ -21,7 +21,8 @@ from headrace.native.memory import address, keep_freed_memory, touch, zeros
 from headrace.trainer.kernels import binding
 from headrace.trainer.packing import Segment
 
-# --- Weights as the kernels multiply by them: packed once for each of their values, or at every use.
+# --- Weights as the kernels multiply by them
+# Packed once for each of their values, or at every use.
 #
 # Contiguous CPU tensors in float32 or bfloat16.
 

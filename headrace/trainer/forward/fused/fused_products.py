@@ -266,7 +266,8 @@ class _Linears(torch.autograd.Function):
         return d_x, grads[0] if ctx.onto else None, None, None, None, None, *weights, *others
 
 
-# --- Autograd functions whose forward pass is the engine's, with its order of sums and its roundings; see `kernels/src/served.h`.
+# --- Autograd functions whose forward pass is the engine's
+# Autograd functions whose forward pass is the engine's, with its order of sums and its roundings; see `kernels/src/served.h`.
 
 
 def gated_linear(x: Tensor, gate: LinearLayer, up: LinearLayer, gelu: bool) -> Tensor:
