@@ -1,7 +1,7 @@
 """The gallery of recipes on the site: a page of cards, and a page for each folder of recipes/, made of its README and its other files.
 
 A README has a title, a paragraph, the commands, and a table with the rows `learned`, `time`, `memory` and `record`
-(`tests/interface/test_recipes.py`). `curve.svg` in the folder, where a record has one, is the picture of the card.
+(`tests/pages/test_recipes.py`). `curve.svg` in the folder, where a record has one, is the picture of the card.
 """
 
 from __future__ import annotations

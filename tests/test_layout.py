@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import graphlib
+import re
 import statistics
 import subprocess
 import sys
@@ -554,6 +555,49 @@ def small_modules(package: Path, allowed: Iterable[str]) -> Iterator[str]:
             yield f"{name} has {lines} lines and {importers[name]} importers"
 
 
+def files_named_and_absent(root: Path) -> Iterator[str]:
+    """Sources that a docstring, a comment or a page names in backticks, by the end of their path, and that are not there. Left out: paths of
+    other projects and of examples."""
+    there = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.suffix in (".py", ".h", ".cpp")]
+    pages = [
+        *root.glob("*.md"),
+        *(root / "docs").glob("*.md"),
+        *(root / "headrace").rglob("*.py"),
+        *(root / "tests").rglob("*.py"),
+    ]
+    for page in pages:
+        if page.name in ("CHANGELOG.md", "test_layout.py"):
+            continue
+        for name in sorted({*re.findall(r"`((?:\w+/)*\w+\.(?:py|h|cpp))`", page.read_text())}):
+            if not any(f"/{path}".endswith(f"/{name}") for path in there) and not name.startswith(ELSEWHERE):
+                yield f"{page.relative_to(root)} names {name}"
+
+
+ELSEWHERE = (
+    *(
+        "make_rows.py",
+        "path/to/",
+        "tidied.py",
+        "convert_hf_to_gguf.py",
+        "sitecustomize.py",
+        "torch/",
+        "atroposlib/",
+        "openenv/",
+    ),
+    *(
+        "distributed/",
+        "entrypoints/",
+        "experts/",
+        "fused_moe/",
+        "managers/",
+        "model_loader/",
+        "sampling/sampling_params.py",
+    ),
+    *("server_args.py", "utils/weight_versions.py", "v1/", "vllm/"),
+)
+"""Beginnings of files of other projects, and of examples."""
+
+
 # --- the code keeps to them --------------------------------------------------------------------------------------------
 
 
@@ -624,6 +668,10 @@ def test_a_module_offers_few_things():
 
 def test_a_module_imports_few_of_ours():
     assert list(importing_modules(PACKAGE, IMPORTS_MORE)) == []
+
+
+def test_files_that_texts_name_are_there():
+    assert list(files_named_and_absent(ROOT)) == []
 
 
 def test_every_reason_is_about_a_module_that_needs_one():

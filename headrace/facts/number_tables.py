@@ -67,7 +67,7 @@ class Growing:
 
 
 # --- Numbers by optimizer step
-# One series for each name of `sinks/scalars.py`, and what the page asks of them.
+# One series for each name of `scalars` (above), and what the page asks of them.
 
 
 STEP, MINUTES, TOKENS = "step", "minutes", "tokens"

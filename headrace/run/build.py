@@ -1,6 +1,6 @@
 """Turns settings into the parts that play and score rollouts. Only this file names the controller's concrete classes.
 
-It imports no torch. The concrete classes of the workers are named in `workers/build.py`, which runs in their processes.
+It imports no torch. The concrete classes of the workers are named in `worker/build.py`, which runs in their processes.
 """
 
 from __future__ import annotations

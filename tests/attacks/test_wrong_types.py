@@ -211,7 +211,7 @@ BODILESS |= {
     f"/api/v1/{name}"
     for name in ("client/config", "client/dynamic_config", "telemetry", "get_info", "forward_backward")
 }
-"""Routes that read no body, next to nothing of it, or protobuf (`test_wrong_tensors.py`)."""
+"""Routes that read no body, next to nothing of it, or protobuf (`test_tinker_refusals.py`)."""
 
 
 class NoTrainer:

@@ -100,7 +100,7 @@ class Terms(Struct, frozen=True):
     model: str
     """`model.path` of the run; empty for one that runs the user's code, which needs no model."""
     files: dict[str, str]
-    """The digest of every file that both must have, by name (`joining/same_model.py`) or path (`user_hosts/same_code.py`)."""
+    """The digest of every file that both must have, by name or path (both in `same_model.py`)."""
 
 
 class DoctorQuestion(Struct, frozen=True):

@@ -88,7 +88,7 @@ def _address_of_tid(libc: ctypes.PyDLL) -> int:
 
 
 # --- The process that has the workers' libraries loaded and forks workers
-# The controller's half. Its program is `workers/fork_server.py`.
+# The controller's half. Its program is `run/worker/fork_server.py`.
 #
 #     controller                                  fork server
 #     ForkServer     ── ForkRequest, files ──▶    imports the libraries once, and then clones itself for each request
