@@ -138,7 +138,8 @@ def test_a_file_system_that_does_not_answer_holds_up_nobody_else(
     async def go() -> None:
         async with asyncio.timeout(300), faked(tiny_tokenizer) as (client, _):
             body = {"lora_name": "a", "lora_path": str(tmp_path / "gone")}
-            asking = [asyncio.ensure_future(client.post("/v1/load_lora_adapter", body)) for _ in range(20)]
+            bodies = [{**body, "lora_name": f"a{number}"} for number in range(20)]
+            asking = [asyncio.ensure_future(client.post("/v1/load_lora_adapter", one)) for one in bodies]
             await asyncio.to_thread(answers, f"{client.url}/health")
             said = [(status, answer["error"]["message"]) for status, answer in await asyncio.gather(*asking)]
             assert {status for status, _ in said} == {503}
