@@ -60,7 +60,7 @@ print(json.dumps({{
     "others": refused(kind="seeds", name="thebes"),
     "drawn": [task.draw().id, task.remarks()],
     "rows": read_rows("pages", {model!r}),
-    "card": _data(config),
+    "card": _data(config.task),
 }}))
 """
 
