@@ -106,6 +106,13 @@ def _group(text: Text) -> Load:
     return Load("group", "16 prompts of about 200 tokens, 16 samples of each, 128 new tokens", asks, 256, 348)
 
 
+def _documents(text: Text, count: int, length: int) -> Load:
+    """Returns loads in which nearly all work is reading prompts: documents, conversations, agents."""
+    asks = [Ask(text.cut(length), 8) for _ in range(count)]
+    about = f"{count} prompt{'s' if count > 1 else ''} of {length:,} tokens, 8 new ones"
+    return Load(f"{count}x{length // 1000}k", about, asks, count, length + 8)
+
+
 def _ragged(text: Text) -> Load:
     """Returns log-normal completion lengths with a median of 120: like real ones, with a tail of few long ones."""
     lengths = random.Random(0)
@@ -139,6 +146,8 @@ LOADS: dict[str, Callable[[Text], Load]] = {
     "256": lambda text: _fixed(text, 256),
     "group": _group,
     "ragged": _ragged,
+    "16x2k": lambda text: _documents(text, 16, 2000),
+    "1x8k": lambda text: _documents(text, 1, 8000),
     "memory": _memory,
     "unbounded": _unbounded,
 }
