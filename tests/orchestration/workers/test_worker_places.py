@@ -43,7 +43,7 @@ places.PLACES["flock"] = Flock()
 from headrace.commands.installed.cluster_check import examine_cluster
 from headrace.core.errors import ConfigError
 from headrace.facts.telemetry import Telemetry
-from headrace.processes.joining import seated
+from headrace.processes.joining import joined
 from headrace.run.config import load_config
 from headrace.run.fleets.core_shares import nothing_to_lend
 from headrace.run.seats import check_seats, open_seats
@@ -84,7 +84,7 @@ found = {{
     "seats": asyncio.run(seats(load_config(RUN | {{"orchestration": {{"kind": "flock"}}, "engine": {{"threads": 3}}}}))),
     "room": refused(lambda: asyncio.run(seats(load_config(RUN | {{"orchestration": {{"kind": "flock", "gpus": 1}}}})))),
 }}
-seated.is_installed = lambda module: False
+joined.is_installed = lambda module: False
 found["missing"] = refused(lambda: check_seats(config.orchestration))
 print(json.dumps(found))
 """
