@@ -16,6 +16,7 @@ from headrace.core.types import Prompt
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 from headrace.facts.facts import GroupEnded, IdentityChecked
@@ -37,7 +38,7 @@ def test_an_agent_plays_a_rollout(name: str, tmp_path: Path) -> None:
     config = EnvironmentConfig(kind="process", command=command, max_turns=8, seconds=900.0)
 
     async def main() -> list[object]:
-        kind = open_agents(config, encoder, system="", sampling={}, stop=(), alone=True, log=tmp_path / "log")
+        kind = open_agents(OpenedWith(config=config, encoder=encoder, log=tmp_path / "log"))
         prompt = Prompt("p", "1 and 2?", (1,))
         try:
             return list(await roll_out(kind, prompt, [0], ask=model, decode=encoder.decode))
