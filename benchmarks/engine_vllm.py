@@ -19,7 +19,7 @@ def start(arguments: list[str]) -> Run:
         model_dir,
         dtype=dtype,
         enforce_eager=mode == "eager",
-        max_model_len=1024,
+        max_model_len=8192,
         max_num_seqs=256,
         max_num_batched_tokens=16384,
         enable_prefix_caching=True,
