@@ -20,7 +20,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import LOSSES, CorrectionConfig
 from headrace.algo.rules import RULES
 from headrace.engine.config import EngineConfig
-from headrace.engine.kinds import SERVERS
+from headrace.engine.kinds import ENGINES, SERVERS
 from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.kinds import GATEWAY_KINDS, LIBRARIES
@@ -116,10 +116,10 @@ def computed(kind: type) -> dict[str, str]:
     if kind is OrchestrationConfig:
         return {"kind": " ".join(f"{one.name}: {one.about}." for one in PLACES.values())}
     if kind is EngineConfig:
-        about = "; ".join(f"{name}: {server_kind(name).about}" for name in SERVERS)
-        return {
-            "kind": f"The engine that serves the policy. native: headrace's own, in a process on this machine; {about}."
-        }
+        every = [(name, one.about) for name, one in ENGINES.items()] + [
+            (name, server_kind(name).about) for name in SERVERS
+        ]
+        return {"kind": f"The engine that serves the policy. {'; '.join(f'{name}: {about}' for name, about in every)}."}
     if kind is EnvironmentConfig:
         about = ". ".join(f"{name}: {one.about}" for name, one in {**LIBRARIES, **GATEWAY_KINDS}.items())
         return {"kind": f"{KINDS_OF_CODE} {about}."}
