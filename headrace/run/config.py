@@ -598,7 +598,7 @@ def _problems_of_one_place(config: RunConfig) -> Iterator[str]:
         )
     if config.staleness.overdue == "cancel":
         yield 'staleness.overdue = "cancel" ends groups by the tokens that they have, ' + _ALONE.format("drop")
-    if config.environment.kind in ("gateway", "atropos"):
+    if config.environment.is_handed_out:
         yield (
             f'environment.kind = "{config.environment.kind}" hands out rollouts at one address, and every rollout host would have another; use another '
             "environment, or remove orchestration.bus"
