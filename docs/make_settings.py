@@ -20,10 +20,10 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import LOSSES, CorrectionConfig
 from headrace.algo.rules import RULES
 from headrace.engine.config import EngineConfig
-from headrace.engine.kinds import SERVERS
+from headrace.engine.kinds import ENGINES, SERVERS
 from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig
-from headrace.episodes.environments.kinds import GATEWAY_KINDS
+from headrace.episodes.environments.kinds import GATEWAY_KINDS, LIBRARIES
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.task_kinds import TASK_KINDS
 from headrace.processes.orchestration_config import OrchestrationConfig
@@ -34,9 +34,7 @@ from headrace.weight_sync.transport import TRANSPORTS
 
 KINDS_OF_CODE = """\
 The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the prompt. The others are environments
-of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym: the problems of that task, with further attempts after a
-wrong answer. gym: an environment with the methods that skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a
-server."""
+of other libraries, with rewards of their own (docs/libraries.md)."""
 
 KINDS_OF_TASKS = """\
 The source of prompts: endless procedural problems, or rows of a file: JSON (an object a line, or one array of objects), CSV (with the
@@ -118,12 +116,12 @@ def computed(kind: type) -> dict[str, str]:
     if kind is OrchestrationConfig:
         return {"kind": " ".join(f"{one.name}: {one.about}." for one in PLACES.values())}
     if kind is EngineConfig:
-        about = "; ".join(f"{name}: {server_kind(name).about}" for name in SERVERS)
-        return {
-            "kind": f"The engine that serves the policy. native: headrace's own, in a process on this machine; {about}."
-        }
+        every = [(name, one.about) for name, one in ENGINES.items()] + [
+            (name, server_kind(name).about) for name in SERVERS
+        ]
+        return {"kind": f"The engine that serves the policy. {'; '.join(f'{name}: {about}' for name, about in every)}."}
     if kind is EnvironmentConfig:
-        about = ". ".join(f"{name}: {one.about}" for name, one in GATEWAY_KINDS.items())
+        about = ". ".join(f"{name}: {one.about}" for name, one in {**LIBRARIES, **GATEWAY_KINDS}.items())
         return {"kind": f"{KINDS_OF_CODE} {about}."}
     return constants() if kind is AlgoConfig else {}
 

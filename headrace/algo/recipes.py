@@ -42,7 +42,7 @@ class Correction:
     low: float = 0.0
     high: float = 2.0
     rules: tuple[Rule, ...] = ()
-    """The rules, in the order of `rules.table.RULES`."""
+    """The rules, in the order of `rules.RULES`."""
 
 
 @settings_dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.core.protocols import EngineCore
 
-ENGINES = {
-    "native": "headrace.engine.native.core:NativeEngine",
-}
-"""A class of protocol `EngineCore` that is made of a model's directory, an `EngineConfig`, and whether it begins asleep. By name,
-because only the process that serves it imports it."""
 
+@dataclass(frozen=True)
+class CoreKind:
+    """Facts about an engine in a worker's process."""
+
+    opens: str
+    """Place of a class of protocol `EngineCore` that is made of a model's directory, an `EngineConfig`, and whether it begins asleep. By name,
+    because only the process that serves it imports it."""
+    about: str
+    """Half a sentence that says what it is, for the page of settings."""
+
+
+ENGINES = {
+    "native": CoreKind("headrace.engine.native.core:NativeEngine", "headrace's own, in a process on this machine"),
+}
+"""Engines in a worker's process."""
 
 SERVERS = {
     "headrace": "headrace.engine.remote.dialects.headrace:SERVER",
@@ -29,6 +40,6 @@ OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe"
 
 
 def core_class(kind: str) -> Callable[[Path, Any, bool], EngineCore]:
-    module, _, name = ENGINES[kind].partition(":")
+    module, _, name = ENGINES[kind].opens.partition(":")
     found: Callable[[Path, Any, bool], EngineCore] = getattr(importlib.import_module(module), name)
     return found

@@ -22,6 +22,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
 from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig, chat_problems, turn_problems
+from headrace.episodes.environments.kinds import LIBRARIES
 from headrace.episodes.rollout import RolloutConfig, fork_problems
 from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
@@ -549,8 +550,9 @@ def _user_code_problems(config: RunConfig) -> Iterator[str]:
                 "their own rewards); set reward.function, or remove orchestration.scorers"
             )
     if place.environments and (environment.asks_gateway or not environment.in_processes):
+        *others, last = LIBRARIES
         yield (
-            "orchestration.environments play environment.function, or the environments of reasoning_gym, gym, textarena and openenv, and this run has "
+            f"orchestration.environments play environment.function, or the environments of {', '.join(others)} and {last}, and this run has "
             f"{environment.setting}; remove orchestration.environments"
         )
 
@@ -596,7 +598,7 @@ def _problems_of_one_place(config: RunConfig) -> Iterator[str]:
         )
     if config.staleness.overdue == "cancel":
         yield 'staleness.overdue = "cancel" ends groups by the tokens that they have, ' + _ALONE.format("drop")
-    if config.environment.kind in ("gateway", "atropos"):
+    if config.environment.is_handed_out:
         yield (
             f'environment.kind = "{config.environment.kind}" hands out rollouts at one address, and every rollout host would have another; use another '
             "environment, or remove orchestration.bus"

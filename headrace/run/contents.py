@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from headrace.episodes.scoring.config import ENDPOINTS
 from headrace.run.config import RunConfig
 from headrace.run.resume_rules import rule_of, settings_of
 
@@ -24,7 +25,7 @@ def contents_of(config: RunConfig) -> dict[str, str]:
     """A digest for each setting that names files which are there, unless it may change freely."""
     found = {}
     for name, value in settings_of(config):
-        paths = [] if rule_of(name).is_free or name in ("reward.services", "reward.judges") else sorted(_paths(value))
+        paths = [] if rule_of(name).is_free or name.removeprefix("reward.") in ENDPOINTS else sorted(_paths(value))
         if paths:
             digest = xxhash.xxh3_128()
             for path in paths:

@@ -8,6 +8,7 @@ one of their tokens or rewards means has a row here, so that nothing is trained 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.config import ENDPOINTS
 from headrace.loop.checkpoints import ChangedSettings
 from headrace.loop.staleness import StalenessConfig, still_bounded
 from headrace.run.config import RunConfig
@@ -69,6 +71,10 @@ def _functions(config: RunConfig) -> Any:
     only = len(reward.specs) == 1 and reward.specs[0].from_python and reward.specs[0].weight == 1.0
     specs = [] if only else [dataclasses.asdict(one) for one in reward.specs]
     return {"functions": specs, "extract_truncated": reward.extract_truncated}
+
+
+def _marks(endpoints: str, config: RunConfig) -> Any:
+    return [one.mark for one in getattr(config.reward, endpoints)]
 
 
 def _punishment(config: RunConfig) -> Any:
@@ -128,19 +134,15 @@ RULES = (
         "dropped",
         value=_functions,
     ),
-    CarryRule(
-        "reward.services",
-        "set aside",
-        "dropped",
-        why="without how they are reached",
-        value=lambda c: [one.mark for one in c.reward.services],
-    ),
-    CarryRule(
-        "reward.judges",
-        "set aside",
-        "dropped",
-        why="without how they are reached",
-        value=lambda c: [one.mark for one in c.reward.judges],
+    *(
+        CarryRule(
+            f"reward.{name}",
+            "set aside",
+            "dropped",
+            why="without how they are reached",
+            value=functools.partial(_marks, name),
+        )
+        for name in ENDPOINTS
     ),
     CarryRule(
         "reward.soft_overlong_punishment.*", "set aside", "dropped", why="with rollout.max_tokens", value=_punishment

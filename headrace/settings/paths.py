@@ -59,10 +59,8 @@ def _reward_paths(reward: Tree, base: Path) -> Tree:
         resolved["function"] = _function_path(reward["function"], base)
     if isinstance(reward.get("functions"), list):
         resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
-    for scorers in ("services", "judges"):
-        if reward.get(scorers) is not None:
-            resolved[scorers] = _each(reward[scorers], lambda one: _token_path(one, base))
-    return resolved
+    scorers = {name: value for name, value in reward.items() if name not in ("function", "functions")}
+    return resolved | {name: _each(value, lambda one: _token_path(one, base)) for name, value in scorers.items()}
 
 
 def _token_path(scorer: Any, base: Path) -> Any:

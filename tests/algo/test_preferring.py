@@ -13,6 +13,7 @@ import torch
 import transformers
 from msgspec.structs import replace
 
+from headrace.algo import recipes
 from headrace.algo.config import AlgoConfig
 from headrace.algo.policy.pairs import DPO, IdentityPreference, PairLoss, SimPO
 from headrace.algo.training_rows import algorithm_of
@@ -44,7 +45,10 @@ def by_formula(loss: PairLoss, chosen: Array, rejected: Array, ref_chosen: Array
 
 LOSSES = [DPO(pair_beta=0.3), IdentityPreference(pair_beta=0.2), SimPO(pair_beta=2.5, pair_margin=0.7)]
 LENGTHS = (3, 1, 4, 2, 5)
-PAIRS = ((0, 1), (0, 3), (2, 4), (4, 1))
+
+
+def test_every_loss_of_pairs_has_a_formula() -> None:
+    assert {loss.name for loss in LOSSES} == {name for name, loss in recipes.LOSSES.items() if loss.pairs}
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)

@@ -15,6 +15,7 @@ import textarena
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.kinds import ENVIRONMENTS, LIBRARIES
 from headrace.episodes.environments.libraries.attempts import open_reasoning_gym
 from headrace.episodes.environments.libraries.games import Game, open_textarena
 from headrace.episodes.environments.libraries.gym import open_gym
@@ -361,7 +362,7 @@ def test_prompts_without_a_question_need_an_environment_that_asks() -> None:
         ({"kind": "gym", "function": "a.py:f"}, "are both set; keep one of them"),
         ({"function": "a.py:f", "name": "gsm8k"}, "environment.name belongs to an environment of another library"),
         ({"options": {"a": 1}}, "environment.options belongs to environment.function, or to an environment"),
-        ({"kind": "gim"}, "is not one of the environments: single_turn, reasoning_gym, gym, openenv, textarena"),
+        ({"kind": "gim"}, f"is not one of the environments: {', '.join((*ENVIRONMENTS, *LIBRARIES))}"),
     ],
 )
 def test_settings_that_have_no_meaning_are_refused(environment: dict[str, Any], words: str) -> None:

@@ -178,7 +178,7 @@ def open_function(
 def function_settings(config: EnvironmentConfig, sandbox: SandboxSettings) -> FunctionSettings:
     """The settings of processes that play `environment.function` or a library."""
     return FunctionSettings(
-        spec=config.function or LIBRARIES[config.kind],
+        spec=config.function or LIBRARIES[config.kind].opens,
         what=f"environment.function = {config.function}" if config.function else config.setting,
         library=None if config.function else LibrarySettings(config.name, dict(config.options), config.max_turns),
         seconds=config.seconds,

@@ -14,14 +14,33 @@ ENVIRONMENTS = {
 """Places of `protocols.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
 that it needs."""
 
+
+@dataclass(frozen=True)
+class LibraryKind:
+    """Facts about environments of another library."""
+
+    opens: str
+    """Place of a function that opens one. It is called in the processes of environments only (`workers/loading.py`), because what it imports
+    may crash or hang."""
+    about: str
+    """Half a sentence that says what they are, for the page of settings."""
+
+
 LIBRARIES = {
-    "reasoning_gym": "headrace.episodes.environments.libraries.attempts:open_reasoning_gym",
-    "gym": "headrace.episodes.environments.libraries.gym:open_gym",
-    "openenv": "headrace.episodes.environments.libraries.openenv:open_openenv",
-    "textarena": "headrace.episodes.environments.libraries.games:open_textarena",
+    "reasoning_gym": LibraryKind(
+        "headrace.episodes.environments.libraries.attempts:open_reasoning_gym",
+        "the problems of that task, with further attempts after a wrong answer",
+    ),
+    "gym": LibraryKind(
+        "headrace.episodes.environments.libraries.gym:open_gym",
+        "an environment with the methods that skyrl-gym's have",
+    ),
+    "openenv": LibraryKind(
+        "headrace.episodes.environments.libraries.openenv:open_openenv", "an environment behind a server"
+    ),
+    "textarena": LibraryKind("headrace.episodes.environments.libraries.games:open_textarena", "a game for one player"),
 }
-"""Places of functions that open environments of other libraries, by name. They are called in the processes of environments only
-(`workers/loading.py`), because what they import may crash or hang."""
+"""Environments of other libraries."""
 
 ADDRESS_FILE = "gateway.url"
 """The file among a run's logs that has the address where agents elsewhere take rollouts. Only the user who started the run can read it."""

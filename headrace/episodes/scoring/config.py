@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -96,6 +96,10 @@ class OverlongConfig:
     proportion."""
 
 
+ENDPOINTS = ("services", "judges")
+"""The settings of `RewardConfig` that are lists of scorers over HTTP, each an `EndpointConfig`."""
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardConfig:
     function: str = ""
@@ -146,7 +150,7 @@ class RewardConfig:
     @property
     def endpoints(self) -> tuple[EndpointConfig, ...]:
         """The services and judges."""
-        return (*self.services, *self.judges)
+        return tuple(one for name in ENDPOINTS for one in getattr(self, name))
 
     def _names(self) -> list[str]:
         return [*distinct([spec.name for spec in self.specs]), *(one.name for one in self.endpoints)]
@@ -180,14 +184,15 @@ class RewardConfig:
     @property
     def for_trial(self) -> RewardConfig:
         """The same with one more attempt at most: who tries a reward before a run waits for an answer."""
-        services = tuple(replace(one, retries=min(one.retries, 1)) for one in self.services)
-        judges = tuple(replace(one, retries=min(one.retries, 1)) for one in self.judges)
-        return replace(self, services=services, judges=judges)
+        once: dict[str, Any] = {
+            name: tuple(replace(one, retries=min(one.retries, 1)) for one in getattr(self, name)) for name in ENDPOINTS
+        }
+        return replace(self, **once)
 
     @property
     def extracts(self) -> set[str]:
         """The kinds of extraction that must find something in a right answer."""
-        return {one.extract for one in self._called} | {one.extract for one in self.judges}
+        return {getattr(one, "extract", "") for one in (*self.specs, *self.endpoints)}
 
     @property
     def from_python(self) -> tuple[RewardSpec, ...]:
