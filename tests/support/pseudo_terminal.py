@@ -53,11 +53,13 @@ def in_terminal(
 
 
 def obeyed(sent: str, live: bool = False) -> list[str]:
-    """What the terminal would obey, but for line ends and colours of ours. `live`: a view that moves the cursor may do so."""
+    """What the terminal would obey, with what stands around it, but for line ends and colours of ours. `live`: a view that moves the cursor
+    may do so."""
     own = r"\r\n|\x1b\[[0-9;]*m|\r(?:headrace: \d+ s, [^\r\n\x1b]*)?\x1b\[K"  # the last: the line of a start
     own += r"|\r|\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A" if live else ""
     wrong = re.findall(r"\x1b\[38;5;213m", sent)
-    return wrong + [repr(one) for one in re.sub(own, "", sent) if is_unsafe(one)]
+    left = re.sub(own, "", sent)
+    return wrong + [repr(left[max(0, i - 60) : i + 20]) for i, one in enumerate(left) if is_unsafe(one)]
 
 
 def is_unsafe(character: str) -> bool:
