@@ -92,7 +92,7 @@ class HostList:
                 continue
             try:
                 entry = msgspec.msgpack.decode(body, type=HostEntry)
-            except msgspec.MsgspecError:  # of another version, which finds that out itself
+            except ValueError:  # of another version, which finds that out itself
                 continue
             if entry.session != self._session:
                 continue
@@ -297,7 +297,7 @@ class BusDesk:
         asked = self._asked.get(letter.key)
         try:
             reply = msgspec.msgpack.decode(letter.body, type=ErrandReply)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # msgspec's own errors, and text that is not UTF-8
             self._telemetry.warn(f"an answer on the bus cannot be read ({error}); it is thrown away")
             self._to_settle.append(letter.id)
             return
