@@ -126,6 +126,7 @@ def _on_bus(
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         terms = terms_of(config.model.path, model_dir)
+        contents = await asyncio.to_thread(contents_of, config)
         notice = RunNotice(
             session="",
             version=__version__,
@@ -136,7 +137,8 @@ def _on_bus(
             transport=transport,
             adapters=adapters,
             adapter=adapter,
-            mark=mark_of(meaning(config, await asyncio.to_thread(contents_of, config))),
+            mark=mark_of(meaning(config, contents)),
+            contents=contents,
         )
         await engine.open(notice)
 
