@@ -15,6 +15,7 @@ from headrace.run.contents import contents_of
 from headrace.run.hosts.bus.open_bus import open_bus
 from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.rollout_hosting import own_config
+from headrace.run.starting import name_on_bus
 from headrace.settings.extras import install
 from headrace.version import __version__
 from headrace.weight_sync.config import way_of
@@ -79,6 +80,17 @@ def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
         load_config(
             tiny_config(tmp_path, tmp_path, orchestration={"bus": f"jsonl:{tmp_path}"}, weight_sync={"kind": kind})
         )
+
+
+def test_a_copy_of_a_run_has_another_name_on_the_bus(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    name = name_on_bus(run, "r")
+    assert name_on_bus(run, "r") == name and name.startswith("r-")
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    assert name_on_bus(copy, "r") != name
+    assert name_on_bus(copy, "r") == name_on_bus(copy, "r")
+    assert name_on_bus(run.rename(tmp_path / "moved"), "r") == name
 
 
 def noticed(place: Path) -> RunNotice:
