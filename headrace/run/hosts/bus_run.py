@@ -42,6 +42,7 @@ from headrace.run.hosts.bus_messages import (
     GroupSizes,
     HeldOutErrand,
     HostEntry,
+    RequestErrand,
     SuspectsNotice,
 )
 
@@ -313,7 +314,13 @@ class BusDesk:
 
     def _take(self, key: str, asked: _Asked, reply: ErrandReply) -> None:
         versions = list(_versions(reply))
-        if reply.group and reply.mark != self.mark:
+        if (reply.group is None) != isinstance(asked.errand, RequestErrand):
+            self._telemetry.warn(
+                f"{reply.who} answered errand {key} with something else than was asked for; the answer is thrown away, and the errand posted again"
+            )
+            self.forget(key)
+            asked.posted = True  # the audit finds it missing
+        elif reply.group and reply.mark != self.mark:
             self._telemetry.warn(
                 f"{reply.who} answered errand {key} under settings that have changed since; the answer is thrown away, and the errand posted again"
             )
