@@ -80,6 +80,8 @@ class HostList:
         self._gone, self._there = EngineStats(), EngineStats()
         """The totals of hosts that are no longer there, and of those that are."""
         self._versions = Counter[int]()
+        self._read_at = 0.0
+        """The time at which entries were last read."""
         self._sample_due, self._sampled = 0.0, -1
         self._changes = 0
         """Number of times that a host has come, gone, or loaded its first weights."""
@@ -87,9 +89,14 @@ class HostList:
     def read(self, signed: Mapping[str, bytes], now: float) -> tuple[list[str], bool]:
         """Takes the entries that are signed now. Returns the hosts that have come, and whether any has come or serves another version."""
         came, moved = list[str](), False
+        away, self._read_at = now - self._read_at, now
         for who, body in signed.items():
             known = self.hosts.get(who)
             if known and known.body == body:
+                if (
+                    away > SILENT / 2
+                ):  # this process or its bus was stopped: nobody could be heard, and perhaps nobody could sign
+                    known.heard += away
                 continue
             try:
                 entry = msgspec.msgpack.decode(body, type=HostEntry)
