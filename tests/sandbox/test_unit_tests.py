@@ -91,7 +91,7 @@ SOLVES_NOTHING = {
     ),
     "an answer without an end": ("import os\nos.write(3, b'\\x00\\x10\\x00\\x00x')\nimport time; time.sleep(1000)", "time"),
     "answers are not sent": (
-        "import sys\nfor name, module in list(sys.modules.items()):\n    if name.endswith('json_frames'): module.send = lambda *_: None\ndef add(a, b): return 0",
+        "import sys\nfor name, module in list(sys.modules.items()):\n    if name.endswith('plain_values'): module.send = lambda *_: None\ndef add(a, b): return 0",
         "time",
     ),
     "AssertionError is raised": ("def add(a, b): raise AssertionError", "failed"),
