@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import say
@@ -24,10 +25,12 @@ from headrace.processes.joining.greeting import Terms
 from headrace.processes.joining.same_model import agree
 from headrace.run.build import open_players, open_telemetry, plan_of
 from headrace.run.config import RunConfig, read_config
+from headrace.run.contents import contents_of
 from headrace.run.hosts.bus.open_bus import open_bus, runs_on
 from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
 from headrace.run.needs import check_needs
+from headrace.run.resume_rules import meaning, settings_of
 from headrace.run.session import run_clock
 from headrace.run.starting import start_engine
 from headrace.run.worker.build import open_launcher
@@ -112,7 +115,7 @@ def _is_called(name: str, wanted: str) -> bool:
 
 async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostParts:
     """Raises ConfigError if this machine cannot serve the run."""
-    config = own_config(notice, hosting.sets)
+    config = await asyncio.to_thread(own_config, notice, hosting.sets)
     agreed = await asyncio.to_thread(agree, Terms(notice.model, notice.files), hosting.model)
     if agreed.unable:
         raise ConfigError(agreed.unable)
@@ -161,11 +164,44 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
 
 
 def own_config(notice: RunNotice, sets: Sequence[str]) -> RunConfig:
-    """The run's config on this machine: with an engine of its own. What the run measured on its own machine about threads is left out."""
+    """The run's config on this machine: with an engine of its own. What the run measured on its own machine about threads is left out.
+
+    Raises ConfigError where this host would sample or score otherwise than the run says: its answers count as the run's own."""
     tree = {**notice.config, "orchestration": {}}
     if "engine.threads" in tree.get("chosen", {}).get("wishes", {}):
         tree["engine"] = {**tree["engine"], "threads": 0}
-    return read_config(tree, sets)
+    config = read_config(tree, sets)
+    ours, theirs = _decisive(config), _decisive(read_config(tree))
+    if differ := sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
+        raise ConfigError(
+            f"a host cannot change {', '.join(' '.join(differ).split())}: answers of all hosts are trained as those of one run. Remove it from --set, or change "
+            "the run's own settings and resume it"
+        )
+    used = [name for name in notice.contents if name.startswith(("reward.", "environment."))]
+    here = contents_of(config)
+    if differ := [name for name in used if here.get(name) != notice.contents[name]]:
+        raise ConfigError(
+            f"the files of {', '.join(differ)} are not the run's: they differ, or are not on this machine. Copy those of the run's machine to "
+            "the same paths, or name theirs with --set"
+        )
+    return config
+
+
+def _decisive(config: RunConfig) -> dict[str, Any]:
+    """The settings that decide what is trained or measured, by name. Of paths only the last part counts: files may lie elsewhere here."""
+    held_out = {name: value for name, value in settings_of(config) if name.startswith("eval.")}
+    return {name: _without_folders(value) for name, value in {**meaning(config), **held_out}.items()}
+
+
+def _without_folders(value: Any) -> Any:
+    match value:
+        case str() if value.startswith("/"):
+            return value.rpartition("/")[2]
+        case list() | tuple():
+            return [_without_folders(one) for one in value]
+        case dict():
+            return {name: _without_folders(one) for name, one in value.items()}
+    return value
 
 
 class _Stderr:

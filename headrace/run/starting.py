@@ -126,6 +126,7 @@ def _on_bus(
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         terms = terms_of(config.model.path, model_dir)
+        contents = await asyncio.to_thread(contents_of, config)
         notice = RunNotice(
             session="",
             version=__version__,
@@ -136,7 +137,8 @@ def _on_bus(
             transport=transport,
             adapters=adapters,
             adapter=adapter,
-            mark=mark_of(meaning(config, await asyncio.to_thread(contents_of, config))),
+            mark=mark_of(meaning(config, contents)),
+            contents=contents,
         )
         await engine.open(notice)
 
@@ -144,11 +146,14 @@ def _on_bus(
 
 
 def name_on_bus(run_dir: Path, name: str) -> str:
-    """The name of a run on its bus: its own, and digits that no other run has. A resumed run has the same."""
-    path = run_dir / "bus_name"
-    if not path.is_file():
-        replace_file(path, f"{name}-{secrets.token_hex(4)}".encode())
-    return path.read_text()
+    """The name of a run on its bus: its own, and digits that no other run has. A resumed run has the same, and so has one whose directory was
+    moved. A copy of the directory is another run: its tickets have the same numbers, and answers to one must not be trained by the other."""
+    path, directory = run_dir / "bus_name", str(run_dir.stat().st_ino)
+    written = path.read_text().split() if path.is_file() else []
+    if written[1:] != [directory]:
+        written = [f"{name}-{secrets.token_hex(4)}", directory]
+        replace_file(path, "\n".join(written).encode())
+    return written[0]
 
 
 def _process(

@@ -365,6 +365,15 @@ def test_time_has_a_limit(code):
     own.close()
 
 
+def test_output_below_its_limit_is_a_result_whatever_its_bytes_are():
+    """JSON writes a control character as six bytes."""
+    own = Sandbox(LIMITS._replace(output=(2 << 20) + 100))
+    code = "for one in (1, 2): os.write(one, b'\\x01' * (2 << 20))"
+    result = own.run(program(code))
+    assert (result.reason, result.out, result.err) == ("", "\x01" * (2 << 20), "\x01" * (2 << 20)), result.detail
+    own.close()
+
+
 def test_files_together_have_a_limit(sandbox):
     code = "for n in range(4): open(str(n), 'wb').write(bytes(400_000))\ntime.sleep(1000)"
     result = sandbox.run(program(code))

@@ -111,7 +111,7 @@ class _Process:
     """A process that makes one call at a time (`zygote.py`)."""
 
     def __init__(self, limits: SandboxLimits, in_memory: bool) -> None:
-        self._directory = OwnedDirectory("sandbox")
+        self._directory, self._most = OwnedDirectory("sandbox"), limits.report
         where = [self._directory.path, "memory" if in_memory else "disk"]
         command = [sys.executable, *_ZYGOTE, json.dumps(limits), *where]
         pipe = subprocess.PIPE
@@ -133,7 +133,7 @@ class _Process:
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         try:
-            report: dict[str, Any] = plain_values.receive(self._process.stdout.fileno())
+            report: dict[str, Any] = plain_values.receive(self._process.stdout.fileno(), self._most)
         except (OSError, ValueError):
             self.end()
             raise SandboxLost(f"the process that makes calls ended with exit code {self._process.returncode}") from None

@@ -20,6 +20,11 @@ class SandboxLimits(NamedTuple):
     output: int
     """Bytes of standard output, and as many of standard error."""
 
+    @property
+    def report(self) -> int:
+        """Bytes of JSON that a report may take: both outputs, of which each byte may be a control character (`\\u0001`), and a verdict."""
+        return 12 * self.output + (1 << 20)
+
 
 class SandboxSettings(NamedTuple):
     """The settings of a worker process, as they stand on its command line."""

@@ -138,7 +138,8 @@ def main(arguments: list[str]) -> NoReturn:
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
     )  # sent to all processes of a job, it would fail a solution that is right
-    zygote = Zygote(SandboxLimits(*json.loads(arguments[0])), arguments[1], in_memory=arguments[2] == "memory")
+    limits = SandboxLimits(*json.loads(arguments[0]))
+    zygote = Zygote(limits, arguments[1], in_memory=arguments[2] == "memory")
     for name in USUAL:
         importlib.import_module(name)
     ours = os.environ.pop("PYTHONPATH", "")
@@ -149,11 +150,11 @@ def main(arguments: list[str]) -> NoReturn:
         while True:
             match receive(_ORDERS):
                 case {"program": code, "stdin": stdin}:
-                    send(_REPORTS, zygote.program(code, stdin))
+                    send(_REPORTS, zygote.program(code, stdin), limits.report)
                 case {"test": code, "entry_point": entry_point}:
-                    send(_REPORTS, zygote.test(code, entry_point))
+                    send(_REPORTS, zygote.test(code, entry_point), limits.report)
                 case {"together": code, "entry_point": entry_point}:
-                    send(_REPORTS, zygote.together(code, entry_point))
+                    send(_REPORTS, zygote.together(code, entry_point), limits.report)
     shutil.rmtree(arguments[1], ignore_errors=True)
     os._exit(0)
 

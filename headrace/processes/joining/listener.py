@@ -192,7 +192,7 @@ class Listener:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, guest: Guest) -> None:
         try:
             await self._seat(reader, writer, guest)
-        except (TurnedAway, TimeoutError, OSError, HeadraceError, msgspec.MsgspecError) as error:
+        except (OSError, HeadraceError, ValueError) as error:  # ValueError: no msgpack, or text that is not UTF-8
             await self._turn_away(writer, error)
         except asyncio.CancelledError:  # by `close`, or for another connection
             writer.close()

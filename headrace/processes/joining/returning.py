@@ -53,11 +53,17 @@ class Outbox:
         return pieces
 
     def acknowledge(self, received: int) -> None:
-        """The other end has received so many bytes in all. Raises HeadraceError if it cannot have."""
-        while self._acknowledged < received and self._pieces:
-            self._acknowledged += len(self._pieces.popleft())
-        if self._acknowledged != received:
-            raise HeadraceError(f"{received} bytes are said to be received, and {self._acknowledged} were sent")
+        """The other end has received so many bytes in all. Raises HeadraceError if it cannot have, and forgets nothing then."""
+        known, pieces = self._acknowledged, 0
+        for piece in self._pieces:
+            if known >= received:
+                break
+            known, pieces = known + len(piece), pieces + 1
+        if known != received:
+            raise HeadraceError(f"{received} bytes are said to be received, and {known} were sent")
+        for _ in range(pieces):
+            self._pieces.popleft()
+        self._acknowledged = known
 
     def rest(self) -> Iterator[bytes]:
         """Returns the pieces that the other end has not received, in order."""

@@ -105,6 +105,8 @@ class RunNotice(Struct, frozen=True):
     adapter: str = ""
     mark: str = ""
     """The mark of the settings that decide what tokens and rewards mean (`resume_rules.mark_of`)."""
+    contents: dict[str, str] = {}
+    """The digests of the files that settings name (`run/contents.py`)."""
 
 
 class WeightsNotice(Struct, frozen=True):

@@ -42,6 +42,7 @@ from headrace.run.hosts.bus_messages import (
     GroupSizes,
     HeldOutErrand,
     HostEntry,
+    RequestErrand,
     SuspectsNotice,
 )
 
@@ -79,6 +80,8 @@ class HostList:
         self._gone, self._there = EngineStats(), EngineStats()
         """The totals of hosts that are no longer there, and of those that are."""
         self._versions = Counter[int]()
+        self._read_at = 0.0
+        """The time at which entries were last read."""
         self._sample_due, self._sampled = 0.0, -1
         self._changes = 0
         """Number of times that a host has come, gone, or loaded its first weights."""
@@ -86,13 +89,18 @@ class HostList:
     def read(self, signed: Mapping[str, bytes], now: float) -> tuple[list[str], bool]:
         """Takes the entries that are signed now. Returns the hosts that have come, and whether any has come or serves another version."""
         came, moved = list[str](), False
+        away, self._read_at = now - self._read_at, now
         for who, body in signed.items():
             known = self.hosts.get(who)
             if known and known.body == body:
+                if (
+                    away > SILENT / 2
+                ):  # this process or its bus was stopped: nobody could be heard, and perhaps nobody could sign
+                    known.heard += away
                 continue
             try:
                 entry = msgspec.msgpack.decode(body, type=HostEntry)
-            except msgspec.MsgspecError:  # of another version, which finds that out itself
+            except ValueError:  # of another version, which finds that out itself
                 continue
             if entry.session != self._session:
                 continue
@@ -297,7 +305,7 @@ class BusDesk:
         asked = self._asked.get(letter.key)
         try:
             reply = msgspec.msgpack.decode(letter.body, type=ErrandReply)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # msgspec's own errors, and text that is not UTF-8
             self._telemetry.warn(f"an answer on the bus cannot be read ({error}); it is thrown away")
             self._to_settle.append(letter.id)
             return
@@ -313,7 +321,13 @@ class BusDesk:
 
     def _take(self, key: str, asked: _Asked, reply: ErrandReply) -> None:
         versions = list(_versions(reply))
-        if reply.group and reply.mark != self.mark:
+        if (reply.group is None) != isinstance(asked.errand, RequestErrand):
+            self._telemetry.warn(
+                f"{reply.who} answered errand {key} with something else than was asked for; the answer is thrown away, and the errand posted again"
+            )
+            self.forget(key)
+            asked.posted = True  # the audit finds it missing
+        elif reply.group and reply.mark != self.mark:
             self._telemetry.warn(
                 f"{reply.who} answered errand {key} under settings that have changed since; the answer is thrown away, and the errand posted again"
             )

@@ -404,6 +404,6 @@ def _read(body: bytes, kind: Any, what: str, say: Callable[[str], None]) -> Any:
     what one host cannot read no other one can: it must not end them all."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # msgspec's own errors, and text that is not UTF-8
         say(f"{what} on the bus cannot be read ({error}); it is left out")
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.facts.number_tables import MINUTES, STEP, TOKENS
+from headrace.facts.records import METRICS
 from headrace.facts.rollout_view import Pieces
 from headrace.facts.verdicts import advices
 from headrace.views.board.board_parts import Steps, part
@@ -90,6 +91,10 @@ class RunsBoard:
 
     def _find(self, name: str) -> FollowedRun | None:
         with self._lock:
+            opened = self._opened.get(name)
+            if opened and not (opened.run_dir / METRICS).is_file():  # it was deleted: its last numbers are nobody's
+                del self._opened[name]
+                self._browsers.pop(name, None)
             if name not in self._opened:
                 path = self._list.places().get(name)
                 if path is None:

@@ -11,7 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,26 @@ def test_an_agent_that_vanishes_is_a_failure_of_its_own_rollout(tmp_path: Path) 
     for found in handed_out(tmp_path, case, 2, seconds=3.0):
         assert isinstance(found, Failure) and found.reason == "environment_timeout"
         assert "has not ended it after 3 s between its turns" in found.detail
+
+
+def test_an_end_that_arrives_when_the_rollout_is_over_is_not_confirmed(tmp_path: Path) -> None:
+    """Its first byte comes before the rollout is given up, and its last one after."""
+
+    async def case(service: Service) -> None:
+        lease = await service.take()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"reward"'
+            while (await service.post(lease["end"], {"reward": [1]}))[0] != 401:  # 400 as long as it is awaited
+                await asyncio.sleep(0.05)
+            yield b": 1.0}"
+
+        headers = {"Content-Type": "application/json"}
+        async with aiohttp.ClientSession() as slow, slow.post(lease["end"], data=slowly(), headers=headers) as answer:
+            assert (answer.status, "the rollout is over" in await answer.text()) == (409, True)
+
+    (found,) = handed_out(tmp_path, case, seconds=1.0)
+    assert isinstance(found, Failure) and found.reason == "environment_timeout"
 
 
 def test_an_end_without_a_turn_is_a_failure(tmp_path: Path) -> None:

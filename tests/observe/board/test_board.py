@@ -23,6 +23,7 @@ from headrace.facts.index_file import DIGEST, INDEX, IndexReader, NumbersIndex
 from headrace.facts.number_tables import GroupTable, Numbers, StepColumns, Wanted, merged, trailing_mean
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
+from headrace.views.board.board_parts import PARTS
 from headrace.views.board.board_routes import FILES, _changes, make_board_app
 from headrace.views.board.followed_run import FollowedRun, RunList
 from headrace.views.board.runs_board import RunsBoard
@@ -268,6 +269,23 @@ def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
     assert [(one.name, one.life, one.steps) for one in RunList(tmp_path, lambda path: True).lines()] == [
         ("torn", "starting", 0)
     ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*(f"part?part={one}" for one in PARTS), "lanes?", "rollouts?", "differences?", "csv?metric=loss", "curves?metric=loss", "metrics?"],
+)  # fmt: skip
+def test_a_run_that_was_deleted_is_not_shown_and_its_name_may_be_given_again(path: str, tmp_path: Path):
+    for number, name in enumerate(("one", "other")):
+        write_run(tmp_path / name, seed=number, config=f"[train]\nlr = {number + 1}e-5\n")
+    client = TestClient(make_board_app(board_of(tmp_path)), base_url="http://127.0.0.1", raise_server_exceptions=False)
+    asked, other = f"/api/{path}&run=one", f"/api/{path}&run=other"
+    assert client.get(asked).status_code == 200
+    shutil.rmtree(tmp_path / "one")
+    gone = client.get(asked)
+    assert (gone.status_code, "there is no run one here" in gone.text) == (404, True)
+    (tmp_path / "other").rename(tmp_path / "one")
+    assert client.get(asked).status_code == 200 and client.get(other).status_code == 404
 
 
 def test_the_list_knows_how_many_steps_were_planned_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

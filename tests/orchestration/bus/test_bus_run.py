@@ -369,7 +369,15 @@ def test_a_host_of_another_version_ends_with_a_sentence():
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"garbage", b"\x80", b"", b"\xc1" * 40, msgspec.msgpack.encode({"type": "group", "ticket": "a"})]
+    "garbage",
+    [
+        b"garbage",
+        b"\x80",
+        b"",
+        b"\xc1" * 40,
+        msgspec.msgpack.encode({"type": "group", "ticket": "a"}),
+        b"\x84\xa4type\xa1\xff\xa7session\xa1\xff\xa7version\xa1\xff\xa3who\xa1\xff",  # no UTF-8
+    ],
 )
 def test_what_cannot_be_read_ends_no_host(garbage: bytes):
     async def case() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,13 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.run.config import check, load_config, read_config
+from headrace.run.contents import contents_of
 from headrace.run.hosts.bus.open_bus import open_bus
+from headrace.run.hosts.bus_messages import RunNotice
+from headrace.run.rollout_hosting import own_config
+from headrace.run.starting import name_on_bus
 from headrace.settings.extras import install
+from headrace.version import __version__
 from headrace.weight_sync.config import way_of
 from support.tiny_run import tiny_config
 
@@ -73,6 +80,51 @@ def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
         load_config(
             tiny_config(tmp_path, tmp_path, orchestration={"bus": f"jsonl:{tmp_path}"}, weight_sync={"kind": kind})
         )
+
+
+def test_a_copy_of_a_run_has_another_name_on_the_bus(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    name = name_on_bus(run, "r")
+    assert name_on_bus(run, "r") == name and name.startswith("r-")
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    assert name_on_bus(copy, "r") != name
+    assert name_on_bus(copy, "r") == name_on_bus(copy, "r")
+    assert name_on_bus(run.rename(tmp_path / "moved"), "r") == name
+
+
+def noticed(place: Path) -> RunNotice:
+    """The notice of a run whose reward is in `place`."""
+    (place / "rewards.py").write_text("def exact(completions):\n    return [1.0] * len(completions)\n")
+    reward = {"function": f"{place / 'rewards.py'}:exact"}
+    config = load_config(tiny_config(place, place, reward=reward, orchestration={"bus": f"jsonl:{place}"}))
+    return RunNotice("s", __version__, config=dataclasses.asdict(config), contents=contents_of(config))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["rollout.temperature=0.5", "rollout.group_size=8", "rollout.top_p=0.5", "eval.samples=3", "seed=9", "reward.extract_truncated=true"],
+)  # fmt: skip
+def test_a_host_samples_and_scores_as_the_run_says(changed: str, tmp_path: Path) -> None:
+    notice = noticed(tmp_path)
+    free = ["engine.threads=1", "reward.timeout=9"]
+    assert own_config(notice, free).engine.threads == 1
+    with pytest.raises(ConfigError, match=f"a host cannot change .*{changed.partition('=')[0]}"):
+        own_config(notice, [*free, changed])
+
+
+def test_a_host_has_the_files_of_the_run_wherever_they_lie(tmp_path: Path) -> None:
+    notice, there = noticed(tmp_path), tmp_path / "there" / "rewards.py"
+    there.parent.mkdir()
+    shutil.copy(tmp_path / "rewards.py", there)
+    moved = [f"reward.function={there}:exact"]
+    assert own_config(notice, moved).reward.specs[0].function == f"{there}:exact"
+    there.write_text(there.read_text().replace("1.0", "2.0"))
+    with pytest.raises(ConfigError, match=r"the files of reward\.function are not the run's"):
+        own_config(notice, moved)
+    (tmp_path / "rewards.py").write_text(there.read_text())
+    with pytest.raises(ConfigError, match=r"the files of reward\.function are not the run's"):
+        own_config(notice, [])
 
 
 def test_redis_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,12 @@ def reply(form: Form, versions: Sequence[int]) -> bytes:
     return msgspec.msgpack.encode(ErrandReply("host-1", PlayedGroup(tuple(scored))))
 
 
-def answered(form: Form, at_least: int, newest: int, versions: Sequence[int], early: bool = False) -> tuple[bool, str]:
+def answered(
+    form: Form, at_least: int, newest: int, versions: Sequence[int], early: bool = False, said: Form | None = None
+) -> tuple[bool, str]:
     """Whether the answer is taken, and the warning. One that is not taken is off the bus, and its errand on it again.
-    `early`: an earlier process of the run has posted the errand, and the answer comes before this process asks."""
+    `early`: an earlier process of the run has posted the errand, and the answer comes before this process asks. `said`: the form of the
+    answer, if it is another one."""
 
     async def case() -> tuple[bool, str]:
         bus, facts, clock = MemoryBus(MemoryServer()), FactList(), asyncio.get_running_loop().time
@@ -60,7 +63,7 @@ def answered(form: Form, at_least: int, newest: int, versions: Sequence[int], ea
             pass
 
         desk = BusDesk(bus, "session", telemetry, nothing, Suspects(3))
-        answer = Posting("answers", "7", reply(form, versions))
+        answer = Posting("answers", "7", reply(said or form, versions))
         if early:
             await bus.post(answer)
         await desk.begin()
@@ -84,8 +87,7 @@ def answered(form: Form, at_least: int, newest: int, versions: Sequence[int], ea
             await bus.settle("tickets", [letter.id], then=Posting("answers", "7", reply(form, [newest])))
             await asyncio.wait_for(asking, 2 * LOOK)
         working.cancel()
-        said = [fact.message for fact in facts.of(Warned) if "is thrown away" in fact.message]
-        return taken, "".join(said)
+        return taken, "".join(fact.message for fact in facts.of(Warned) if "is thrown away" in fact.message)
 
     return virtual_time.run(case())
 
@@ -123,3 +125,12 @@ def test_an_answer_to_an_earlier_process_may_be_older_than_this_one_began_with(
 ) -> None:
     """The ticket keeps the version of its draw, which only the letter has. None may be newer than what this process has published."""
     assert answered("group", 3, 4, versions, early=True)[0] is taken
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("form", "said"), [("group", "request"), ("request", "group")])
+def test_an_answer_to_something_else_is_thrown_away(form: Form, said: Form, early: bool) -> None:
+    assert answered(form, 3, 4, [3, 4], early=early, said=said) == (
+        False,
+        "host-1 answered errand 7 with something else than was asked for; the answer is thrown away, and the errand posted again",
+    )

@@ -89,6 +89,18 @@ def test_single_hosts_are_recorded_the_less_often_the_more_there_are() -> None:
     assert gone is not None and len(gone) == count - 1
 
 
+def test_hosts_are_not_lost_for_the_time_in_which_the_run_was_stopped() -> None:
+    """Their errands would be charged with their deaths. They have the rest of their time to be heard."""
+    known, signed = HostList(SESSION), written({"a": entry(1), "b": entry(1)})
+    for second in range(4):
+        known.read(signed, float(second))
+    known.read(signed, 1000.0)
+    assert known.missing(signed, 1000.0) == []
+    for second in range(1001, 1008):
+        known.read(signed | written({"b": entry(second)}), float(second))
+    assert known.missing(signed, 1007.0) == [] and known.missing(signed, 1007.5) == ["a"]
+
+
 def test_an_entry_that_has_not_changed_is_not_read_again() -> None:
     known = HostList(SESSION)
     known.read(written({"a": entry(1), "b": entry(1)}), 0.0)

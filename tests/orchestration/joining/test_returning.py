@@ -47,6 +47,8 @@ def test_bytes_that_were_never_sent_cannot_be_received(received: int) -> None:
     outbox.put(b"hello")
     with pytest.raises(HeadraceError, match=f"{received} bytes are said to be received"):
         outbox.acknowledge(received)
+    outbox.acknowledge(0)
+    assert list(outbox.rest()) == [b"hello"], "who says the right number afterwards gets them"
 
 
 def test_the_head_of_a_segment_is_what_it_says_or_is_refused() -> None:

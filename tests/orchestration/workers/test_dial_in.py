@@ -65,6 +65,7 @@ STRANGERS: dict[str, tuple[bytes, str]] = {
     "a browser": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "garbage"),
     "a huge first frame": (struct.pack("<I", 1 << 31) + b"x", "garbage"),
     "no msgpack": (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "garbage"),
+    "no UTF-8": (struct.pack("<I", 16) + b"\x82\xa4type\xa1\xff\xa5token\xa1\xff", "garbage"),
     "another protocol": (packed({"type": "somebody", "token": TOKEN}), "garbage"),
     "a frame in place of a greeting": (pack(Frame(1, "start")), "garbage"),
 }

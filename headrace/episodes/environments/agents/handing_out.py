@@ -156,6 +156,8 @@ class Desk:
         rewards = self._rewards(end)
         if offer.ended.done():
             raise Refused(409, "the rollout has ended already")
+        if offer.withdrawn:  # while the body was on its way
+            raise Refused(409, "the rollout is over: it took too long, or has failed")
         if end.failed is not None:
             offer.ended.set_exception(RolloutFailed("agent_failed", end.failed[:1000] or "its agent gave no reason"))
         else:

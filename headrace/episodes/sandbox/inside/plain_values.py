@@ -28,19 +28,19 @@ PIECE = 1 << 20
 """Bytes that room is made for at once: the other end may say a length and send nothing."""
 
 
-def send(descriptor: int, frame: Any) -> None:
+def send(descriptor: int, frame: Any, most: int = MOST) -> None:
     """Raises OSError if nobody reads, and ValueError for a frame that is too long."""
     body = json.dumps(frame).encode()
-    if len(body) > MOST:
-        raise ValueError(f"a value of more than {MOST:,} bytes")
+    if len(body) > most:
+        raise ValueError(f"a value of more than {most:,} bytes")
     rest = memoryview(framed(body))
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def receive(descriptor: int) -> Any:
+def receive(descriptor: int, most: int = MOST) -> Any:
     """Raises StreamEnded (an OSError) at the end, and ValueError for what is no frame."""
-    return json.loads(read_frame(lambda count: os.read(descriptor, min(count, PIECE)), MOST))
+    return json.loads(read_frame(lambda count: os.read(descriptor, min(count, PIECE)), most))
 
 
 # --- plain ------------------------------------------------------------
