@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -52,6 +52,9 @@ from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class TorchTrainer:
@@ -458,8 +461,8 @@ def _of_row(trainer: TorchTrainer, row: Row, temperature: float) -> list[float]:
 
 
 @torch.no_grad()
-def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Tensor:
-    """[layers + 1, T, H] float32 of one sequence: its embeddings, then the result of each layer."""
+def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Float[Tensor, "L T H"]:
+    """[L, T, H] float32 of one sequence, L one more than the layers: its embeddings, then the result of each layer."""
     assert isinstance(trainer, TorchTrainer)
     model, device, dtype = trainer._model, trainer._device, trainer._dtype
     found: list[Tensor] = []
@@ -475,5 +478,5 @@ def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Tensor:
     return torch.stack(found)
 
 
-def _states(result: Any) -> Tensor:
+def _states(result: Any) -> Float[Tensor, "T H"]:
     return (result[0] if isinstance(result, tuple) else result)[0].float()
