@@ -43,7 +43,7 @@ from headrace.trainer.model.causal_lm import (
 )
 from headrace.trainer.model.low_memory import lower_weights
 from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
-from headrace.trainer.placement.port import Keep, Placement, Single, on_host, runs_of
+from headrace.trainer.placement.port import Keep, Placement, Single, on_host, own_values_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
@@ -206,11 +206,11 @@ class TorchTrainer:
             return self._adapters.state(adapter).items()
         return self._adapters.merged("") if "" in self._learners else self._adapters.base()
 
-    def runs(self, adapter: str, rank: int, ranks: int) -> Iterator[tuple[str, int, Tensor]]:
+    def own_values(self, adapter: str, rank: int, ranks: int) -> Iterator[tuple[str, int, Tensor]]:
         """Yields what one of several ranks publishes of the same tensors: name, number of the first value in row-major order, and values
         [n]. Each rank has the values that it holds; what is not split lies with one rank after another."""
         if self._adapters is None:
-            yield from runs_of(self._model.named_parameters(), rank, ranks, self._placement.whole)
+            yield from own_values_of(self._model.named_parameters(), rank, ranks, self._placement.whole)
             return
         for number, (name, tensor) in enumerate(self.parameters(adapter)):
             if number % ranks == rank:
