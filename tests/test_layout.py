@@ -367,6 +367,24 @@ def settings_past_the_door(package: Path) -> Iterator[str]:
                 yield f"{name} takes {node.arg} as Any"
 
 
+LOOP_SAYS = ("Consumes: ", "Waits for: ", "Unblocked by: ")
+
+
+def silent_loops(room: Path) -> Iterator[str]:
+    """Coroutine functions of a room that it starts as tasks, and whose docstrings lack a line of `LOOP_SAYS`."""
+    trees = [parsed(path) for path in sorted(room.glob("*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    started = {
+        _last_word(node.args[0])
+        for node in nodes
+        if isinstance(node, ast.Call) and _last_word(node) in ("create_task", "ensure_future") and node.args
+    }
+    for node in nodes:
+        if isinstance(node, ast.AsyncFunctionDef) and node.name in started:
+            text = ast.get_docstring(node) or ""
+            yield from (f"{node.name} does not say: {line}" for line in LOOP_SAYS if line not in text)
+
+
 SHARED_FILE_NAMES = {"__init__.py", "build.py", "binding.py", "config.py", "errors.py", "fake.py", "kinds.py"}
 """File names that several packages have because they mean the same thing in each: its settings, its fake, its table of kinds."""
 
@@ -625,6 +643,10 @@ def test_definitions_with_more_than_five_values_take_keywords():
 
 def test_docstrings_begin_with_their_subject_or_verb():
     assert list(dangling_docstrings(PACKAGE)) == []
+
+
+def test_loops_say_what_they_consume_wait_for_and_are_unblocked_by():
+    assert list(silent_loops(PACKAGE / "loop")) == []
 
 
 def test_the_config_stops_at_the_door():
@@ -966,6 +988,16 @@ def test_door_checker_sees_the_config_and_what_hides_it(tmp_path):
         tmp_path / "b", loop__x="def f(algo: Any, way: Any, other: Any): ...", testing__x="def f(config: Any): ..."
     )
     assert list(settings_past_the_door(hidden)) == ["loop.x takes algo as Any", "loop.x takes way as Any"]
+
+
+def test_loop_checker_reads_the_docstrings_of_what_is_started(tmp_path):
+    said = "Consumes: a\n\n    Waits for: b\n\n    Unblocked by: c"
+    package = plant(
+        tmp_path,
+        starts="group.create_task(self.mute(1))\nasyncio.ensure_future(whole())",
+        loops=f'async def mute(self): """Consumes: a"""\nasync def whole(): """{said}"""\nasync def other(): ...\n',
+    )
+    assert list(silent_loops(package)) == ["mute does not say: Waits for: ", "mute does not say: Unblocked by: "]
 
 
 def test_call_checker_counts_what_is_passed_by_position(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from torch import Tensor
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipes import REASONS
 from headrace.core.reports import LagStats, Noise
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
 
 LAGS = (1.0, 2.0, 3.0)
 """Edges between the buckets 0, 1, 2, 3+."""
@@ -38,7 +43,7 @@ class Diagnostics:
         self.rounding = torch.zeros(4, dtype=torch.float64)
         """Sums at lag 0: tokens, Σ gap²; sequences, Σ (mean gap)²."""
 
-    def add(self, tokens: Tokens, result: TokenLoss, swapped: Tensor) -> None:
+    def add(self, tokens: Tokens, result: TokenLoss, swapped: Bool[Tensor, " M"]) -> None:
         """Adds tokens. `swapped` [M] bool: the token's sequence was sampled by more than one version, and counts in
         that bucket alone."""
         logprob, sampled = tokens.logprob.detach().cpu().double(), tokens.sampled.cpu().double()
@@ -97,7 +102,7 @@ class Diagnostics:
         return LEAST * (MOST / LEAST) ** ((place - 0.5) / (BINS - 1)) if place else 0.0
 
 
-def _rounding(gap: Tensor, sequence: Tensor, fresh: Tensor) -> Tensor:
+def _rounding(gap: Float[Tensor, " M"], sequence: Int[Tensor, " M"], fresh: Bool[Tensor, " M"]) -> Float[Tensor, " 4"]:
     """[4] see `Diagnostics.rounding`. Each of n tokens of a sequence counts as 1/n of it."""
     whole = sequence_sum((~fresh).double(), sequence) == 0
     share = 1 / sequence_sum(torch.ones_like(gap), sequence)[whole]
@@ -105,7 +110,7 @@ def _rounding(gap: Tensor, sequence: Tensor, fresh: Tensor) -> Tensor:
     return torch.stack([fresh.sum(), (gap[fresh] ** 2).sum(), share.sum().round(), (means**2 * share).sum()])
 
 
-def _bin_of(gap: Tensor) -> Tensor:
+def _bin_of(gap: Float[Tensor, " M"]) -> Int[Tensor, " M"]:
     """0 for gaps below LEAST, the last for those above MOST."""
     place = torch.log(torch.clamp(gap, LEAST / 2, MOST) / LEAST) / math.log(MOST / LEAST) * (BINS - 1)
     return torch.clamp(torch.floor(place).long() + 1, 0, BINS - 1)

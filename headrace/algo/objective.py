@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.policy.loss import LossFunction
 from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, log_ratio, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipes import Aggregation, Correction, Distill, Estimator, LagWeight, Level, Old, Recipe
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
 
 # --- Aggregation of per-token losses to one number
 # The weight of each loss token, fixed before the first microbatch runs.
@@ -88,7 +93,7 @@ AGGREGATIONS: dict[str, AggregationFunction] = {
 # changes the selection. Ties are broken by position.
 
 
-def m2po(logprob: Tensor, sampled: Tensor, tau: float) -> Tensor:
+def m2po(logprob: Float[Tensor, " M"], sampled: Float[Tensor, " M"], tau: float) -> Bool[Tensor, " M"]:
     """[M] bool: all but the tokens with the largest (log ratio)² that keep its mean at τ or above (M2PO, arXiv
     2510.01161)."""
     moment = (logprob - sampled).cpu().double() ** 2  # a running sum on CUDA differs from call to call (C8)
@@ -99,7 +104,9 @@ def m2po(logprob: Tensor, sampled: Tensor, tau: float) -> Tensor:
     return keep.to(logprob.device)
 
 
-def covariance(logprob: Tensor, sampled: Tensor, advantage: Tensor, fraction: float) -> Tensor:
+def covariance(
+    logprob: Float[Tensor, " M"], sampled: Float[Tensor, " M"], advantage: Float[Tensor, " M"], fraction: float
+) -> Bool[Tensor, " M"]:
     """[M] bool: all but the `fraction` of tokens with the largest (logprob - mean)·(A - mean), at least one.
 
     Clip-Cov and KL-Cov (arXiv 2505.22617): these tokens reduce the entropy most. Choice: 2e-4 of the tokens (SkyRL
@@ -122,7 +129,7 @@ def covariance(logprob: Tensor, sampled: Tensor, advantage: Tensor, fraction: fl
 # `objective.py` decides whether it counts in the denominator.
 
 
-def importance_weight(x: Tensor, tokens: Tokens, level: Level) -> Tensor:
+def importance_weight(x: Float[Tensor, " M"], tokens: Tokens, level: Level) -> Float[Tensor, " M"]:
     """[M] w of the token; of its sequence, exp Σ; or the geometric mean over its sequence, exp mean.
 
     Sources: token, "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025); sequence
@@ -140,7 +147,9 @@ def importance_weight(x: Tensor, tokens: Tokens, level: Level) -> Tensor:
     return ratio_of(gap, torch.zeros_like(gap))
 
 
-def corrected(x: Tensor, tokens: Tokens, correction: Correction) -> tuple[Tensor, dict[str, Tensor]]:
+def corrected(
+    x: Float[Tensor, " M"], tokens: Tokens, correction: Correction
+) -> tuple[Float[Tensor, " M"], dict[str, Bool[Tensor, " M"]]]:
     """([M] the weight, rule -> [M] bool: tokens that it takes out).
 
     Truncate (TIS): the weight clamped to [low, high]. Mask (MIS; IcePop, arXiv 2510.18855): the weight, zero outside.
@@ -155,7 +164,7 @@ def corrected(x: Tensor, tokens: Tokens, correction: Correction) -> tuple[Tensor
     return weight, taken | {rule.name: rule(x, tokens) for rule in correction.rules}
 
 
-def lag_weight(lag: Tensor, rule: LagWeight) -> tuple[Tensor, dict[str, Tensor]]:
+def lag_weight(lag: Float[Tensor, " M"], rule: LagWeight) -> tuple[Float[Tensor, " M"], dict[str, Bool[Tensor, " M"]]]:
     """([M] 1, decay ** lag, or 1 up to `maximum`; rule -> [M] bool: tokens that it takes out)."""
     match rule.kind:
         case "constant":
@@ -190,7 +199,7 @@ class KeptCounts:
     kept_rows: int = 0
     """Rows with a token that was kept."""
 
-    def within_rows(self, sequence: Tensor, rejected: Tensor) -> Tensor:
+    def within_rows(self, sequence: Int[Tensor, " M"], rejected: Bool[Tensor, " M"]) -> Float[Tensor, " M"]:
         """[M] the factors on the microbatch's weights that are known at once. Counts what it keeps."""
         kept = (~rejected).to(torch.float32)
         of_row, kept_of_row = sequence_sum(torch.ones_like(kept), sequence), sequence_sum(kept, sequence)
@@ -221,7 +230,9 @@ class KeptCounts:
 # a ratio with a gradient it reverses it, and a token that is too improbable is pushed further down.
 
 
-def kl_estimate(logprob: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+def kl_estimate(
+    logprob: Float[Tensor, " M"], reference: Float[Tensor, " M"], estimator: Estimator
+) -> Float[Tensor, " M"]:
     """[M] estimates of KL(policy || reference)."""
     gap = log_ratio(reference, logprob)
     match estimator:
@@ -233,7 +244,13 @@ def kl_estimate(logprob: Tensor, reference: Tensor, estimator: Estimator) -> Ten
             return torch.expm1(gap) - gap
 
 
-def kl_loss(logprob: Tensor, sampled: Tensor, reference: Tensor, estimator: Estimator, unbiased: bool) -> Tensor:
+def kl_loss(
+    logprob: Float[Tensor, " M"],
+    sampled: Float[Tensor, " M"],
+    reference: Float[Tensor, " M"],
+    estimator: Estimator,
+    unbiased: bool,
+) -> Float[Tensor, " M"]:
     """[M] to add to the loss. `unbiased` multiplies by r = π/sampler, *with* its gradient (DeepSeek-V3.2, arXiv
     2512.02556): then value and gradient are right for tokens that older weights sampled. AlgoConfig refuses k1 here.
 
@@ -254,14 +271,14 @@ TINY = 1e-12
 """Least probability of the tail, -27.6 as a logarithm: k tokens may hold all of the probability, up to rounding."""
 
 
-def teacher_advantage(tokens: Tokens) -> Tensor:
+def teacher_advantage(tokens: Tokens) -> Float[Tensor, " M"]:
     """[M] sg(teacher - logprob), zero without a teacher: the policy gradient of the reverse KL on the sampled token."""
     assert tokens.teacher is not None, "a row without a teacher has NaN, not nothing"
     gap = tokens.teacher - tokens.logprob.detach()
     return torch.where(torch.isfinite(gap), gap, 0.0)
 
 
-def top_divergence(top: TopTokens, distill: Distill) -> Tensor:
+def top_divergence(top: TopTokens, distill: Distill) -> Float[Tensor, " M"]:
     """[M] over the teacher's k tokens and one bucket for all others, log(1 - Σp); zero without a teacher.
 
     forward KL(T || S), reverse KL(S || T), or jsd: β·KL(T || M) + (1 - β)·KL(S || M) with M = β·T + (1 - β)·S (GKD, eq. 1).
@@ -280,18 +297,20 @@ def top_divergence(top: TopTokens, distill: Distill) -> Tensor:
     return torch.where(there.any(dim=1), value, 0.0)
 
 
-def _with_tail(logprob: Tensor, there: Tensor) -> Tensor:
+def _with_tail(logprob: Float[Tensor, "M k"], there: Bool[Tensor, "M k"]) -> Float[Tensor, "M k+1"]:
     """[M, k + 1]: padding is set to 0 and left out of the sums, so that no -inf is multiplied by a zero."""
     total = torch.where(there, logprob.double(), -torch.inf).exp().sum(dim=1, keepdim=True)
     tail = torch.log1p(-torch.clamp(total, max=1 - TINY))  # in float32, 1 - total has no digits left below 1e-6
     return torch.cat([torch.where(there, logprob, 0.0), tail.to(logprob.dtype)], dim=1)
 
 
-def _kl(of: Tensor, to: Tensor, counted: Tensor) -> Tensor:
+def _kl(of: Float[Tensor, "M k"], to: Float[Tensor, "M k"], counted: Bool[Tensor, "M k"]) -> Float[Tensor, " M"]:
     return torch.where(counted, of.exp() * (of - to), 0.0).sum(dim=1)
 
 
-def _jsd(teacher: Tensor, student: Tensor, counted: Tensor, beta: float) -> Tensor:
+def _jsd(
+    teacher: Float[Tensor, "M k"], student: Float[Tensor, "M k"], counted: Bool[Tensor, "M k"], beta: float
+) -> Float[Tensor, " M"]:
     mixture = torch.log(beta * teacher.exp() + (1 - beta) * student.exp())
     return beta * _kl(teacher, mixture, counted) + (1 - beta) * _kl(student, mixture, counted)
 
@@ -344,7 +363,7 @@ def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, tokens: Toke
     return TokenLoss(total, policy.clipped & ~out, masked)
 
 
-def old_of(tokens: Tokens, old: Old) -> Tensor:
+def old_of(tokens: Tokens, old: Old) -> Float[Tensor, " M"]:
     """[M] the log-probs that ratios are taken against, without gradient.
 
     trainer: the trainer's own log-prob before the update. A batch gets exactly one update here, so it is the current
@@ -369,7 +388,9 @@ def _taught(tokens: Tokens, distill: Distill) -> Tokens:
     return tokens._replace(advantage=tokens.advantage + distill.coef * teacher_advantage(tokens))
 
 
-def _weighed(tokens: Tokens, old: Tensor, recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
+def _weighed(
+    tokens: Tokens, old: Float[Tensor, " M"], recipe: Recipe
+) -> tuple[Float[Tensor, " M"], dict[str, Bool[Tensor, " M"]]]:
     x = tokens.logprob.detach() if recipe.old == "sampler" else old
     weight, masked = corrected(x, tokens, recipe.correction)
     by_lag, too_old = lag_weight(tokens.lag, recipe.lag)

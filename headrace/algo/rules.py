@@ -16,6 +16,7 @@ from headrace.algo.policy.loss import optional
 from headrace.algo.policy.tokens import Tokens, binary_kl, ratio_of, sequence_mean, sequence_sum
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
 
@@ -27,7 +28,7 @@ class Rule:
     """Whether the threshold applies to the mean over a sequence."""
     threshold: float
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, x: Float[Tensor, " M"], tokens: Tokens) -> Bool[Tensor, " M"]:
         """[M] bool: the tokens that are taken out. `x` [M], without gradient: the log-prob whose gap to the sampler's counts."""
         raise NotImplementedError
 
@@ -49,11 +50,11 @@ class KPop(Rule):
     name: ClassVar[str] = "kpop"
     threshold: Annotated[float, Field(ge=0)]
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, x: Float[Tensor, " M"], tokens: Tokens) -> Bool[Tensor, " M"]:
         return larger_binary_kl(x, tokens.sampled) > self.threshold
 
 
-def larger_binary_kl(x: Tensor, sampled: Tensor) -> Tensor:
+def larger_binary_kl(x: Float[Tensor, " M"], sampled: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     """[M] the larger of both divergences between "this token" and "any other" under either policy."""
     return binary_kl(x, sampled).maximum(binary_kl(sampled, x))
 
@@ -72,7 +73,7 @@ class OPSM(Rule):
     of_sequence: ClassVar[bool] = True
     threshold: Annotated[float, Field(ge=0)]
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, x: Float[Tensor, " M"], tokens: Tokens) -> Bool[Tensor, " M"]:
         drift = sequence_mean(tokens.sampled - x, tokens.sequence)
         return (tokens.advantage < 0) & (drift > self.threshold)
 
@@ -90,7 +91,7 @@ class Veto(Rule):
     name: ClassVar[str] = "veto"
     threshold: Annotated[float, Field(ge=0, lt=1)]
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, x: Float[Tensor, " M"], tokens: Tokens) -> Bool[Tensor, " M"]:
         unlikely = ratio_of(x, tokens.sampled) < self.threshold
         return sequence_sum(unlikely.to(x.dtype), tokens.sequence) > 0
 

@@ -2,7 +2,7 @@
 
 They are separate from the losses of runs (`policy/`), which bound ratios and divide by a denominator of the step. Here the loss is
 the plain sum over all positions of all examples, because the client puts every factor into weights and advantages. Shapes: N positions of one
-example. Settings are read without torch, so torch is imported where it is called by name.
+example, or [N, K]. Settings are read without torch, so torch is imported where it is called by name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 Inputs = Mapping[str, "Tensor"]
@@ -51,33 +52,33 @@ class NamedLoss:
         return chosen
 
 
-def cross_entropy(logprob: Tensor, inputs: Inputs, constants: Constants) -> Tensor:
+def cross_entropy(logprob: Float[Tensor, "*N"], inputs: Inputs, constants: Constants) -> Float[Tensor, "*N"]:
     """-weight · log p"""
     return -logprob * inputs["weights"]
 
 
-def importance_sampling(logprob: Tensor, inputs: Inputs, constants: Constants) -> Tensor:
+def importance_sampling(logprob: Float[Tensor, "*N"], inputs: Inputs, constants: Constants) -> Float[Tensor, "*N"]:
     """-(p / q) · A"""
     return -_ratio(logprob, inputs) * inputs["advantages"]
 
 
-def ppo(logprob: Tensor, inputs: Inputs, constants: Constants) -> Tensor:
+def ppo(logprob: Float[Tensor, "*N"], inputs: Inputs, constants: Constants) -> Float[Tensor, "*N"]:
     """-min(r A, clip(r) A) with r = p / q (Schulman et al., arXiv:1707.06347)."""
     return _clipped(_ratio(logprob, inputs), inputs["advantages"], constants)
 
 
-def cispo(logprob: Tensor, inputs: Inputs, constants: Constants) -> Tensor:
+def cispo(logprob: Float[Tensor, "*N"], inputs: Inputs, constants: Constants) -> Float[Tensor, "*N"]:
     """-sg[clip(p / q)] · log p · A (MiniMax, arXiv:2506.13585)."""
     return -_clip(_ratio(logprob, inputs), constants).detach() * logprob * inputs["advantages"]
 
 
-def dro(logprob: Tensor, inputs: Inputs, constants: Constants) -> Tensor:
+def dro(logprob: Float[Tensor, "*N"], inputs: Inputs, constants: Constants) -> Float[Tensor, "*N"]:
     """-(log p · A - beta / 2 · (log p / q)²) (Richemond et al., arXiv:2405.19107)."""
     penalty = 0.5 * constants["beta"] * (logprob - inputs["logprobs"]) ** 2
     return penalty - logprob * inputs["advantages"]
 
 
-def gspo(logprob: Tensor, inputs: Inputs, constants: Constants) -> Tensor:
+def gspo(logprob: Float[Tensor, "*N"], inputs: Inputs, constants: Constants) -> Float[Tensor, "*N"]:
     """PPO's bound on the geometric mean of the ratios of the marked positions; each position has the gradient of its own log-prob
     (GSPO-token; Zheng et al., arXiv:2507.18071)."""
     marked = inputs["sequence_ratio_mask"] != 0
@@ -86,15 +87,15 @@ def gspo(logprob: Tensor, inputs: Inputs, constants: Constants) -> Tensor:
     return _clipped((mean + logprob - fixed).exp(), inputs["advantages"], constants)
 
 
-def _ratio(logprob: Tensor, inputs: Inputs) -> Tensor:
+def _ratio(logprob: Float[Tensor, "*N"], inputs: Inputs) -> Float[Tensor, "*N"]:
     return (logprob - inputs["logprobs"]).exp()
 
 
-def _clip(ratio: Tensor, constants: Constants) -> Tensor:
+def _clip(ratio: Float[Tensor, "*N"], constants: Constants) -> Float[Tensor, "*N"]:
     return ratio.clamp(constants["clip_low_threshold"], constants["clip_high_threshold"])
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, constants: Constants) -> Tensor:
+def _clipped(ratio: Float[Tensor, "*N"], advantages: Float[Tensor, "*N"], constants: Constants) -> Float[Tensor, "*N"]:
     import torch
 
     return -torch.minimum(ratio * advantages, _clip(ratio, constants) * advantages)

@@ -21,7 +21,7 @@ def check_parts(update: WeightUpdate, parts: int) -> None:
         )
 
 
-def stages(before: Mapping[str, T], after: Mapping[str, T], parts: int) -> Iterator[dict[str, T]]:
+def mixtures(before: Mapping[str, T], after: Mapping[str, T], parts: int) -> Iterator[dict[str, T]]:
     """Mappings from `before` to `after`, both excluded: with one group more of neighbouring parameters replaced in each, in
     the order of `after`. There are `parts` groups of equal number (one less or more), or one for each parameter."""
     names = list(after)

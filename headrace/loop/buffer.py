@@ -101,7 +101,12 @@ class Buffer:
     # -- the producer's side ------------------------------------------------------------------------------------------
 
     async def draw(self) -> int | None:
-        """Returns the next ticket as soon as a slot is free and the run needs another group; None once the buffer is closed."""
+        """Returns the next ticket as soon as a slot is free and the run needs another group; None once the buffer is closed.
+
+        Consumes: nothing yet: `start` takes the slot.
+        Waits for: a free slot.
+        Unblocked by: `release`, `end`, `want`, `close`; without pacing also `put`.
+        """
         await self._until(lambda: self._closed or self._may_draw())
         return None if self._closed else self._next_ticket
 
@@ -113,6 +118,7 @@ class Buffer:
         self._drawn += 1
 
     def put(self, group: Group) -> None:
+        """Makes a group in flight ready."""
         del self._in_flight[group.ticket]
         self._ready[group.ticket] = group
         self._count_failures(failure.reason for failure in group.failures)
@@ -135,6 +141,10 @@ class Buffer:
         """Returns the next `count` groups that may be taken, as they become ready; None once the buffer is closed.
 
         `judge` returns the part of a group that may be trained now, or None if it has ended the group.
+
+        Consumes: ready groups, one at a time, which go back if the buffer is closed before there are `count`.
+        Waits for: the next group that lies in the window.
+        Unblocked by: `put` of a group, or `end` of the oldest one, behind which others wait; `close`.
         """
         batch: list[Group] = []
         while len(batch) < count:
@@ -255,6 +265,7 @@ class Buffer:
         self._rollout_failures.update(reasons)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition on the buffer. Unblocked by `_notify`, after each change that can fulfil one."""
         while not condition():
             sleeper = asyncio.get_running_loop().create_future()
             self._sleepers.append(sleeper)

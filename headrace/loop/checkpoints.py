@@ -184,8 +184,7 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-# --- The controller's part of a checkpoint
-# The controller's part of a checkpoint, and how it is saved together with the trainer's files.
+# --- The controller's part of a checkpoint, and how it is saved together with the trainer's files
 
 
 CONTROLLER = "controller.msgpack"
@@ -346,7 +345,7 @@ def load_controller(checkpoint: Path) -> ControllerState:
 
 
 # --- The settings that differ at a resume
-# The settings that differ at a resume, and what goes on of the rollouts that were under way. `resume_rules.py` decides which.
+# And what goes on of the rollouts that were under way. `resume_rules.py` decides which.
 
 
 class ChangedSettings(NamedTuple):

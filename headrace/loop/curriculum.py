@@ -21,7 +21,7 @@ from headrace.core.types import Prompt, Struct
 from headrace.durable.journal import AnyRecord, GoneRecord, ReadyRecord
 from headrace.loop.curriculum_config import CurriculumConfig
 
-# --- The knowledge of a prompt, and the chance that its next group has contrast.
+# --- The knowledge of a prompt, and the chance that its next group has contrast
 #
 # The logit of the rate at which a prompt is solved is the level of the policy plus the ease of the prompt, as in Rasch's model of tests (1960).
 # Each group is an observation of that sum. It moves the ease of its prompt, and by a small share the level: so what one prompt shows is
@@ -155,7 +155,7 @@ def resting(streak: int, base: int) -> int:
     return base << min(streak - 1, LONGEST_REST)
 
 
-# --- Reads from a record of the journal what it says about the prompt of its ticket, and keeps the range of rewards.
+# --- What a record of the journal says about the prompt of its ticket, and the range of rewards
 
 
 _CANCELLED = ("overdue", "interrupted")
@@ -206,8 +206,7 @@ class RewardScale(Struct, frozen=True):
         return mean > (self.low + self.high) / 2 if self.low < self.high else mean > 0
 
 
-# --- The port through which the pipeline draws prompts
-# The port through which the pipeline draws prompts, what a checkpoint holds of it, and the task's own order.
+# --- The port through which the pipeline draws prompts, what a checkpoint holds of it, and the task's own order
 
 
 class CurriculumState(Struct, frozen=True):
@@ -260,7 +259,7 @@ class TaskOrder:
         self.task.restore(cursor)
 
 
-# --- Chooses the prompt of every draw among candidates.
+# --- The choice of every draw among candidates
 #
 # A choice depends on the ticket, the cursor of the task and the journal's records before the draw, in their order. The ledger
 # counts a record here as soon as it is written, and recovery counts the same records again. So a run that is killed anywhere and resumed

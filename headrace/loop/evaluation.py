@@ -21,11 +21,13 @@ from headrace.facts.telemetry import Telemetry
 from headrace.loop.ledger import Firsts, FirstTexts
 from headrace.loop.own_groups import GroupSource
 
-# --- Measures the held-out reward
+# --- The held-out reward
 # The same prompts before, during and after training, with the same engine and scorer.
 
 
 class Evaluator:
+    """Measures the mean reward of held-out prompts."""
+
     def __init__(
         self,
         *,
@@ -37,10 +39,16 @@ class Evaluator:
         self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
-        """Numbers the measurements, because two may run at the same time."""
+        """Numbers for the measurements, because two may run at the same time."""
 
     async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
-        """Measures all held-out prompts; None if the run has none. A failed rollout is counted by reason, not scored as zero."""
+        """Measures all held-out prompts; None if the run has none. A failed rollout is counted by reason, not scored as zero. During training it
+        is a task beside the loops, and does not hold them up.
+
+        Consumes: the held-out prompts; no ticket and no slot.
+        Waits for: their rollouts and rewards (`GroupSource.held_out`).
+        Unblocked by: completions, results of environments, rewards. An interrupt of the run cancels the task.
+        """
         if not self._prompts:
             return None
         clock = self._telemetry.clock

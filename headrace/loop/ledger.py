@@ -97,7 +97,7 @@ class Ledger:
         return fact
 
 
-# --- Turns a group's rollouts, and an optimizer step, into facts.
+# --- The facts of a group's rollouts, and of an optimizer step
 
 
 Outcome = Literal["ready", "dropped", "failed"]

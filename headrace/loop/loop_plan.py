@@ -41,7 +41,7 @@ class LoopPlan:
         return Batch(step, algorithm.assemble(judged), self.rollout.temperature, self.adapter, steps=self.steps)
 
     def batch_again(self, step: JournalStep, algorithm: Algorithm) -> Batch:
-        """The same batch from the journal, which holds the groups as they were finished, before any of them was trimmed."""
+        """Makes the batch of a step again from the journal, which holds the groups as they were finished, before any of them was trimmed."""
         judged = [judge(group, step.step, self.staleness) for group in step.groups]
         return self.batch(step.step, tuple(group for group in judged if group), algorithm)
 

@@ -52,8 +52,8 @@ class GroupSource(Protocol):
         """Returns what changes as long as groups are sampled."""
 
 
-# --- Groups that are sampled and scored in this process
-# In a run without a bus, and in each of its rollout hosts otherwise.
+# --- Groups of this process
+# They are sampled and scored here in a run without a bus, and in each of its rollout hosts otherwise.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +182,7 @@ def _before(now: float, played: Played) -> tuple[float, ...]:
     return tuple(now - moment for pair in played.times for moment in pair)
 
 
-# --- Tickets that may be what ends the processes that work on them
-# Tickets that may be what ends the processes that work on them, and when they are given up.
+# --- Tickets that may be what ends the processes that work on them, and when they are given up
 #
 # A process that dies says of nothing in its hands that it was the cause. So:
 #

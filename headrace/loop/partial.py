@@ -209,7 +209,12 @@ class Interrupts:
 
     async def generate(self, request: Request, heard: TokenListener | None = None) -> Completion:
         """Like `Engine.generate`, but continues after interruptions. The completion is kept until `forget` or `forget_group`. `heard` is
-        called with each token: those that were kept at once, the others as they are sampled."""
+        called with each token: those that were kept at once, the others as they are sampled.
+
+        Consumes: what was kept of the request, as the prefix of the next one.
+        Waits for: the engine's completion, and after an interruption for the end of the swap.
+        Unblocked by: the engine; `_aborted`, which lets requests begin again when the weights are loaded or the load has failed.
+        """
         if heard:
             self._hear(request.id, heard)
         try:
@@ -225,6 +230,7 @@ class Interrupts:
             self.tokens.forget([request.id])
 
     async def _generate(self, request: Request) -> Completion:
+        """Asks the engine until the completion has another end than an interruption."""
         had = self.tokens.begin(request.id)
         while had is None or had.stop == "interrupted":
             if not self._open.is_set():
@@ -314,6 +320,12 @@ class Interrupts:
         return Delivery(load, 0, self._clock() - since)
 
     async def _alone(self, update: WeightUpdate) -> Delivery:
+        """Loads the weights while no group is in flight.
+
+        Consumes: the update.
+        Waits for: the end of every group that has begun; none begins meanwhile (`admission`).
+        Unblocked by: the last group that leaves `group`.
+        """
         since = self._clock()
         self._admits.clear()
         try:

@@ -7,17 +7,12 @@
               │          engine ◀─────────────── weight sync ◀────────────┴─────────────────────┘
               └─────────────── a slot is free only after the weights its group trained are live in the engine
 
-  loop            waits for                               woken by
-  ----            ---------                               --------
-  admit           a free slot (`Buffer.draw`)             `release` after a swap; a group that ended otherwise
-  roll_group      the engine, then the scorer             completions; rewards                 (one task per ticket)
-  train           P groups (`Buffer.take`)                `put` of a scored group
-  deliver         the engine's swap (`Engine.load`)       the first gap between two forward passes
-  sentinels       the end of a worker process, or of what it is asked in the background   the operating system
+The loops are `Rolling.admit`, `Rolling._roll_group` (a task for each ticket), `Pipeline._train`, `Pipeline._deliver` (a task for each version),
+`Saving._write` (a task for each checkpoint) and `_sentinel`. Each says what it consumes, what it waits for, and what unblocks it.
 
-The first two are in `pipeline.py`; checkpoints are in `pipeline.py`. `max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is
-`Buffer.close()`. The groups and the result of a step are in the journal before the buffer changes. So a run that is killed anywhere is
-resumed from the newest checkpoint by repeating the journaled steps (`redo`), and loses nothing.
+`max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is `Buffer.close()`. The groups and the result of a step
+are in the journal before the buffer changes. So a run that is killed anywhere is resumed from the newest checkpoint by repeating the
+journaled steps (`redo`), and loses nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +31,9 @@ from msgspec.structs import replace
 from headrace.algo.noise import NoiseWatch
 from headrace.algo.training_rows import Algorithm
 from headrace.core.batches import Failure, Group
-from headrace.core.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
+from headrace.core.errors import HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Trainer
-from headrace.core.reports import TrainReport, differing
+from headrace.core.reports import TrainReport
 from headrace.core.rewards import usable
 from headrace.core.types import Prompt
 from headrace.durable.journal import Journal, JournalStep
@@ -53,12 +48,13 @@ from headrace.loop.ledger import FirstTexts, Ledger, Rolled, rolled_of, step_fac
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import GroupSource
 from headrace.loop.partial import Interrupts
+from headrace.loop.recovery import unlike
 from headrace.loop.run_limits import Budgets, Leaving, Minutes, until_saved
 from headrace.loop.staleness import judge
 from headrace.loop.turns import DeviceShare
 from headrace.weight_sync.delta.efficiency import DeltaWatch
 
-# --- The parts that the pipeline's loops share.
+# --- The parts that the loops share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +110,7 @@ def earlier_metrics(state: RunState) -> EarlierMetrics:
     return EarlierMetrics(state.step, max(during, default=0), drawn, tuple(state.drawn_rewards))
 
 
-# --- pipeline ------------------------------------------------------------
+# --- Training, and the delivery of its weights
 
 
 _REMEDIES = {
@@ -131,6 +127,8 @@ P = ParamSpec("P")
 
 
 class Pipeline:
+    """One training run: it starts the loops, trains, delivers the weights, and ends the run with a checkpoint."""
+
     def __init__(
         self, parts: Parts, plan: LoopPlan, first_step: int = 0, earlier: EarlierMetrics | None = None
     ) -> None:
@@ -159,38 +157,6 @@ class Pipeline:
     def interrupted(self) -> bool:
         return self._leaving.begun
 
-    async def redo(self, steps: Sequence[JournalStep]) -> None:
-        """Repeats the steps that a killed process did after the checkpoint."""
-        for step in steps:
-            batch = self._plan.batch_again(step, self._parts.algorithm)
-            batch = replace(batch, skippable=bool(step.report.skipped), steps=step.steps)
-            report = await self._busy("step, again", self._parts.trainer.step, batch)
-            if message := unlike(step, report):
-                self._warn(message)
-            if step.report.skipped:
-                continue
-            self.step = step.version
-            if self.step > self._earlier.step:
-                self._record(
-                    step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), 0.0)
-                )
-
-    def discard(self, outdated: Mapping[int, Sequence[str]]) -> None:
-        """Drops groups of the checkpoint that were made under settings which have changed. `outdated`: the settings, by ticket."""
-        parts = self._parts
-        finished = [rolled_of(group) for group in parts.buffer.finished if group.ticket in outdated]
-        under_way = [
-            Rolled(ticket=ticket, prompt=prompt, scored=())
-            for ticket, prompt in parts.buffer.in_flight.items()
-            if ticket in outdated
-        ]
-        for what, groups in (("finished groups of the checkpoint", finished), ("groups under way", under_way)):
-            if groups:
-                names = " and ".join(outdated[groups[0].ticket])
-                self._warn(f"{len(groups)} {what} are dropped (settings_changed), because of changes in {names}")
-            for rolled in groups:
-                parts.ledger.ended(rolled, "dropped", "settings_changed")
-
     async def run(self) -> None:
         """Trains until the plan is fulfilled or `interrupt` is called. The current weights must be live already.
 
@@ -212,20 +178,8 @@ class Pipeline:
                 self._under_way.cancel()
             self._saving.cancel()
 
-    async def _last_checkpoint(self) -> None:
-        """Writes a checkpoint after an error of another part."""
-        with suppress(HeadraceError):  # the user should read the error that ended the run, not a second one
-            if self._under_way and not self._under_way.done():
-                await self._under_way
-            await self._saving.whole(self.step)
-
-    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
-        """Shields work of the trainer's process, which continues even if its caller is cancelled. If the run ends meanwhile, its last
-        checkpoint waits for this work: else it could combine weights and tickets of different steps, or be written twice at once."""
-        under_way = self._under_way = asyncio.ensure_future(work)
-        return await asyncio.shield(under_way)
-
     async def _run(self, loops: asyncio.TaskGroup) -> None:
+        """Starts sentinels and admission, trains in this task, and stops the others when training is over."""
         parts = self._parts
         background = [
             loops.create_task(_sentinel(watch)) for watch in (parts.engine.watch, parts.trainer.watch, *parts.sentinels)
@@ -241,21 +195,16 @@ class Pipeline:
         for task in background:
             task.cancel()
 
-    # -- train ----------------------------------------------------------------------------------------------------------
-
-    async def _catch_up(self, loops: asyncio.TaskGroup) -> None:
-        """Does the checkpoint or evaluation that was due at the last step of an earlier process, which ended before."""
-        plan, saved = self._plan, self._parts.snapshots.saved_step
-        if self.step >= plan.steps:  # at the last step, both are done anyway
-            return
-        if _due(plan.checkpoint_every, saved, self.step):
-            await self._whole(self._saving.begin(self.step, loops))
-        if due := _due(plan.evaluate_every, self._earlier.evaluated, self.step):
-            if due < self.step:
-                self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
-            self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
+    # -- training -------------------------------------------------------------------------------------------------------
 
     async def _train(self, loops: asyncio.TaskGroup) -> None:
+        """The loop of optimizer steps: takes a batch of groups, trains it, and begins the delivery of the weights.
+
+        Consumes: ready groups (`Buffer.take`), `groups_per_step` of them a step.
+        Waits for: these groups, the trainer's step, and the delivery of the version before.
+        Unblocked by: `Buffer.put` of a scored group; the trainer's report; the swap in the engine. `Buffer.close` (an interrupt, or the
+        curfew of `train.minutes`) ends the wait for groups, and an interrupt also that for a delivery.
+        """
         parts, plan = self._parts, self._plan
         delivery: asyncio.Task[None] | None = None
         parts.minutes.begin(self.step)
@@ -290,29 +239,10 @@ class Pipeline:
         if self.step >= self._plan.steps:
             await self._save_result()
 
-    def _replan(self, steps: int | None) -> None:
-        """Changes the number of steps to `steps`, which fit into `train.minutes`. None: no change."""
-        if steps is not None:
-            self._plan = dataclasses.replace(self._plan, steps=steps)
-            self._parts.buffer.want(steps * self._plan.staleness.groups_per_step)
-
     async def _hand_over(self, delivery: asyncio.Task[None] | None) -> bool:
         """Gives the devices that both share to the engine. It does not sleep again before new weights are live."""
         await self._parts.turns.over()
         return not delivery or await self._delivered(delivery, "the version before")
-
-    async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
-        async with self._parts.telemetry.waits.named("trainer", f"the swap in the engine (of {which})"):
-            await delivery
-        return True
-
-    async def _save_result(self) -> None:
-        """Saves the final checkpoint. Without it the run does not count as finished."""
-        plan, parts = self._plan, self._parts
-        save = lambda: self._whole(self._saving.whole(self.step))  # noqa: E731
-        await until_saved(
-            save, self.step, plan.save_patience, waits=parts.telemetry.waits, leaving=self._leaving, warn=self._warn
-        )
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
         """Does one optimizer step. Nothing is awaited between the trainer's report and its journal record."""
@@ -330,6 +260,7 @@ class Pipeline:
         return report
 
     def _judge(self, group: Group) -> Group | None:
+        """The part of a ready group that the next step may train (`staleness.judge`); None for a group that it has ended."""
         # A group of an earlier process may hold what was no failure in its version of headrace.
         if failed := next((one for one in map(usable, group.scored) if isinstance(one, Failure)), None):
             self._warn(f"the finished group {group.ticket} is dropped ({failed.reason}): {failed.detail}")
@@ -340,14 +271,40 @@ class Pipeline:
             self._parts.ledger.ended(rolled_of(group), "dropped", "overdue")
         return judged
 
+    def _skip(self, report: TrainReport) -> None:
+        """Reports a skipped step. Raises TrainingError after `train.max_skipped_steps` of them in a row."""
+        self._skipped += 1
+        message = f"step {report.step} was skipped: {report.skipped}; the weights are unchanged, its groups are dropped"
+        self._warn(message)
+        if self._skipped >= self._plan.max_skipped_steps:
+            raise TrainingError(
+                f"{self._skipped} steps in a row were skipped ({report.skipped}). {_REMEDIES.get(report.skipped, _OTHERWISE)}; "
+                "train.max_skipped_steps sets how many are allowed."
+            )
+
+    def _replan(self, steps: int | None) -> None:
+        """Changes the number of steps to `steps`, which fit into `train.minutes`. None: no change."""
+        if steps is not None:
+            self._plan = dataclasses.replace(self._plan, steps=steps)
+            self._parts.buffer.want(steps * self._plan.staleness.groups_per_step)
+
+    # -- delivery -------------------------------------------------------------------------------------------------------
+
     async def _publish(self, loops: asyncio.TaskGroup) -> asyncio.Task[None]:
-        """Copies the weights. The rest is done beside the next step: the task asks the trainer for it before that step is begun."""
+        """Copies the weights, and returns the task that delivers them beside the next step: it asks the trainer before that step is begun."""
         parts = self._parts
         await self._busy("publish", parts.trainer.copy, self._plan.adapter)
         expected = await self._busy("probe", parts.probe.trainer_side, parts.trainer, self.step)
         return loops.create_task(self._deliver(loops, expected))
 
     async def _deliver(self, loops: asyncio.TaskGroup, expected: list[float] | None) -> None:
+        """Brings one version from the trainer to the engine, and proves that it arrived. `expected`: the trainer's log-probs of the probe.
+
+        Consumes: the copy of the weights that `_publish` made.
+        Waits for: the update (`Trainer.publish`), the swap (`Interrupts.deliver`), and the engine's log-probs of the probe.
+        Unblocked by: the first gap between two forward passes, or whatever else `partial.mode` swaps at. The swap frees the slots of
+        the groups that this version trained (`Ledger.live`), which unblocks admission.
+        """
         parts = self._parts
         async with parts.telemetry.waits.named("delivery", "the trainer (the published weights)"):
             update = await parts.trainer.publish(self._plan.adapter)
@@ -363,6 +320,12 @@ class Pipeline:
         if every and version % every == 0 and version < self._plan.steps:
             self._evaluations.append(loops.create_task(parts.evaluator.measure("during", version)))
 
+    async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
+        """Waits until the weights of `delivery` are live. True, because `Leaving.unless` returns None after an interrupt."""
+        async with self._parts.telemetry.waits.named("trainer", f"the swap in the engine (of {which})"):
+            await delivery
+        return True
+
     def _cancel_stale(self, version: int) -> int:
         """Cancels groups that are too old for the next step, which trains at `version` or later. Returns the number of rollouts that end."""
         staleness = self._plan.staleness
@@ -372,15 +335,53 @@ class Pipeline:
             return self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")
         return 0
 
-    def _skip(self, report: TrainReport) -> None:
-        self._skipped += 1
-        message = f"step {report.step} was skipped: {report.skipped}; the weights are unchanged, its groups are dropped"
-        self._warn(message)
-        if self._skipped >= self._plan.max_skipped_steps:
-            raise TrainingError(
-                f"{self._skipped} steps in a row were skipped ({report.skipped}). {_REMEDIES.get(report.skipped, _OTHERWISE)}; "
-                "train.max_skipped_steps sets how many are allowed."
-            )
+    # -- resuming -------------------------------------------------------------------------------------------------------
+
+    async def redo(self, steps: Sequence[JournalStep]) -> None:
+        """Repeats the steps that a killed process did after the checkpoint."""
+        for step in steps:
+            batch = self._plan.batch_again(step, self._parts.algorithm)
+            batch = replace(batch, skippable=bool(step.report.skipped), steps=step.steps)
+            report = await self._busy("step, again", self._parts.trainer.step, batch)
+            if message := unlike(step, report):
+                self._warn(message)
+            if step.report.skipped:
+                continue
+            self.step = step.version
+            if self.step > self._earlier.step:
+                self._record(
+                    step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), 0.0)
+                )
+
+    def discard(self, outdated: Mapping[int, Sequence[str]]) -> None:
+        """Drops groups of the checkpoint that were made under settings which have changed. `outdated`: the settings, by ticket."""
+        parts = self._parts
+        finished = [rolled_of(group) for group in parts.buffer.finished if group.ticket in outdated]
+        under_way = [
+            Rolled(ticket=ticket, prompt=prompt, scored=())
+            for ticket, prompt in parts.buffer.in_flight.items()
+            if ticket in outdated
+        ]
+        for what, groups in (("finished groups of the checkpoint", finished), ("groups under way", under_way)):
+            if groups:
+                names = " and ".join(outdated[groups[0].ticket])
+                self._warn(f"{len(groups)} {what} are dropped (settings_changed), because of changes in {names}")
+            for rolled in groups:
+                parts.ledger.ended(rolled, "dropped", "settings_changed")
+
+    async def _catch_up(self, loops: asyncio.TaskGroup) -> None:
+        """Does the checkpoint or evaluation that was due at the last step of an earlier process, which ended before."""
+        plan, saved = self._plan, self._parts.snapshots.saved_step
+        if self.step >= plan.steps:  # at the last step, both are done anyway
+            return
+        if _due(plan.checkpoint_every, saved, self.step):
+            await self._whole(self._saving.begin(self.step, loops))
+        if due := _due(plan.evaluate_every, self._earlier.evaluated, self.step):
+            if due < self.step:
+                self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
+            self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
+
+    # -- the trainer's work, and the last checkpoint --------------------------------------------------------------------
 
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits work of the trainer in this pipeline's turn, under a named wait, and counts its time as busy."""
@@ -389,8 +390,35 @@ class Pipeline:
         async with parts.telemetry.waits.named("controller", f"the trainer ({what})"), turn:
             return await work(*given, **named)
 
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """Shields work of the trainer's process, which continues even if its caller is cancelled. If the run ends meanwhile, its last
+        checkpoint waits for this work: else it could combine weights and tickets of different steps, or be written twice at once."""
+        under_way = self._under_way = asyncio.ensure_future(work)
+        return await asyncio.shield(under_way)
+
+    async def _save_result(self) -> None:
+        """Saves the final checkpoint. Without it the run does not count as finished."""
+        plan, parts = self._plan, self._parts
+        save = lambda: self._whole(self._saving.whole(self.step))  # noqa: E731
+        await until_saved(
+            save, self.step, plan.save_patience, waits=parts.telemetry.waits, leaving=self._leaving, warn=self._warn
+        )
+
+    async def _last_checkpoint(self) -> None:
+        """Writes a checkpoint after an error of another part."""
+        with suppress(HeadraceError):  # the user should read the error that ended the run, not a second one
+            if self._under_way and not self._under_way.done():
+                await self._under_way
+            await self._saving.whole(self.step)
+
 
 async def _sentinel(watch: Callable[[], Awaitable[None]]) -> None:
+    """Watches a part on which the run depends, and ends the run with that part's error.
+
+    Consumes: nothing.
+    Waits for: the end of a worker process, or of what it is asked in the background (`watch`, which then raises).
+    Unblocked by: the operating system, which reports the end of the process; `Pipeline._run` cancels it at the end of the run.
+    """
     await watch()
 
 
@@ -400,39 +428,13 @@ def _due(every: int, done: int, step: int) -> int:
     return last if last > done else 0
 
 
-def unlike(step: JournalStep, report: TrainReport) -> str:
-    """Compares a repeated step with its record. Returns a sentence if they differ, else an empty string. Raises CheckpointError if exactly one
-    of the two was skipped."""
-    if bool(report.skipped) != bool(step.report.skipped):
-        raise CheckpointError(
-            f"step {step.step} was repeated from the journal and was {report.skipped or 'not skipped'}, while it had been "
-            f"{step.report.skipped or 'not skipped'}: this machine computes other results. Move the run's directory "
-            "journal away to resume from the checkpoint alone"
-        )
-    if difference := differs(report, step.report):
-        return (
-            f"step {step.step} was repeated from the journal with a different result ({difference}): rollouts in flight "
-            "were begun under slightly different weights"
-        )
-    return ""
-
-
-def differs(report: TrainReport, before: TrainReport) -> str:
-    """The first fields in which a repeated step differs from its record; empty if only the time differs."""
-    names = differing(report, before)[:3]
-    return ", ".join(
-        f"{name} {getattr(report, name)} instead of {getattr(before, name)}"
-        if name != "token_numbers"
-        else f"other {name}"
-        for name in names
-    )
-
-
-# --- Two loops of the pipeline
+# --- From a prompt to a group
 # `admit` draws prompts; `_roll_group` turns each into a group that is ready, dropped or failed.
 
 
 class Rolling:
+    """The groups in flight: one task for each ticket, from the draw of its prompt to the end of its group or its place in the buffer."""
+
     def __init__(self, parts: Parts, plan: LoopPlan, earlier: EarlierMetrics) -> None:
         self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -447,7 +449,14 @@ class Rolling:
         self._diverged = False
 
     async def admit(self, loops: asyncio.TaskGroup) -> None:
-        """Draws prompts until the buffer is closed. In a resumed run, the groups in flight at the kill come first, under their old tickets."""
+        """The loop of admission: draws prompts until the buffer is closed, and starts a task for each. In a resumed run, the groups in flight at
+        the kill come first, under their old tickets.
+
+        Consumes: free slots (`Buffer.draw`) and prompts of the task (`Curriculum.draw`).
+        Waits for: a free slot, and until new groups may begin (`Interrupts.admission`; they may not during a swap by `barrier`).
+        Unblocked by: `Buffer.release` once the weights are live that a group trained; `Buffer.end` of a dropped or failed group, or `Buffer.want`
+        of more groups; `Buffer.close` ends the loop.
+        """
         buffer, parts = self._parts.buffer, self._parts
         for ticket, prompt in buffer.in_flight.items():
             self._begin(loops, ticket, prompt)
@@ -460,10 +469,9 @@ class Rolling:
                 return
             if not parts.interrupts.admits:
                 continue
-            ticket = drawn
-            prompt, choice = parts.curriculum.draw(ticket)
-            parts.ledger.drawn(ticket, prompt, choice)
-            self._begin(loops, ticket, prompt)
+            prompt, choice = parts.curriculum.draw(drawn)
+            parts.ledger.drawn(drawn, prompt, choice)
+            self._begin(loops, drawn, prompt)
 
     def cancel_older_than(self, version: int, reason: str) -> int:
         """Drops the groups in flight that have a token older than `version`. Returns the number of rollouts that end."""
@@ -499,6 +507,13 @@ class Rolling:
         task.add_done_callback(lambda _: self._tasks.pop(ticket))
 
     async def _roll_group(self, ticket: int, prompt: Prompt) -> None:
+        """Turns the prompt of a ticket into a group that is ready, dropped or failed.
+
+        Consumes: the ticket and its prompt.
+        Waits for: the rollouts and their rewards (`GroupSource.trained`: the engine, environments, the scorer).
+        Unblocked by: completions, results of environments, rewards. `cancel_older_than` drops the group; `stop` cancels the task and leaves the
+        ticket in flight, for a resumed run.
+        """
         started = self._clock()
         try:
             async with self._parts.interrupts.group():
@@ -527,6 +542,7 @@ class Rolling:
         self._parts.groups.forget(ticket)
 
     def _judge(self, rolled: Rolled) -> None:
+        """Ends the group as failed or dropped, or puts it into the buffer as ready. Charges it to the budgets."""
         algorithm, ledger = self._parts.algorithm, self._parts.ledger
         made = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
         rows = tuple(replace(row, temperature=self._plan.rollout.temperature) for row in made)
@@ -572,24 +588,31 @@ WORTH_SAYING = 1.0
 
 
 class Saving:
+    """The checkpoints of a run, of which at most one is being written."""
+
     def __init__(
         self, parts: Parts, busy: Callable[[str, Callable[[int], Awaitable[None]], int], Awaitable[None]]
     ) -> None:
         """`busy`: does work of the trainer, in this pipeline's turn (`Pipeline._busy`)."""
         self._parts, self._busy, self._clock = parts, busy, parts.telemetry.clock
         self._writing: asyncio.Future[str] | None = None
-        """The one that is being written, or was last. Its result is the error, or an empty string."""
+        """The checkpoint that is being written, or was last. The result is the error, or an empty string."""
         self._step = -1
-        """Its step."""
-        self._said: set[str] = set()
+        """The step of that checkpoint."""
+        self._reported: set[str] = set()
+        """The kinds of warnings that were given."""
 
     async def begin(self, step: int, loops: asyncio.TaskGroup | None = None) -> None:
-        """Begins the checkpoint of this moment, between two steps. Waits for the one before. `loops`: is told of errors that must end the run;
-        those of the disk are only recorded."""
+        """Captures a checkpoint of this moment, between two steps, and begins to write it.
+
+        Consumes: the trainer's turn, for the copy.
+        Waits for: the checkpoint before, which must be written, and the trainer's copy.
+        Unblocked by: the disk; the trainer. `loops`: is told of errors that must end the run; those of the disk are only recorded.
+        """
         began, before = self._clock(), self._step
         await self.finish()
         if (waited := self._clock() - began) > WORTH_SAYING and step > before:
-            self._say(
+            self._warn_once(
                 "waited",
                 f"training waited {waited:.0f} s until the checkpoint of step {before} was written, before that of step {step}: raise "
                 "checkpoint.every, or let the run write to a faster disk",
@@ -599,7 +622,7 @@ class Saving:
             return
         await self._busy(SAVING, self._capture, step)
         if loops and self._writing:
-            loops.create_task(_result(self._writing))
+            loops.create_task(_errors_of(self._writing))
 
     async def finish(self) -> str:
         """Waits until nothing is being written. Returns the error of the last one, or an empty string."""
@@ -622,24 +645,38 @@ class Saving:
             self._writing.cancel()
 
     async def _capture(self, step: int) -> None:
-        """The trainer goes on when this returns."""
+        """Copies state and weights, and starts the task that writes them. The trainer goes on when this returns."""
         moment = await self._parts.snapshots.capture(step, self._parts)
         self._step, self._writing = step, asyncio.ensure_future(self._write(moment))
         if moment.short:
-            self._say("short", f"training stands still while checkpoints are written: {moment.short}. Free memory")
+            self._warn_once(
+                "short", f"training stands still while checkpoints are written: {moment.short}. Free memory"
+            )
             await asyncio.shield(self._writing)
 
     async def _write(self, moment: Moment) -> str:
+        """Writes one captured checkpoint beside training. Returns the error of the disk, or an empty string.
+
+        Consumes: what was captured.
+        Waits for: the trainer's process, which writes the weights, and the disk.
+        Unblocked by: both; `cancel` ends it with the run.
+        """
         failure = await self._parts.snapshots.write(moment)
         self._parts.minutes.measured(save=self._clock() - moment.seconds)
         return failure
 
-    def _say(self, kind: str, said: str) -> None:
-        """Reports each kind once."""
-        if kind not in self._said:
-            self._said.add(kind)
-            self._parts.telemetry.warn(said)
+    def _warn_once(self, kind: str, message: str) -> None:
+        """Warns of each kind once."""
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._parts.telemetry.warn(message)
 
 
-async def _result(writing: asyncio.Future[str]) -> None:
+async def _errors_of(writing: asyncio.Future[str]) -> None:
+    """Ends the run if writing raises: the trainer's process is lost, for example. A full disk does not raise.
+
+    Consumes: nothing.
+    Waits for: the end of writing, which goes on if this task is cancelled.
+    Unblocked by: `Saving._write`.
+    """
     await asyncio.shield(writing)

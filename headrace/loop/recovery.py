@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.reports import TrainReport, differing
 from headrace.core.steps import Finished, StepOutput, Transcript, write_down
 from headrace.core.types import Completion, Request, RolloutKey
 from headrace.durable.journal import (
@@ -289,6 +290,34 @@ Asked = Callable[[str], Request | None]
 """The request of that name, where a rollout in flight asked for it: a turn is known from its key alone, however many there are."""
 
 
+def unlike(step: JournalStep, report: TrainReport) -> str:
+    """Compares a repeated step with its record. Returns a sentence if they differ, else an empty string. Raises CheckpointError if exactly one
+    of the two was skipped."""
+    if bool(report.skipped) != bool(step.report.skipped):
+        raise CheckpointError(
+            f"step {step.step} was repeated from the journal and was {report.skipped or 'not skipped'}, while it had been "
+            f"{step.report.skipped or 'not skipped'}: this machine computes other results. Move the run's directory "
+            "journal away to resume from the checkpoint alone"
+        )
+    if difference := _differs(report, step.report):
+        return (
+            f"step {step.step} was repeated from the journal with a different result ({difference}): rollouts in flight "
+            "were begun under slightly different weights"
+        )
+    return ""
+
+
+def _differs(report: TrainReport, before: TrainReport) -> str:
+    """The first fields in which a repeated step differs from its record; empty if only the time differs."""
+    names = differing(report, before)[:3]
+    return ", ".join(
+        f"{name} {getattr(report, name)} instead of {getattr(before, name)}"
+        if name != "token_numbers"
+        else f"other {name}"
+        for name in names
+    )
+
+
 def _of_checkpoint(saved: SavedRun, asked: Asked) -> dict[str, Completion]:
     before = saved.state.begun if saved.state else {}
     return {name: completion for name, completion in before.items() if asked(name)}
@@ -303,7 +332,7 @@ class _Begun(NamedTuple):
     """The recorded part of the rollouts in flight."""
 
     completions: dict[str, Completion]
-    """Those of each request."""
+    """The completion so far of each request."""
     notes: dict[str, list[bytes]]
     """The notes of their environments, by rollout."""
 

@@ -183,7 +183,7 @@ OFF = 0.15
 MARGIN = 1.25
 """Safety factor: one more step may take this many times the longest of the recent ones; so may the last evaluation and checkpoint."""
 FIRST = 3.0
-"""The same factor for the first step, whose time is known from the short measurement alone."""
+"""Safety factor of the first step, whose time is known from the short measurement alone."""
 RECENT = 5
 """Steps over which the pace is averaged."""
 
@@ -268,8 +268,8 @@ class Allowance:
         return [after - before for before, after in itertools.pairwise(ends)]
 
 
-# --- Keeps a pipeline within `train.minutes`
-# Connects the allowance (`loop/run_limits.py`) to buffer, facts and settings.
+# --- The allowance in a pipeline
+# Connects it to buffer, facts and settings.
 
 
 Keep = Callable[[int, int], None]
@@ -360,6 +360,8 @@ LONGEST_PAUSE = 60.0
 
 
 class Leaving:
+    """Whether the run was interrupted, and waits that end when it is."""
+
     def __init__(self) -> None:
         self._begun = asyncio.Event()
 
@@ -372,7 +374,12 @@ class Leaving:
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Awaits `work` until it is done or the run is interrupted, since an engine for which it waits may hang. After an interrupt it
-        cancels the work, including what that awaits, and returns None."""
+        cancels the work, including what that awaits, and returns None.
+
+        Consumes: nothing.
+        Waits for: the work.
+        Unblocked by: the end of the work; `begin`.
+        """
         doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self._begun.wait())
         try:
             await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -393,7 +400,12 @@ async def until_saved(
     warn: Callable[[str], None],
 ) -> None:
     """Saves the last checkpoint. If the disk cannot be written, it tries again for `patience` seconds or until an interrupt. `save` returns
-    the error, or an empty string. Raises CheckpointError when `patience` is over."""
+    the error, or an empty string. Raises CheckpointError when `patience` is over.
+
+    Consumes: `patience`, by pauses that double up to `LONGEST_PAUSE`.
+    Waits for: the checkpoint on the disk.
+    Unblocked by: room on the disk, at the next try; an interrupt, at once.
+    """
     left, pause = patience, 1.0
     while not leaving.begun and (failure := await save()):
         if left <= 0:

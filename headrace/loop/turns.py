@@ -88,7 +88,7 @@ class SharedDevices:
     async def _asked(
         self, who: str, what: str, answer: Awaitable[SleepReport], *, endless: bool = False
     ) -> SleepReport:
-        """`endless`: nobody waits for it, and it is cut off when the trainer wants its devices back."""
+        """Awaits `answer` under a named wait. `endless`: nobody waits for it, and it is cut off when the trainer wants its devices back."""
         async with self._telemetry.waits.named("turns", f"the {who} to {what}", endless):
             return await answer
 
@@ -117,7 +117,7 @@ class DeviceShare:
 
     @asynccontextmanager
     async def take(self, clock: Callable[[], float], computes: bool = True) -> AsyncIterator[None]:
-        """`computes`: whether the work needs the trainer's devices. Saving does not: a trainer that sleeps has all on the host."""
+        """The turn of one piece of work at the trainer. `computes`: whether the work needs the trainer's devices. Saving does not: a trainer that sleeps has all on the host."""
         async with self._free:
             if self._devices and computes:
                 await self._devices.to_trainer()
@@ -149,8 +149,13 @@ class DeviceShare:
                 lending.result()
 
     async def _lend(self, devices: SharedDevices) -> None:
-        """Nothing is lent before the wait has lasted as long as the last loan cost the trainer: short waits cost nothing, and a long one is used
-        but for that part (the rule for renting skis, whose waits nobody knows beforehand)."""
+        """Lends the devices once, when the wait has lasted as long as the last loan cost the trainer: short waits cost nothing, and a long one
+        is used but for that part (the rule for renting skis, whose waits nobody knows beforehand).
+
+        Consumes: the turn at the trainer, while the devices change hands.
+        Waits for: the time of the last loan's cost, other work of the trainer, then the trainer's sleep and the engine's waking.
+        Unblocked by: the clock; the end of that work; both reports. The end of the trainer's wait cancels the task.
+        """
         await asyncio.sleep(devices.cost)
         async with self._free:
             try:
@@ -159,7 +164,7 @@ class DeviceShare:
                 self._lends = False
 
 
-# --- Measures how busy the two pools were. Each pool counts its own working time.
+# --- How busy engine and trainer were. Each counts its own working time.
 
 
 LAST_WORD = 30.0
@@ -167,7 +172,7 @@ LAST_WORD = 30.0
 
 
 class Utilisation:
-    """Idle shares of both pools between `start` and `stop`, which means training without loading and evaluation."""
+    """Idle shares of engine and trainer between `start` and `stop`, which means training without loading and evaluation."""
 
     def __init__(self, engine: Engine, turns: DeviceShare, telemetry: Telemetry) -> None:
         self._engine, self._turns = engine, turns

@@ -1,4 +1,4 @@
-"""Languages that completions are held to, by the library llguidance: checked at a door, and compiled for a model's tokenizer.
+"""Languages that completions are held to, by the library llguidance: checked before a request is admitted, and compiled for a model's tokenizer.
 
 llguidance was chosen by measurement (docs/decisions/0027-constrained-decoding.md): it refuses what it cannot express, where others leave
 parts of a schema out without a word.

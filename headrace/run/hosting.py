@@ -69,12 +69,12 @@ class Termination:
             raise SystemExit(TERMINATED)
 
 
-def host(main: Main, errands: Errands | None = None) -> None:
+def run_loop(main: Main, errands: Errands | None = None) -> None:
     """Runs `main` to its end in a new event loop, and returns or raises as it does. If it raises, and a signal came too late for it, raises
     KeyboardInterrupt."""
     signals = _Signals()
     try:
-        if hosts_here(errands):
+        if runs_here(errands):
             with signals.caught():
                 asyncio.run(main(signals.attach))
         else:
@@ -85,8 +85,8 @@ def host(main: Main, errands: Errands | None = None) -> None:
         raise
 
 
-def hosts_here(errands: Errands | None = None) -> bool:
-    """Whether `host` would run the loop in the calling thread."""
+def runs_here(errands: Errands | None = None) -> bool:
+    """Whether `run_loop` would run the loop in the calling thread."""
     return errands is None and not _loop_runs_here()
 
 
@@ -101,7 +101,7 @@ def complete(work: Coroutine[Any, Any, T]) -> T:
         found.append(await work)
 
     try:
-        host(go)
+        run_loop(go)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     return found[0]

@@ -24,7 +24,7 @@ from headrace.processes.process_end import Deaths
 from headrace.run.auto.measurer import Measurer
 from headrace.run.build import LoadedFiles, open_telemetry
 from headrace.run.config import RunConfig, config_of_run, dump_config, read_config
-from headrace.run.hosting import Errands, Heed, Main, Termination, complete, host, hosts_here
+from headrace.run.hosting import Errands, Heed, Main, Termination, complete, run_loop, runs_here
 from headrace.run.lane import Lane, open_lanes, report_finished, report_unbegun
 from headrace.run.open_parts import open_parts
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
@@ -80,14 +80,14 @@ class TrainCall:
             self.config = read_config(config_of_run(self.resume))
         return True
 
-    def host(self, main: Main, lanes: Collection[Lane]) -> None:
+    def run_loop(self, main: Main, lanes: Collection[Lane]) -> None:
         """Runs the event loop of these lanes to its end. Then it raises what a callback raised.
 
         If the trainer dies after somebody has asked the run to end (a signal, a callback), the run ends: to start the trainer again would
         train on against that wish."""
         died = ""
         try:
-            host(main, self.callbacks.errands if self.callbacks else None)
+            run_loop(main, self.callbacks.errands if self.callbacks else None)
         except WorkerDied as error:
             if error.who != "trainer" or not self._asked(lanes):
                 raise
@@ -228,7 +228,7 @@ def _through_deaths(call: TrainCall) -> RunResult:
 
 def _until_it_ends(call: TrainCall) -> RunResult:
     """Trains until the run, or its trainer, has ended. The libraries of its workers are loaded while it is rehearsed."""
-    if not hosts_here(call.callbacks.errands if call.callbacks else None):
+    if not runs_here(call.callbacks.errands if call.callbacks else None):
         return _rehearsed_and_trained(call)  # those libraries belong to the thread of the loop, which comes later
     with libraries_ahead(local_cores(call.config)):
         return _rehearsed_and_trained(call)
@@ -252,7 +252,7 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                         lane.storage.recorder.record(fact)
                 with _watchdog(config.watch, directory, writes=not resume) as watchdog:
                     running = _RunningLanes(call, config, directory, lanes, watchdog)
-                    call.host(partial(running.run, rehearsed.tried), lanes.values())
+                    call.run_loop(partial(running.run, rehearsed.tried), lanes.values())
             except HeadraceError as error:
                 if alone := lanes.get(""):
                     alone.add_resume_hint(error)

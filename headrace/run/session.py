@@ -183,7 +183,7 @@ class Session:
         try:
             await self._train(built)
         except Exception as error:
-            left = self.asked and isinstance(error, WorkerDied) and error.who == "trainer"  # see `TrainCall.host`
+            left = self.asked and isinstance(error, WorkerDied) and error.who == "trainer"  # see `TrainCall.run_loop`
             self.reason = self._left_for if left else str(error) if isinstance(error, HeadraceError) else repr(error)
             raise
         except asyncio.CancelledError:

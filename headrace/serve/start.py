@@ -110,13 +110,13 @@ async def training(
         yield ()
         return
     from headrace.serve.training.tinker_routes import routes
-    from headrace.serve.training.tinker_service import opened_door
+    from headrace.serve.training.tinker_service import opened_service
 
     places, deaths = config.engine.max_adapters, config.engine.max_deaths
-    async with opened_door(
+    async with opened_service(
         config.training, serving, launcher=open_launcher(logs), directory=directory, places=places, max_deaths=deaths
-    ) as door:
-        yield routes(door)
+    ) as service:
+        yield routes(service)
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ import xxhash
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import Manifest, TensorSpec, WeightUpdate
-from headrace.weight_sync.ranges import ValueRun
+from headrace.weight_sync.ranges import ValueRange
 
 ALIGNMENT = 64
 """Bytes: a cache line, which vector loads prefer."""
@@ -51,10 +51,10 @@ class PackedBuffer:
             self.views[name].copy_(tensor)
 
     @torch.no_grad()
-    def fill_runs(self, runs: Iterable[ValueRun]) -> None:
+    def fill_values(self, values: Iterable[ValueRange]) -> None:
         """Copies values of some parameters in, converted to the serving dtype."""
-        for run in runs:
-            self.views[run.name].view(-1)[run.first : run.first + len(run.values)].copy_(run.values)
+        for part in values:
+            self.views[part.name].view(-1)[part.first : part.first + len(part.values)].copy_(part.values)
 
     def fingerprint(self) -> str:
         return fingerprint(self._manifest, self._buffer)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class ValueRun(NamedTuple):
+class ValueRange(NamedTuple):
     """Values of one parameter that follow each other."""
 
     name: str
@@ -35,21 +35,21 @@ class RankParts(NamedTuple):
     rank: int
     ranges: Sequence[Mapping[str, list[ByteRange]]]
     """Those of every rank, by what is published. Together they make up each packed buffer."""
-    runs: Callable[[str], Iterator[ValueRun]]
-    """The runs of this rank, of the model (empty name) or of an adapter, in canonical order. Every rank calls it at the same time."""
+    values: Callable[[str], Iterator[ValueRange]]
+    """The values of this rank, of the model (empty name) or of an adapter, in canonical order. Every rank calls it at the same time."""
     exchange: Callable[[Any], Sequence[Any]]
     """Gives every rank the values of all ranks, in their order. Every rank calls it at the same time."""
 
 
-def ranges_of(manifest: Manifest, runs: Iterable[ValueRun]) -> list[ByteRange]:
-    """Returns where the runs lie in the packed buffer."""
+def ranges_of(manifest: Manifest, values: Iterable[ValueRange]) -> list[ByteRange]:
+    """Returns where the values lie in the packed buffer."""
     specs = {spec.name: spec for spec in manifest.tensors}
     found = []
-    for run in runs:
-        spec, count = specs[run.name], run.values.numel()
+    for part in values:
+        spec, count = specs[part.name], part.values.numel()
         if count:
             each = spec.nbytes // math.prod(spec.shape)
-            found.append(ByteRange(spec.offset + run.first * each, count * each))
+            found.append(ByteRange(spec.offset + part.first * each, count * each))
     return found
 
 
@@ -71,14 +71,14 @@ def make_up(manifest: Manifest, parts: Sequence[Sequence[ByteRange]]) -> bool:
 def parts_of(
     manifests: Mapping[str, Manifest],
     rank: int,
-    runs: Callable[[str], Iterator[ValueRun]],
+    values: Callable[[str], Iterator[ValueRange]],
     exchange: Callable[[Any], Sequence[Any]],
 ) -> RankParts | None:
-    """Returns the share of a rank (`RankParts` describes the arguments); None if the runs of all ranks do not make up the whole."""
-    own = {name: ranges_of(manifest, runs(name)) for name, manifest in manifests.items()}
+    """Returns the share of a rank (`RankParts` describes the arguments); None if the values of all ranks do not make up the whole."""
+    own = {name: ranges_of(manifest, values(name)) for name, manifest in manifests.items()}
     everyone = exchange(own)
     whole = all(make_up(manifest, [one[name] for one in everyone]) for name, manifest in manifests.items())
-    return RankParts(rank, everyone, runs, exchange) if whole else None
+    return RankParts(rank, everyone, values, exchange) if whole else None
 
 
 def follower_update(version: int, adapter: AdapterSpec | None) -> WeightUpdate:

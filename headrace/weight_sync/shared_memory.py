@@ -77,7 +77,7 @@ class SharedMemorySender(WeightSender):
         slot = version % self._slots.count(name)
         packed = self._slots.packed(name, slot)
         if self._ranks:  # the parameters are not read: that would gather each of them whole
-            packed.fill_runs(self._ranks.runs(name))
+            packed.fill_values(self._ranks.values(name))
             self._ranks.exchange(None)  # from here on all of it is there
             if self._ranks.rank:
                 return lambda: follower_update(version, adapter)

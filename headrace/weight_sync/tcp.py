@@ -316,8 +316,8 @@ class TcpPartSender(WeightSender):
         dtypes = {spec.name: getattr(torch, spec.dtype) for spec in self._manifests[name].tensors}
         at = 0
         with torch.no_grad():
-            for run in self._ranks.runs(name):
-                converted = run.values.to(dtypes[run.name]).contiguous().view(torch.uint8)
+            for part in self._ranks.values(name):
+                converted = part.values.to(dtypes[part.name]).contiguous().view(torch.uint8)
                 room[at : at + len(converted)].copy_(converted)
                 at += len(converted)
 

@@ -21,7 +21,7 @@ from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.request_book import scoring
-from headrace.engine.streaming import check_parts, stages
+from headrace.engine.streaming import check_parts, mixtures
 from headrace.loop.world import virtual_time
 from headrace.processes.wire import Frame, pack_payload
 from headrace.run.worker.engine_loop import EngineLoop
@@ -36,7 +36,7 @@ from support.tiny_models import make, parameters, saved
 @given(count=st.integers(1, 30), parts=st.integers(1, 40))
 def test_each_stage_replaces_one_group_of_neighbours_more(count: int, parts: int) -> None:
     before, after = ({f"p{i}": (which, i) for i in range(count)} for which in ("old", "new"))
-    told = list(stages(before, after, parts))
+    told = list(mixtures(before, after, parts))
     assert len(told) == min(parts, count) - 1
     news = [sum(which == "new" for which, _ in stage.values()) for stage in [before, *told, after]]
     groups = [more - less for less, more in itertools.pairwise(news)]
@@ -109,7 +109,7 @@ def logprobs_of(tensors: Mapping[str, torch.Tensor], tokens: tuple[int, ...]) ->
 def test_between_two_parts_the_mixture_serves_and_says_so(path: str) -> None:
     engine, old, new, tokens = real_engine(path), weights(0), weights(7), tuple(range(3, 40))
     found = []
-    for stage in stages(old, new, 4):
+    for stage in mixtures(old, new, 4):
         engine.swap(engine.prepare(update(1), stage, mixed=True))
         told = run(engine, scoring("s", tokens))["s"].scores
         assert told is not None and told.mixed and told.version == 0
@@ -193,7 +193,7 @@ class Process:
             if true():
                 return
             self.send(0, "cancel", "nobody")  # so that it never waits for something to come
-            self.loop.turn()
+            self.loop.round()
         raise AssertionError("it never came true")
 
     def load(self, version: int, parts: int) -> LoadReport:

@@ -23,7 +23,7 @@ import headrace
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, Warned
 from headrace.run.config import load_config
-from headrace.run.hosting import host
+from headrace.run.hosting import run_loop
 from headrace.run.python_inputs import with_python_inputs
 from headrace.run.run import Callbacks
 from headrace.views.screen.console import PrintableText as Text
@@ -216,7 +216,7 @@ def test_an_interrupt_in_a_running_loop_writes_a_checkpoint_and_returns(tmp_path
 
 def in_a_loop(main: Any, errands: Any = None) -> None:
     async def around() -> None:
-        host(main, errands)
+        run_loop(main, errands)
 
     asyncio.run(around())
 
@@ -227,10 +227,10 @@ def test_a_loop_of_its_own_only_where_it_is_needed():
     async def main(on_signal):
         threads.append(threading.current_thread())
 
-    host(main)
+    run_loop(main)
     in_a_loop(main)
     errands: Any = SimpleQueue()
-    host(main, errands)
+    run_loop(main, errands)
     assert threads[0] is threading.main_thread()
     assert [thread.name for thread in threads[1:]] == ["headrace-loop", "headrace-loop"]
 

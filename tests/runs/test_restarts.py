@@ -22,7 +22,7 @@ from headrace.facts.facts import RunEnded, RunStarted, Warned
 from headrace.facts.records import StepRow
 from headrace.processes.process_end import FORGIVEN
 from headrace.run.config import load_config
-from headrace.run.hosting import Errands, host
+from headrace.run.hosting import Errands, run_loop
 from headrace.run.python_inputs import NO_INPUTS
 from headrace.run.run import TrainCall
 from support.runs.beside import Beside, until
@@ -172,7 +172,7 @@ def test_an_interrupt_that_the_ended_loop_cannot_hear_reaches_the_caller() -> No
     ended = threading.Event()
     Beside(lambda: (until(lambda: not any(one.name == "headrace-loop" for one in threading.enumerate())), ended.set()))
     with pytest.raises(KeyboardInterrupt):
-        host(main, errands)
+        run_loop(main, errands)
 
 
 # -- a trainer that hangs ---------------------------------------------------------------------------------------------------------
@@ -224,5 +224,5 @@ def test_progress_lasts_to_the_last_step_and_no_longer(config: Config) -> None:
         raise WorkerDied("trainer", "hangs")
 
     with pytest.raises(WorkerDied):
-        call.host(main, [lane])
+        call.run_loop(main, [lane])
     assert call.worked == 5.0

@@ -402,7 +402,7 @@ def test_the_death_of_the_trainer_fails_what_it_had_and_the_next_one_goes_on(
     step(model, [supervised()])
     path = model.save_state("before").result().path
     later = step(model, [supervised()])
-    pid = server.door.trainer._keeper._worker.pid
+    pid = server.service.trainer._keeper._worker.pid
     os.kill(pid, signal.SIGSTOP)  # so that both are pending when it dies
     pending = [model.forward_backward([supervised()], "cross_entropy"), model.optim_step(ADAM)]
     os.kill(pid, signal.SIGKILL)

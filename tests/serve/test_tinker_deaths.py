@@ -50,7 +50,7 @@ def test_samples_outlive_the_engine_and_end_with_a_sentence_when_it_is_lost_for_
             pid = engine_of(server)
             os.kill(pid, signal.SIGSTOP)
             pending = [sampler.sample(PROMPT, 1, LONG) for sampler in samplers]
-            while server.door.futures.pending < len(pending):
+            while server.service.futures.pending < len(pending):
                 time.sleep(0.01)
             os.kill(pid, signal.SIGKILL)
             return pending

@@ -76,8 +76,8 @@ class PatientTrainer:
 class Caller:
     """A client of the routes, with one model."""
 
-    def __init__(self, http: httpx.AsyncClient, door: TinkerService, trainer: PatientTrainer) -> None:
-        self.http, self.door, self.trainer = http, door, trainer
+    def __init__(self, http: httpx.AsyncClient, service: TinkerService, trainer: PatientTrainer) -> None:
+        self.http, self.service, self.trainer = http, service, trainer
         self.session = self.model = ""
 
     async def post(self, path: str, body: Any = None, media: str = "application/json", **more: Any) -> httpx.Response:
@@ -102,17 +102,17 @@ def talk(tmp_path: Path, case: Callable[[Caller], Awaitable[None]], **limits: An
     async def main() -> None:
         serving: Any = SimpleNamespace(name="tiny", limits=LIMITS)
         given = TrainLimits(**{"gap_seconds": 1.0, **limits})
-        door = TinkerService(serving, Store(tmp_path), given, directory=tmp_path, places=1)
+        service = TinkerService(serving, Store(tmp_path), given, directory=tmp_path, places=1)
         trainer: Any = PatientTrainer()
-        door.trainer = trainer
+        service.trainer = trainer
         kinds = [Refused, ValueError, Exception]
-        app = Starlette(routes=routes(door), exception_handlers=dict.fromkeys(kinds, answer_error))
+        app = Starlette(routes=routes(service), exception_handlers=dict.fromkeys(kinds, answer_error))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-            caller = Caller(http, door, trainer)
+            caller = Caller(http, service, trainer)
             await caller.begin()
             await case(caller)
-        await door.close()
+        await service.close()
 
     asyncio.run(main())
 
@@ -204,10 +204,10 @@ def test_a_number_that_is_sent_again_is_left_to_its_client(tmp_path: Path) -> No
 
     async def case(caller: Caller) -> None:
         bad = {"model_id": caller.model, "seq_id": 1, "adam_params": None}
-        blocking = [caller.door.futures.open(f"b{number}", "s") for number in range(2)]
+        blocking = [caller.service.futures.open(f"b{number}", "s") for number in range(2)]
         assert (await caller.post("optim_step", {**bad, "adam_params": {}})).status_code == 429
         assert (await caller.post("optim_step", bad)).status_code == 429, "it could not be noted"
-        caller.door.futures.end("s")
+        caller.service.futures.end("s")
         assert all(one.answer for one in blocking)
         assert (await caller.step(1))["metrics"]["version"] == 1
 
@@ -259,7 +259,7 @@ def test_whatever_the_bodies_of_numbered_requests_are_the_next_one_is_done(
         assert all(status == 200 or json.loads(text)["error"]["message"] for status, text in answers)
         assert "metrics" in await caller.step(len(bodies) + 1), answers
 
-    talk(tmp_path_factory.mktemp("door"), case)
+    talk(tmp_path_factory.mktemp("service"), case)
 
 
 @settings(max_examples=60, deadline=None)
@@ -339,19 +339,21 @@ def whole_pass(model: str, number: int, token: int) -> bytes:
 def test_a_sampler_keeps_its_weights_and_samples_without_a_number_are_each_their_own(tiny_tokenizer: Path) -> None:
     async def go() -> None:
         async with asyncio.timeout(300), faked(tiny_tokenizer) as (_, serving):
-            door = TinkerService(serving, Store(tiny_tokenizer), TrainLimits(), directory=tiny_tokenizer, places=1)
-            session = door.create_session(CreateSession())["session_id"]
+            service = TinkerService(serving, Store(tiny_tokenizer), TrainLimits(), directory=tiny_tokenizer, places=1)
+            session = service.create_session(CreateSession())["session_id"]
             asked = CreateSampler(session_id=session, sampling_session_seq_id=0, base_model="tiny")
-            sampler = door.create_sampler(asked)
-            assert door.create_sampler(asked) is sampler
+            sampler = service.create_sampler(asked)
+            assert service.create_sampler(asked) is sampler
             with pytest.raises(Refused, match="is there already, and samples from base; give another"):
-                door.create_sampler(structs.replace(asked, base_model=None, model_path="tinker://x/sampler_weights/y"))
+                service.create_sampler(
+                    structs.replace(asked, base_model=None, model_path="tinker://x/sampler_weights/y")
+                )
 
             def sampled(tokens: list[int], number: int | None) -> str:
                 prompt = SamplePrompt(chunks=[PromptChunk(tokens=tokens)])
                 params = Params(max_tokens=1)
                 body = SampleBody(prompt=prompt, sampling_params=params, sampling_session_id=sampler.id, seq_id=number)
-                return door.sample(body)[0].id
+                return service.sample(body)[0].id
 
             assert sampled([1, 2], 5) == sampled([1, 2], 5)
             with pytest.raises(Refused, match="was used before, by another request"):
@@ -359,7 +361,7 @@ def test_a_sampler_keeps_its_weights_and_samples_without_a_number_are_each_their
             assert sampled([1, 2], None) != sampled([9, 9], None), (
                 "the second would be answered with the first's sample"
             )
-            await door.close()
+            await service.close()
 
     asyncio.run(go())
 
@@ -429,7 +431,7 @@ def test_a_session_that_ends_while_a_model_is_made_is_freed_whole(tmp_path: Path
         asked = {"session_id": caller.session, "base_model": "tiny", "lora_config": {"rank": 2}}
         for number in (1, 2):
             await caller.post("create_model", {**asked, "model_seq_id": number})
-        while len(caller.door.models()) < 3:
+        while len(caller.service.models()) < 3:
             await asyncio.sleep(0.01)
         ended = await caller.post(f"sessions/{caller.session}/finish", {})
         assert ended.status_code == 200, ended.text

@@ -278,14 +278,14 @@ class _Noting:
 def test_every_setting_of_an_adapter_and_of_its_optimizer_arrives_at_the_trainer(tmp_path: Path) -> None:
     async def go() -> None:
         serving: Any = SimpleNamespace(name="tiny")
-        door = TinkerService(serving, Store(tmp_path), TrainLimits(), directory=tmp_path, places=1)
+        service = TinkerService(serving, Store(tmp_path), TrainLimits(), directory=tmp_path, places=1)
         trainer: Any = _Noting()
-        door.trainer = trainer
-        session = door.create_session(CreateSession())["session_id"]
+        service.trainer = trainer
+        session = service.create_session(CreateSession())["session_id"]
         loras = [LoraBody(rank=3, seed=7, train_mlp=False), LoraBody(rank=5, seed=8, train_attn=False)]
         for number, lora in enumerate(loras):
             asked = CreateModel(session_id=session, model_seq_id=number, base_model="tiny", lora_config=lora)
-            created = await answer_of(door.futures, door.create_model(asked).id)
+            created = await answer_of(service.futures, service.create_model(asked).id)
         assert trainer.added == [
             SharedLora(rank=3, seed=7, attention=True, mlp=False),
             SharedLora(rank=5, seed=8, attention=False, mlp=True),
@@ -293,11 +293,11 @@ def test_every_setting_of_an_adapter_and_of_its_optimizer_arrives_at_the_trainer
         given = {"learning_rate": 0.1, "beta1": 0.2, "beta2": 0.3, "eps": 0.4, "weight_decay": 0.5, "grad_clip_norm": 6}
         for number, settings in enumerate(({}, given, {"grad_clip_norm": -1.0}), 1):
             body = OptimStep(model_id=created["model_id"], seq_id=number, adam_params=Adam(**settings))
-            answer = await answer_of(door.futures, door.optim_step(body).id)
+            answer = await answer_of(service.futures, service.optim_step(body).id)
         assert answer == {"metrics": {"grad_norm": 2.5, "version": 1}}
         name = created["model_id"]
         assert trainer.steps == [AdamStep(model=name), AdamStep(model=name, **given), AdamStep(model=name)]
-        await door.close()
+        await service.close()
 
     asyncio.run(go())
 

@@ -21,7 +21,7 @@ from headrace.serve.config import ServeConfig, TrainingConfig, TrainLimits
 from headrace.serve.serving import Serving
 from headrace.serve.start import make_app, opened
 from headrace.serve.training.tinker_routes import routes
-from headrace.serve.training.tinker_service import TinkerService, opened_door
+from headrace.serve.training.tinker_service import TinkerService, opened_service
 from headrace.trainer.shared.calls import SharedConfig
 from headrace.web.server import bind, make_server
 
@@ -36,7 +36,7 @@ ENGINE = EngineConfig(
 @dataclass
 class Running:
     url: str
-    door: TinkerService
+    service: TinkerService
     serving: Serving
     loop: asyncio.AbstractEventLoop
     logs: Path
@@ -80,14 +80,14 @@ def running(
         sock = bind("127.0.0.1", 0)
         async with (
             opened(config, model, work / "logs") as serving,
-            opened_door(
+            opened_service(
                 training, serving, launcher=open_launcher(work / "logs"), directory=model, places=PLACES, max_deaths=3
-            ) as door,
+            ) as service,
         ):
-            server = make_server(make_app(serving, KEY, routes(door)))
+            server = make_server(make_app(serving, KEY, routes(service)))
             serve = asyncio.ensure_future(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            found.append(Running(url, door, serving, asyncio.get_running_loop(), work / "logs"))
+            found.append(Running(url, service, serving, asyncio.get_running_loop(), work / "logs"))
             up.set()
             await stop[0].wait()
             server.should_exit = server.force_exit = True

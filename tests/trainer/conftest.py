@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from support.shapes import shapes_are_checked
+
+__all__ = ["seeded", "shapes_are_checked"]
+
 
 @pytest.fixture
 def seeded() -> Iterator[None]:

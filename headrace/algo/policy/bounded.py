@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class Bounded(torch.autograd.Function):
@@ -13,9 +16,9 @@ class Bounded(torch.autograd.Function):
     pulled back."""
 
     @staticmethod
-    def forward(ctx: Any, gap: Tensor, most: float) -> Tensor:
+    def forward(ctx: Any, gap: Float[Tensor, "*shape"], most: float) -> Float[Tensor, "*shape"]:
         return torch.clamp(gap, -most, most)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Float[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], None]:
         return grad, None

@@ -14,6 +14,7 @@ from headrace.algo.policy.tokens import TokenLoss, Tokens, log_ratio, ratio_of, 
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -27,7 +28,7 @@ class Clipped(Loss):
     clip_high: ClipHigh = 0.2
     """A ratio above 1 + clip_high no longer pushes a good token up (DAPO: 0.28)."""
 
-    def clipped(self, ratio: Tensor, advantage: Tensor) -> TokenLoss:
+    def clipped(self, ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"]) -> TokenLoss:
         bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss = -(ratio * advantage).minimum(bounded * advantage)
         above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
@@ -51,7 +52,7 @@ class PPOClip(Clipped):
     dual_clip: Annotated[float, Field(ge=0)] = 0.0
     """The loss of a bad token is at most its advantage times this, however large the ratio (3 is usual); 0 is off."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage
         loss, clipped, _ = self.clipped(ratio, advantage)
         if self.dual_clip:
@@ -82,7 +83,7 @@ class GSPO(Clipped):
     clip_low: ClipLow = 0.05  # five times what rounding makes of the mean of a sequence
     clip_high: ClipHigh = 0.05
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         mean = sequence_mean(tokens.logprob - old, tokens.sequence)
         return self.clipped(ratio_of(mean, mean.new_zeros(mean.shape)), tokens.advantage)
 
@@ -96,7 +97,7 @@ class GSPOToken(Clipped):
     clip_low: ClipLow = 0.05  # as for `gspo`
     clip_high: ClipHigh = 0.05
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         mean = sequence_mean(tokens.logprob.detach() - old, tokens.sequence)
         ratio = ratio_of(mean + tokens.logprob - tokens.logprob.detach(), mean.new_zeros(mean.shape))
         return self.clipped(ratio, tokens.advantage)
@@ -116,7 +117,7 @@ class GMPO(Loss):
     clip_high: ClipHigh = 0.4
     """A log ratio above clip_high no longer pushes a good token up."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         gap, good = log_ratio(tokens.logprob, old), tokens.advantage > 0
         bounded = gap.clamp(max=self.clip_high).where(good, gap.clamp(min=-self.clip_low))
         clipped = (gap > self.clip_high).where(good, gap < -self.clip_low)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, g
 from pydantic import Field
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
     from headrace.algo.policy.tokens import TokenLoss, Tokens
@@ -98,7 +99,7 @@ class Loss:
     rejects: ClassVar[bool] = False
     """Whether it may take tokens out by a rule of its own."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         """Returns the loss per token. `old` [M] (no gradient): the log-prob in the ratio r = exp(logprob - old)
         (`objective.old_of`)."""
         raise NotImplementedError

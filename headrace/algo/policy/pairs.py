@@ -21,6 +21,7 @@ from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 PairBeta = Annotated[float, Field(gt=0)]
@@ -30,15 +31,15 @@ PairMargin = Annotated[float, Field(ge=0)]
 class Side(NamedTuple):
     """The chosen, or the rejected, rollouts of K pairs."""
 
-    logprob: Tensor
+    logprob: Float[Tensor, " K"]
     """[K] Σ log π over the sampled tokens."""
-    reference: Tensor | None
+    reference: Float[Tensor, " K"] | None
     """[K] the same under the reference; None for a loss without one."""
-    tokens: Tensor
+    tokens: Float[Tensor, " K"]
     """[K] how many they are."""
 
     @property
-    def gain(self) -> Tensor:
+    def gain(self) -> Float[Tensor, " K"]:
         """[K] log π - log π_ref"""
         assert self.reference is not None, "the trainer scores the reference where AlgoConfig.reference_in_loss"
         return self.logprob - self.reference
@@ -50,15 +51,15 @@ class PairLoss(Loss):
     pairs: ClassVar[bool] = True
     anchored: ClassVar[bool] = False
 
-    def of_pairs(self, chosen: Side, rejected: Side) -> Tensor:
+    def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         """[K] the loss of each pair, float64."""
         raise NotImplementedError
 
-    def margin(self, chosen: Side, rejected: Side) -> Tensor:
+    def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         """[K] what the loss widens: positive where the policy agrees with the preference."""
         return chosen.gain - rejected.gain
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         """Gives each token its share of the pairs' loss, and the derivative of that loss: -advantage (`gradient.py`)."""
         assert tokens.share is not None, "filled in for a loss of pairs"
         return unclipped(tokens.share - tokens.advantage * (tokens.logprob - tokens.logprob.detach()))
@@ -73,7 +74,7 @@ class DPO(PairLoss):
     pair_beta: PairBeta = 0.1
     """β: how soon a margin is enough, and so how near the policy stays to the reference."""
 
-    def of_pairs(self, chosen: Side, rejected: Side) -> Tensor:
+    def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         from torch.nn.functional import softplus
 
         return softplus(-self.pair_beta * self.margin(chosen, rejected))
@@ -91,7 +92,7 @@ class IdentityPreference(PairLoss):
     pair_beta: PairBeta = 0.1
     """β (the paper's τ): the target of the margin is 1/(2β) nats."""
 
-    def of_pairs(self, chosen: Side, rejected: Side) -> Tensor:
+    def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         return (self.margin(chosen, rejected) - 1 / (2 * self.pair_beta)) ** 2
 
     def words(self) -> Iterator[str]:
@@ -109,10 +110,10 @@ class SimPO(PairLoss):
     pair_margin: PairMargin = 1.0
     """γ: the margin that is asked for; a third to a half of β is usual."""
 
-    def of_pairs(self, chosen: Side, rejected: Side) -> Tensor:
+    def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         from torch.nn.functional import softplus
 
         return softplus(self.pair_margin - self.pair_beta * self.margin(chosen, rejected))
 
-    def margin(self, chosen: Side, rejected: Side) -> Tensor:
+    def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         return chosen.logprob / chosen.tokens - rejected.logprob / rejected.tokens

@@ -13,6 +13,7 @@ from headrace.algo.policy.tokens import TokenLoss, Tokens, binary_kl, log_ratio,
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
 
@@ -37,7 +38,7 @@ class DPPOTV(Region):
     cap: Cap = 20.0
     """The largest importance weight."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         return _inside(tokens, old, _moved_too_far(tokens, old, self.delta), self.cap)
 
 
@@ -52,7 +53,7 @@ class DPPOKL(Region):
     cap: Cap = 20.0
     """The largest importance weight."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         now = tokens.logprob.detach()
         pushed = (now > old).where(tokens.advantage > 0, now < old)
         return _inside(tokens, old, pushed & (binary_kl(old, now) > self.delta), self.cap)
@@ -71,7 +72,7 @@ class DPPOTVQuadratic(Region):
     penalty: Penalty = 1e-3
     """The factor of the squared log ratio."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         return _masked(tokens, old, _moved_too_far(tokens, old, self.delta), self.penalty)
 
 
@@ -90,22 +91,22 @@ class IPO(Region):
     penalty: Penalty = 0.0
     """The factor of the squared log ratio."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         left = (tokens.logprob.detach().exp() - old.exp()).abs() > self.delta
         return _masked(tokens, old, left, self.penalty)
 
 
-def _moved_too_far(tokens: Tokens, old: Tensor, delta: float) -> Tensor:
+def _moved_too_far(tokens: Tokens, old: Float[Tensor, " M"], delta: float) -> Bool[Tensor, " M"]:
     moved = tokens.logprob.detach().exp() - old.exp()
     return (moved > delta).where(tokens.advantage > 0, moved < -delta)
 
 
-def _inside(tokens: Tokens, old: Tensor, left: Tensor, cap: float) -> TokenLoss:
+def _inside(tokens: Tokens, old: Float[Tensor, " M"], left: Bool[Tensor, " M"], cap: float) -> TokenLoss:
     weight = ratio_of(tokens.logprob, old).detach().clamp(max=cap)
     return TokenLoss(-weight * tokens.advantage * tokens.logprob * ~left, left)
 
 
-def _masked(tokens: Tokens, old: Tensor, left: Tensor, penalty: float) -> TokenLoss:
+def _masked(tokens: Tokens, old: Float[Tensor, " M"], left: Bool[Tensor, " M"], penalty: float) -> TokenLoss:
     policy = (ratio_of(tokens.logprob, old) * tokens.advantage).masked_fill(left, 0.0)
     return TokenLoss(penalty * log_ratio(tokens.logprob, old) ** 2 - policy, left)
 
@@ -124,7 +125,7 @@ class SAPO(Loss):
     tau_negative: Tau = 1.05
     """The temperature of the gate for bad tokens."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         ratio = ratio_of(tokens.logprob, old)
         tau = ratio.new_full(ratio.shape, self.tau_negative).masked_fill(tokens.advantage > 0, self.tau)
         return unclipped(-4 / tau * (tau * (ratio - 1)).sigmoid() * tokens.advantage)
@@ -142,7 +143,7 @@ class Kimi(Loss):
     tau: Tau = 0.1
     """The strength of the pull towards the sampler."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         pull = self.tau / 2 * log_ratio(tokens.logprob, old) ** 2
         return unclipped(pull - tokens.advantage * tokens.logprob)
 
@@ -157,7 +158,7 @@ class KLCov(Loss):
     penalty: Penalty = 1.0
     """The factor of the absolute log ratio of the chosen tokens."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         assert tokens.keep is not None, "filled in from selection_of"
         drift = log_ratio(tokens.logprob, old).abs()
         return unclipped(-ratio_of(tokens.logprob, old) * tokens.advantage + self.penalty * drift * ~tokens.keep)

@@ -12,6 +12,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
@@ -23,64 +24,64 @@ MIN_REST = 1e-6
 class TopTokens(NamedTuple):
     """The teacher's k most probable tokens of each position, for top-k distillation."""
 
-    student: Tensor
+    student: Float[Tensor, "M k"]
     """[M, k] their log-probs under the weights being trained, with gradient."""
-    teacher: Tensor
+    teacher: Float[Tensor, "M k"]
     """[M, k] the teacher's. -inf is padding, and a row of nothing else has no teacher."""
 
 
 class Tokens(NamedTuple):
     """The loss tokens of a microbatch. Those of one sequence follow each other, and sequences are whole."""
 
-    logprob: Tensor
+    logprob: Float[Tensor, " M"]
     """[M] log π of the weights being trained, with gradient."""
-    sampled: Tensor
+    sampled: Float[Tensor, " M"]
     """[M] the sampler's, finite: tokens with others left numerator and denominator when the step was packed."""
-    advantage: Tensor
+    advantage: Float[Tensor, " M"]
     """[M]"""
-    sequence: Tensor
+    sequence: Int[Tensor, " M"]
     """[M] int64: 0..S-1, ascending."""
-    lag: Tensor
+    lag: Float[Tensor, " M"]
     """[M] float32: optimizer steps between the sampler's weights and those being trained."""
-    reference: Tensor | None = None
+    reference: Float[Tensor, " M"] | None = None
     """[M] the reference model's log-prob."""
-    teacher: Tensor | None = None
+    teacher: Float[Tensor, " M"] | None = None
     """[M] the teacher's log-prob of the sampled token; NaN where there is none."""
     top: TopTokens | None = None
     """None if no teacher scored any of these tokens."""
-    keep: Tensor | None = None
+    keep: Bool[Tensor, " M"] | None = None
     """[M] bool: the tokens that the step's selection keeps (`objective.selection_of`)."""
-    share: Tensor | None = None
+    share: Float[Tensor, " M"] | None = None
     """[M] the token's share of the loss of its rollout's pairs, without gradient; None unless the loss is one of pairs."""
 
 
 class TokenLoss(NamedTuple):
     """The result of a loss: its values [M], one per token of a `Tokens`, and which tokens it clipped or took out."""
 
-    loss: Tensor
+    loss: Float[Tensor, " M"]
     """[M]"""
-    clipped: Tensor
+    clipped: Bool[Tensor, " M"]
     """[M] bool: tokens whose ratio the loss clipped."""
-    masked: dict[str, Tensor] = {}
+    masked: dict[str, Bool[Tensor, " M"]] = {}
     """Name of a rule -> [M] bool: tokens whose policy loss it took out."""
 
     @property
-    def rejected(self) -> Tensor:
+    def rejected(self) -> Bool[Tensor, " M"]:
         """[M] bool: tokens that any rule takes out."""
         return reduce(operator.or_, self.masked.values(), self.clipped.new_zeros(self.clipped.shape))
 
 
-def unclipped(loss: Tensor) -> TokenLoss:
+def unclipped(loss: Float[Tensor, " M"]) -> TokenLoss:
     """Makes the result of a loss that has no bound."""
     return TokenLoss(loss, loss.new_zeros(loss.shape).bool())
 
 
-def ratio_of(logprob: Tensor, old: Tensor) -> Tensor:
+def ratio_of(logprob: Float[Tensor, " M"], old: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     """[M] r = exp(clamp(logprob - old, ±20))."""
     return (logprob - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
+def log_ratio(logprob: Float[Tensor, " M"], old: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     """[M] logprob - old: its value is bounded to ±20, its gradient is that of the difference everywhere.
 
     It is meant for penalties that pull two policies together: a token beyond the bound needs the pull most. (`ratio_of`
@@ -91,7 +92,7 @@ def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
     return Bounded.apply(logprob - old, MAX_LOG_RATIO)
 
 
-def binary_kl(of: Tensor, to: Tensor) -> Tensor:
+def binary_kl(of: Float[Tensor, " M"], to: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     """[M] KL of "this token" against "any other", from two log-probs of it. Probabilities of 1 are lowered slightly
     (`MIN_REST`)."""
     of, to = _inside(of), _inside(to)
@@ -99,17 +100,17 @@ def binary_kl(of: Tensor, to: Tensor) -> Tensor:
     return of.exp() * (of - to) + rest_of.exp() * (rest_of - rest_to)
 
 
-def _inside(logprob: Tensor) -> Tensor:
+def _inside(logprob: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     return logprob.clamp(max=-MIN_REST)
 
 
-def k3(logprob: Tensor, old: Tensor) -> Tensor:
+def k3(logprob: Float[Tensor, " M"], old: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     """[M] unbiased, non-negative estimate of KL(old || current) on tokens of `old` (Schulman 2020): r - log r - 1."""
     log_ratio = (logprob - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
 
-def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+def sequence_sum(values: Float[Tensor, " M"], sequence: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
     """[M] at every token, the sum over its sequence. Carries gradients.
 
     `index_add` is not used, because its sum on CUDA differs from call to call, and a step has to be replayed bit for
@@ -121,6 +122,6 @@ def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[sequence] if len(values) else values
 
 
-def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+def sequence_mean(values: Float[Tensor, " M"], sequence: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
     """[M] at every token, the mean over the loss tokens of its sequence. Carries gradients."""
     return sequence_sum(values, sequence) / sequence_sum(values.new_ones(values.shape), sequence)

@@ -14,6 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 RULE = "mine"
@@ -41,7 +42,7 @@ class UserLoss(Loss):
         """Raises ConfigError if the function cannot be loaded; at its first call, if its result cannot be used."""
         function, tried = load_function(self.spec, "loss"), False
 
-        def loss(tokens: Tokens, old: Tensor) -> TokenLoss:
+        def loss(tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
             nonlocal tried
             result = _checked(self.spec, function(tokens), tokens)
             if not tried:  # later on a step that is not finite is skipped, as with any loss

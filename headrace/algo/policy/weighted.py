@@ -13,6 +13,7 @@ from headrace.algo.policy.tokens import TokenLoss, Tokens, ratio_of, sequence_su
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -23,7 +24,7 @@ class Importance(Loss):
     name: ClassVar[str] = "importance"
     holds: ClassVar[bool] = False
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         return unclipped(-ratio_of(tokens.logprob, old) * tokens.advantage)
 
 
@@ -38,7 +39,7 @@ class Reinforce(Loss):
     cap: Cap = 2.0
     """The largest importance weight."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         ratio = ratio_of(tokens.logprob, old).detach()
         return TokenLoss(-ratio.clamp(max=self.cap) * tokens.advantage * tokens.logprob, ratio > self.cap)
 
@@ -56,7 +57,7 @@ class CISPO(Loss):
     clip_high: ClipHigh = 4.0
     """The largest weight is 1 + clip_high."""
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         ratio = ratio_of(tokens.logprob, old).detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return TokenLoss(-weight * tokens.advantage * tokens.logprob, weight != ratio)
@@ -75,7 +76,7 @@ class TOPR(Loss):
 
     name: ClassVar[str] = "topr"
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         return _tapered(tokens, sequence_sum(tokens.logprob.detach() - old, tokens.sequence))
 
 
@@ -85,11 +86,11 @@ class TOPRToken(Loss):
 
     name: ClassVar[str] = "topr_token"
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         return _tapered(tokens, tokens.logprob.detach() - old)
 
 
-def _tapered(tokens: Tokens, gap: Tensor) -> TokenLoss:
+def _tapered(tokens: Tokens, gap: Float[Tensor, " M"]) -> TokenLoss:
     ratio = ratio_of(gap, gap.new_zeros(gap.shape))
     good = tokens.advantage > 0
     weight = ratio.clamp(max=1.0).masked_fill(good, 1.0)
@@ -107,5 +108,5 @@ class CrossEntropy(Loss):
     holds: ClassVar[bool] = False
     weighs_rollouts: ClassVar[bool] = True
 
-    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         return unclipped(-tokens.advantage * tokens.logprob)

@@ -31,7 +31,7 @@ STANDS = 1e9
 """Factor by which the engine takes longer while the trainer works."""
 
 
-class TurnTaking(NamedTuple):
+class Alternation(NamedTuple):
     """The prediction for shared devices, beside that for what the config asks for."""
 
     seconds_per_step: float
@@ -64,7 +64,7 @@ class TurnTaking(NamedTuple):
         )
 
 
-def taking_turns(
+def alternating(
     scenario: Scenario,
     own: Prediction,
     train: TrainConfig,
@@ -74,7 +74,7 @@ def taking_turns(
     model: Architecture | None,
     change: float | None,
     steps: int,
-) -> TurnTaking:
+) -> Alternation:
     """Simulates the scenario again, with turns. `chip` and `model`: of computed rates; `change`: measured seconds of two changes, if there
     are any; `steps`: as for `try_out`."""
     gpus, rates, replicas = scenario.gpus, scenario.rates, scenario.replicas
@@ -90,7 +90,7 @@ def taking_turns(
     shared = try_out(dataclasses.replace(scenario, rates=stands, replicas=replicas), steps)
     apart = own.seconds_per_step
     busy = (1 - own.engine_idle) * apart, (1 - own.trainer_idle) * apart
-    return TurnTaking(shared.prediction.seconds_per_step, change, busy, apart)
+    return Alternation(shared.prediction.seconds_per_step, change, busy, apart)
 
 
 class Lending(NamedTuple):

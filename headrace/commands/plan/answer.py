@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.commands.plan.alternation import Lending, TurnTaking, lending, taking_turns
+from headrace.commands.plan.alternation import Alternation, Lending, alternating, lending
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.hardware import NETWORK
 from headrace.commands.plan.rates.rates import Rates, Travel, load_rates, save_rates, travel_of
@@ -89,7 +89,7 @@ class Answer:
     """None if nothing else was tried."""
     notes: tuple[str, ...]
     """The assumptions, as sentences."""
-    turns: TurnTaking | None
+    turns: Alternation | None
     """The same with engine and trainer in turns; None for an engine that cannot sleep."""
     lending: Lending | None = None
     """The same with a trainer that lends its GPUs; None if it has none of its own, or hardly waits."""
@@ -139,10 +139,10 @@ def _lending(request: PlanRequest, asked: Option) -> Lending | None:
     )
 
 
-def _turns(request: PlanRequest, asked: Option) -> TurnTaking | None:
+def _turns(request: PlanRequest, asked: Option) -> Alternation | None:
     if request.config.engine.is_server:
         return None
-    return taking_turns(
+    return alternating(
         asked.scenario,
         asked.prediction,
         request.config.train,

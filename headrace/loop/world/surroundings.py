@@ -18,7 +18,7 @@ from headrace.core.types import Episode, Prompt, Request, Scored, Struct
 from headrace.episodes.rollout import seed_of
 
 # --- Distributions of lengths and latencies
-# Distributions of lengths and latencies, each with its quantile function, so that one uniform number gives one draw.
+# Each has its quantile function, so that one uniform number gives one draw.
 
 
 _NORMAL = NormalDist()
@@ -170,7 +170,7 @@ class CodePart(NamedTuple):
     """Real tokens."""
     start: int
     end: int
-    """Its simulated tokens are those from `start` on and before `end`."""
+    """The simulated tokens of the part begin at `start` and end before `end`."""
     sampled: bool
 
 
@@ -214,7 +214,7 @@ def shared_again(one: Scored, grain: int) -> int:
     return (len(one.branches) - 1) * (sampled + read)
 
 
-# --- surroundings ------------------------------------------------------------
+# --- Task, environment and scorer of a simulated run
 
 
 _SEEDS = 1 << 63

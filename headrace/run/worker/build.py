@@ -28,7 +28,7 @@ from headrace.run.worker.worker_messages import EngineStart, SharedStart, Traine
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.calls import SharedConfig
 from headrace.weight_sync.fetching import NetworkTransport
-from headrace.weight_sync.ranges import ValueRun
+from headrace.weight_sync.ranges import ValueRange
 
 if TYPE_CHECKING:
     from headrace.trainer.placement.port import Placement
@@ -129,10 +129,10 @@ def _sender(start: TrainerStart, core: TorchTrainer, manifests: dict[str, Manife
         return start.transport.sender(manifests, once)
     from headrace.run.worker.rank_senders import rank_sender
 
-    def runs(name: str) -> Iterator[ValueRun]:
-        return itertools.starmap(ValueRun, core.runs(name, start.rank, start.ranks))
+    def values(name: str) -> Iterator[ValueRange]:
+        return itertools.starmap(ValueRange, core.own_values(name, start.rank, start.ranks))
 
-    return rank_sender(start, runs, manifests, once)
+    return rank_sender(start, values, manifests, once)
 
 
 def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | None) -> Placement | None:

@@ -22,7 +22,7 @@ from headrace.core.protocols import EngineCore, WeightReceiver
 from headrace.core.reports import LoadReport
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
-from headrace.engine.streaming import check_parts, stages
+from headrace.engine.streaming import check_parts, mixtures
 from headrace.processes.wire import Frame, WorkerEnd, answer, fail, unpack, vital
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class EngineLoop:
         self._drains: list[Frame] = []
         """Calls of `drain`, answered when no request is left."""
 
-    def turn(self) -> None:
+    def round(self) -> None:
         """Reads the messages that have arrived (waits for one when idle), does one swap, then one forward pass."""
         self._take(block=not self._core.has_work())
         while not self._inbox.empty():
@@ -135,7 +135,7 @@ class Loader:
         received = self._receiver.received - received_before
         waited = 0.0
         try:
-            for stage in stages(self._served[1], tensors, parts) if self._served and parts > 1 else ():
+            for stage in mixtures(self._served[1], tensors, parts) if self._served and parts > 1 else ():
                 gap, wait = self._swap(self._core.prepare(update, stage, mixed=True))
                 gaps, waited = gaps + gap, waited + wait
             prepared = self._core.prepare(update, tensors)

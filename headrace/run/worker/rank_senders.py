@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.core.protocols import WeightSender
 from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.run.worker.worker_messages import TrainerStart
-from headrace.weight_sync.ranges import RankParts, ValueRun, follower_update, parts_of
+from headrace.weight_sync.ranges import RankParts, ValueRange, follower_update, parts_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 def rank_sender(
     start: TrainerStart,
-    runs: Callable[[str], Iterator[ValueRun]],
+    values: Callable[[str], Iterator[ValueRange]],
     manifests: Mapping[str, Manifest],
     once: Sequence[str],
 ) -> WeightSender:
     """Returns this rank's end: for its part of the weights, where engines can put parts together, else for all of them in rank 0.
 
-    `runs`: as of `RankParts`. Every rank calls this at the same time."""
+    `values`: as of `RankParts`. Every rank calls this at the same time."""
     transport = start.transport
 
     def parts() -> RankParts | None:
-        return parts_of(manifests, start.rank, runs, lambda value: _exchanged(value, start.ranks))
+        return parts_of(manifests, start.rank, values, lambda value: _exchanged(value, start.ranks))
 
     if transport.takes_parts and (own := parts()):
         return transport.part_sender(manifests, once, own)

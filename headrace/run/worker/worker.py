@@ -350,7 +350,7 @@ def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     begun()
     loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
     while True:
-        loop.turn()
+        loop.round()
 
 
 _SERVES: dict[str, Callable[[WorkerEnd, queue.Queue[Frame]], None]] = {

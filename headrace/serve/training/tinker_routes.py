@@ -38,8 +38,8 @@ FLAGS = {
 LIVE_FLAGS = {"sample_cancel_enabled": True}
 
 
-def routes(door: TinkerService) -> list[Route]:
-    here = Routes(door)
+def routes(service: TinkerService) -> list[Route]:
+    here = Routes(service)
     posts = {
         "client/config": here.config,
         "client/dynamic_config": here.live_config,
@@ -100,8 +100,8 @@ def _promised(promise: Promise, model: str | None = None, **more: Any) -> Respon
 
 
 class Routes:
-    def __init__(self, door: TinkerService) -> None:
-        self.door, self._limits = door, door.serving.limits
+    def __init__(self, service: TinkerService) -> None:
+        self.service, self._limits = service, service.serving.limits
 
     # -- sessions -----------------------------------------------------------------------------------------------------------
 
@@ -118,11 +118,11 @@ class Routes:
         return json_response({"status": "accepted"})
 
     async def health(self, request: HttpRequest) -> Response:
-        await self.door.serving.engine.stats()
+        await self.service.serving.engine.stats()
         return json_response({"status": "ok"})
 
     async def capabilities(self, request: HttpRequest) -> Response:
-        serving = self.door.serving
+        serving = self.service.serving
         model = {
             "model_name": serving.name,
             "max_context_length": serving.engine.capabilities.context_length,
@@ -132,24 +132,24 @@ class Routes:
         return json_response({"supported_models": [model]})
 
     async def create_session(self, request: HttpRequest) -> Response:
-        return json_response(self.door.create_session(await read_body(request, bodies.CreateSession, self._limits)))
+        return json_response(self.service.create_session(await read_body(request, bodies.CreateSession, self._limits)))
 
     async def heartbeat(self, request: HttpRequest) -> Response:
-        self.door.sessions.heard((await read_body(request, bodies.Heartbeat, self._limits)).session_id)
+        self.service.sessions.heard((await read_body(request, bodies.Heartbeat, self._limits)).session_id)
         return json_response({"type": "session_heartbeat"})
 
     async def finish(self, request: HttpRequest) -> Response:
         body = await read_body(request, bodies.Finish, self._limits)
-        await self.door.finish(request.path_params["name"], str(body.reason.get("type", "no reason")))
+        await self.service.finish(request.path_params["name"], str(body.reason.get("type", "no reason")))
         return json_response({})
 
     # -- models -------------------------------------------------------------------------------------------------------------
 
     async def create_model(self, request: HttpRequest) -> Response:
-        return _promised(self.door.create_model(await read_body(request, bodies.CreateModel, self._limits)))
+        return _promised(self.service.create_model(await read_body(request, bodies.CreateModel, self._limits)))
 
     async def info(self, request: HttpRequest) -> Response:
-        return json_response(self.door.info((await read_body(request, bodies.ModelId, self._limits)).model_id))
+        return json_response(self.service.info((await read_body(request, bodies.ModelId, self._limits)).model_id))
 
     async def train(self, request: HttpRequest) -> Response:
         return await self._numbered(request, PROTOBUF, self._train)
@@ -157,23 +157,23 @@ class Routes:
     def _train(self, body: bytes) -> tuple[Promise, str]:
         message = read_message("ForwardBackwardRequest", body)
         try:
-            return self.door.train(message), message.model_id
+            return self.service.train(message), message.model_id
         except Refused as refused:
             asked = NumberedRequest(message.model_id, message.seq_id, trains=not message.forward_only)
-            self.door.refuse(asked, refused.message)
+            self.service.refuse(asked, refused.message)
             raise
 
     async def optim_step(self, request: HttpRequest) -> Response:
-        return await self._numbered(request, JSON, _json(bodies.OptimStep, self.door.optim_step))
+        return await self._numbered(request, JSON, _json(bodies.OptimStep, self.service.optim_step))
 
     async def save_weights(self, request: HttpRequest) -> Response:
-        return await self._numbered(request, JSON, _json(bodies.SaveWeights, self.door.save_weights))
+        return await self._numbered(request, JSON, _json(bodies.SaveWeights, self.service.save_weights))
 
     async def load_weights(self, request: HttpRequest) -> Response:
-        return await self._numbered(request, JSON, _json(bodies.LoadWeights, self.door.load_weights))
+        return await self._numbered(request, JSON, _json(bodies.LoadWeights, self.service.load_weights))
 
     async def save_for_sampler(self, request: HttpRequest) -> Response:
-        return await self._numbered(request, JSON, _json(bodies.SaveForSampler, self.door.save_for_sampler))
+        return await self._numbered(request, JSON, _json(bodies.SaveForSampler, self.service.save_for_sampler))
 
     async def _numbered(
         self, request: HttpRequest, media: str, begin: Callable[[bytes], tuple[Promise, str | None]]
@@ -190,12 +190,12 @@ class Routes:
                 raise
             head = body or await first_bytes(request, self._limits)
             if asked := of_protobuf(head) or of_json(head):
-                self.door.refuse(asked, refusal.message)
+                self.service.refuse(asked, refusal.message)
             raise
         return _promised(promise, model)
 
     async def weights_info(self, request: HttpRequest) -> Response:
-        facts = self.door.store.facts((await read_body(request, bodies.WeightsInfo, self._limits)).tinker_path)
+        facts = self.service.store.facts((await read_body(request, bodies.WeightsInfo, self._limits)).tinker_path)
         return json_response(
             {
                 "base_model": facts.base_model,
@@ -209,28 +209,28 @@ class Routes:
         )
 
     async def checkpoints(self, request: HttpRequest) -> Response:
-        found = [_checkpoint(facts) for facts in self.door.store.of_model(request.path_params["name"])]
+        found = [_checkpoint(facts) for facts in self.service.store.of_model(request.path_params["name"])]
         return json_response({"checkpoints": found, "cursor": None})
 
     # -- samplers -----------------------------------------------------------------------------------------------------------
 
     async def create_sampler(self, request: HttpRequest) -> Response:
-        sampler = self.door.create_sampler(await read_body(request, bodies.CreateSampler, self._limits))
+        sampler = self.service.create_sampler(await read_body(request, bodies.CreateSampler, self._limits))
         return json_response({"sampling_session_id": sampler.id, "type": "create_sampling_session"})
 
     async def join_sampler(self, request: HttpRequest) -> Response:
-        sampler = self.door.sampler((await read_body(request, bodies.JoinSampler, self._limits)).sampling_session_id)
+        sampler = self.service.sampler((await read_body(request, bodies.JoinSampler, self._limits)).sampling_session_id)
         sampler.clones += 1
         return json_response({"client_counter": sampler.clones, "type": "join_sampling_session"})
 
     async def sampler(self, request: HttpRequest) -> Response:
-        sampler = self.door.sampler(request.path_params["name"])
-        name = self.door.serving.name
+        sampler = self.service.sampler(request.path_params["name"])
+        name = self.service.serving.name
         return json_response({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.path})
 
     async def sample(self, request: HttpRequest) -> Response:
         body = await read_body(request, bodies.SampleBody, self._limits)
-        promise, mark = self.door.sample(body)
+        promise, mark = self.service.sample(body)
         ids = [f"{promise.id}/{index}@{mark}" for index in range(body.num_samples)]
         return _promised(promise, sample_sequence_ids=ids)
 
@@ -238,29 +238,29 @@ class Routes:
 
     async def retrieve(self, request: HttpRequest) -> Response:
         name = (await read_body(request, bodies.Retrieve, self._limits)).request_id
-        if answer := await self.door.futures.wait(name):
+        if answer := await self.service.futures.wait(name):
             return Response(answer.body, media_type=answer.media)
-        promise = self.door.futures.find(name)
+        promise = self.service.futures.find(name)
         reason = promise.waiting_for if promise else ""
         state = {"queue_state": "paused_capacity" if reason else "active", "queue_state_reason": reason or None}
         return json_response({"type": "try_again", "request_id": name, **state}, 408)
 
     async def cancel(self, request: HttpRequest) -> Response:
-        self.door.futures.cancel((await read_body(request, bodies.CancelFuture, self._limits)).request_id)
+        self.service.futures.cancel((await read_body(request, bodies.CancelFuture, self._limits)).request_id)
         return json_response({})
 
     async def report(self, request: HttpRequest) -> Response:
         """Reports what was trained and sampled, by session, model and sampler."""
         return json_response(
             {
-                "pending": self.door.futures.pending,
+                "pending": self.service.futures.pending,
                 "sessions": {
                     session.id: {
                         "name": session.wishes.display_name,
                         "models": {model.id: report_of(model) for model in session.models.values()},
                         "samplers": {one.id: one.report() for one in session.samplers.values()},
                     }
-                    for session in self.door.sessions
+                    for session in self.service.sessions
                 },
             }
         )

@@ -168,7 +168,7 @@ def report_of(model: Model) -> dict[str, Any]:
     }
 
 
-# --- door ------------------------------------------------------------
+# --- The service
 
 
 UNEMBED = "this server adapts attention and MLP layers, not the output layer: train_unembed, which is on by default, has no effect here"
@@ -463,7 +463,7 @@ def _check_lora(lora: LoraBody, most: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened_door(
+async def opened_service(
     config: TrainingConfig,
     serving: Serving,
     *,
@@ -473,12 +473,12 @@ async def opened_door(
     max_deaths: int,
 ) -> AsyncIterator[TinkerService]:
     """`directory`: the model's. `places`: adapters that the engine can hold. Raises ConfigError for a model that cannot be trained."""
-    door = TinkerService(serving, Store(config.directory), config.limits, directory=directory, places=places)
-    door.trainer = ProcessSharedTrainer(launcher, max_deaths, door.lose_all)
+    service = TinkerService(serving, Store(config.directory), config.limits, directory=directory, places=places)
+    service.trainer = ProcessSharedTrainer(launcher, max_deaths, service.lose_all)
     try:
-        await door.trainer.launch()
-        await door.trainer.open(SharedStart(str(directory), dataclasses.asdict(config.train)))
-        yield door
+        await service.trainer.launch()
+        await service.trainer.open(SharedStart(str(directory), dataclasses.asdict(config.train)))
+        yield service
     finally:
-        await door.close()
-        await door.trainer.close()
+        await service.close()
+        await service.trainer.close()

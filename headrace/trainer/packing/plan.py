@@ -292,7 +292,7 @@ class PickedNumbers:
 
 def _pick(batch: Batch, most: int) -> Iterator[tuple[int, PickedRow]]:
     start = 0
-    for number, ticket, place, row in _in_turn(batch):
+    for number, ticket, place, row in _rotated(batch):
         if start and start + len(row.tokens) > most:
             return
         losses = torch.tensor(loss_places(row), dtype=torch.int64) + start
@@ -300,7 +300,7 @@ def _pick(batch: Batch, most: int) -> Iterator[tuple[int, PickedRow]]:
         start += len(row.tokens)
 
 
-def _in_turn(batch: Batch) -> Iterator[tuple[int, int, int, Row]]:
+def _rotated(batch: Batch) -> Iterator[tuple[int, int, int, Row]]:
     """Yields the rows of the step from one of its groups on: number in the step, ticket, number in the group, row."""
     numbered, number = [], 0
     for group in batch.groups:

@@ -202,7 +202,7 @@ class Single:
 # The rows of split parameters that it holds.
 
 
-def runs_of(
+def own_values_of(
     parameters: Iterable[tuple[str, Tensor]], rank: int, ranks: int, whole: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yields name, number of the first value in row-major order, and values [n], of all that this rank publishes.

@@ -8,7 +8,7 @@ token whose log-prob differs in one bit shows that engine and trainer do not com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from headrace.trainer.forward.forward import Forward
 from headrace.trainer.forward.fused.fused_mixtures import is_router
 from headrace.trainer.kernels import binding
 from headrace.trainer.packing import ROOT, Pack
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 KINDS = {"norms", "products", "attention", "layers"}
 """The kinds of modules that the kernels must have replaced in every model."""
@@ -74,7 +78,7 @@ def _why_adapted(adapters: Mapping[str, LoraConfig]) -> str:
     return ""
 
 
-def compare(pack: Pack, logprob: Tensor, step: int) -> int:
+def compare(pack: Pack, logprob: Float[Tensor, " M"], step: int) -> int:
     """`logprob` [M]: the trainer's. Returns how many tokens were compared. Raises UnequalLogprobs."""
     due = (pack.lag == 0) & pack.unmixed
     wrong = (due & (logprob.detach() != pack.sampled)).nonzero()[:, 0]

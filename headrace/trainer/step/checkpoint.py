@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,10 @@ from headrace.core.errors import CheckpointError
 from headrace.durable.atomic_files import sync_to_disk
 from headrace.trainer.model.low_memory import MixedAdamW
 from headrace.trainer.placement.port import Keep, Placement, on_host
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
+
 
 FORMAT = 1
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
@@ -187,7 +191,7 @@ def _foreign(directory: Path, problem: str) -> CheckpointError:
     )
 
 
-def _rng(cpu: Tensor) -> dict[str, Tensor]:
+def _rng(cpu: UInt8[Tensor, "*state"]) -> dict[str, Tensor]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"rng/cpu": cpu, **{f"rng/cuda:{i}": state for i, state in enumerate(cuda)}}
 

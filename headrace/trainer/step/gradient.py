@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.reference import Reference
 
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
 # --- The loss of preferences, over the pairs of a whole optimizer step.
 #
 #     log-probs of all tokens  ->  log-likelihoods of rollouts [S]  ->  loss of the K pairs  ->  its derivative by each log-likelihood
@@ -43,19 +47,19 @@ from headrace.trainer.step.reference import Reference
 class StepPairs:
     """The pairs of an optimizer step."""
 
-    rollouts: Tensor
+    rollouts: Int[Tensor, " R"]
     """[R] int64: which rollout of the step each row belongs to. A rollout has several rows where its episode has several paths."""
-    chosen: Tensor
-    rejected: Tensor
+    chosen: Int[Tensor, " K"]
+    rejected: Int[Tensor, " K"]
     """[K] int64: rollouts of the step."""
 
 
 class Marks(NamedTuple):
     """The part of the pairs' loss that falls on the tokens of a microbatch."""
 
-    slope: Tensor
+    slope: Float[Tensor, " M"]
     """[M] the derivative of the step's loss by the token's log-prob."""
-    share: Tensor
+    share: Float[Tensor, " M"]
     """[M] the token's share of the step's loss."""
 
 
@@ -87,8 +91,8 @@ def prefer(
     pairs: StepPairs,
     packs: Sequence[Pack],
     *,
-    logprobs: Sequence[Tensor],
-    references: Sequence[Tensor | None],
+    logprobs: Sequence[Float[Tensor, " _"]],
+    references: Sequence[Float[Tensor, " _"] | None],
     placement: Placement,
 ) -> tuple[list[Marks], PairNumbers]:
     """Returns the marks of this rank's microbatches, from the log-probs [M] of their tokens. Every rank calls it."""
@@ -105,7 +109,11 @@ def prefer(
 
 
 def _marks(
-    loss: PairLoss, pairs: StepPairs, logprob: Tensor, row: Tensor, reference: Tensor | None
+    loss: PairLoss,
+    pairs: StepPairs,
+    logprob: Float[Tensor, " M"],
+    row: Int[Tensor, " M"],
+    reference: Float[Tensor, " M"] | None,
 ) -> tuple[Marks, PairNumbers]:
     """Makes the marks of all tokens of the step, [M_step]."""
     rollout, count = pairs.rollouts[row], int(pairs.rollouts.max()) + 1 if len(pairs.rollouts) else 0
@@ -289,7 +297,7 @@ class Gradient:
                 parameter.grad.mul_(factor)
         self.sums.loss *= factor
 
-    def _selected(self, packs: Sequence[Pack]) -> Sequence[Tensor | None]:
+    def _selected(self, packs: Sequence[Pack]) -> Sequence[Bool[Tensor, " _"] | None]:
         """[M] bool of each pack. An algorithm that chooses among the tokens of the step sees all of them before any gradient is taken."""
         if self.learner.selection is None:
             return [None] * len(packs)
@@ -300,7 +308,9 @@ class Gradient:
         keep = self.learner.selection(logprob, sampled, advantage)[mine]
         return keep.split([len(pack.target) for pack in packs])
 
-    def _preferred(self, packs: Sequence[Pack], references: Sequence[Tensor | None]) -> Sequence[Marks | None]:
+    def _preferred(
+        self, packs: Sequence[Pack], references: Sequence[Float[Tensor, " _"] | None]
+    ) -> Sequence[Marks | None]:
         """Returns the marks of each pack. Left to the microbatch if there is only one, whose own forward pass has all log-probs."""
         if self.pairs is None or len(packs) == 1:
             return [None] * len(packs)
@@ -309,7 +319,10 @@ class Gradient:
         return self._marks(packs, logprobs, references)
 
     def _marks(
-        self, packs: Sequence[Pack], logprobs: Sequence[Tensor], references: Sequence[Tensor | None]
+        self,
+        packs: Sequence[Pack],
+        logprobs: Sequence[Float[Tensor, " _"]],
+        references: Sequence[Float[Tensor, " _"] | None],
     ) -> list[Marks]:
         assert self.pairs and isinstance(self.learner.algo.recipe.loss, PairLoss)
         marks, self.sums.pairs = prefer(
@@ -322,13 +335,13 @@ class Gradient:
         )
         return marks
 
-    def _referred(self, pack: Pack) -> Tensor | None:
+    def _referred(self, pack: Pack) -> Float[Tensor, " M"] | None:
         if self.reference is None:
             return None
         with self._precision():
             return self.reference(pack, pack.temperature or self.temperature)
 
-    def _body(self, pack: Pack) -> Tensor:
+    def _body(self, pack: Pack) -> Float[Tensor, "N H"]:
         with self.replay(pack):
             return self.forward.hidden(pack)
 
@@ -338,8 +351,8 @@ class Gradient:
 
     @contextmanager
     def _microbatch(
-        self, pack: Pack, keep: Tensor | None, reference: Tensor | None, marks: Marks | None
-    ) -> Iterator[Tensor]:
+        self, pack: Pack, keep: Bool[Tensor, " M"] | None, reference: Float[Tensor, " M"] | None, marks: Marks | None
+    ) -> Iterator[Float[Tensor, ""]]:
         """Yields the loss. The recorded experts stay forced during its backward pass: checkpointed layers are forwarded again in it."""
         with self.replay(pack) as replayed:
             scores = self.forward.logprobs(pack, pack.temperature or self.temperature, self.dtype)
@@ -359,7 +372,9 @@ class Gradient:
             self.picked.add(pack, scores.logprob, scores.entropy)
 
 
-def _tokens(pack: Pack, scores: TokenScores, reference: Tensor | None, keep: Tensor | None) -> Tokens:
+def _tokens(
+    pack: Pack, scores: TokenScores, reference: Float[Tensor, " M"] | None, keep: Bool[Tensor, " M"] | None
+) -> Tokens:
     top = None
     if scores.top is not None and pack.top_logprobs is not None:
         top = TopTokens(scores.top, pack.top_logprobs)

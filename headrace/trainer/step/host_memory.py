@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from headrace.core.reports import SleepReport
 from headrace.native.memory import held, trim
 from headrace.native.resources import available, gib
 from headrace.trainer.forward.fused.fused_ops import release
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
 
 # --- Copies of a checkpoint's tensors in the host's memory
 # Copies of a checkpoint's tensors in the host's memory, which are written while the trainer goes on.
@@ -40,14 +44,14 @@ class HostCopy:
             return ""
         return f"a copy of it takes {gib(needed)} of memory more, and {gib(free)} are free"
 
-    def keep(self, name: str, tensor: Tensor) -> Tensor:
+    def keep(self, name: str, tensor: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
         """Copies a tensor. The copy is good until one of the same name is made."""
         if not self._fits(name, tensor):
             self._kept.pop(name, None)  # its memory first
             self._kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._kept[name].copy_(tensor.detach())
 
-    def _fits(self, name: str, tensor: Tensor) -> bool:
+    def _fits(self, name: str, tensor: Shaped[Tensor, "*shape"]) -> bool:
         kept = self._kept.get(name)
         return kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype)
 

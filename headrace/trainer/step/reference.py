@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -25,6 +25,10 @@ from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Keep, on_host
 from headrace.trainer.step.host_memory import HostCopy
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 # --- A frozen copy of a model
 # A frozen copy of a model, in the dtype of the computation wherever that loses nothing.
@@ -59,7 +63,7 @@ def _lowered_by_autocast(model: Any) -> set[int]:
     return lowered
 
 
-def _survives(weight: Tensor, dtype: torch.dtype) -> bool:
+def _survives(weight: Float[Tensor, "*shape"], dtype: torch.dtype) -> bool:
     """Whether `dtype` holds the weight exactly, as it does for most models, which are published in bfloat16."""
     return bool((weight.to(dtype).to(weight.dtype) == weight).all())
 
@@ -91,7 +95,7 @@ class Reference:
     """The size of the weights that it has of its own; 0 under LoRA."""
 
     @torch.no_grad()
-    def __call__(self, pack: Pack, temperature: float) -> Tensor:
+    def __call__(self, pack: Pack, temperature: float) -> Float[Tensor, " M"]:
         untaught = replace(pack, top_ids=None, top_logprobs=None)
         with self.switch(), self.replay(pack):
             return self.forward.logprobs(untaught, temperature, self.dtype).logprob

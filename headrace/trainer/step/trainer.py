@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -43,7 +43,7 @@ from headrace.trainer.model.causal_lm import (
 )
 from headrace.trainer.model.low_memory import lower_weights
 from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
-from headrace.trainer.placement.port import Keep, Placement, Single, on_host, runs_of
+from headrace.trainer.placement.port import Keep, Placement, Single, on_host, own_values_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
@@ -52,6 +52,9 @@ from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class TorchTrainer:
@@ -203,11 +206,11 @@ class TorchTrainer:
             return self._adapters.state(adapter).items()
         return self._adapters.merged("") if "" in self._learners else self._adapters.base()
 
-    def runs(self, adapter: str, rank: int, ranks: int) -> Iterator[tuple[str, int, Tensor]]:
+    def own_values(self, adapter: str, rank: int, ranks: int) -> Iterator[tuple[str, int, Tensor]]:
         """Yields what one of several ranks publishes of the same tensors: name, number of the first value in row-major order, and values
         [n]. Each rank has the values that it holds; what is not split lies with one rank after another."""
         if self._adapters is None:
-            yield from runs_of(self._model.named_parameters(), rank, ranks, self._placement.whole)
+            yield from own_values_of(self._model.named_parameters(), rank, ranks, self._placement.whole)
             return
         for number, (name, tensor) in enumerate(self.parameters(adapter)):
             if number % ranks == rank:
@@ -458,8 +461,8 @@ def _of_row(trainer: TorchTrainer, row: Row, temperature: float) -> list[float]:
 
 
 @torch.no_grad()
-def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Tensor:
-    """[layers + 1, T, H] float32 of one sequence: its embeddings, then the result of each layer."""
+def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Float[Tensor, "L T H"]:
+    """[L, T, H] float32 of one sequence, L one more than the layers: its embeddings, then the result of each layer."""
     assert isinstance(trainer, TorchTrainer)
     model, device, dtype = trainer._model, trainer._device, trainer._dtype
     found: list[Tensor] = []
@@ -475,5 +478,5 @@ def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Tensor:
     return torch.stack(found)
 
 
-def _states(result: Any) -> Tensor:
+def _states(result: Any) -> Float[Tensor, "T H"]:
     return (result[0] if isinstance(result, tuple) else result)[0].float()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -23,6 +24,10 @@ from headrace.durable.atomic_files import replace_file
 from headrace.facts.machine_mark import cpu_model
 from headrace.trainer.model.low_memory import local
 from headrace.version import __version__
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 BLOCK = 4
 """The most neighbouring layers that are told from the others together: the effect of a single one is a quarter of theirs."""
@@ -100,7 +105,7 @@ class Trial:
         self._values[name].zero_() if name in self._filled else _flip(self._values[name])
 
 
-def _flip(values: Tensor) -> None:
+def _flip(values: Float[Tensor, "*shape"]) -> None:
     """Flips one bit of every mantissa: 6 to 12 % of a vector's value up or down, 3 to 6 % of a matrix's. A second call undoes it."""
     integers, mantissa = _BITS[values.dtype]
     weight = 3 if values.dim() == 1 else 4

@@ -52,7 +52,7 @@ class CookieGate:
         if scope["type"] != "http" or not self._token:
             await self._app(scope, receive, send)
             return
-        if answer := self._at_the_door(scope):
+        if answer := self._sign_in(scope):
             await answer(scope, receive, send)
             return
         if self._has_cookie(scope):
@@ -60,7 +60,7 @@ class CookieGate:
             scope = {**scope, "headers": [one for one in scope["headers"] if one[0] != header[0]] + [header]}
         await self._app(scope, receive, send)
 
-    def _at_the_door(self, scope: Scope) -> Response | None:
+    def _sign_in(self, scope: Scope) -> Response | None:
         """Returns the answer to somebody who asks for the page with a token, or without any permission."""
         if scope["path"] != "/":
             return None

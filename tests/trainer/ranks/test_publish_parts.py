@@ -21,7 +21,7 @@ from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import PackedBuffer, lay_out
-from headrace.weight_sync.ranges import ByteRange, ValueRun, make_up, parts_of
+from headrace.weight_sync.ranges import ByteRange, ValueRange, make_up, parts_of
 from headrace.weight_sync.tcp import Tcp, TcpPartSender
 from support import tiny_models
 
@@ -54,10 +54,10 @@ def sender_of(
     )
     start = msgspec.structs.replace(start, rank=rank, ranks=ranks)
 
-    def runs(name: str) -> Iterator[ValueRun]:
-        return itertools.starmap(ValueRun, one.runs(name, rank, ranks))
+    def values_of(name: str) -> Iterator[ValueRange]:
+        return itertools.starmap(ValueRange, one.own_values(name, rank, ranks))
 
-    sender = rank_sender(start, runs, manifests, [""] if names[1:] else [])
+    sender = rank_sender(start, values_of, manifests, [""] if names[1:] else [])
     return one, sender, manifests, dist.group.WORLD
 
 
@@ -164,10 +164,10 @@ def test_adapters_that_are_published_in_turn_keep_two_versions_each() -> None:
     manifests = {name: lay_out([("a", torch.empty(8))], torch.bfloat16) for name in ("", "north", "south")}
     values = dict.fromkeys(manifests, 0.0)
 
-    def runs(name: str) -> Iterator[ValueRun]:
-        yield ValueRun("a", 0, torch.full((8,), values[name]))
+    def values_of(name: str) -> Iterator[ValueRange]:
+        yield ValueRange("a", 0, torch.full((8,), values[name]))
 
-    parts = parts_of(manifests, 0, runs, lambda value: [value])
+    parts = parts_of(manifests, 0, values_of, lambda value: [value])
     assert parts
     transport = Tcp.open()
     sender = TcpPartSender(transport, manifests, [""], parts)

@@ -125,7 +125,7 @@ def _heard(event: Any, request: Request) -> Heard:
         raise Unreachable(f"the server sent {len(tokens)} tokens and {len(content)} log-probs")
     scores, scored_by = _scores(event, request)
     return Heard(
-        runs=_runs(choice["spans"], tokens, [_number(one["logprob"]) for one in content]),
+        runs=_spans(choice["spans"], tokens, [_number(one["logprob"]) for one in content]),
         details=_details(choice, content, request),
         scores=scores,
         scored_by=scored_by,
@@ -134,7 +134,7 @@ def _heard(event: Any, request: Request) -> Heard:
     )
 
 
-def _runs(spans: Sequence[Any], tokens: Sequence[int], logprobs: Sequence[float]) -> list[TokenSpan]:
+def _spans(spans: Sequence[Any], tokens: Sequence[int], logprobs: Sequence[float]) -> list[TokenSpan]:
     ends = [*(span["start"] for span in spans[1:]), len(tokens)]
     if tokens and (not spans or spans[0]["start"] != 0):
         raise Unreachable("the server sent tokens without their versions")
