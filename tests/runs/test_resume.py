@@ -455,9 +455,16 @@ def newest_state(run: Path) -> ControllerState:
     return load_controller(run / "checkpoints" / f"step-{of(run, RunEnded)[-1].step:06d}")
 
 
-def is_under_way(state: ControllerState) -> bool:
-    """Whether a rollout of 96 tokens has some, and enough left for what its engine did between the checkpoint and the end."""
-    return any(0 < len(one.tokens) < 70 for one in state.begun.values())
+def is_under_way(run: Path, state: ControllerState) -> bool:
+    """Whether a rollout of 96 tokens has some and is not done, counting what its engine did between the checkpoint and the end."""
+    tokens = {name: len(one.tokens) for name, one in state.begun.items() if one.stop == "interrupted"}
+    for output in read_passes(run, state.step, state.passes):
+        if isinstance(output, StepOutput):
+            for name in output.request_ids:
+                tokens[name] = tokens.get(name, 0) + 1
+            for end in output.finished:
+                tokens.pop(end.request_id, None)
+    return any(0 < count < 95 for count in tokens.values())
 
 
 def stop_after_two(step: headrace.Step) -> None:
@@ -482,7 +489,7 @@ def test_rollouts_under_way_go_on_with_another_top_p(
         },  # 82 rollouts one by one: the engine has work when the run stops
     )
     run = headrace.train(config, on_step=stop_after_two).directory
-    while not is_under_way(state := newest_state(run)):  # it stopped between two rollouts
+    while not is_under_way(run, state := newest_state(run)):  # it stopped between two rollouts
         headrace.train(resume=run, on_step=stop_after_two)
     steps = of(run, RunEnded)[-1].step + (len(state.buffer.ready) + len(state.buffer.in_flight)) + 1
     headrace.train(resume=run, sets=[f"rollout.top_p={after}", f"train.steps={steps}"])
