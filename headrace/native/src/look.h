@@ -12,6 +12,7 @@
 #include "product.h"
 
 constexpr int ROWS = 32, PAIRED = 2, SPAN = PAIRED * SIDE;
+constexpr int TOGETHER = 128;  // rows of a prompt that read keys and values together: several tiles, while a pair of blocks is in the cache
 constexpr float LOWEST = -1e30f;
 
 template <class X>

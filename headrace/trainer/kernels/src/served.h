@@ -80,8 +80,6 @@ struct Served {
             }
     }
 
-    static constexpr int TOGETHER = 128;  // rows that read keys and values together
-
     // Tokens of a segment, with the heads that share their keys.
     void attend_some(const Rows& rows, int head, T* cache, T* out) const {
         const int s = rows.segment, all = rows.count * group, count = (all + ROWS - 1) / ROWS, last = base[s] + rows.first + rows.count;

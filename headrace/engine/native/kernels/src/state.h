@@ -75,17 +75,17 @@ struct State {
             if (item.count == 1) item = {order[item.place], 0, 0, 1, 0};
             items.push_back(item);
         }
+        const int some = tokens_of_item(p);
         for (int s = 0; s < p.segments; s++) {
             int length = p.starts[s + 1] - p.starts[s];
-            const int some = tokens_of_item(p);
             for (int i = 0; length > 1 && i < length; i += some) items.push_back({s, 0, i, std::min(some, length - i), 0});
         }
         arrange_adapters(p);
     }
 
-    // Tokens of a prompt that read keys and values together: 128 rows of queries, or fewer if threads would have nothing to do.
+    // Tokens of a prompt that read keys and values together: TOGETHER rows of queries, or fewer if threads would have nothing to do.
     int tokens_of_item(const Pass& p) const {
-        constexpr int TOGETHER = 128, EACH = 4;  // jobs for each thread
+        constexpr int EACH = 4;  // jobs for each thread
         const int fair = (int)((size_t)p.tokens_count * m.kv_heads / ((size_t)EACH * team.size));
         return std::max({1, ROWS / group, std::min(TOGETHER / group, fair)});
     }
