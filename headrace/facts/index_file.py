@@ -269,9 +269,9 @@ def digest_of(
 
 
 def write_digest(path: Path, data: bytes) -> None:
-    """Replaces the file. A disk that is full costs only the board's speed."""
+    """Replaces the file. A disk that is full costs only the board's speed. Its directory is not made: a run that the user deleted must not
+    reappear."""
     with suppress(OSError, HeadraceError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data, flush=False)
 
 

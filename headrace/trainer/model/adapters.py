@@ -234,7 +234,7 @@ class Adapters:
 
     def export(self, name: str, directory: Path) -> None:
         """Writes a directory that `peft.PeftModel.from_pretrained(model, directory)` loads, in float32."""
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
         tensors = {key: tensor.cpu().contiguous() for key, tensor in self.state(name).items()}
         save_file(tensors, directory / ADAPTER_MODEL, metadata={"format": "pt"})
         self.save_config(name, directory)

@@ -126,7 +126,7 @@ def export_model(
             lowered[name] = _to(tensor, getattr(torch, dtype))
     if not leads:
         return
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
     model.save_pretrained(directory, state_dict={name: lowered[one] for name, one in names.items()})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")

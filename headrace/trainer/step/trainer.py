@@ -436,6 +436,7 @@ def export_weights(
     adapters = {"": dataclasses.replace(trained, train=train)} if trained.lora.rank else {}
     trainer = TorchTrainer(model_dir, train, trained.algo, seed, adapters=adapters)
     trainer.restore(checkpoint)
+    to.parent.mkdir(parents=True, exist_ok=True)
     trainer.export(to, dtype, merge=merge)
 
 

@@ -48,6 +48,7 @@ from headrace.facts.index_file import (
     framed_bytes,
     read_digest,
     thinned,
+    write_digest,
 )
 from headrace.facts.number_tables import FARTHEST, GroupTable
 from headrace.facts.recorder import Recorder
@@ -146,6 +147,12 @@ def test_equal_sets_are_equal_bytes():
     other.tickets.flying.add(0)
     assert list(one.tickets.flying) != list(other.tickets.flying)
     assert msgspec.msgpack.encode(thinned(one)) == msgspec.msgpack.encode(thinned(other))
+
+
+def test_a_digest_does_not_bring_back_the_directory_of_a_deleted_run(tmp_path: Path):
+    """It is written right behind a step's line, at which a user or a script may delete the run; its checkpoints would follow into a new one."""
+    write_digest(tmp_path / "deleted" / DIGEST, b"sums")
+    assert not (tmp_path / "deleted").exists()
 
 
 def test_names_of_numbers_are_part_of_a_digest():
