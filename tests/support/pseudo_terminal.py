@@ -55,7 +55,7 @@ def in_terminal(
 def obeyed(sent: str, live: bool = False) -> list[str]:
     """What the terminal would obey, with what stands around it, but for line ends and colours of ours. `live`: a view that moves the cursor
     may do so."""
-    own = r"\r\n|\x1b\[[0-9;]*m|\r(?:headrace: \d+ s, [^\r\n\x1b]*)?\x1b\[K"  # the last: the line of a start
+    own = r"\r\n|\x1b\[[0-9;]*m|\r(?:headrace: \d+ s[^\r\n\x1b]*)?\x1b\[K"  # the last: the line of a start
     own += r"|\r|\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A" if live else ""
     wrong = re.findall(r"\x1b\[38;5;213m", sent)
     left = re.sub(own, "", sent)

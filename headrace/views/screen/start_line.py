@@ -52,8 +52,8 @@ class StartSteps:
             while True:
                 await asyncio.sleep(EVERY)
                 if terminal:
-                    line = clip(f"headrace: {time.monotonic() - began:.0f} s, {self.words}", WIDTH)
-                    _put(f"\r{line}\x1b[K")
+                    line = ", ".join(filter(None, (f"headrace: {time.monotonic() - began:.0f} s", self.words)))
+                    _put(f"\r{clip(line, WIDTH)}\x1b[K")
                 elif self.words not in ("", said):
                     said = self.words
                     _put(f"headrace: {said}\n")
