@@ -267,8 +267,8 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             self._answer(400)
             return
-        self._answer(204)
         self.server.tree.joined(path_to(name, fingerprint), f"http://{self.client_address[0]}:{port}")
+        self._answer(204)  # when it is so: whoever asks next is sent there
 
     def _answer(self, status: int, nbytes: int = 0, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)

@@ -82,7 +82,11 @@ def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -
 
 def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
     """The second turn is a stream, whose pieces arrive while it is sampled."""
-    tables = {"eval": {"prompts": 2, "samples": 1}, "rollout": {"max_tokens": 40}}
+    tables = {
+        "eval": {"prompts": 2, "samples": 1},
+        "rollout": {"max_tokens": 100},  # so many passes that no busy machine hands them all on at once
+        "engine": {"context_length": 256},
+    }
     result = headrace.train(config_of(tmp_path, tiny_llama, "stream", **tables))
     assert result.reason == "finished"
     directory = tmp_path / "runs" / "tiny"

@@ -438,6 +438,7 @@ class Fleet:
     async def _report(self) -> None:
         """Records the statistics, as a single engine does; those of single members less often, the more there are."""
         telemetry, due = self._telemetry, 0.0
+        telemetry.record(FleetSample(telemetry.clock(), samples(self.members)))  # who they are is known from the start
         while True:
             await asyncio.sleep(self._rotation.patience.every)
             now = telemetry.clock()
