@@ -96,13 +96,34 @@ def test_bad_input_is_code_2_and_a_sentence(config, capsys, arguments, words):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["export"], ["eval", "x.toml", "--prompts", "0"], ["train", "--nmae", "x"]]
+    "arguments", [["fly"], ["export"], ["eval", "x.toml", "--prompts", "0"], ["train", "--nmae", "x"]]
 )
 def test_wrong_arguments_are_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("usage: headrace")
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [("trian", "train"), ("train x.toml --dryrun", "--dry-run"), ("ls --jsn", "--json"), ("completion fsh", "fish")],
+)
+def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(line, meant, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(line.split())
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_the_bare_command_lists_every_command_by_what_it_is_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([]) == 0
+    listed = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["frobnicate"])
+    known = capsys.readouterr().err.partition("it is one of ")[2].strip().split(", ")
+    assert sorted(known) == sorted(name for names in cli.GROUPS.values() for name in names)
+    assert all(f"\n  {name} " in listed for name in known) and max(map(len, listed.splitlines())) <= 80
 
 
 def test_teachers_are_enough_to_learn_from_and_several_adapters_are_evaluated_one_by_one(config, tiny_llama, capsys):
