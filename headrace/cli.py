@@ -111,7 +111,11 @@ class _Front(Parser):
         (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         summaries = {action.dest: action.help or "" for action in commands._choices_actions}
         width = shutil.get_terminal_size().columns
-        lines = [self.description or "", "", "usage: headrace COMMAND ...      headrace COMMAND --help shows its options"]
+        lines = [
+            self.description or "",
+            "",
+            "usage: headrace COMMAND ...      headrace COMMAND --help shows its options",
+        ]
         for title, names in GROUPS.items():
             lines += ["", title]
             for name in names:

@@ -105,6 +105,15 @@ def test_a_recipe_that_needs_more_says_so(name: str, model: Path, tmp_path: Path
     assert name in str(refused.value) or NEED_MORE[name] in str(refused.value)
 
 
+SHORT = [path for folder in FOLDERS for path in sorted(folder.glob("*.toml")) if "[[adapters]]" not in path.read_text()]
+"""Configs of one run: an adapter that sets its own steps takes no others from the line."""
+
+
+@pytest.mark.parametrize("path", SHORT, ids=lambda path: path.stem)
+def test_a_recipe_can_be_tried_for_a_step(path: Path):
+    assert load_config(path, ["train.steps=1"]).train.steps == 1
+
+
 def test_the_gallery_shows_every_recipe_with_its_record():
     made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
     page, shelved = made["gallery"](), [name for names in made["SHELVES"].values() for name in names]
