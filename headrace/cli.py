@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     guard_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     place = given.index("--") if given[:1] == ["gateway"] and "--" in given else len(given)
-    parser = _parser()
+    parser = front_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks how the line may go on, by the script of `headrace completion`
         import argcomplete
 
@@ -130,7 +130,7 @@ EXAMPLES = (
 )
 
 
-def _parser() -> Parser:
+def front_parser() -> Parser:
     """Imports no work: `--help` prints at once."""
     parser = _Front(prog="headrace", description="Asynchronous reinforcement learning for language models.")
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")

@@ -121,11 +121,11 @@ def _amount(need: MemoryNeed) -> str:
 
 
 def page(sections: dict[str, Lines], notes: Iterable[str]) -> str:
-    """Formats the sections and notes, wrapped at 80 columns."""
+    """Formats the notes, which ask for something, and the sections, wrapped at 80 columns."""
     blocks = [
         "\n".join([title, *(line for one in lines for line in _entry(*one))]) for title, lines in sections.items()
     ]
-    return "\n\n".join([*blocks, *(_note(note) for note in notes)])
+    return "\n\n".join([*(_note(note) for note in notes), *blocks])
 
 
 def _entry(label: str, text: str) -> Iterator[str]:
