@@ -320,7 +320,7 @@ def _changed(value: Any) -> Any:
         return [_changed(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return _plain(value)
-    fields = type(value).__pydantic_fields__  # type: ignore[attr-defined]  # pydantic's dataclasses have them
+    fields: Mapping[str, Any] = getattr(type(value), "__pydantic_fields__")  # noqa: B009  # mypy knows no pydantic's dataclass here
     given = {name: getattr(value, name) for name in fields if _is_set(value, name)}
     changed = {
         name: _changed(setting)

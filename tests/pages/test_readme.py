@@ -13,7 +13,7 @@ from docs.site_pages import slug
 from headrace import cli
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n    ", "")
 PAGES = [ROOT / name for name in ("README.md", "ROADMAP.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 MADE = ("messages.md", "commands.md", "recipes.md", "index.md", "api")
