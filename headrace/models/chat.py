@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeVar
 
 from headrace.core.chat.messages import Rendering, begins_answer, role_problem
 from headrace.core.chat.reading import format_of, is_known_to, tools_problem
-from headrace.core.chat.token_text import bytes_of_piece
+from headrace.core.chat.token_text import TokenPlaces, bytes_of_piece
 from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Completion
 from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.resolve import resolve_model
-from headrace.models.tokenizer import Endings, endings_of, load_tokenizer
+from headrace.models.tokenizer import Endings, decoder_of, endings_of, load_tokenizer
 
 SpecialTokens = Literal["show", "hide"]
 Message = Mapping[str, Any]
@@ -52,6 +52,7 @@ class ChatEncoder:
         """Raises ConfigError if `model_dir` holds no tokenizer that can be loaded."""
         self.directory = Path(model_dir)
         self._tokenizer = load_tokenizer(self.directory)
+        self._decode = decoder_of(self._tokenizer)
         self._rendering = Rendering()
         self._special: SpecialTokens = "show"
 
@@ -343,11 +344,11 @@ class ChatEncoder:
 
     def written(self, tokens: Sequence[int]) -> str:
         """Returns text with the special tokens: exactly what the model is given."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._decode(tokens)
 
-    def hides(self, token: int) -> bool:
-        """Whether `decode` leaves the token out."""
-        return token in self._hidden
+    def places(self, begin: int = 0) -> TokenPlaces:
+        """Places in the text that `decode` returns. `begin`: that of its first character."""
+        return TokenPlaces(lambda token: b"" if token in self._hidden else self.token_bytes(token), self.decode, begin)
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes that a token stands for. They are no text where a character is made of several tokens."""

@@ -1,9 +1,11 @@
-"""The tokenizer of a model, without torch where that can be, and the tokens that end a completion."""
+"""The tokenizer of a model, without torch where that can be, the text of its tokens, and the tokens that end a completion."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +45,46 @@ def _is_generic(directory: Path) -> bool:
     except (OSError, ValueError):
         return False
     return (directory / "tokenizer.json").exists() and config.get("tokenizer_class") in _GENERIC
+
+
+# --- The text of tokens, special tokens shown, as engines, rewards and servers read it
+# SentencePiece's vocabularies with byte fallback have a token for each byte. The decoder of such a tokenizer gives up a whole run of these
+# tokens where one byte of it is wrong: of three smileys, of which the last was cut by `max_tokens`, it writes none. Here a run is read as
+# vocabularies of bytes are, each wrong part by itself, so that more tokens never change the text of those before them.
+
+
+_NO_TEXT = "\ufffd"
+
+
+def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """`tokenizer`: of transformers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    found = {byte: backend.token_to_id(_of_byte(byte)) for byte in range(256)} if backend and backend.decoder else {}
+    bytes_of = {token: bytes([byte]) for byte, token in found.items() if token is not None}
+
+    def decode(tokens: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if _NO_TEXT not in text or backend is None or bytes_of.keys().isdisjoint(tokens):
+            return text
+        return str(backend.decoder.decode(list(_with_wrong_bytes_apart(tokens, bytes_of, backend.id_to_token))))
+
+    return decode
+
+
+def _of_byte(byte: int) -> str:
+    return f"<0x{byte:02X}>"
+
+
+def _with_wrong_bytes_apart(
+    tokens: Sequence[int], bytes_of: Mapping[int, bytes], spell: Callable[[int], str | None]
+) -> Iterator[str]:
+    """Yields the tokens as the vocabulary has them, with a sign in the place of bytes that are no text."""
+    for of_bytes, run in itertools.groupby(tokens, bytes_of.__contains__):
+        if not of_bytes:
+            yield from filter(None, map(spell, run))
+            continue
+        for character in b"".join(bytes_of[token] for token in run).decode(errors="replace"):
+            yield from [_NO_TEXT] if character == _NO_TEXT else map(_of_byte, character.encode())
 
 
 # --- The tokens that end a completion, by the files of a model

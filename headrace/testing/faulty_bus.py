@@ -33,6 +33,9 @@ class FaultyBus:
         self._inner, self._faults, self._chance = inner, faults, chance
         self._late: set[asyncio.Task[None]] = set()
 
+    async def register(self) -> None:
+        await self._inner.register()
+
     async def post(self, posting: Posting) -> None:
         if self._befalls(self._faults.lost):
             return

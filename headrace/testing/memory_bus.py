@@ -38,6 +38,9 @@ class MemoryBus:
         self._server = server or MemoryServer()
         self._given: set[str] = set()
 
+    async def register(self) -> None:
+        """Does nothing: nobody looks for runs here."""
+
     async def post(self, posting: Posting) -> None:
         self._post(posting)
         await self._tell()

@@ -13,13 +13,16 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from safetensors.torch import save_file
+from peft import LoraConfig
+from safetensors.torch import save, save_file
 
+from headrace.core.errors import IdentityError
+from headrace.core.weights import AdapterSpec
 from headrace.engine.config import EngineConfig
 from headrace.serve import serving
 from headrace.serve.config import ServeConfig
 from headrace.serve.start import make_app, opened
-from headrace.weight_sync.directory import offer_adapter
+from headrace.weight_sync.directory import DirectoryReceiver, offer_adapter
 from support.health_beside import answers
 from support.served import Client, answering, faked
 
@@ -47,6 +50,11 @@ CONFIGS: dict[str, Any] = {
     "a text": "LORA",
     "nothing": None,
     "dora": {**GOOD, "use_dora": True},
+    "layers that are there twice": {**GOOD, "layer_replication": [[0, 2], [1, 2]]},
+    "at work behind some tokens only": {**GOOD, "alora_invocation_tokens": [1, 2]},
+    "another model's rest": {**GOOD, "init_lora_weights": "pissa_niter_4"},
+    "biases of its own": {**GOOD, "lora_bias": True},
+    "a field of tomorrow": {**GOOD, "lora_of_tomorrow": {"rotated": True}},
 }
 TENSORS: dict[str, Callable[[Path], object]] = {
     "no safetensors": lambda file: file.write_bytes(b"not at all"),
@@ -81,6 +89,33 @@ def test_a_config_that_is_none_is_refused_in_words(name: str, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"adapter that peft saved|not served") as raised:
         offer_adapter(adapter(tmp_path / "a", CONFIGS[name]), "a", 0)
     assert "Traceback" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+def test_what_peft_saves_of_a_plain_adapter_is_served(tmp_path: Path) -> None:
+    """All fields of the installed version, which has more of them than the one before."""
+    place = adapter(tmp_path / "a")
+    LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM").save_pretrained(place)
+    assert offer_adapter(place, "a", 0).adapter == AdapterSpec(name="a", rank=2, alpha=4.0)
+
+
+def test_an_adapter_that_was_written_again_is_another_one_whatever_its_size_and_times(tmp_path: Path) -> None:
+    place = adapter(tmp_path / "a")
+    file, update = place / "adapter_model.safetensors", offer_adapter(tmp_path / "a", "a", 0)
+    receiver = DirectoryReceiver(tmp_path, lambda path: {}, torch.float32)
+    there, times = file.read_bytes(), file.stat()
+    held = receiver.receive(update)
+    with file.open("r+b") as written:
+        written.write(save({name: one * 2 for name, one in FIT.items()}))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert all(torch.equal(held[name], one) for name, one in FIT.items()), "what was loaded changed with the file"
+    with pytest.raises(IdentityError, match="it has been written since. Load it again"):
+        receiver.receive(update)
+    again = offer_adapter(place, "a", 1)
+    assert torch.equal(receiver.receive(again)[f"{Q}.lora_A.weight"], torch.full((2, 32), 2.0))
+    file.write_bytes(there)
+    (place / "adapter_config.json").write_text(json.dumps({**GOOD, "lora_alpha": 8}))
+    with pytest.raises(IdentityError):
+        receiver.receive(update)
 
 
 def test_a_config_that_is_a_pipe_a_device_or_too_long_is_refused_at_once(tmp_path: Path) -> None:
@@ -118,7 +153,8 @@ def test_bad_adapters_and_weights_leave_a_server_whole(tiny_llama: Path, tmp_pat
                 status, answer = await client.post("/headrace/weights", {**update, "where": {"path": str(place)}})
                 answered[f"weights {number}"] = status, answer["error"]["message"]
             body = {"lora_name": "good", "lora_path": str(adapter(tmp_path / "good"))}
-            assert (await client.post("/v1/load_lora_adapter", body))[0] == 200
+            status, answer = await client.post("/v1/load_lora_adapter", body)
+            assert status == 200, answer
             asked = {"model": "good", "token_ids": [1, 3, 10], "sampling_params": {"max_tokens": 3}}
             assert (await client.post("/inference/v1/generate", asked))[0] == 200
 

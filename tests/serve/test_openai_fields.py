@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_openai_client import ASKING, run, saying
-from transformers import PreTrainedTokenizerFast
 
-from headrace.core.chat.token_text import offsets_of, text_of_bytes
+from headrace.core.chat.token_text import text_of_bytes
 from headrace.models.chat import ChatEncoder
 from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine
@@ -22,6 +21,7 @@ from headrace.web.bodies import Chat
 from headrace.web.errors import Refused
 from headrace.web.request_fields import CHANGING, HEADER, MOST_UNKNOWN, note_unknown
 from support.served import Client, faked
+from support.spelled_tokens import spelled
 from support.tool_chats import PLAIN, save_tokenizer, tokens_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -225,43 +225,6 @@ def test_a_field_of_the_list_passes_with_a_value_of_the_list_only(name: str, val
 # --- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def spelled(directory: Path, kind: str) -> Path:
-    """A tokenizer of single bytes (or characters): byte-level, or SentencePiece's with byte fallback."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    if kind == "byte-level":
-        words = sorted(pre_tokenizers.ByteLevel.alphabet())
-        made = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, []))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = decoders.ByteLevel()
-    else:
-        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
-        made = Tokenizer(
-            models.BPE(
-                {word: place for place, word in enumerate(words)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True
-            )
-        )
-        made.normalizer = normalizers.Replace(" ", "▁")
-        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        made.decoder = decoders.Sequence(parts)
-    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
-def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path, kind: str) -> None:
-    encoder = ChatEncoder(spelled(tmp_path, kind))
-    for text in ("a a", "Grüße an 🦊", "\ufffd", "日本"):
-        tokens = encoder.encode_text(text)
-        said = [encoder.token_bytes(token) for token in tokens]
-        assert b"".join(said).decode() == text
-        places = offsets_of(said, 5)
-        assert places[-1] == 5 + len(text) and places == sorted(places)
-        assert all(
-            text[place - 5] == one.decode()[0] for one, place in zip(said, places, strict=False) if one.isascii()
-        )
-
-
 def test_bytes_that_are_no_text_are_written_as_openai_writes_them(tmp_path: Path) -> None:
     assert text_of_bytes("ü".encode()) == "ü"
     assert text_of_bytes(b"\xf0\x9f") == r"\xf0\x9f" and text_of_bytes(b"\xf0\x9f", "bytes:") == r"bytes:\xf0\x9f"
@@ -284,6 +247,33 @@ def test_an_answer_has_the_bytes_of_parts_of_characters(tmp_path: Path) -> None:
         assert answer["choices"][0]["text"] == "a🦊"
         assert logprobs["tokens"] == ["a", *(f"bytes:\\x{byte:02x}" for byte in "🦊".encode())]
         assert logprobs["text_offset"] == [0, 1, 1, 1, 1]
+        events = [one["choices"][0] for one in await client.events(TEXT, asked)]
+        assert len(events) > 2 and "".join(one["text"] for one in events) == "a🦊"
+        assert [place for one in events for place in one["logprobs"]["text_offset"]] == logprobs["text_offset"]
+
+    asyncio.run(go())
+
+
+def test_an_echo_has_the_places_of_the_text_that_was_sent(tmp_path: Path) -> None:
+    """A start token of the tokenizer is no part of it, special tokens that the client has written are."""
+    model = spelled(tmp_path, "byte-fallback")
+    answer = ChatEncoder(model).encode_text(" a日")
+
+    async def go() -> None:
+        engine = FakeEngine(seconds_per_token=0.0005, script=lambda request: answer)
+        async with faked(model, engine) as (client, _):
+            for prompt, text, places in (
+                ("a日", "a日", [0, 1, 1, 1]),
+                ("a<s>a", "a<s>a", [0, 1, 4]),
+                (list(ChatEncoder(model).encode_text("a<s>a")), "aa", [0, 1, 1]),
+            ):
+                asked = {"prompt": prompt, "logprobs": 0, "max_tokens": 9, "echo": True}
+                status, said = await client.post(TEXT, asked)
+                assert status == 200, said
+                choice = said["choices"][0]
+                assert choice["text"] == text + "a日", "the blank before a text's first word goes with the decoder"
+                new = [place + len(text) for place in (0, 1, 1, 1)]
+                assert choice["logprobs"]["text_offset"] == places + new
 
     asyncio.run(go())
 

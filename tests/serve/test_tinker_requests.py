@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ from headrace.loop.world import virtual_time
 from headrace.run.clients.process_trainer import StateLost
 from headrace.serve.config import TrainLimits
 from headrace.serve.training.futures import FutureAnswer, Futures
-from headrace.serve.training.saved_weights import CheckpointFacts, Store
+from headrace.serve.training.saved_weights import FACTS, NOTED, CheckpointFacts, Store
 from headrace.serve.training.sessions import ClientSession, Model, Sessions
 from headrace.serve.training.tinker_messages import (
     FLOAT32,
@@ -219,31 +221,29 @@ def test_examples_that_do_not_fit(targets: Any, weights: Any, tokens: Any, said:
         pass_of(request_of(targets, weights, tokens))
 
 
-def test_weights_expire_and_paths_lead_nowhere_else(tmp_path: Path) -> None:
+def put(store: Store, name: str, lifetime: float | None = None, content: bytes = b"1234") -> str:
+    path = f"tinker://s:train:0/weights/{name}"
+    store.put(written(store, path, content), facts_of(path), lifetime)
+    return path
+
+
+def written(store: Store, path: str, content: bytes) -> Path:
+    coming = store.coming(path, overwrite=True)
+    coming.mkdir()
+    (coming / "tensors").write_bytes(content)
+    return coming
+
+
+def facts_of(path: str) -> CheckpointFacts:
+    return CheckpointFacts(
+        path=path, kind="weights", base_model="tiny", lora=LoraBody(rank=1), version=3, saved_at=time.time()
+    )
+
+
+def test_paths_of_weights_lead_nowhere_else(tmp_path: Path) -> None:
     store = Store(tmp_path)
-
-    def put(name: str, expires_at: float | None) -> str:
-        path = f"tinker://s:train:0/weights/{name}"
-        coming = store.coming(path, overwrite=False)
-        coming.mkdir()
-        (coming / "tensors").write_bytes(b"1234")
-        facts = CheckpointFacts(
-            path=path,
-            kind="weights",
-            base_model="tiny",
-            lora=LoraBody(rank=1),
-            version=3,
-            saved_at=1.0,
-            expires_at=expires_at,
-        )
-        store.put(coming, facts)
-        return path
-
-    kept, old = put("kept", None), put("old", 2.0)
+    kept = put(store, "kept")
     assert store.facts(kept).nbytes == 4
-    with pytest.raises(Refused, match="have expired"):
-        store.facts(old)
-    assert [facts.path for facts in store.of_model("s:train:0")] == [kept]
     with pytest.raises(Refused, match="is there already"):
         store.coming(kept, overwrite=False)
     for path in (
@@ -256,6 +256,45 @@ def test_weights_expire_and_paths_lead_nowhere_else(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="is no path of weights"):
             store.place(path)
     assert list(store.of_model("..")) == []
+
+
+@pytest.mark.parametrize("noted", [b"", b"nan", b"inf", b"-5", b"yesterday"])
+def test_weights_expire_when_they_were_served_for_so_long(tmp_path: Path, noted: bytes) -> None:
+    """By a clock that never jumps, and that does not count the time between two servers."""
+    (tmp_path / ".served").write_bytes(noted)
+    now = 1000.0
+    store = Store(tmp_path, lambda: now)
+    kept, short, long = put(store, "kept"), put(store, "short", 3600.0), put(store, "long", 10_000.0)
+    now += 3599.0
+    expires = store.expires_at(store.facts(short))
+    assert expires == pytest.approx(time.time() + 1.0, abs=60.0) and store.expires_at(store.facts(kept)) is None
+    now += 1.0
+    with pytest.raises(Refused, match="have expired"):
+        store.facts(short)
+    assert [facts.path for facts in store.of_model("s:train:0")] == [kept, long]
+
+    now = 7.0  # another machine start
+    store = Store(tmp_path, lambda: now)
+    now += 10_000.0 - 3600.0 - 1.0
+    assert store.facts(long)
+    now += NOTED + 1.0
+    assert [facts.path for facts in store.of_model("s:train:0")] == [kept]
+
+
+@pytest.mark.parametrize("cut", ["tensors", "facts", "renamed"])
+def test_weights_that_take_the_place_of_others_are_there_after_a_kill_at_any_time(tmp_path: Path, cut: str) -> None:
+    store = Store(tmp_path)
+    path = put(store, "state", content=b"old")
+    place, coming = store.place(path), written(store, path, b"new")
+    if cut != "tensors":
+        (coming / FACTS).write_bytes(msgspec.json.encode(facts_of(path)))
+    if cut == "renamed":
+        place.rename(place.with_name(".state.old"))
+    store = Store(tmp_path)
+    assert store.facts(path) and (place / "tensors").read_bytes() == (b"old" if cut == "tensors" else b"new")
+    put(store, "state", content=b"newest")
+    assert (place / "tensors").read_bytes() == b"newest"
+    assert sorted(one.name for one in place.parent.iterdir()) == ["state"]
 
 
 class _Noting:

@@ -57,8 +57,9 @@ def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:
 
     from headrace.episodes.environments.agents.outside_agents import OutsideAgents
 
-    count = asyncio.run(OutsideAgents(address, command, at_once, echo).play())
-    echo(f"the run is over; rollouts played here: {count}")
+    agents = OutsideAgents(address, command, at_once, echo)
+    count = asyncio.run(agents.play())
+    echo(f"the run is over, or out of reach ({agents.why}); rollouts played here: {count}")
     return 0
 
 

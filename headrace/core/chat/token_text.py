@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
 
 # --- The bytes of a token. Tokenizers spell bytes that are no text in two ways
 # Byte-level ones write a character for each byte (GPT-2), those with byte fallback a token such as `<0xE2>` (SentencePiece).
@@ -49,20 +48,60 @@ def text_of_bytes(said: bytes, prefix: str = "") -> str:
         return prefix + "".join(f"\\x{byte:02x}" for byte in said)
 
 
-def offsets_of(said: Sequence[bytes], begin: int) -> list[int]:
-    """Returns the character at which each token begins, and the one behind the last. `begin`: that of the first. A token within a character
-    begins at this character; one that a text does not show is given without bytes."""
-    ends = list(accumulate((sum(byte & 0xC0 != 0x80 for byte in one) for one in said), initial=begin))
-    inside = [bool(one) and one[0] & 0xC0 == 0x80 for one in said]
-    return [max(end - within, begin) for end, within in zip(ends, [*inside, False], strict=True)]
+class TokenPlaces:
+    """The places of a completion's tokens in its text, in characters, while they come: the same in pieces as at once. A token that begins
+    within a character is where this character is; bytes that are no text count as decoders write them, one sign for each wrong part."""
+
+    def __init__(self, spell: Callable[[int], bytes], decode: Callable[[Sequence[int]], str], begin: int = 0) -> None:
+        """`spell`: the bytes of a token; none of one that the text does not show. `begin`: the place of the first token."""
+        self._spell, self._decode = spell, decode
+        self._characters = begin
+        """Whole characters before the next token."""
+        self._open = b""
+        """The beginning of a character behind these."""
+        self._began = False
+        """Whether there was a token that the text shows. The blank before the first one may have gone."""
+
+    def push(self, tokens: Iterable[int]) -> list[int]:
+        return [self._place(self._spell(token) if self._began else self._first(token)) for token in tokens]
+
+    def _first(self, token: int) -> bytes:
+        said = self._spell(token)
+        self._began = bool(said)
+        alone = self._decode([token]).encode()
+        return alone if said.endswith(alone) else said
+
+    def _place(self, said: bytes) -> int:
+        if not self._open and said.isascii():
+            place, self._characters = self._characters, self._characters + len(said)
+            return place
+        self._take(said[:1])
+        place = self._characters - (not self._open and bool(said))
+        self._take(said[1:])
+        return place
+
+    def _take(self, said: bytes) -> None:
+        more = self._open + said
+        self._open = _begun_character(more)
+        self._characters += len(more.removesuffix(self._open).decode(errors="replace"))
+
+
+def _begun_character(said: bytes) -> bytes:
+    """The bytes at the end that more bytes could make a character. (Python's incremental decoder waits for more behind half a surrogate,
+    which never becomes a character.)"""
+    for size in range(1, min(len(said), 3) + 1):
+        end = said[-size:]
+        if end[0] >= 0xC0:
+            try:
+                end.decode()
+            except UnicodeDecodeError as error:
+                return end if error.reason == "unexpected end of data" else b""
+    return b""
 
 
 # --- Tokens become text while they come
 # No half of a character, nothing of a stop string, no special token.
 
-
-_LOOK_BACK = 6
-"""The number of earlier tokens that are decoded with the new ones, because the text of a token can depend on those before it."""
 
 UNFINISHED = "\ufffd"
 """The character that decoders write for bytes that are no character yet."""
@@ -75,7 +114,8 @@ class StreamedText:
         self._decode, self._stops = decode, tuple(stops)
         self._tokens: list[int] = []
         self._from = self._done = 0
-        """Tokens from `_from` on are decoded again; those up to `_done` have been written."""
+        """Tokens from `_from` on are decoded again, because the text of a token can depend on those before it; those up to `_done` have been
+        written. Both are places at which no character is cut."""
         self._written = ""
         self._given = 0
         self.stop = ""
@@ -94,11 +134,21 @@ class StreamedText:
         self._tokens.extend(tokens)
         before, now = self._decode(self._tokens[self._from : self._done]), self._decode(self._tokens[self._from :])
         if last or not now.endswith(UNFINISHED):
-            self._write(now[len(before) :])
-            self._from, self._done = max(0, len(self._tokens) - _LOOK_BACK), len(self._tokens)
+            self._settle(now[len(before) :])
         end = len(self._written) if last or self.stop else max(self._given, len(self._written) - self._held)
         piece, self._given = self._written[self._given : end], end
         return piece
+
+    def _settle(self, text: str) -> None:
+        """`text`: that of the tokens from `_done` on."""
+        if text:
+            self._write(text)
+            self._from, self._done = self._done, len(self._tokens)
+        elif self._decode([*self._tokens[self._from :], *self._tokens[self._done :]]) == self._decode(
+            self._tokens[self._from :]
+        ):
+            # Hidden tokens, unlike a blank that goes at the beginning of a text only. A window of them alone would be such a beginning.
+            del self._tokens[self._done :]
 
     def _write(self, text: str) -> None:
         start = max(0, len(self._written) - self._held)

@@ -14,7 +14,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Decode
 from headrace.engine.native.runners import skeleton
-from headrace.models.tokenizer import endings_of, load_tokenizer
+from headrace.models.tokenizer import decoder_of, endings_of, load_tokenizer
 
 GIB = 2**30
 
@@ -53,7 +53,7 @@ def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
         context_length=context,
         vocabulary=model.vocabulary,
         ends=endings_of(model_dir, tokenizer).all,
-        decode=_decoder(tokenizer) if tokenizer else None,
+        decode=decoder_of(tokenizer) if tokenizer else None,  # with special tokens, so that they can be stop strings
         tokenizer=tokenizer,
         shapes=model.shapes,
         dtype=dtype,
@@ -107,8 +107,3 @@ def _tokenizer(model_dir: Path) -> Any:
         return load_tokenizer(model_dir)
     except ConfigError:
         return None
-
-
-def _decoder(tokenizer: Any) -> Decode:
-    """Tokens to text with special tokens in it, so that they can be stop strings."""
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

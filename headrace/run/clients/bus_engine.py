@@ -161,10 +161,11 @@ class BusEngine:
         """Every host reads what is announced, so that nothing is announced that they know."""
         assert self._bus
         self._moved.set()
-        forgotten = await self._bus.newer(RUN) is None  # the bus has lost its memory
+        forgotten = await self._bus.newer(RUN) is None or await self._bus.newer(WEIGHTS) is None
         if forgotten or self._counted != max(1, len(self._desk.hosts)):
             await self._announce()
-        if forgotten:
+        if forgotten:  # the bus has lost its memory, or a part of it
+            await self._bus.register()
             await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
 
     def _first_capabilities(self) -> Capabilities | None:

@@ -221,7 +221,7 @@ class BusDesk:
         changed: Callable[[], Awaitable[None]],
         suspects: Suspects,
     ) -> None:
-        """`changed`: called when a host has come, moved or gone, and when the bus has lost its notices."""
+        """`changed`: called when a host has come, moved or gone, and now and then, because the bus may have lost notices."""
         self._bus, self._session, self._telemetry, self._changed = bus, session, telemetry, changed
         self._clock, self._suspects = telemetry.clock, suspects
         self._asked: dict[str, _Asked] = {}
@@ -344,8 +344,7 @@ class BusDesk:
             asked.reply.set_result(reply)
 
     async def _audit(self) -> None:
-        for beat in itertools.count():
-            await self._bus.pin(ALIVE, str(beat).encode())
+        while True:
             await asyncio.sleep(AUDIT)
             waiting = [key for key, asked in self._asked.items() if asked.posted]
             # In this order: an answer is posted before its ticket is settled.
@@ -359,11 +358,14 @@ class BusDesk:
                         )
                     self.reposted += 1
                     await self._post(key, asked.errand)
-            if await self._bus.newer(ALIVE) is None:
-                await self._changed()
+            await self._changed()
+            if await self._bus.newer(SUSPECTS) is None:
+                await self._say_suspects()
 
     async def _roll_call(self) -> None:
-        while True:
+        for beat in itertools.count():
+            # Where the bus takes nothing no host can sign, and this waits too: the hosts are not held to be silent for it.
+            await self._bus.pin(ALIVE, str(beat).encode())
             signed = await self._bus.signed()
             now = self._clock()
             came, moved = self._list.read(signed, now)

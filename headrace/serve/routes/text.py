@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from headrace.core.chat.messages import Tool, described
 from headrace.core.chat.reading import MARKS, CallReader, ThoughtReader, end_of_thought
-from headrace.core.chat.token_text import StreamedText, offsets_of, text_of_bytes
+from headrace.core.chat.token_text import StreamedText, TokenPlaces, text_of_bytes
 from headrace.core.chat.tool_calls import CallFormat, ToolCall
 from headrace.core.steps import PromptScores
 from headrace.core.types import Request
@@ -135,22 +135,21 @@ class TextLogprobs:
     def __init__(self, encoder: ChatEncoder, echoed: str | None) -> None:
         """`echoed`: the text of the prompt, if the answer begins with it."""
         self._encoder, self._echoed = encoder, echoed
-        self._characters = 0
-        """Characters before the next token."""
+        self._places = encoder.places(len(echoed or ""))
 
     def of(self, piece: Piece) -> dict[str, Any]:
         request, part = piece.stream.request, slice(piece.start, piece.stop)
         rows, places = list[_Row](), list[int]()
         if self._echoed is not None:
             rows = list(_of_prompt(request.prompt, piece.stream.scores))
-            places = [min(place, len(self._echoed)) for place in self._places(rows)]
-            self._characters, self._echoed = len(self._echoed), None
+            places = self._places_in(self._echoed, request.prompt)
+            self._echoed = None
         tops_of = [tops(one) for one in piece.stream.details[part]] if request.top_logprobs else []
         others = [[(one["token_id"], one["logprob"]) for one in row] for row in tops_of] or [[]] * (
             piece.stop - piece.start
         )
         new = list(map(_Row, piece.stream.tokens[part], piece.stream.logprobs[part], others))
-        places += self._places(new)
+        places += self._places.push(row.token for row in new)
         rows += new
         return {
             "tokens": [self._text(row.token) for row in rows],
@@ -159,10 +158,15 @@ class TextLogprobs:
             "text_offset": places,
         }
 
-    def _places(self, rows: Iterable[_Row]) -> list[int]:
-        shown = [b"" if self._encoder.hides(row.token) else self._encoder.token_bytes(row.token) for row in rows]
-        *places, self._characters = offsets_of(shown, self._characters)
-        return places
+    def _places_in(self, echoed: str, prompt: Sequence[int]) -> list[int]:
+        """The places of a prompt's tokens in its text."""
+        encoder = self._encoder
+        if encoder.decode(prompt) == echoed:
+            places = encoder.places().push(prompt)
+        else:  # a text of the client, which may write special tokens, and has no start token that the tokenizer has added
+            added = prompt[0] == encoder.bos and not echoed.startswith(encoder.written(prompt[:1]))
+            places = [0] * added + TokenPlaces(encoder.token_bytes, encoder.written).push(prompt[added:])
+        return [min(place, len(echoed)) for place in places]
 
     def _most_probable(self, row: _Row) -> dict[str, float] | None:
         """Text -> log-prob, the token itself among them. Of tokens that are written alike the most probable is kept."""

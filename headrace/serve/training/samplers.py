@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.core.errors import IdentityError
 from headrace.core.types import Request, Sampling
 from headrace.core.weights import WeightUpdate
 from headrace.serve.sampling import check_logprobs
@@ -25,6 +26,7 @@ from headrace.web.errors import Refused
 # Each is loaded when it is sampled from, and gives way to others when nobody samples from it.
 
 
+GONE = "the weights of this sampler are not there any more: they have expired, or others were saved under their name; make another sampler"
 FULL = "all places for adapters in the engine are in use; it was started with too few (--adapters), or has to finish other samples first"
 
 
@@ -60,7 +62,7 @@ class Shelf:
 
     @asynccontextmanager
     async def borrowed(self, weights: SavedAdapter, promise: Promise) -> AsyncIterator[None]:
-        """Within it, the engine serves these weights. Raises IdentityError if what it loaded is not what was saved."""
+        """Within it, the engine serves these weights. Raises Refused where they are not what was saved."""
         async with self._turn:
             await self._ready(weights, promise)
             self._users[weights.name] += 1
@@ -90,7 +92,10 @@ class Shelf:
             await self._until_freed()
         promise.waiting_for = ""
         if weights.name not in loaded or loaded[weights.name].label != weights.label:
-            await self._serving.load(weights.update)
+            try:
+                await self._serving.load(weights.update)
+            except IdentityError as error:
+                raise Refused(410, f"{GONE} ({error})", "gone") from None
 
     async def _until_freed(self) -> None:
         self._freed.clear()

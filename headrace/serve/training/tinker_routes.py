@@ -209,7 +209,8 @@ class Routes:
         )
 
     async def checkpoints(self, request: HttpRequest) -> Response:
-        found = [_checkpoint(facts) for facts in self.service.store.of_model(request.path_params["name"])]
+        store = self.service.store
+        found = [_checkpoint(facts, store.expires_at(facts)) for facts in store.of_model(request.path_params["name"])]
         return json_response({"checkpoints": found, "cursor": None})
 
     # -- samplers -----------------------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ class Routes:
         )
 
 
-def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
+def _checkpoint(facts: CheckpointFacts, expires_at: float | None) -> dict[str, Any]:
     return {
         "checkpoint_id": "/".join(facts.path.split("/")[-2:]),
         "checkpoint_type": KINDS[facts.kind],
@@ -275,7 +276,7 @@ def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
         "size_bytes": facts.nbytes,
         "public": False,
         "user_metadata": facts.user_metadata,
-        "expires_at": _time(facts.expires_at) if facts.expires_at else None,
+        "expires_at": None if expires_at is None else _time(expires_at),
     }
 
 

@@ -104,7 +104,7 @@ class Operations:
         coming = await asyncio.to_thread(self.store.coming, path, body.overwrite)
         await self.trainer.save(Checkpoint(model=model.id, directory=str(coming)))
         facts = self._facts(model, path, "weights", body)
-        await asyncio.to_thread(self.store.put, coming, facts)
+        await asyncio.to_thread(self.store.put, coming, facts, body.ttl_seconds)
         model.account.saves += 1
         return FutureAnswer.json({"path": path, "type": "save_weights"})
 
@@ -118,7 +118,9 @@ class Operations:
             raise Refused(400, number_used(there), "number_used")
         name = body.path or f"{body.kind}-{body.sampling_session_seq_id}"
         path = path_of(model.id, "sampler_weights", name)
-        update = await self._publish(model, path, f"{model.id}/inflight" if changes else path, body)
+        # Weights that are saved anew under a name are another adapter of the engine's: the samples of older ones go on with theirs.
+        served_as = f"{model.id}/inflight" if changes else f"{path}@{secrets.token_hex(6)}"
+        update = await self._publish(model, path, served_as, body)
         if body.path is not None:
             return FutureAnswer.json({"path": path, "type": "save_weights_for_sampler"})
         session.snapshots.append(path)
@@ -140,20 +142,18 @@ class Operations:
             Publish(model=model.id, directory=str(coming), served_as=served_as, dtype=self.serving.dtype, base=base)
         )
         facts = self._facts(model, path, "sampler_weights", body)
-        place = await asyncio.to_thread(self.store.put, coming, facts)
+        place = await asyncio.to_thread(self.store.put, coming, facts, body.ttl_seconds)
         model.account.saves += 1
         return msgspec.structs.replace(update, where={"path": str(place)})
 
     def _facts(self, model: Model, path: str, kind: Kind, body: SaveWeights | SaveForSampler) -> CheckpointFacts:
-        now = time.time()
         return CheckpointFacts(
             path=path,
             kind=kind,
             base_model=self.serving.name,
             lora=model.lora,
             version=model.version,
-            saved_at=now,
-            expires_at=now + body.ttl_seconds if body.ttl_seconds else None,
+            saved_at=time.time(),
             user_metadata=body.user_metadata,
         )
 

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from headrace.cli import main
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.types import Prompt
+from headrace.episodes.environments.agents import outside_agents
 from headrace.episodes.environments.agents.handing_out import open_handing_out
 from headrace.episodes.environments.agents.outside_agents import OutsideAgents
 from headrace.episodes.environments.config import EnvironmentConfig
@@ -260,6 +262,61 @@ def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path, monkeyp
     assert crashed.detail == "its process ended with exit code 1; it said: no such thing"
     assert isinstance(silent, Failure) and "the last line of its output is no reward: 'done'" in silent.detail
     assert 'train/7: {"rewards": {"agent": 1.0}}' in said
+
+
+def test_a_connection_that_breaks_costs_no_reward_and_no_player(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other question for a rollout is lost, and the first answer to each end."""
+    (tmp_path / "agent.py").write_text(AGENT.replace("== 1", "== 99").replace("== 2", "== 99"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(outside_agents, "AGAIN", 0.01)
+    said, lost = list[str](), Counter[str]()
+
+    async def case(service: Service) -> None:
+        run = URL(service.address, encoded=True)
+
+        async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.closing(writer):
+                asked = await reader.readuntil(b"\r\n\r\n")
+                (length,) = re.findall(rb"content-length: (\d+)", asked.lower()) or [b"0"]
+                asked += await reader.readexactly(int(length))
+                kind = asked.split(b" ", 2)[1].decode().rpartition("/")[2]
+                lost[kind] += 1
+                breaks = lost[kind] % 2 == {"next": 0, "end": 1}.get(kind)
+                if kind == "next" and breaks:
+                    return
+                there, to = await asyncio.open_connection(run.host, run.port)
+                with contextlib.closing(to):
+                    to.write(asked)
+                    answer = await there.read()
+                    if not breaks:
+                        writer.write(answer)
+                        await writer.drain()
+
+        async with await asyncio.start_server(passed_on, "127.0.0.1", 0) as proxy:
+            port = proxy.sockets[0].getsockname()[1]
+            outside = OutsideAgents(str(run.with_port(port)), [sys.executable, "agent.py"], 1, said.append)
+            playing = asyncio.ensure_future(outside.play())
+            while len(said) < 3:
+                await asyncio.sleep(0.01)
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+
+    found = handed_out(tmp_path, case, 3)
+    assert said == ['train/7: {"rewards": {"agent": 1.0}}'] * 3 and lost["end"] == 6
+    assert [one.rewards for one in found if isinstance(one, Played)] == [{"agent": 1.0}] * 3
+
+
+def test_a_player_says_why_there_are_no_more_rollouts_and_which_end_did_not_arrive(tmp_path: Path) -> None:
+    async def case() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        outside = OutsideAgents(f"{address}/secret", [sys.executable], 1, print, patience=0.0)
+        assert await outside._plays(None) == 0 and "refused" in outside.why
+        assert "did not arrive: " in await outside._delivered(f"{address}/end", {})
+
+    asyncio.run(case())
 
 
 SERVICE = """

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.durable.atomic_files import replacing
 from headrace.loop.world import virtual_time
 from headrace.run.hosts.bus.bus_port import Bus, Letter, Posting
 from headrace.run.hosts.bus.directory_bus import JsonlBus, LineFile
-from headrace.run.hosts.bus.redis_streams import RedisBus, runs_of
+from headrace.run.hosts.bus.redis_streams import PASSING, RedisBus, _code_of, runs_of
 from headrace.testing.faulty_bus import BusFaults, FaultyBus
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
 from support.bus.redis_server import RedisServer, a_redis_server
@@ -449,6 +449,135 @@ async def _killed(server: RedisServer) -> None:
     assert len(await host.claim("tickets", "host", most=99)) == 14
     for bus in (run, host):
         await bus.close()
+
+
+def on(server: RedisServer, case: Callable[[RedisBus, RedisBus], object], said: list[str] | None = None) -> None:
+    """A run's end of a bus, and a host's."""
+
+    async def both() -> None:
+        name = f"demo.{next(NAMES)}"
+        run, host = (
+            RedisBus(server.url, name, lease=60.0, say=(said if said is not None else []).append) for _ in range(2)
+        )
+        try:
+            await run.register()
+            await case(run, host)  # type: ignore[misc]
+        finally:
+            await run.close()
+            await host.close()
+
+    asyncio.run(both())
+
+
+NAMES = itertools.count()
+
+
+def test_what_no_process_of_ours_has_written_is_a_letter_or_a_notice_that_nobody_can_read(redis: RedisServer) -> None:
+    """It ended every host, one after the other: none of them could settle it."""
+
+    async def case(run: RedisBus, host: RedisBus) -> None:
+        client = run._client
+        for fields in ({b"x": b"y"}, {b"k": b"\xff", b"b": b"y"}, {b"k": b"z"}):
+            await client.xadd(run._stream("tickets"), fields)
+        await run.post(Posting("tickets", "right", b"body"))
+        assert {"right"} < await run.unsettled("tickets")
+        letters = await host.claim("tickets", "host", most=9)
+        assert [letter.body for letter in letters] == [b"", b"y", b"", b"body"]
+        await host.settle("tickets", [letter.id for letter in letters])
+        assert await run.unsettled("tickets") == set()
+        await client.xadd(run._board("run"), {b"x": b"y"})
+        notice = await host.newer("run")
+        assert notice and notice.body == b""
+        await client.hset(f"{run._prefix}:list", b"\xff", b"y")
+        assert list((await run.signed()).values()) == [b"y"]
+
+    on(redis, case)
+
+
+def test_a_notice_is_read_although_its_server_has_an_earlier_time_than_before(redis: RedisServer) -> None:
+    """Its memory was lost, and its clock set back (or another server took its place): hosts would keep their weights for ever."""
+
+    async def case(run: RedisBus, host: RedisBus) -> None:
+        await run._client.xadd(run._board("weights"), {b"b": b"old"}, id="99999999999999-0")
+        old = await host.newer("weights")
+        assert old and await host.newer("weights", old.id) is None
+        await run._client.delete(run._board("weights"))
+        await run.pin("weights", b"new")
+        new = await host.newer("weights", old.id, wait=0.05)
+        assert new and new.body == b"new" and await host.newer("weights", new.id) is None
+
+    on(redis, case)
+
+
+def test_a_server_whose_memory_is_full_is_waited_for(redis: RedisServer) -> None:
+    said = list[str]()
+
+    async def case(run: RedisBus, host: RedisBus) -> None:
+        await run.post(Posting("tickets", "held", b""))
+        [held] = await run.claim("tickets", "host", most=1)
+        await run._client.config_set("maxmemory", "100kb")
+        try:
+            answer = asyncio.ensure_future(run.settle("tickets", [held.id], then=Posting("answers", "held", b"")))
+            while not said:
+                await asyncio.sleep(0.01)
+            assert not answer.done() and "takes nothing at present (OOM" in said[0]
+        finally:
+            await run._client.config_set("maxmemory", "0")
+        await answer
+        assert "answers again" in said[1]
+        assert (await run.unsettled("tickets"), await run.unsettled("answers")) == (set(), {"held"})
+
+    on(redis, case, said)
+
+
+@pytest.mark.parametrize(
+    ("said", "passes"),
+    [
+        ("MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk", True),
+        (
+            "Command # 1 (XADD a * k b) of pipeline caused error: ('NOREPLICAS Not enough good replicas to write.',)",
+            True,
+        ),
+        ("BUSY Redis is busy running a script", True),
+        ("BUSYGROUP Consumer Group name already exists", False),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", False),
+        ("NOPERM this user has no permissions to run the 'xadd' command", False),
+    ],
+)
+def test_a_server_that_takes_nothing_is_told_from_one_that_refuses(said: str, passes: bool) -> None:
+    exceptions = pytest.importorskip("redis").exceptions
+    assert _code_of(exceptions.ResponseError(said)).startswith(PASSING) == passes
+    assert _code_of(exceptions.ReadOnlyError("You can't write against a read only replica.")).startswith(PASSING)
+
+
+def test_a_command_that_is_refused_for_good_ends_with_a_sentence_and_is_no_fault_of_an_errand(
+    redis: RedisServer,
+) -> None:
+    async def case(run: RedisBus, host: RedisBus) -> None:
+        await run._client.delete(run._stream("tickets"))
+        await run._client.set(run._stream("tickets"), b"of another program")
+        with pytest.raises(HeadraceError, match="refuses what is asked of it.*another program uses its keys"):
+            await host.claim("tickets", "host", most=1)
+
+    on(redis, case)
+
+
+def test_the_end_of_a_run_leaves_the_boards_of_others_and_its_own_stay_if_it_goes_on(redis: RedisServer) -> None:
+    async def case() -> None:
+        ending, other = RedisBus(redis.url, "a*"), RedisBus(redis.url, "ab")
+        for bus in (ending, other):
+            await bus.register()
+            await bus.pin("suspects", b"")
+        await ending.wipe()
+        left = [await bus._client.ttl(bus._board("suspects")) for bus in (ending, other)]
+        assert left[0] > 0 and left[1] == -1
+        await ending.register()
+        assert await ending._client.ttl(ending._board("suspects")) == -1
+        for bus in (ending, other):
+            await bus.wipe()
+            await bus.close()
+
+    asyncio.run(case())
 
 
 def test_entries_that_are_signed_at_once_are_written_one_after_the_other(tmp_path: Path) -> None:

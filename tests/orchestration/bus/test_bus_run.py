@@ -187,6 +187,40 @@ def test_letters_that_the_bus_has_lost_are_posted_again():
     virtual_time.run(case())
 
 
+class FullBus(FaultyBus):
+    """Takes nothing while its server is full."""
+
+    room = asyncio.Event()
+
+    async def pin(self, name: str, body: bytes) -> None:
+        await self.room.wait()
+        await super().pin(name, body)
+
+    async def sign(self, who: str, body: bytes) -> None:
+        await self.room.wait()
+        await super().sign(who, body)
+
+
+def test_a_bus_that_takes_nothing_for_a_while_costs_no_host_and_blames_no_errand():
+    async def case() -> None:
+        FullBus.room = asyncio.Event()
+        FullBus.room.set()
+        server, chance = MemoryServer(), random.Random(0)
+        fleet = Fleet(
+            open_bus=lambda: FullBus(MemoryBus(server), NO_FAULTS, chance),
+            staleness=STALENESS,
+            engine=lambda: FakeEngine(seconds_per_token=1.0),
+        )
+        asyncio.get_running_loop().call_later(20.0, FullBus.room.clear)
+        asyncio.get_running_loop().call_later(80.0, FullBus.room.set)
+        world = await a_run(fleet)
+        checked(world)
+        assert not [said for said in warnings(world) if "is lost" in said]
+        assert not world.engine._suspects.suspects
+
+    virtual_time.run(case())
+
+
 def test_a_host_whose_weights_are_wrong_serves_nobody():
     class Forged(FakeEngine):
         async def load(self, update: Any, parts: int = 1) -> Any:

@@ -26,6 +26,12 @@ WAIT = 25.0
 ALIVE = 20.0
 """Seconds between two looks at whether the run still wants a rollout whose command has not ended."""
 TIMEOUT = 60.0
+PATIENCE, AGAIN = 30.0, 0.5
+"""Seconds for which a run that does not answer is asked again, and between two times: a connection may break, and the run goes on."""
+ENDED = (401, 409)
+"""Statuses of an end that comes once more."""
+PASSING = (429, 500, 502, 503, 504)
+"""Statuses of a run, or of a proxy before it, that may be others soon."""
 _open = build_opener(ProxyHandler({})).open
 """Opens a URL directly: the user's proxies need not reach the run."""
 
@@ -45,21 +51,30 @@ def _ask(url: str, body: Mapping[str, Any] | None = None) -> Answered:
             return Answered(answer.status, json.loads(said) if said else None)
     except HTTPError as error:
         return Answered(error.code, error.read().decode(errors="replace"))
-    except HTTPException as error:
-        raise OSError(f"the connection broke: {error!r}") from None
+    except (HTTPException, ValueError) as error:
+        raise OSError(f"the connection broke, or somebody else answered: {error!r}") from None
 
 
 class OutsideAgents:
-    def __init__(self, address: str, command: Sequence[str], at_once: int, said: Callable[[str], None]) -> None:
-        """`address`: that of the run's gateway. `said`: receives a line for each rollout that has ended."""
-        self._address, self._at_once, self._said = address.rstrip("/"), at_once, said
+    def __init__(
+        self,
+        address: str,
+        command: Sequence[str],
+        at_once: int,
+        said: Callable[[str], None],
+        patience: float = PATIENCE,
+    ) -> None:
+        """`address`: that of the run's gateway. `said`: receives a line for each rollout that has ended. `patience`: in seconds."""
+        self._address, self._at_once, self._said, self._patience = address.rstrip("/"), at_once, said, patience
+        self.why = ""
+        """The reason why there are no more rollouts."""
         self._command = command_paths(command, Path.cwd())  # each process runs in a directory of its own
         self._reaper = Reaper()
         self._threads = ThreadPoolExecutor(max_workers=2 * at_once)
 
     async def play(self) -> int:
-        """Plays rollouts until the run is over, and returns their number. Raises HeadraceError if there is no run at the address."""
-        first = await self._take()
+        """Plays rollouts until the run answers no more, and returns their number. Raises HeadraceError if there is no run at the address."""
+        first = await self._take(patience=0.0)
         if isinstance(first, str):
             raise HeadraceError(f"{self._address.rsplit('/', 1)[0]} hands out no rollouts: {first}")
         try:
@@ -74,15 +89,16 @@ class OutsideAgents:
             if lease is not None:
                 await self._play(lease)
                 count += 1
-            taken = await self._take()
+            taken = await self._take(self._patience)
             if isinstance(taken, str):
+                self.why = taken
                 return count
             lease = taken
 
-    async def _take(self) -> Mapping[str, Any] | str | None:
+    async def _take(self, patience: float) -> Mapping[str, Any] | str | None:
         """Returns a rollout; None if there was none for a while; the reason why there are no more."""
         try:
-            answer = await self._asked(f"{self._address}/next", {"wait": WAIT})
+            answer = await self._surely(f"{self._address}/next", {"wait": WAIT}, patience)
         except OSError as error:
             return str(error)
         if answer.status in (200, 204):
@@ -107,11 +123,15 @@ class OutsideAgents:
         if end is None:
             self._said(f"{lease['id']}: the run has given it up")
             return
-        with contextlib.suppress(OSError):  # the run is over
-            answer = await self._asked(lease["end"], end)
-            self._said(
-                f"{lease['id']}: {json.dumps(end)}{'' if answer.status == 200 else f' came too late: {answer.body}'}"
-            )
+        self._said(f"{lease['id']}: {json.dumps(end)}{await self._delivered(lease['end'], end)}")
+
+    async def _delivered(self, url: str, end: Mapping[str, Any]) -> str:
+        """Returns what became of the end, if it did not arrive."""
+        try:
+            answer = await self._surely(url, end, self._patience)
+        except OSError as error:
+            return f" did not arrive: {error}"
+        return "" if answer.status == 200 else f" came too late: {answer.body}"
 
     async def _ended(self, process: AgentProcess, lease: Mapping[str, Any]) -> int | None:
         """Returns the exit code; None if the run has given the rollout up before."""
@@ -133,6 +153,25 @@ class OutsideAgents:
             return {} if judged else {"rewards": printed_reward(process.output)}
         except RolloutFailed as error:
             return {"failed": error.detail}
+
+    async def _surely(self, url: str, body: Mapping[str, Any], patience: float) -> Answered:
+        """Asks again for so many seconds. Raises OSError where nobody answers. What arrived although its answer was lost arrives again."""
+        clock = asyncio.get_running_loop().time
+        until, lost = clock() + patience, False
+        while True:
+            try:
+                answer = await self._asked(url, body)
+                if lost and answer.status in ENDED:
+                    return Answered(
+                        200, answer.body
+                    )  # as far as anybody can tell, what is over was ended by what got no answer
+                if answer.status not in PASSING or clock() >= until:
+                    return answer
+            except OSError:
+                if clock() >= until:
+                    raise
+                lost = True
+            await asyncio.sleep(AGAIN)
 
     async def _asked(self, url: str, body: Mapping[str, Any] | None = None) -> Answered:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(_ask, url, body))

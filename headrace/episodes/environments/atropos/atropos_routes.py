@@ -280,9 +280,7 @@ class InferenceRoutes:
         answers = await self._sampled(
             request, known, first, count, lambda one: one.texts.ask(prompt, most, constraint=constraint)
         )
-        made = TextAnswer(
-            model=body.model or MODEL, logprobs=body.logprobs is not None, token_bytes=self._rules.encoder.token_bytes
-        )
+        made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, encoder=self._rules.encoder)
         return GONE if answers is None else json_response(_joined([made.whole(one) for one in answers]))
 
     def _count(self, body: Drawing) -> int:

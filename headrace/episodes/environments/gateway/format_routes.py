@@ -13,10 +13,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.core.chat.messages import TemplateUse, Tool
-from headrace.core.chat.token_text import offsets_of, text_of_bytes
+from headrace.core.chat.token_text import TokenPlaces, text_of_bytes
 from headrace.episodes.environments.gateway.history_trees import GatewayRollout, TreeReply, reply_as_sent
 from headrace.episodes.environments.gateway.turn_request import (
     MODEL,
+    AnswerEncoder,
     GatewayRules,
     TurnRequest,
     asked_of,
@@ -209,9 +210,7 @@ async def completions(request: HttpRequest, rollout: GatewayRollout, rules: Gate
     prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens) or DEFAULT
     constraint = await constraint_of(rules, response_format=body.response_format, outputs=body.structured_outputs)
     turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream, constraint))
-    made = TextAnswer(
-        model=body.model or MODEL, logprobs=body.logprobs is not None, token_bytes=rules.encoder.token_bytes
-    )
+    made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, encoder=rules.encoder)
     if body.stream:
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))
     answer = await turn.whole(request)
@@ -284,24 +283,23 @@ class TextAnswer:
     model: str
     """The name that the client asked for."""
     logprobs: bool
-    token_bytes: TokenBytes
+    encoder: AnswerEncoder
 
     def whole(self, answer: TreeReply) -> dict[str, Any]:
         done = answer.completion
-        logprobs = self._logprobs(done.tokens, done.logprobs, 0) if done else None
+        logprobs = self._logprobs(done.tokens, done.logprobs, self.encoder.places()) if done else None
         return self._head() | {
             "choices": [_choice(answer.reply.text, _finish_reason(answer), logprobs)],
             "usage": usage_of(answer),
         }
 
     async def events(self, turn: TurnRequest, usage: bool) -> AsyncIterator[dict[str, Any]]:
-        head, offset = self._head(), 0
+        head, places = self._head(), self.encoder.places()
         async with aclosing(turn.pieces()) as pieces:
             async for piece in pieces:
                 if piece.text or (self.logprobs and piece.tokens):
-                    logprobs = self._logprobs(piece.tokens, piece.logprobs, offset)
+                    logprobs = self._logprobs(piece.tokens, piece.logprobs, places)
                     yield head | {"choices": [_choice(piece.text, None, logprobs)]}
-                offset = offsets_of([self.token_bytes(token) for token in piece.tokens], offset)[-1]
         yield head | {"choices": [_choice("", _finish_reason(turn.answer), None)]}
         if usage:
             yield head | {"choices": [], "usage": usage_of(turn.answer)}
@@ -310,16 +308,14 @@ class TextAnswer:
         made = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         return made | {"model": self.model}
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any] | None:
-        """`offset`: characters of the completion before these tokens."""
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], places: TokenPlaces) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        said = [self.token_bytes(token) for token in tokens]
         return {
-            "tokens": [text_of_bytes(one, "bytes:") for one in said],
+            "tokens": [text_of_bytes(self.encoder.token_bytes(token), "bytes:") for token in tokens],
             "token_logprobs": list(logprobs),
             "top_logprobs": None,
-            "text_offset": offsets_of(said, offset)[:-1],
+            "text_offset": places.push(tokens),
         }
 
 

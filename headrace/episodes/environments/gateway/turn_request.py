@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
 from headrace.core.chat.messages import TemplateUse, Tool, with_effort
+from headrace.core.chat.token_text import TokenPlaces
 from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, RolloutOver
 from headrace.core.types import Constraint
@@ -75,6 +76,8 @@ class AnswerEncoder(Protocol):
     def written(self, tokens: Sequence[int]) -> str: ...
 
     def token_bytes(self, token: int) -> bytes: ...
+
+    def places(self) -> TokenPlaces: ...
 
 
 class GatewayRules(Protocol):

@@ -49,6 +49,9 @@ class Bus(Protocol):
     ('12', set(), {'12'})
     """
 
+    async def register(self) -> None:
+        """Enters the run into the list of runs."""
+
     async def post(self, posting: Posting) -> None:
         """Returns when the letter will outlast a kill of this process and of the bus."""
 

@@ -9,8 +9,9 @@
 is not silent. (`XAUTOCLAIM` does the first two in one command, but looks at ten times as many letters as it may claim, the oldest first: those
 of a silent claimant stay hidden behind them.) An answer is posted and its ticket settled in one transaction.
 
-A server that does not answer is tried again for as long as it takes: the waits of run and hosts have names and deadlines. A server
-that comes back without its memory gets its groups anew; the run posts what is missing (`hosts/bus_run.py`).
+A server that does not answer, or takes nothing at present (its memory or its disk is full, it is a replica until another one is), is tried again
+for as long as it takes: the waits of run and hosts have names and deadlines. A server that comes back without its memory gets its groups anew;
+the run posts what is missing (`hosts/bus_run.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.run.hosts.bus.bus_port import LEASE, Letter, Notice, Posting
 
 RUNS = b"headrace:runs"
@@ -33,8 +34,10 @@ LONGEST_BLOCK = 5.0
 """Seconds for which the server may hold back the answer to a read."""
 KEPT = 86_400
 """Seconds for which the board of a run that is over stays."""
-QUEUES, BOARD = ("tickets", "answers"), ("run", "weights", "alive")
+QUEUES, BOARD = ("tickets", "answers"), ("run", "weights", "alive", "suspects")
 """The names that a run uses."""
+PASSING = ("OOM ", "MISCONF ", "READONLY ", "MASTERDOWN ", "NOREPLICAS ", "CLUSTERDOWN ", "TRYAGAIN ", "BUSY ")
+"""The beginnings of errors that say that the server takes no command, or none that writes, at present."""
 
 T = TypeVar("T")
 
@@ -157,32 +160,36 @@ class RedisBus:
         await self._steady(lambda: self._client.xadd(stream, {b"b": body}, maxlen=1, approximate=False))
 
     async def newer(self, name: str, than: str = "", wait: float = 0.0) -> Notice | None:
-        stream, block = self._board(name), round(min(wait, LONGEST_BLOCK) * 1000) or None
-        found = await self._steady(lambda: self._client.xread({stream: than or "0"}, block=block))
-        if not found:
+        return await self._steady(lambda: self._newer(self._board(name), than, wait))
+
+    async def _newer(self, stream: str, than: str, wait: float) -> Notice | None:
+        block = round(min(wait, LONGEST_BLOCK) * 1000) or None
+        found = _pairs(await self._client.xread({stream: than or "0"}, block=block) or [])
+        if not found and than:  # ids are times of the server: those of a stream that was lost may be the later ones
+            found = await self._client.xrevrange(stream, count=1)
+        if not found or found[-1][0] == than.encode():
             return None
-        id, fields = _pairs(found)[-1]
-        return Notice(id.decode(), fields[b"b"])
+        id, fields = found[-1]
+        return Notice(id.decode(), fields.get(b"b", b""))
 
     async def sign(self, who: str, body: bytes) -> None:
         await self._steady(lambda: self._client.hset(f"{self._prefix}:list", who, body))
 
     async def signed(self) -> Mapping[str, bytes]:
         found = await self._steady(lambda: self._client.hgetall(f"{self._prefix}:list"))
-        return {who.decode(): body for who, body in found.items()}
+        return {_text(who): body for who, body in found.items()}
 
     async def unsign(self, who: str) -> None:
         await self._steady(lambda: self._client.hdel(f"{self._prefix}:list", who))
 
     async def wipe(self) -> None:
         async def work() -> None:
-            boards = [key async for key in self._client.scan_iter(f"{self._prefix}:board:*")]
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.delete(f"{self._prefix}:list")
                 pipe.srem(RUNS, self._run)
                 for stream in QUEUES:  # one that is deleted is an error for those who wait for its next entry
                     pipe.xtrim(self._stream(stream), maxlen=0, approximate=False)
-                for key in (*boards, *map(self._stream, QUEUES)):
+                for key in (*map(self._board, BOARD), *map(self._stream, QUEUES)):
                     pipe.expire(key, KEPT)
                 await pipe.execute()
 
@@ -207,28 +214,54 @@ class RedisBus:
                 raise
 
     async def _steady(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Does the work as soon as the server answers. Work that was done although its answer was lost is done again: letters repeat."""
+        """Does the work as soon as the server answers. Work that was done although its answer was lost is done again: letters repeat. Raises
+        HeadraceError for a command that the server refuses for good."""
         from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
 
         while True:
             try:
                 done = await work()
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
-                _heed_cancelling()
-                if not self._down:
-                    self._down = True
-                    self._say(f"{self._where} does not answer ({error}); it is tried again until it does")
-                await asyncio.sleep(AGAIN)
+                await self._outage(f"does not answer ({error})")
             except ResponseError as error:
-                if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
-                    raise
-                self._backlog.clear()  # the server has lost its memory
+                if (code := _code_of(error)).startswith(PASSING):
+                    await self._outage(f"takes nothing at present ({code.strip()}: {error})")
+                elif code.startswith(("NOGROUP", "UNBLOCKED")):
+                    self._backlog.clear()  # the server has lost its memory
+                else:
+                    raise HeadraceError(
+                        f"{self._where} refuses what is asked of it: {error}. See whether another program uses its keys {self._prefix}:*, "
+                        "and what the user may do there"
+                    ) from None
             else:
                 _heed_cancelling()
                 if self._down:
                     self._down = False
                     self._say(f"{self._where} answers again")
                 return done
+
+    async def _outage(self, how: str) -> None:
+        _heed_cancelling()
+        if not self._down:
+            self._down = True
+            self._say(f"{self._where} {how}; it is tried again until it does")
+        await asyncio.sleep(AGAIN)
+
+
+def _code_of(error: Exception) -> str:
+    """The first word of what the server said, which the client leaves out of errors that it has a class for."""
+    from redis import exceptions as known
+
+    for kind, code in (
+        (known.OutOfMemoryError, "OOM "),
+        (known.ReadOnlyError, "READONLY "),
+        (known.MasterDownError, "MASTERDOWN "),
+    ):
+        if isinstance(error, kind):
+            return code
+    said = str(error)
+    inner = said.rpartition("of pipeline caused error: ")[2].lstrip("('\"")
+    return inner.partition(" ")[0] + " "
 
 
 def client_of(url: str, password: str = "") -> Any:
@@ -255,7 +288,7 @@ async def runs_of(url: str, password: str = "") -> list[str]:
 
     client = client_of(url, password)
     try:
-        return sorted(name.decode() for name in await client.smembers(RUNS))
+        return sorted(_text(name) for name in await client.smembers(RUNS))
     except (RedisError, OSError) as error:
         raise ConfigError(f"{url} cannot be used: {error}") from None
     finally:
@@ -284,5 +317,13 @@ def _pairs(found: Any) -> list[Any]:
 
 
 def _entries(entries: Iterable[Any]) -> list[Letter]:
-    """Leaves out entries that were deleted, which a claim returns without their fields."""
-    return [Letter(id.decode(), fields[b"k"].decode(), fields[b"b"]) for id, fields in entries if fields]
+    """Leaves out entries that were deleted, which a claim returns without their fields. One that no process of ours has written is a letter that
+    nobody can read: whoever claims it settles it."""
+    return [
+        Letter(id.decode(), _text(fields.get(b"k", b"")), fields.get(b"b", b"")) for id, fields in entries if fields
+    ]
+
+
+def _text(name: bytes) -> str:
+    """A name, which anybody may have written."""
+    return name.decode(errors="replace")

@@ -22,6 +22,10 @@ class LinkedBus:
         if seconds := self._link.seconds(0.0):
             await asyncio.sleep(seconds)
 
+    async def register(self) -> None:
+        await self._reach()
+        await self._inner.register()
+
     async def post(self, posting: Posting) -> None:
         await self._reach()
         for _ in range(self._link.copies()):
