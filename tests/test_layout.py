@@ -45,7 +45,7 @@ FLOORS = {
     "__init__": 10,
     "serve": 10,
     "commands": 11,
-    "compat": 11,
+    "compat": 12,
     "testing": 11,
     "cli": 12,
     "__main__": 13,

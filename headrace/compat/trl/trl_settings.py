@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.errors import ConfigError
+from headrace.settings.extras import EXTRAS
 from headrace.settings.toml import Tree
 from headrace.views.config import ObserveConfig
 
@@ -106,9 +108,14 @@ HONOURED: dict[str, tuple[Any, str]] = {
     "save_total_limit": (None, "checkpoint.keep"),
     "report_to": (
         "none",
-        "observe.tensorboard, observe.trackio and the other sinks of [observe]; one that there is not is refused",
+        "observe.tensorboard, observe.trackio and the other sinks of [observe]; all: those whose package is installed; others are refused",
     ),
     "disable_tqdm": (None, 'observe.terminal = "off" where it is true'),
+    # the hub
+    "push_to_hub": (False, "trainer.push_to_hub() uploads the trained model; nothing is uploaded during training"),
+    "hub_model_id": (None, "the name under which trainer.push_to_hub() uploads"),
+    "hub_private_repo": (None, "trainer.push_to_hub() makes a private repository"),
+    "hub_token": (None, "the token of trainer.push_to_hub()"),
 }
 
 _MEMORY = "rows are packed without padding, and logits are never held whole"
@@ -172,8 +179,7 @@ NO_MEANING: dict[str, dict[str, Any]] = {
     },
     _SAVE: {
         "save_only_model": False, "save_on_each_node": False, "enable_jit_checkpoint": False,
-        "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "hub_token": None, "hub_private_repo": None,
-        "hub_model_id": None, "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "trackio_space_id": None,
+        "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "trackio_space_id": None,
         "trackio_bucket_id": None, "trackio_static_space_id": None,
     },
 }  # fmt: skip
@@ -203,7 +209,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fsdp": (None, "several devices are train.parallel, which holds a part of the weights on each"),
     "deepspeed": (None, "several devices are train.parallel, which holds a part of the weights on each"),
     "load_best_model_at_end": (False, "headrace export --step takes any checkpoint that was kept"),
-    "push_to_hub": (False, "headrace export RUN --push ORG/NAME does it after training"),
 }  # fmt: skip
 
 FIELDS: dict[str, TrlField] = {
@@ -494,8 +499,10 @@ def _evaluation(args: Any, steps: int, *, held_out: int, epoch: int) -> Tree:
 def _views(args: Any) -> Tree:
     given = value_of(args, "report_to")
     names = [given] if isinstance(given, str) else list(given or ())
-    known = [field.name for field in dataclasses.fields(ObserveConfig) if field.name != "terminal"]
+    known = [field.name for field in dataclasses.fields(ObserveConfig) if field.default is False]
+    if "all" in names:
+        names = [name for name in known if importlib.util.find_spec(EXTRAS[name].module)]
     if strange := [name for name in names if name not in (*known, "none")]:
-        raise ConfigError(f"report_to={strange[0]!r} cannot be honoured; there are: none, {', '.join(known)}")
+        raise ConfigError(f"report_to={strange[0]!r} cannot be honoured; there are: none, all, {', '.join(known)}")
     views: Tree = {name: True for name in names if name != "none"}
     return views | ({"terminal": "off"} if value_of(args, "disable_tqdm") is True else {})
