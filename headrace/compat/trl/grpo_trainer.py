@@ -228,7 +228,7 @@ class GRPOTrainer:
         self._rewards: list[Any] = []
         with refusals.part():
             self._rewards = _rewards(reward_funcs, value_of(args, "reward_weights"))
-        self._callbacks = Callbacks(self)
+        self._callbacks = ScriptCallbacks(self)
         for callback in callbacks or ():
             with refusals.part():
                 self.add_callback(callback)
@@ -484,8 +484,8 @@ class Refusals:
             raise ConfigError("\n".join(dict.fromkeys(self._texts)))
 
 
-class Callbacks:
-    """Callbacks of transformers (`TrainerCallback`), told of a run's steps and evaluations in the thread that called `train`."""
+class ScriptCallbacks:
+    """ScriptCallbacks of transformers (`TrainerCallback`), told of a run's steps and evaluations in the thread that called `train`."""
 
     EVENTS = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
     """Those that there are here. A checkpoint, an epoch and a part of a step have no moment at which the script's process could act."""
