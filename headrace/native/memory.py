@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,31 @@ def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=count)
+
+
+def own_pages(tensors: Iterable[torch.Tensor]) -> None:
+    """Copies those of the tensors that lie in a file of weights into memory: they would change with the file, and end the process where it gets
+    shorter. So lie tensors of safetensors files that are loaded in the file's dtype. Others stay as they are."""
+    files = _mapped_files()
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and any(tensor.data_ptr() in one for one in files):
+            tensor.data = tensor.data.clone()
+
+
+def _mapped_files() -> list[range]:
+    """The addresses of this process that are those of files of weights, and not of memory that processes share, which has names too. Empty where the
+    system does not say."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:  # proc(5): 7f0000000000-7f0000001000 r--p 00000000 08:01 1234 /a/file
+        addresses, *_, path = line.split(None, 5) if line.count("/") else (line, "")
+        if path.endswith((".safetensors", ".bin")):
+            start, end = addresses.split("-")
+            found.append(range(int(start, 16), int(end, 16)))
+    return found
 
 
 def keep_freed_memory() -> None:

@@ -535,3 +535,25 @@ PRINTED = {
 def test_honest_programs_run(name, sandbox):
     result = sandbox.run(program(HONEST[name]))
     assert (result.reason, result.out) == ("", PRINTED[name]), result
+
+
+LEAVES = {
+    "deep": "for _ in range(3000): os.mkdir('d'); os.chdir('d')",
+    "unreadable": "os.mkdir('d', 0o300); open('d/f', 'w').write('x')",
+    "unwritable": "os.mkdir('d'); os.mkdir('d/e', 0o100)",
+}
+
+
+@pytest.mark.parametrize("what", LEAVES)
+def test_a_call_leaves_nothing_to_the_next_one(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the disk, where its directories are removed one by one. (Whoever is root can read all of them.)"""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sandbox = Sandbox(LIMITS._replace(files=100_000), in_memory=False)
+    try:
+        made = sandbox.run(f"import os\n{LEAVES[what]}")
+        assert made.reason in ("", "disk"), made
+        after = sandbox.run("import os; print(os.listdir('.'))")
+        assert (after.reason, after.out) == ("", "[]\n"), after
+    finally:
+        sandbox.close()
+    assert list(tmp_path.iterdir()) == []

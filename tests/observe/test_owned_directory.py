@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper
-from headrace.processes.health.owned_directory import OwnedDirectory, sweep
+from headrace.processes.health.owned_directory import OwnedDirectory, remove_all, sweep
 
 OWNER = """
 import os, sys, time
@@ -44,6 +44,36 @@ def test_what_a_killed_process_leaves_is_removed_with_the_next_directory(place: 
     own.remove()
     other.remove()
     assert list(place.iterdir()) == []
+
+
+def nested(depth: int) -> None:
+    """Makes directories within each other, deeper than any path may be long, and a file in the last one."""
+    here = os.getcwd()
+    for _ in range(depth):
+        os.mkdir("d")
+        os.chdir("d")
+    Path("file").write_text("")
+    os.chdir(here)
+
+
+def test_whatever_a_program_has_left_is_removed_and_nothing_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that stays is one that the next call of a sandbox finds, and one of many that fill the disk."""
+    (outside := place / "mine").mkdir(mode=0o500)
+    left = Path(OwnedDirectory("agent").path)
+    monkeypatch.chdir(left)
+    nested(3000)
+    (left / "link").symlink_to(outside)
+    for mode in (0o000, 0o300, 0o500):
+        (left / f"{mode:o}" / "d" / "e").mkdir(parents=True)
+        (left / f"{mode:o}" / "d" / "file").write_text("")
+        (left / f"{mode:o}" / "d").chmod(mode)
+        (left / f"{mode:o}").chmod(mode)
+    monkeypatch.chdir(place)
+    remove_all(str(left))
+    assert [path.name for path in place.iterdir()] == ["mine"] and outside.stat().st_mode & 0o777 == 0o500
+    (link := place / "link").symlink_to(outside)
+    remove_all(str(link))
+    assert outside.is_dir() and link.is_symlink()
 
 
 def test_nothing_else_is_swept(place: Path) -> None:

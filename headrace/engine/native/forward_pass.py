@@ -88,6 +88,8 @@ class Runner(Protocol):
     """Whether the logits of a token depend, bit for bit, on its sequence alone: not on the batch, or on how it was cut into chunks."""
     arithmetic: str
     """The name of its forward pass among those that a trainer has too (`headrace/native/arithmetic.py`); empty if it has none."""
+    keeps: bool
+    """Whether prepared weights are, on a CPU, the tensors that were given, and not copies of them."""
     experts: tuple[int, int]
     """(layers with experts, experts chosen in each); (0, 0) for dense models."""
 

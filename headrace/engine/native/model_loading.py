@@ -15,6 +15,7 @@ from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Decode
 from headrace.engine.native.runners import skeleton
 from headrace.models.tokenizer import decoder_of, endings_of, load_tokenizer
+from headrace.native.memory import own_pages
 
 GIB = 2**30
 
@@ -40,7 +41,10 @@ class ServableModel:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype."""
         skeleton.check(self.shapes, tensors, self.dtype)
-        return self.runner.prepare(skeleton.on_device(tensors, self.device))
+        here = skeleton.on_device(tensors, self.device)
+        if self.runner.keeps:
+            own_pages(here.values())
+        return self.runner.prepare(here)
 
 
 def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:

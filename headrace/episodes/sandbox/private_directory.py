@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace.episodes.sandbox.kernel.namespaces import mount_private
 from headrace.episodes.sandbox.kernel.syscalls import unmount
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
+from headrace.processes.health.owned_directory import remove_all
 
 
 class PrivateDirectory:
@@ -30,19 +30,24 @@ class PrivateDirectory:
                 if self._in_memory:
                     unmount(self.path)
         finally:
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove_all(self.path)
 
     def overfull(self) -> str:
         """Returns what there is too much of. In memory the kernel refuses it; on the disk this is looked at while the call runs."""
         if self._in_memory:
             return ""
         files = size = 0
-        for found in _files(self.path):
-            files, size = files + 1, size + found
-            if files > self._limits.files:
-                return f"more than {self._limits.files} files"
-            if size > self._limits.disk:
-                return f"more than {self._limits.disk:,} bytes of files"
+        try:
+            for found in _files(self.path):
+                files, size = files + 1, size + found
+                if files > self._limits.files:
+                    return f"more than {self._limits.files} files"
+                if size > self._limits.disk:
+                    return f"more than {self._limits.disk:,} bytes of files"
+        except PermissionError:
+            return "a directory that nobody can look into, which may have any number of files"
+        except RecursionError:
+            return "directories within each other without end"
         return ""
 
 
@@ -54,5 +59,7 @@ def _files(path: str) -> Iterator[int]:
                 yield entry.stat(follow_symlinks=False).st_blocks * 512
                 if entry.is_dir(follow_symlinks=False):
                     yield from _files(entry.path)
+    except PermissionError:
+        raise
     except OSError:  # removed meanwhile
         return

@@ -12,7 +12,6 @@ import gc
 import importlib
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -31,6 +30,7 @@ from headrace.episodes.sandbox.kernel.namespaces import enter
 from headrace.episodes.sandbox.kernel.thread_gate import ThreadGate
 from headrace.episodes.sandbox.private_directory import PrivateDirectory
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
+from headrace.processes.health.owned_directory import remove_all
 
 USUAL = (
     "asyncio", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools",
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> NoReturn:
                     send(_REPORTS, zygote.test(code, entry_point), limits.report)
                 case {"together": code, "entry_point": entry_point}:
                     send(_REPORTS, zygote.together(code, entry_point), limits.report)
-    shutil.rmtree(arguments[1], ignore_errors=True)
+    remove_all(arguments[1])
     os._exit(0)
 
 

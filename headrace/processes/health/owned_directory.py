@@ -6,9 +6,12 @@ nobody holds. Imports only the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import secrets
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -32,7 +35,7 @@ class OwnedDirectory:
             self._release()
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_all(self.path)
         self._release()
 
     def _release(self) -> None:
@@ -68,8 +71,52 @@ def sweep() -> None:
         try:
             if os.fstat(held).st_uid == os.getuid():
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                remove_all(str(path))
         except OSError:  # somebody holds it
             pass
         finally:
             os.close(held)
+
+
+def remove_all(path: str) -> None:
+    """Removes a directory in which nobody works any more, whatever programs have left there: directories that cannot be read or written (a cache
+    of Go has none that can), and thousands within each other. What cannot be removed stays."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(path, ignore_errors=True)
+    if os.path.islink(path) or not os.path.isdir(path):
+        return
+    with contextlib.suppress(OSError):
+        os.chmod(path, 0o700)
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _empty(top)
+        finally:
+            os.close(top)
+        os.rmdir(path)
+
+
+def _empty(top: int) -> None:
+    """Empties an open directory. What lies in a directory within it is moved up before that is removed, so that no path gets long."""
+    prefix, count = secrets.token_hex(8), 0
+    while names := os.listdir(top):
+        for name in names:
+            if not _is_open_directory(name, top):
+                os.unlink(name, dir_fd=top)
+                continue
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
+            try:
+                for child in os.listdir(inner):
+                    _is_open_directory(child, inner)  # only one that can be written may be moved
+                    os.rename(child, f"{prefix}{count}", src_dir_fd=inner, dst_dir_fd=top)
+                    count += 1
+            finally:
+                os.close(inner)
+            os.rmdir(name, dir_fd=top)
+
+
+def _is_open_directory(name: str, within: int) -> bool:
+    """Whether it is a directory, which may be read and written from now on."""
+    if not stat.S_ISDIR(os.stat(name, dir_fd=within, follow_symlinks=False).st_mode):
+        return False
+    os.chmod(name, 0o700, dir_fd=within)
+    return True

@@ -13,6 +13,7 @@ import torch
 
 from headrace.core.errors import ConfigError
 from headrace.models.tokenizer import name_all
+from headrace.native.memory import own_pages
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -57,7 +58,9 @@ def load_model(directory: Path, device: torch.device) -> Any:
             "save the model again with `save_pretrained`"
         )
     _switch_noise_off(model)
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    own_pages(model.parameters())  # frozen ones are never written: whoever saves a model there again would change them
+    return model
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:

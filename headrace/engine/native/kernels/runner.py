@@ -81,7 +81,7 @@ class Packer:
         packed = self.experts(weight[None], order)
         if bias is not None:
             ordered = bias.float() if order is None else bias.float()[torch.from_numpy(order).long()]
-            packed.bias = address(self.keep(pad(ordered, (0, padded(len(bias)) - len(bias))).contiguous()))
+            packed.bias = address(self.keep(pad(ordered, (0, padded(len(bias)) - len(bias))).contiguous().clone()))
         return packed
 
     def experts(self, stack: torch.Tensor, order: np.ndarray | None = None) -> binding.Linear:
@@ -104,7 +104,9 @@ class Packer:
         """[..., n] in float32, each row padded with zeros."""
         if weight is None:
             return None
-        return address(self.keep(pad(weight.float(), (0, padded(weight.shape[-1]) - weight.shape[-1])).contiguous()))
+        return address(
+            self.keep(pad(weight.float(), (0, padded(weight.shape[-1]) - weight.shape[-1])).contiguous().clone())
+        )
 
 
 # --- runner ------------------------------------------------------------
@@ -144,7 +146,7 @@ class PackedAdapter:
 
 
 class KernelRunner:
-    exact = True
+    exact, keeps = True, False
 
     def __init__(
         self,

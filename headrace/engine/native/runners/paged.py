@@ -108,6 +108,8 @@ class PagedRunner(ABC):
     arithmetic = ""
     experts: tuple[int, int] = (0, 0)
 
+    keeps = True
+
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
         """`exact`: logits of a token depend on its sequence alone, not on what else is in the batch, nor on how the sequence
         was cut into chunks. Every operation then sees `EXACT_ROWS` tokens at a time, and attention goes in steps of fixed size. Raises

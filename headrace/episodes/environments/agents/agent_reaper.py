@@ -23,10 +23,11 @@ def main() -> None:
             agents[int(group)] = directory
         else:
             agents.pop(int(group), None)
-    for leader, directory in agents.items():
+    for leader in agents:
         with contextlib.suppress(OSError):
             os.killpg(leader, signal.SIGKILL)
-        if directory:
+    for directory in filter(None, agents.values()):
+        with contextlib.suppress(RecursionError):  # what stays is removed with the next directory that is made
             shutil.rmtree(directory, ignore_errors=True)
 
 
