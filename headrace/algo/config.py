@@ -21,6 +21,7 @@ from headrace.algo.recipes import (
     CorrectionConfig,
     Denominator,
     DistillConfig,
+    EntropyConfig,
     KLConfig,
     LagWeightConfig,
     Old,
@@ -65,6 +66,7 @@ class AlgoConfig:
     select: SelectConfig = Field(default_factory=SelectConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
+    entropy: EntropyConfig = Field(default_factory=EntropyConfig)
     length_constant: int = Field(default=0, ge=0)
     """The number of tokens that `token_sum` divides by; 0 means the longest completion possible (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
@@ -155,7 +157,7 @@ class AlgoConfig:
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-_NESTED = ("lag", "select", "kl", "distill")
+_NESTED = ("lag", "select", "kl", "distill", "entropy")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
 """Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
@@ -241,6 +243,7 @@ def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         "correction": recipe.correction != Correction(),
         "lag": recipe.lag.kind != "constant",
         "select": recipe.select.kind != "none",
+        "entropy": recipe.entropy.on,
         "credit": config.credit != "rollout",
     }
     for name in (name for name, given in idle.items() if given):
@@ -281,7 +284,7 @@ def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _rejects(recipe: Recipe) -> bool:
-    chosen = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov") or recipe.loss.rejects
+    chosen = recipe.lag.kind == "trim" or recipe.select.rejects or recipe.loss.rejects
     one = recipe.correction
     return chosen or one.mode == "mask" or bool(one.rules)
 
@@ -306,10 +309,12 @@ def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 def _selections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     select, given = recipe.select, _given(config.select)
-    if "tau" in given and select.kind != "m2po":
-        yield "algo.select.tau needs algo.select.kind = m2po; set it, or remove algo.select.tau"
-    if "fraction" in given and select.kind not in ("clip_cov", "kl_cov"):
-        yield "algo.select.fraction needs algo.select.kind = clip_cov or kl_cov; set it, or remove algo.select.fraction"
+    if "tau" in given and select.kind != "second_moment":
+        yield "algo.select.tau needs algo.select.kind = second_moment; set it, or remove algo.select.tau"
+    if "fraction" in given and select.kind not in ("clip_cov", "kl_cov", "entropy"):
+        yield "algo.select.fraction needs algo.select.kind = clip_cov, kl_cov or entropy; set it, or remove algo.select.fraction"
+    if "change" in _given(config.entropy) and not recipe.entropy.target:
+        yield "algo.entropy.change needs algo.entropy.target, in nats; set it, or remove algo.entropy.change"
     if recipe.loss.selection != (select.kind if select.kind in _OF_A_LOSS else ""):
         needed = recipe.loss.selection or select.kind
         yield f"algo.loss = {_OF_A_LOSS[needed]} and algo.select.kind = {needed} belong together; set both, or use algo.name = {_OF_A_LOSS[needed]}"
@@ -406,7 +411,7 @@ def trusts_a_region(algo: AlgoConfig) -> bool:
         return True
     bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
     corrects = correction.mode != "none" or bool(correction.rules)
-    return bounds or corrects or recipe.select.kind == "m2po"
+    return bounds or corrects or recipe.select.kind == "second_moment"
 
 
 def _of_lag(algo: AlgoConfig, max_lag: int) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -222,6 +223,51 @@ def _teacher_top(one: Scored, pieces: Sequence[_Piece]) -> TopLogprobs | None:
     return TopLogprobs(k, ids.tobytes(), logprobs.tobytes())
 
 
+# --- Trajectories
+# The unit that ratios of sequences and denominators are taken over: all tokens that one agent sampled in one rollout, in all of its rows. A
+# rollout has several rows where it forks, where a template rewrites its history, and where it has several agents.
+
+
+def with_trajectories(rows: Sequence[Row], scored: Sequence[Scored], *, whole: bool) -> Iterator[Row]:
+    """Yields the rows of a group, in the order of its rollouts and their paths, with the numbers of their trajectories.
+
+    `whole`: all agents of a rollout make one trajectory, whose number is the rollout's place in `scored`, as losses of pairs need it."""
+    numbers: dict[tuple[int, str], int] = {}
+    paths = [(place, path) for place, one in enumerate(scored) for path in paths_of(one.episode)]
+    for (place, path), row in zip(paths, rows, strict=True):
+        episode = scored[place].episode
+        agents = {number: "" if whole else episode.turns[number].agent for number in path}
+        of_turns = {turn: numbers.setdefault((place, agent), len(numbers)) for turn, agent in agents.items()}
+        if len(set(of_turns.values())) == 1:
+            yield replace(row, trajectories=(of_turns[path[0]],))
+        else:
+            pieces = _pieces(episode, path)
+            yield replace(row, trajectories=tuple(of_turns[piece.turn] for piece in pieces for _ in piece.tokens))
+
+
+def trajectories_of(groups: Sequence[Group]) -> list[tuple[int, ...]]:
+    """Returns `Row.trajectories` of every row, as numbers within the step: those of a group begin at the place of its first rollout in the
+    step, or later."""
+    found: list[tuple[int, ...]] = []
+    for group, first in zip(groups, firsts_of(groups), strict=True):
+        found += [tuple(first + number for number in numbers) for numbers in _numbers_of(group)]
+    return found
+
+
+def firsts_of(groups: Sequence[Group]) -> list[int]:
+    """Returns the number within the step of the first trajectory of each group."""
+    counts = [max((max(numbers) + 1 for numbers in _numbers_of(group)), default=0) for group in groups]
+    return list(accumulate(counts, initial=0))[:-1]
+
+
+def _numbers_of(group: Group) -> list[tuple[int, ...]]:
+    if group.pairs and not all(
+        row.trajectories for row in group.rows
+    ):  # of earlier versions, in which only losses of pairs joined rows
+        return [(place,) for place, one in enumerate(group.scored) for _ in paths_of(one.episode)]
+    return [row.trajectories or (number,) for number, row in enumerate(group.rows)]
+
+
 # --- Makes training rows from a scored group, and a batch from groups
 # Runs in the controller, without torch.
 
@@ -251,7 +297,10 @@ class Algorithm:
         self.min_rollouts = algo.min_rollouts
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
-        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
+        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories."""
+        return tuple(with_trajectories(self._rows(prompt, scored), scored, whole=self._advantage.pairs is not None))
+
+    def _rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         if self._algo.credit == "segment":
             return tuple(self._rows_of_segments(prompt, scored))
         if self._algo.credit != "rollout" or any(one.branches for one in scored):

@@ -94,9 +94,8 @@ MEANINGS: dict[str, Meaning] = {
     "num_iterations": Meaning("TRL", "", _ONE_UPDATE),
     "ppo_epochs": Meaning("verl", "", _ONE_UPDATE),
     "ppo_mini_batch_size": Meaning("verl", "", f"{_ONE_UPDATE}, of staleness.groups_per_step groups"),
-    "entropy_coeff": Meaning(
-        "verl", "", "there is no entropy bonus; write your own loss with algo.loss = file.py:name"
-    ),
+    "entropy_coeff": Meaning("verl", "algo.entropy.coef"),
+    "entropy_coef": Meaning("TRL", "algo.entropy.coef"),
     "gamma": Meaning("PPO", "", "a completion has one reward, which is not discounted"),
     "lam": Meaning("PPO", "", "there is no critic"),
     # the optimizer

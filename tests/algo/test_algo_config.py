@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.config import AlgoConfig, caveats
-from headrace.algo.objective import AGGREGATIONS, objective_of, selection_of
+from headrace.algo.objective import AGGREGATIONS, objective_of, reach_of
 from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.user import UserLoss
 from headrace.algo.recipes import KL, LOSSES, RECIPES, Correction, Recipe
@@ -35,7 +35,7 @@ def test_every_recipe_names_functions_that_exist():
 def test_every_recipe_is_a_valid_algorithm(name):
     algo = AlgoConfig(name)
     assert algo.recipe == RECIPES[name] and callable(objective_of(algo))
-    assert (selection_of(algo) is not None) == (RECIPES[name].select.kind != "none")
+    assert reach_of(algo) == "step" or RECIPES[name].select.kind == "none"
 
 
 def test_constants_are_those_of_the_papers():
@@ -49,6 +49,7 @@ def test_constants_are_those_of_the_papers():
         "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},
         "cispo": {"clip_low": 1.0, "clip_high": 4.0},
         "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
+        "m2po": {"clip_low": 0.3, "clip_high": 0.5, "tau": 0.04},
         "sapo": {"tau": 1.0, "tau_negative": 1.05},
         "kimi": {"tau": 0.1},
         **{name: {"cap": 2.0} for name in ("reinforce", "opd", "opd_topk")},
@@ -61,7 +62,7 @@ def test_constants_are_those_of_the_papers():
         "ipo_pairs": {"pair_beta": 0.1},
         "simpo": {"pair_beta": 2.0, "pair_margin": 1.0},
     }
-    assert (of["m2po"].select.kind, of["m2po"].select.tau) == ("m2po", 0.04)
+    assert (of["second_moment"].select.kind, of["second_moment"].select.tau) == ("second_moment", 0.04)
     assert [(of[name].select.kind, of[name].select.fraction) for name in ("clip_cov", "kl_cov")] == [
         ("clip_cov", 2e-4),
         ("kl_cov", 2e-4),
@@ -236,8 +237,8 @@ def test_bad_settings_are_refused(wrong):
         ({"name": "opd_topk", "lag": {"kind": "exponential"}}, "algo.lag is about the policy loss"),
         ({"name": "opd_topk", "correction": {"veto": 1e-4}}, "algo.correction is about the policy loss"),
         ({"name": "opd_topk", "cap": 3.0}, "algo.cap is about the policy loss"),
-        ({"select": {"tau": 0.1}}, "needs algo.select.kind = m2po"),
-        ({"name": "m2po", "select": {"fraction": 0.1}}, "clip_cov or kl_cov"),
+        ({"select": {"tau": 0.1}}, "needs algo.select.kind = second_moment"),
+        ({"name": "second_moment", "select": {"fraction": 0.1}}, "clip_cov or kl_cov"),
         ({"loss": "kl_cov"}, "belong together"),
         ({"select": {"kind": "clip_cov"}, "distill": {"kind": "sampled"}}, "remove one of them"),
         ({"kl": {"coef": 0.1, "estimator": "k1"}}, "expected gradient of zero on policy"),
