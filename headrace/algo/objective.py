@@ -379,7 +379,7 @@ class EntropyFactor:
         """Takes the mean entropy of a step that was made."""
         if self.rule.target:
             change = self.rule.change if mean <= self.rule.target else -self.rule.change
-            self.coef, self.mean = max(self.coef + change, 0.0), mean
+            self.coef, self.mean = min(max(self.coef + change, 0.0), 1.0), mean
 
 
 # --- objective ------------------------------------------------------------

@@ -162,7 +162,7 @@ class EntropyConfig:
     """The loss of a token is less by this times its entropy in nats; 0 is off. With a target, it is the factor of the first step."""
     target: float | None = Field(default=None, gt=0)
     """The mean entropy that is aimed at, in nats (Skywork-OR1, arXiv 2505.22312): the factor grows by `change` after a step whose mean was
-    below it, and shrinks by it after one whose mean was above, and there is no bonus while the last mean was above it."""
+    below it, and shrinks by it after one whose mean was above, between 0 and 1, and there is no bonus while the last mean was above it."""
     change: float | None = Field(default=None, gt=0)
     """target: the change of the factor per step; 0.005 if not given."""
 

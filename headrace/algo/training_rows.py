@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from headrace.algo.advantages import (
     kl_penalty,
     penalised,
     return_to_go,
+    rewards_of_turns,
     segment_returns,
     turn_advantages,
     turn_returns,
@@ -311,10 +312,13 @@ class Algorithm:
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
         for one, advantage in zip(scored, advantages, strict=True):
-            for path, row in rows_of(prompt, one, advantage, self._algo.overlong):
-                if idle and not advantage:
-                    row = replace(row, mask=(False,) * len(row.mask))  # cross-entropy: its own denominator
-                rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
+            own = list(rows_of(prompt, one, advantage, self._algo.overlong))
+            if self._spreads:
+                rows += self._spread(own, one, advantage)
+            elif idle and not advantage:  # cross-entropy: its own denominator
+                rows += [replace(row, mask=(False,) * len(row.mask)) for _, row in own]
+            else:
+                rows += [row for _, row in own]
         return tuple(rows)
 
     def pairs(self, scored: Sequence[Scored]) -> tuple[Pair, ...]:
@@ -359,7 +363,8 @@ class Algorithm:
             return self._branch_advantages(scored)
         compare = lambda column: self._advantage.function(GroupRewards(column))  # noqa: E731
         if self._algo.credit == "turn":
-            return turn_advantages([turn_returns(one, self._kl(one)) for one in scored], compare)
+            rewards = [rewards_of_turns(one, self._kl(one)) for one in scored]
+            return turn_advantages(turn_returns(rewards, self._algo.gamma, self._algo.lam), compare)
         of_agents = agent_advantages([agent_returns(one, self._kl_of_turns(one)) for one in scored], compare)
         return [
             [advantages[turn.agent] for turn in one.episode.turns]
@@ -436,19 +441,39 @@ class Algorithm:
         coef = self._recipe.kl.coef
         return [coef * kl_penalty(s, r) for s, r in zip(sampled, reference, strict=True)]
 
-    def _spread(self, row: Row, one: Scored, path: Sequence[int], reward: float) -> Row:
-        """Gives every token its return: the reward counts at the row's last token in the loss, the divergence at each
-        token."""
-        last = max((t for t, sampled in enumerate(row.mask) if sampled), default=None)
-        if last is None:
-            return row
-        rewards = [0.0] * len(row.tokens)
-        if self._kl_in_reward:
-            _needs_references(one)
-            penalties = self._penalties(row.logprobs, reference_of(one, path))
-            rewards = [-penalty if sampled else 0.0 for penalty, sampled in zip(penalties, row.mask, strict=True)]
-        rewards[last] += reward
-        return replace(row, advantages=tuple(return_to_go(rewards, row.mask)))
+    def _spread(self, rows: Sequence[tuple[tuple[int, ...], Row]], one: Scored, reward: float) -> Iterator[Row]:
+        """Gives every token of a rollout its return. Turns follow each other in the order in which they were sampled, whatever rows they lie in:
+        a turn's reward counts at its last token, what is left of `reward` at the end, and the divergence at each token in the loss."""
+        turns = one.episode.turns
+        given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(turns)
+        given[-1] += reward - sum(given)
+        trained = {turn for path, row in rows for turn in _in_loss(one.episode, path, row)}
+        rewards: list[float] = []
+        mask: list[bool] = []
+        for number, turn in enumerate(turns):
+            own = [0.0] * len(turn.completion.tokens)
+            if self._kl_in_reward and number in trained:
+                _needs_references(one)
+                own = [-penalty for penalty in self._penalties(turn.completion.logprobs, one.references[number])]
+            own[-1:] = [sum(own[-1:]) + given[number]]
+            rewards += own
+            mask += [number in trained] * len(own)
+        returns = iter(return_to_go(rewards, mask, self._algo.gamma))
+        of_turns = [list(islice(returns, max(len(turn.completion.tokens), 1))) for turn in turns]
+        for path, row in rows:
+            pieces = _pieces(one.episode, path)
+            values = [of_turns[p.turn][: len(p.tokens)] if p.sampled else [0.0] * len(p.tokens) for p in pieces]
+            yield replace(row, advantages=tuple(value for of_piece in values for value in of_piece))
+
+
+def _in_loss(episode: Episode, path: Sequence[int], row: Row) -> Iterator[int]:
+    """Yields the turns of a path that its row trains."""
+    start = 0
+    for piece in _pieces(episode, path):
+        end = start + len(piece.tokens)
+        if piece.sampled and any(row.mask[start:end]):
+            yield piece.turn
+        start = end
 
 
 def _branch_lengths(one: Scored) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def test_constants_are_those_of_the_papers():
         "simpo": {"pair_beta": 2.0, "pair_margin": 1.0},
     }
     assert (of["second_moment"].select.kind, of["second_moment"].select.tau) == ("second_moment", 0.04)
-    assert [(of[name].select.kind, of[name].select.fraction) for name in ("clip_cov", "kl_cov")] == [
+    assert [(of[name].select.kind, of[name].select.share) for name in ("clip_cov", "kl_cov")] == [
         ("clip_cov", 2e-4),
         ("kl_cov", 2e-4),
     ]
@@ -238,7 +238,11 @@ def test_bad_settings_are_refused(wrong):
         ({"name": "opd_topk", "correction": {"veto": 1e-4}}, "algo.correction is about the policy loss"),
         ({"name": "opd_topk", "cap": 3.0}, "algo.cap is about the policy loss"),
         ({"select": {"tau": 0.1}}, "needs algo.select.kind = second_moment"),
-        ({"name": "second_moment", "select": {"fraction": 0.1}}, "clip_cov or kl_cov"),
+        ({"name": "second_moment", "select": {"fraction": 0.1}}, "clip_cov, kl_cov or entropy"),
+        ({"entropy": {"coef": 0.1, "change": 0.1}}, "needs algo.entropy.target"),
+        ({"name": "dpo", "entropy": {"coef": 0.1}}, "algo.entropy weighs single tokens"),
+        ({"gamma": 0.9}, 'set algo.credit = "turn", or algo.name = "reinforce++"'),
+        ({"name": "reinforce++", "lam": 0.9}, 'set algo.credit = "turn", or remove algo.lam'),
         ({"loss": "kl_cov"}, "belong together"),
         ({"select": {"kind": "clip_cov"}, "distill": {"kind": "sampled"}}, "remove one of them"),
         ({"kl": {"coef": 0.1, "estimator": "k1"}}, "expected gradient of zero on policy"),
@@ -259,6 +263,20 @@ def test_bad_pairs_are_refused_with_the_remedy(given, words):
     with pytest.raises(ValidationError) as refused:
         AlgoConfig(**given)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "followed",
+    [
+        {"gamma": 0.9, "credit": "turn"},
+        {"gamma": 0.9, "name": "reinforce++"},
+        {"lam": 0.9, "credit": "turn"},
+        {"entropy": {"change": 0.1, "target": 0.3}},
+        {"select": {"kind": "entropy", "fraction": 0.1}},
+    ],
+)
+def test_remedies_can_be_followed(followed):
+    assert AlgoConfig(**followed).recipe
 
 
 def test_k1_is_offered_in_the_reward():
