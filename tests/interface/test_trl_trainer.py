@@ -81,6 +81,8 @@ def test_fields_without_meaning_are_named_in_one_sentence() -> None:
 BESIDE: dict[str, dict[str, Any]] = {
     "use_bias_correction_kl": {"beta": 0.1},
     "sapo_temperature_neg": {"loss_type": "sapo"},
+    "entropy_target": {"use_adaptive_entropy": True},
+    "entropy_coef_delta": {"use_adaptive_entropy": True},
     "sapo_temperature_pos": {"loss_type": "sapo"},
 }
 """Fields that only mean something beside others."""

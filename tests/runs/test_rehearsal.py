@@ -363,7 +363,7 @@ def test_devices_and_dtypes_as_they_will_be():
         ({"correction": {"veto": 1e-4}}, "correction", "veto = 0.0001"),
         ({"kl": {"coef": 1e-3}}, "KL", "0.001 x k3 in the loss"),
         ({"lag": {"kind": "exponential"}}, "lag weight", "exponential, decay = 0.9"),
-        ({"name": "m2po"}, "selection", "m2po, tau = 0.04"),
+        ({"name": "second_moment"}, "selection", "second_moment, tau = 0.04"),
         ({"name": "dr_grpo"}, "denominator", "the step's sequences times 64 tokens (token_sum)"),
         ({"name": "opd_topk"}, "distillation", "reverse, top 32, coefficient 1"),
         ({"name": "icepop", "denominator": "kept"}, "denominator", "tokens that a rule masks are not counted"),

@@ -82,6 +82,11 @@ HONOURED: dict[str, tuple[Any, str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", 'normalize_then_sum: algo.advantage = "gdpo"'),
     "mask_truncated_completions": (False, 'algo.overlong = "mask"'),
     "off_policy_mask_threshold": (None, "algo.correction.opsm"),
+    "top_entropy_quantile": (1.0, 'algo.select.kind = "entropy", with algo.select.fraction'),
+    "entropy_coef": (0.0, "algo.entropy.coef"),
+    "use_adaptive_entropy": (False, "algo.entropy.target"),
+    "entropy_target": (0.2, "algo.entropy.target, with use_adaptive_entropy"),
+    "entropy_coef_delta": (0.005, "algo.entropy.change, with use_adaptive_entropy"),
     # the optimizer
     "learning_rate": (1e-6, "train.learning_rate"),
     "lr_scheduler_type": (
@@ -153,8 +158,7 @@ NO_MEANING: dict[str, dict[str, Any]] = {
     },
     _OFF: {
         "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "ref_model_mixup_alpha": 0.6,
-        "ref_model_sync_steps": 512, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
-        "entropy_target": 0.2, "greater_is_better": None, "metric_for_best_model": None,
+        "ref_model_sync_steps": 512, "greater_is_better": None, "metric_for_best_model": None,
     },
     _LOG: {
         "logging_steps": 10, "logging_strategy": "steps", "logging_first_step": False, "log_on_each_node": True,
@@ -192,9 +196,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (1.0, "the sampler would not draw from the distribution that is trained"),
     "num_iterations": (1, "every batch gets exactly one update; smaller batches give more updates"),
     "sync_ref_model": (False, "the reference is the model that training began with"),
-    "top_entropy_quantile": (1.0, "tokens are not chosen by entropy; algo.select has other ways"),
-    "entropy_coef": (0.0, "there is no entropy bonus; a loss of your own can have one (algo.loss)"),
-    "use_adaptive_entropy": (False, "there is no entropy bonus"),
+    "entropy_coef_min": (0.0, "the factor of the entropy is at least 0"),
+    "entropy_coef_max": (1.0, "the factor of the entropy is at most 1"),
     "max_tool_calling_iterations": (None, "tools are an environment here (docs/environments.md)"),
     "log_completions_hub_repo": (None, "completions stay in the run's directory"),
     "lr_scheduler_kwargs": (None, "schedules have no arguments here"),
@@ -383,7 +386,19 @@ def algo_from(args: Any) -> Tree:
         algo["overlong"] = "mask"
     if threshold := value_of(args, "off_policy_mask_threshold"):
         algo["correction"] = {"opsm": float(threshold)}
-    return algo
+    if (share := value_of(args, "top_entropy_quantile")) < 1:
+        algo["select"] = {"kind": "entropy", "fraction": float(share)}
+    return algo | _entropy(args)
+
+
+def _entropy(args: Any) -> Tree:
+    entropy = {"coef": float(value_of(args, "entropy_coef"))}
+    if value_of(args, "use_adaptive_entropy"):
+        entropy |= {
+            "target": float(value_of(args, "entropy_target")),
+            "change": float(value_of(args, "entropy_coef_delta")),
+        }
+    return {"entropy": entropy} if any(entropy.values()) else {}
 
 
 def _level(kind: str, level: str) -> Tree:
