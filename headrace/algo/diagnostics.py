@@ -89,7 +89,7 @@ class Diagnostics:
             ratio=total["ratio"] / count,
             kl=total["kl"] / count,
             ess=total["ratio"] ** 2 / (count * total["squared"]),
-            chi2=total["squared"] / count - 1,
+            chi2=(total["squared"] - 2 * total["ratio"]) / count + 1,
             clipped=total["clipped"] / count,
             masked={rule: total[rule] / count for rule in REASONS if total[rule]},
             gaps={**gaps, "max": peak},

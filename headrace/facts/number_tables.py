@@ -166,7 +166,7 @@ class StepColumns:
         if not len(known):
             return np.zeros(len(steps)), np.zeros(len(steps), bool)
         if over in (MINUTES, TOKENS):
-            return np.interp(steps, known, values), np.ones(len(steps), bool)
+            return np.interp(steps, known, values, left=0.0), np.ones(len(steps), bool)  # step 0 is before all of them
         place = np.minimum(np.searchsorted(known, steps), len(known) - 1)
         return values[place], known[place] == steps
 

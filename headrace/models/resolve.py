@@ -320,8 +320,10 @@ def _find(path: str, say: Say, setting: str) -> Path:
     if local.is_dir():
         return local.absolute()
     if local.is_file():
+        gguf = "; a GGUF file must be converted first: from_pretrained(DIR, gguf_file=...), then save_pretrained"
         raise ConfigError(
             f"{setting} = {path} is a file; name the directory that holds config.json, weights and tokenizer"
+            f"{gguf if local.suffix == '.gguf' else ''}"
         )
     if path in KNOWN_MODELS:
         return _known(KNOWN_MODELS[path], say)

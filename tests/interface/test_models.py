@@ -153,6 +153,9 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file; name the directory"):
         resolve_model(str(tmp_path / "model.safetensors"))
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(ConfigError, match="a GGUF file must be converted first"):
+        resolve_model(str(tmp_path / "model.gguf"))
 
 
 def test_a_hub_id_that_cannot_be_had(tmp_path: Path) -> None:

@@ -121,8 +121,9 @@ def _busy(columns: StepColumns, name: str, steps: int) -> list[tuple[int, int, f
 Steps = tuple[int, int] | None
 
 
-def overview(data: ReportData) -> str:
-    return page.headline(data.state) + page.banner(data.state) + page.cards(data.state)
+def overview(data: ReportData, life: str = "") -> str:
+    """`life`: what there is to say about a run that goes on no more, and did not end by itself."""
+    return page.headline(data.state) + page.banner(data.state, life) + page.cards(data.state)
 
 
 def drawn(data: ReportData) -> str:
@@ -144,8 +145,12 @@ PARTS: Mapping[str, Callable[[ReportData], str]] = {
 }
 
 
-def part(name: str, run_dir: Path, state: RunState, columns: StepColumns, asked: Steps = None) -> str:
-    """Returns a part of PARTS. `asked`: first and last step, for parts that show some steps of a long run."""
+def part(
+    name: str, run_dir: Path, state: RunState, columns: StepColumns, *, asked: Steps = None, life: str = ""
+) -> str:
+    """Returns a part of PARTS. `asked`: first and last step, for parts that show some steps of a long run. `life`: as for `overview`."""
+    if name == "overview":
+        return overview(_data(run_dir, state, bins_too=False), life)
     long = steps_of(columns) > MAX_BARS or not state.whole
     if name == "pools" and long:
         return _some_pools(run_dir, state, columns, asked)

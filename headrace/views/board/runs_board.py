@@ -108,7 +108,8 @@ class RunsBoard:
         note = (
             f'<p class="banner">{100 * run.read_share:.0f} % of the facts have been read so far.</p>' if unread else ""
         )
-        return note + part(which, run.run_dir, run.state, run.numbers.columns, steps)
+        lives = {line.name: "" if line.living else line.words for line in self.lines()}
+        return note + part(which, run.run_dir, run.state, run.numbers.columns, asked=steps, life=lives.get(name, ""))
 
     def metrics(self, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
         """Returns every number by its name, with the last value of each run that has it."""

@@ -170,9 +170,13 @@ def _badge(state: RunState) -> str:
     return f'<span class="badge {"good" if word == "finished" else "plain" if word == "interrupted" else "bad"}">{word}</span>'
 
 
-def banner(state: RunState) -> str:
+def banner(state: RunState, life: str | None = None) -> str:
+    """Returns how the run ended, and where it was resumed. `life`: what is known of a run that has not ended by itself, empty if it goes on;
+    None: nothing, as in a file."""
     lines = []
-    if not state.ended:
+    if not state.ended and life is not None:
+        lines += [life] if life else []
+    elif not state.ended:
         lines.append(f"The last fact is from {duration(state.now)}: the run is still going on, or was killed.")
     elif state.ended.reason not in ("finished", "interrupted"):
         lines.append(state.ended.reason)

@@ -20,7 +20,7 @@ from headrace.commands.serving.board_command import beside
 from headrace.durable.journal import KINDS, JournalReader, ReadyRecord, read_journal, read_only
 from headrace.facts.facts import GroupEnded, Planned, StepTrained
 from headrace.facts.index_file import DIGEST, INDEX, IndexReader, NumbersIndex
-from headrace.facts.number_tables import GroupTable, Numbers, StepColumns, Wanted, merged, trailing_mean
+from headrace.facts.number_tables import MINUTES, GroupTable, Numbers, StepColumns, Wanted, merged, trailing_mean
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
 from headrace.views.board.board_parts import PARTS
@@ -92,6 +92,9 @@ def test_a_number_is_drawn_over_another_where_both_are_known_and_a_step_done_aga
     for step, value in ((0, 0.1), (3, 0.9)):
         columns.add(step, {"held_out/reward": value})
     assert columns.drawn("held_out/reward", "step", window=5).y.tolist() == [0.1, 0.9], "a measurement is not smoothed"
+    columns.add(1, {MINUTES: 0.5})
+    columns.add(3, {MINUTES: 1.5})
+    assert columns.drawn("held_out/reward", MINUTES).x.tolist() == [0.0, 1.5], "step 0 is before the first step"
     assert columns.drawn("absent", "step").x.tolist() == columns.drawn("y", "absent").x.tolist() == []
 
 
@@ -269,6 +272,12 @@ def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
     assert [(one.name, one.life, one.steps) for one in RunList(tmp_path, lambda path: True).lines()] == [
         ("torn", "starting", 0)
     ]
+
+
+def test_the_overview_knows_whether_a_run_goes_on(runs: Path) -> None:
+    assert "died while" in board_of(runs).part("second", "overview")
+    for shown in (board_of(runs, alive=True).part("second", "overview"), board_of(runs).part("first", "overview")):
+        assert "was killed" not in shown and "died" not in shown
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_the_pools_of_a_long_run_are_shown_for_some_steps(tmp_path: Path, long: 
     run = FollowedRun(tmp_path)
 
     def shown(name: str, asked: tuple[int, int] | None = None) -> tuple[list[int], str]:
-        html = part(name, tmp_path, run.state, run.numbers.columns, asked)
+        html = part(name, tmp_path, run.state, run.numbers.columns, asked=asked)
         return [int(one) for one in re.findall(r'data-tip="step (\d+)\ntrained', html)], html
 
     steps, html = shown("pools")

@@ -180,8 +180,14 @@ function tellChanges(said) {
     const old = opened[name];
     if (!old || old.read < 1) continue;
     if (one.warned > old.warned) tell(name, one.warnings.at(-1) ?? "a worker process died", "bad");
-    one.advice.filter((words) => !old.advice.some((other) => other.slice(0, 24) === words.slice(0, 24))).forEach((words) => tell(name, words, "bad"));
+    const known = old.advice.map(withoutNumbers);
+    one.advice.filter((words) => !known.includes(withoutNumbers(words))).forEach((words) => tell(name, words, "bad"));
   }
+}
+
+// The same advice with newer numbers is no news.
+function withoutNumbers(words) {
+  return words.replace(/\d[\d.,]*/g, "");
 }
 
 let alerting = false;
