@@ -56,10 +56,10 @@ def _special(recipe: Recipe) -> str:
         said.append(f"{one.level} {one.mode} [{one.low:g}, {one.high:g}]")
     said += [f"{rule.name} {rule.threshold:g}" for rule in one.rules]
     match recipe.select.kind:
-        case "m2po":
-            said.append(f"selection m2po, tau {recipe.select.tau:g}")
+        case "second_moment":
+            said.append(f"selection second_moment, tau {recipe.select.tau:g}")
         case "clip_cov" | "kl_cov":
-            said.append(f"selection {recipe.select.kind}, {recipe.select.fraction:g} of the tokens")
+            said.append(f"selection {recipe.select.kind}, {recipe.select.share:g} of the tokens")
     if recipe.distill.kind != "none":
         said.append(f"distill {recipe.distill.kind}")
     return "; ".join(said)

@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 
 from docs import messages, python_reference
 from docs.gallery import CURVE, FOLDER, LANGUAGES, block, gallery, pages
+from headrace.cli import GROUPS
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
@@ -110,7 +111,7 @@ def _commands() -> str:
     """Every `--help`, as a narrow terminal prints it."""
     parts = ["# Commands"]
     parts += [block(_help(), "text")]
-    for name in re.findall(r"^    ([a-z]+) ", _help(), flags=re.MULTILINE):
+    for name in (name for names in GROUPS.values() for name in names):
         parts += [f"## headrace {name}", block(_help(name), "text")]
     return "\n\n".join(parts) + "\n"
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import headrace
-from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, positive
+from headrace.commands.arguments import INTERRUPTED, Commands, Parser, add_command, add_set, positive
 from headrace.commands.finding import is_config, run_directory
 from headrace.commands.installed.completion_command import add_completion
 from headrace.commands.installed.doctor_command import add_doctor
@@ -45,12 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     guard_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     place = given.index("--") if given[:1] == ["gateway"] and "--" in given else len(given)
-    parser = _parser()
+    parser = front_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks how the line may go on, by the script of `headrace completion`
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    parsed = parser.parse_args(given[:place], argparse.Namespace(words=given[place + 1 :]))
+    if not given:
+        parser.print_help()
+        return 0
+    parsed, unknown = parser.parse_known_args(given[:place], argparse.Namespace(words=given[place + 1 :]))
+    if unknown:
+        parsed.parser.refuse(unknown)
     return exit_code(lambda: parsed.command(parsed))
 
 
@@ -88,13 +93,48 @@ def _fitted(line: str) -> list[str]:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    """The commands in the order of `headrace --help`. It imports no work: `--help` prints at once."""
-    parser = argparse.ArgumentParser(
-        prog="headrace", description="Asynchronous reinforcement learning for language models."
-    )
+GROUPS = {
+    "Begin": ("demo", "init", "recipes", "doctor"),
+    "Train": ("train", "eval", "export", "preflight", "plan"),
+    "Look at runs": ("board", "status", "ls", "report", "compare"),
+    "Find out why": ("inspect", "replay", "diff"),
+    "Serve and join": ("serve", "worker", "rollouts", "gateway", "pool"),
+    "Your shell": ("completion",),
+}
+"""The commands in the order of `headrace --help`."""
+
+
+class _Front(Parser):
+    """The parser of the whole line, whose help shows the commands by what they are for."""
+
+    def format_help(self) -> str:
+        (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        summaries = {action.dest: action.help or "" for action in commands._choices_actions}
+        width = shutil.get_terminal_size().columns
+        lines = [
+            self.description or "",
+            "",
+            "usage: headrace COMMAND ...      headrace COMMAND --help shows its options",
+        ]
+        for title, names in GROUPS.items():
+            lines += ["", title]
+            for name in names:
+                lines += textwrap.wrap(f"  {name:<12}{summaries[name]}", width, subsequent_indent=" " * 14)
+        lines += ["", *EXAMPLES, ""]
+        return "\n".join(lines)
+
+
+EXAMPLES = (
+    "First:      headrace demo",
+    "Your data:  headrace init mine.toml, then headrace train mine.toml --board",
+)
+
+
+def front_parser() -> Parser:
+    """Imports no work: `--help` prints at once."""
+    parser = _Front(prog="headrace", description="Asynchronous reinforcement learning for language models.")
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     add_init(commands)
     train_command.add_train(commands)
     starting.add_demo_arguments(add_command(commands, "demo", starting.demo(train_command.train), starting.DEMO_IS))

@@ -45,7 +45,7 @@ FLOORS = {
     "__init__": 10,
     "serve": 10,
     "commands": 11,
-    "compat": 11,
+    "compat": 12,
     "testing": 11,
     "cli": 12,
     "__main__": 13,
@@ -789,7 +789,11 @@ def test_scripts_beside_the_package_import_what_there_is(folder: str) -> None:
 
 
 def test_config_loads_without_torch():
-    assert not loaded_by("import headrace.run.config") & (set(HEAVY) - {"pydantic"})
+    assert not loaded_by("import headrace.run.config") & ({*HEAVY, "numpy"} - {"pydantic"})
+
+
+def test_the_process_that_watches_a_run_loads_nothing_heavy():
+    assert not loaded_by("import headrace.processes.health.monitor") & {*HEAVY, "numpy"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -341,13 +341,35 @@ def turn_advantages(
     return advantages
 
 
-def turn_returns(one: Scored, penalty: float = 0.0) -> list[float]:
-    """Returns each turn's return, undiscounted: its rewards, those of later turns, and what the rollout got at its end.
-
-    `penalty`: taken off the end. A reward at the end alone gives every turn the same return, which is that of the rollout."""
+def rewards_of_turns(one: Scored, penalty: float = 0.0) -> list[float]:
+    """Returns each turn's reward; the last turn's includes what the rollout got at its end, less the penalty."""
     given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(one.episode.turns)
-    end = one.reward - sum(given) - penalty
-    return [end + sum(given[number:]) for number in range(len(given))]
+    return [*given[:-1], given[-1] + one.reward - sum(given) - penalty]
+
+
+def turn_returns(rewards: Sequence[Sequence[float]], gamma: float = 1.0, lam: float = 1.0) -> list[list[float]]:
+    """Returns λ-returns per rollout and turn, from the rewards of its turns: g_i = r_i + γ·((1 - λ)·V_{i+1} + λ·g_{i+1}).
+
+    V_i is the mean of the group's returns (those of λ = 1) at turn i, own return included: g_i - V_i is then GAE (arXiv 1506.02438) with that mean as
+    the value. With γ = λ = 1, it is the sum of the rewards from the turn on; a reward at the end alone gives every turn the same return.
+    """
+    plain = [_backwards(of_turns, gamma) for of_turns in rewards]
+    if lam == 1:
+        return plain
+    longest = max(map(len, plain), default=0)
+    values = [fmean(of_turns[i] for of_turns in plain if i < len(of_turns)) for i in range(longest)]
+    found = []
+    for of_turns in rewards:
+        returns, following = [0.0] * len(of_turns), 0.0
+        for i in reversed(range(len(of_turns))):
+            value = values[i + 1] if i + 1 < len(of_turns) else 0.0
+            returns[i] = following = of_turns[i] + gamma * ((1 - lam) * value + lam * following)
+        found.append(returns)
+    return found
+
+
+def _backwards(rewards: Sequence[float], gamma: float) -> list[float]:
+    return return_to_go(rewards, (True,) * len(rewards), gamma)
 
 
 def segment_returns(one: Scored, penalty: float = 0.0) -> list[float]:

@@ -21,6 +21,7 @@ from headrace.algo.recipes import (
     CorrectionConfig,
     Denominator,
     DistillConfig,
+    EntropyConfig,
     KLConfig,
     LagWeightConfig,
     Old,
@@ -65,6 +66,7 @@ class AlgoConfig:
     select: SelectConfig = Field(default_factory=SelectConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
+    entropy: EntropyConfig = Field(default_factory=EntropyConfig)
     length_constant: int = Field(default=0, ge=0)
     """The number of tokens that `token_sum` divides by; 0 means the longest completion possible (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
@@ -75,6 +77,12 @@ class AlgoConfig:
     those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts. agent: those of one
     agent, whose return (the rewards of its turns, and those of the end) is compared with those of the same agent in the others. segment: those
     of one step of a process reward (`reward.services.segments`), whose return (`form`) is compared with the same step's in the others."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """The discount of rewards: of a later turn's by every turn before it (credit = turn), or of all rewards by every sampled token (advantage =
+    return_to_go)."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """credit = turn: λ of the returns. Below 1, a turn's return counts what follows in part by the mean return of the group's next turns,
+    which varies less than the rollout's own (GAE, arXiv 1506.02438, with that mean as the value)."""
     overlong: Literal["train", "mask"] = "train"
     """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
 
@@ -155,7 +163,7 @@ class AlgoConfig:
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-_NESTED = ("lag", "select", "kl", "distill")
+_NESTED = ("lag", "select", "kl", "distill", "entropy")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
 """Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
@@ -205,6 +213,17 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    spread = recipe.advantage in ADVANTAGES and ADVANTAGES[recipe.advantage].spread
+    if config.gamma < 1 and config.credit != "turn" and not spread:
+        yield (
+            f"algo.gamma = {config.gamma:g} discounts rewards over turns or tokens, and algo.credit = {config.credit} with algo.advantage = "
+            f'{recipe.advantage} has neither; set algo.credit = "turn", or algo.name = "reinforce++", or remove algo.gamma'
+        )
+    if config.lam < 1 and config.credit != "turn":
+        yield (
+            f"algo.lam = {config.lam:g} needs values of what follows, and these are the mean returns of turns; set algo.credit = "
+            '"turn", or remove algo.lam'
+        )
     if config.credit == "rollout":
         return
     if recipe.advantage not in PER_TURN:
@@ -241,6 +260,7 @@ def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         "correction": recipe.correction != Correction(),
         "lag": recipe.lag.kind != "constant",
         "select": recipe.select.kind != "none",
+        "entropy": recipe.entropy.on,
         "credit": config.credit != "rollout",
     }
     for name in (name for name, given in idle.items() if given):
@@ -281,7 +301,7 @@ def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _rejects(recipe: Recipe) -> bool:
-    chosen = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov") or recipe.loss.rejects
+    chosen = recipe.lag.kind == "trim" or recipe.select.rejects or recipe.loss.rejects
     one = recipe.correction
     return chosen or one.mode == "mask" or bool(one.rules)
 
@@ -306,10 +326,12 @@ def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 def _selections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     select, given = recipe.select, _given(config.select)
-    if "tau" in given and select.kind != "m2po":
-        yield "algo.select.tau needs algo.select.kind = m2po; set it, or remove algo.select.tau"
-    if "fraction" in given and select.kind not in ("clip_cov", "kl_cov"):
-        yield "algo.select.fraction needs algo.select.kind = clip_cov or kl_cov; set it, or remove algo.select.fraction"
+    if "tau" in given and select.kind != "second_moment":
+        yield "algo.select.tau needs algo.select.kind = second_moment; set it, or remove algo.select.tau"
+    if "fraction" in given and select.kind not in ("clip_cov", "kl_cov", "entropy"):
+        yield "algo.select.fraction needs algo.select.kind = clip_cov, kl_cov or entropy; set it, or remove algo.select.fraction"
+    if "change" in _given(config.entropy) and not recipe.entropy.target:
+        yield "algo.entropy.change needs algo.entropy.target, in nats; set it, or remove algo.entropy.change"
     if recipe.loss.selection != (select.kind if select.kind in _OF_A_LOSS else ""):
         needed = recipe.loss.selection or select.kind
         yield f"algo.loss = {_OF_A_LOSS[needed]} and algo.select.kind = {needed} belong together; set both, or use algo.name = {_OF_A_LOSS[needed]}"
@@ -406,7 +428,7 @@ def trusts_a_region(algo: AlgoConfig) -> bool:
         return True
     bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
     corrects = correction.mode != "none" or bool(correction.rules)
-    return bounds or corrects or recipe.select.kind == "m2po"
+    return bounds or corrects or recipe.select.kind == "second_moment"
 
 
 def _of_lag(algo: AlgoConfig, max_lag: int) -> list[str]:
@@ -433,7 +455,7 @@ def _of_length(algo: AlgoConfig, max_tokens: int) -> list[str]:
 
 
 # --- Translates settings of runs made before 2026-11-22
-# Translates settings of runs made before 2026-11-22, so that such a run is done again with the arithmetic that it had.
+# Translates settings of runs made before 2026-11-22 (and 2026-11-29), so that such a run is done again with the arithmetic that it had.
 #
 # Recipes had other constants then, one name stood for another algorithm, and an answer was extracted from completions
 # that were cut off. A run keeps all of its settings that have a value, and since that day `algo.denominator` is always
@@ -457,12 +479,26 @@ _CORRECTIONS: dict[str, Tree] = {"mis_geometric": {"low": 0.99, "high": 1.001}, 
 def as_it_was(config: Tree) -> Tree:
     """Returns the settings as they have to be read: unchanged, unless an earlier version resolved them."""
     algo = config.get("algo")
-    if not isinstance(algo, dict) or not algo.keys() >= _ALWAYS_KEPT or "denominator" in algo:
+    if not isinstance(algo, dict) or not algo.keys() >= _ALWAYS_KEPT:
+        return config
+    if "gamma" not in algo:
+        algo = _with_first_m2po(algo)
+        config = {**config, "algo": algo}
+    if "denominator" in algo:
         return config
     translated = {**config, "algo": _translated(algo), **_rewards(config)}
     if "adapters" in config:
         translated["adapters"] = [_adapter(one) for one in config["adapters"]]
     return translated
+
+
+def _with_first_m2po(algo: Tree) -> Tree:
+    """Returns the settings with `second_moment` for `m2po`, which it was until 2026-11-29, when `gamma` became one of those that are always kept."""
+    renamed = {key: "second_moment" if algo.get(key) == "m2po" else algo[key] for key in ("name",) if key in algo}
+    select = algo.get("select")
+    if isinstance(select, dict) and select.get("kind") == "m2po":
+        renamed["select"] = {**select, "kind": "second_moment"}
+    return {**algo, **renamed}
 
 
 def _adapter(table: Tree) -> Tree:

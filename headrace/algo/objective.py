@@ -6,6 +6,7 @@ loss       the policy loss, a value of `policy/` (or the user's function)
 × weight   the correction's and the lag's; zero for tokens that a rule takes out
 + KL       the divergence from the reference
 + teacher  the divergence from the teacher over its top tokens
+- bonus    the entropy (`with_bonus`, where microbatches are added up)
 
 A token that a rule takes out keeps the last two, unless `algo.denominator = kept` removes it from them too. The parts come first, in the
 order in which a step needs them; `Objective` puts them together.
@@ -13,8 +14,9 @@ order in which a step needs them; `Objective` puts them together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,9 +24,20 @@ import torch
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.policy.loss import LossFunction
+from headrace.algo.policy.loss import LossFunction, Reach
 from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, log_ratio, ratio_of, sequence_mean, sequence_sum
-from headrace.algo.recipes import Aggregation, Correction, Distill, Estimator, LagWeight, Level, Old, Recipe
+from headrace.algo.recipes import (
+    Aggregation,
+    Correction,
+    Distill,
+    Entropy,
+    Estimator,
+    LagWeight,
+    Level,
+    Old,
+    Recipe,
+    Select,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -38,9 +51,10 @@ if TYPE_CHECKING:
 
 
 AggregationFunction = Callable[[Sequence[int], int], list[float]]
-"""(loss tokens of every row of the step, length constant) -> the weight of each loss token of that row.
+"""(loss tokens of every sequence of the step, length constant) -> the weight of each loss token of that sequence.
 
-A row without loss tokens is in no denominator.
+A sequence is a trajectory: all rows of one agent in one rollout (`training_rows.with_trajectories`). One without loss tokens is in no
+denominator.
 """
 
 
@@ -52,28 +66,28 @@ def token_mean(counts: Sequence[int], constant: int) -> list[float]:
 
 def seq_mean_token_mean(counts: Sequence[int], constant: int) -> list[float]:
     """Every sequence weighs the same: mean over sequences of the mean over their tokens (GRPO as published)."""
-    rows = _rows(counts)
-    return [1 / (rows * max(count, 1)) for count in counts]
+    sequences = _sequences(counts)
+    return [1 / (sequences * max(count, 1)) for count in counts]
 
 
 def seq_mean_token_sum(counts: Sequence[int], constant: int) -> list[float]:
     """Mean over sequences of the sum over their tokens: the policy gradient of REINFORCE and RLOO."""
-    return [1 / _rows(counts) for _ in counts]
+    return [1 / _sequences(counts) for _ in counts]
 
 
 def token_sum(counts: Sequence[int], constant: int) -> list[float]:
     """Sum / (constant × sequences) (Dr.GRPO, arXiv 2503.20783): the length of a completion does not enter."""
     assert constant > 0, "filled in by AlgoConfig.with_length"
-    return [1 / (_rows(counts) * constant) for _ in counts]
+    return [1 / (_sequences(counts) * constant) for _ in counts]
 
 
 def pair_mean(counts: Sequence[int], constant: int) -> list[float]:
-    """Every pair of rollouts weighs the same: the loss of pairs is divided by the pairs of the whole step where it is made
-    (`trainer/step/gradient.py`), so that nothing is left to divide here."""
+    """Every pair of rollouts weighs the same: a loss of pairs divides by the pairs of the whole step (`policy/pairs.py`), so that nothing is
+    left to divide here."""
     return [1.0 for _ in counts]
 
 
-def _rows(counts: Sequence[int]) -> int:
+def _sequences(counts: Sequence[int]) -> int:
     return max(sum(count > 0 for count in counts), 1)
 
 
@@ -89,19 +103,20 @@ AGGREGATIONS: dict[str, AggregationFunction] = {
 # --- Tokens selected over the whole optimizer step. Shapes
 # M loss tokens of the step, all microbatches and ranks.
 #
-# The log-probs come from a forward pass without gradient before the first microbatch, so that no split of the step
-# changes the selection. Ties are broken by position.
+# Such an objective is computed on the tokens of the whole step at once (`trainer/step/whole_step.py`), so that no split of the step changes
+# the selection. Ties are broken by position.
 
 
-def m2po(logprob: Float[Tensor, " M"], sampled: Float[Tensor, " M"], tau: float) -> Bool[Tensor, " M"]:
-    """[M] bool: all but the tokens with the largest (log ratio)² that keep its mean at τ or above (M2PO, arXiv
-    2510.01161)."""
-    moment = (logprob - sampled).cpu().double() ** 2  # a running sum on CUDA differs from call to call (C8)
+def second_moment(logprob: Float[Tensor, " M"], sampled: Float[Tensor, " M"], tau: float) -> Bool[Tensor, " M"]:
+    """[M] bool: all but the tokens with the largest (log ratio)² that keep its mean at τ or above (AReaL's `get_m2po_loss_mask`).
+
+    It is not M2PO, whose authors count harmful tokens alone, and clip them (`policy/clipped.py`)."""
+    moment = (logprob - sampled) ** 2
     ascending, order = torch.sort(moment, stable=True)
-    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(moment) + 1)
+    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(moment) + 1, device=moment.device)
     keep = torch.zeros_like(moment, dtype=torch.bool)
     keep[order] = mean < tau  # running means of ascending values ascend: what is kept is a prefix
-    return keep.to(logprob.device)
+    return keep
 
 
 def covariance(
@@ -119,6 +134,17 @@ def covariance(
     keep = torch.ones_like(value, dtype=torch.bool)
     keep[torch.sort(value, descending=True, stable=True).indices[:count]] = False
     return keep
+
+
+def most_uncertain(entropy: Float[Tensor, " M"], share: float) -> Bool[Tensor, " M"]:
+    """[M] bool: the share of the tokens with the largest entropy, at least one ("Beyond the 80/20 rule", arXiv 2506.01939, eq. 5: ρ = 0.2 of
+    the batch, and a denominator of all tokens).
+
+    Choice: the threshold is that of the optimizer step, and tokens of equal entropy are kept together."""
+    if not len(entropy):
+        return entropy > 0
+    count = max(1, int(share * len(entropy)))
+    return entropy >= entropy.sort(descending=True).values[count - 1]
 
 
 # --- Weights on the policy loss
@@ -179,11 +205,12 @@ def lag_weight(lag: Float[Tensor, " M"], rule: LagWeight) -> tuple[Float[Tensor,
 # What a rule took out leaves the denominator of the whole step too (C9).
 #
 # The weights of a step are fixed before its first microbatch, and what a rule takes out is known only after a microbatch was forwarded.
-# So a microbatch is weighed by what was packed, and corrected afterwards: within a row at once, because rows are whole; over the step at
-# its end, by one factor on the gradient that all microbatches and ranks have added to. Both are exact.
+# So a microbatch is weighed by what was packed, and corrected afterwards: within a sequence at once, because sequences are whole; over the
+# step at its end, by one factor on the gradient that all microbatches and ranks have added to. Both are exact. (A step in which a sequence
+# lies in several microbatches is computed at once, and so are these.)
 
 
-COUNTS = ("tokens", "kept_tokens", "rows", "kept_rows")
+COUNTS = ("tokens", "kept_tokens", "sequences", "kept_sequences")
 """The fields that add up over ranks."""
 
 
@@ -194,29 +221,29 @@ class KeptCounts:
     aggregation: Aggregation
     tokens: int = 0
     kept_tokens: int = 0
-    rows: int = 0
-    """Rows with loss tokens."""
-    kept_rows: int = 0
-    """Rows with a token that was kept."""
+    sequences: int = 0
+    """Sequences with loss tokens."""
+    kept_sequences: int = 0
+    """Sequences with a token that was kept."""
 
-    def within_rows(self, sequence: Int[Tensor, " M"], rejected: Bool[Tensor, " M"]) -> Float[Tensor, " M"]:
+    def within_sequences(self, sequence: Int[Tensor, " M"], rejected: Bool[Tensor, " M"]) -> Float[Tensor, " M"]:
         """[M] the factors on the microbatch's weights that are known at once. Counts what it keeps."""
         kept = (~rejected).to(torch.float32)
-        of_row, kept_of_row = sequence_sum(torch.ones_like(kept), sequence), sequence_sum(kept, sequence)
+        of_all, of_kept = sequence_sum(torch.ones_like(kept), sequence), sequence_sum(kept, sequence)
         self.tokens += len(kept)
         self.kept_tokens += int(kept.sum())
-        self.rows += len(sequence.unique())
-        self.kept_rows += len(sequence[~rejected].unique())
+        self.sequences += len(sequence.unique())
+        self.kept_sequences += len(sequence[~rejected].unique())
         if self.aggregation != "seq_mean_token_mean":
             return torch.ones_like(kept)
-        return of_row / torch.clamp(kept_of_row, min=1)
+        return of_all / torch.clamp(of_kept, min=1)
 
     @property
     def factor(self) -> float:
         """The factor on the gradient of the whole step."""
         if self.aggregation == "token_mean":
             return self.tokens / max(self.kept_tokens, 1)
-        return self.rows / max(self.kept_rows, 1)
+        return self.sequences / max(self.kept_sequences, 1)
 
 
 # --- Divergence from a reference model
@@ -315,14 +342,51 @@ def _jsd(
     return beta * _kl(teacher, mixture, counted) + (1 - beta) * _kl(student, mixture, counted)
 
 
+# --- Entropy
+
+
+def with_bonus(tokens: Tokens, result: TokenLoss, factor: float, only_kept: bool) -> TokenLoss:
+    """Subtracts factor · H of every token, H the entropy of the policy over the whole vocabulary, with its gradient.
+
+    Like the KL, it counts at tokens that a rule takes out, unless these leave the denominator. No importance weight: the entropy of a position
+    does not depend on which token was sampled there."""
+    if not factor:
+        return result
+    assert tokens.entropy is not None, "the trainer fills it in"
+    bonus = factor * tokens.entropy
+    return result._replace(loss=result.loss - (torch.where(result.rejected, 0.0, bonus) if only_kept else bonus))
+
+
+@dataclass
+class EntropyFactor:
+    """The factor of the bonus from step to step."""
+
+    rule: Entropy
+    coef: float = field(init=False)
+    mean: float = math.nan
+    """The mean entropy of the last step; NaN before the first."""
+
+    def __post_init__(self) -> None:
+        self.coef = self.rule.coef
+
+    @property
+    def now(self) -> float:
+        """The factor of the step to come: 0 while the last mean was above the target (Skywork-OR1, arXiv 2505.22312; with the mean of the step
+        before, as in MILES, because that of the step itself would cost another forward pass)."""
+        return 0.0 if self.rule.target and self.mean > self.rule.target else self.coef
+
+    def after(self, mean: float) -> None:
+        """Takes the mean entropy of a step that was made."""
+        if self.rule.target:
+            change = self.rule.change if mean <= self.rule.target else -self.rule.change
+            self.coef, self.mean = min(max(self.coef + change, 0.0), 1.0), mean
+
+
 # --- objective ------------------------------------------------------------
 
 
 Objective = Callable[[Tokens], TokenLoss]
-"""tokens of a microbatch -> losses per token, which the aggregation weighs and sums."""
-
-Selection = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logprob [M_step], sampled [M_step], advantage [M_step]), without gradients -> keep [M_step] bool"""
+"""tokens of a microbatch, or of the step -> losses per token, which the aggregation weighs and sums."""
 
 
 def objective_of(algo: AlgoConfig) -> Objective:
@@ -331,21 +395,37 @@ def objective_of(algo: AlgoConfig) -> Objective:
     return partial(_objective, recipe, recipe.loss.ready(), algo.denominator == "kept")
 
 
-def selection_of(algo: AlgoConfig) -> Selection | None:
-    """Returns the function that makes `Tokens.keep`; None if nothing is selected, so that no forward pass beforehand is
-    needed."""
-    select = algo.recipe.select
+def reach_of(algo: AlgoConfig) -> Reach:
+    """Returns the tokens that the loss of a token depends on: where they lie in several microbatches, the objective needs all of them at
+    once."""
+    recipe = algo.recipe
+    reaches = {recipe.loss.reach, *(rule.reach for rule in recipe.correction.rules)}
+    if recipe.correction.mode != "none" and recipe.correction.level != "token":
+        reaches.add("sequence")
+    if algo.denominator == "kept" and recipe.aggregation not in ("token_mean", "pair_mean"):
+        reaches.add("sequence")
+    if recipe.select.kind != "none":
+        reaches.add("step")
+    return "step" if "step" in reaches else "sequence" if "sequence" in reaches else "token"
+
+
+def kept_by(tokens: Tokens, select: Select) -> Bool[Tensor, " M"] | None:
+    """[M] bool: the tokens of the step that a selection keeps; None without one."""
+    logprob = tokens.logprob.detach()
     match select.kind:
         case "none":
             return None
-        case "m2po":
-            return lambda logprob, sampled, advantage: m2po(logprob, sampled, select.tau)
+        case "second_moment":
+            return second_moment(logprob, tokens.sampled, select.tau)
+        case "entropy":
+            assert tokens.entropy is not None, "the trainer fills it in"
+            return most_uncertain(tokens.entropy.detach(), select.share)
         case _:
-            return partial(covariance, fraction=select.fraction)
+            return covariance(logprob, tokens.sampled, tokens.advantage, select.share)
 
 
 def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, tokens: Tokens) -> TokenLoss:
-    tokens = _taught(tokens, recipe.distill)
+    tokens = _taught(tokens, recipe.distill)._replace(keep=kept_by(tokens, recipe.select))
     old = old_of(tokens, recipe.old)
     policy = loss(tokens, old)
     weight, masked = _weighed(tokens, old, recipe)
@@ -395,7 +475,7 @@ def _weighed(
     weight, masked = corrected(x, tokens, recipe.correction)
     by_lag, too_old = lag_weight(tokens.lag, recipe.lag)
     masked |= too_old
-    if recipe.select.kind in ("m2po", "clip_cov"):
-        assert tokens.keep is not None, "filled in from selection_of"
+    if recipe.select.rejects:
+        assert tokens.keep is not None, "filled in from kept_by"
         masked[recipe.select.kind] = ~tokens.keep
     return weight * by_lag, masked

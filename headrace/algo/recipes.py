@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as settings_dataclass
 
-from headrace.algo.policy.clipped import GMPO, GSPO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.pairs import DPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
@@ -31,6 +31,7 @@ Old = Literal["sampler", "trainer", "loglinear"]
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
+SelectKind = Literal["none", "second_moment", "clip_cov", "kl_cov", "entropy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,22 +86,32 @@ class LagWeightConfig:
 class Select:
     """Tokens selected over the whole optimizer step (`algo/objective.py`)."""
 
-    kind: Literal["none", "m2po", "clip_cov", "kl_cov"] = "none"
+    kind: SelectKind = "none"
     tau: float = 0.04
-    fraction: float = 2e-4
+    fraction: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of the tokens that is selected."""
+        return self.fraction or (0.2 if self.kind == "entropy" else 2e-4)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether the tokens that it does not keep are taken out. (kl_cov keeps them, with a penalty.)"""
+        return self.kind in ("second_moment", "clip_cov", "entropy")
 
 
 @settings_dataclass(frozen=True, config=STRICT)
 class SelectConfig:
     """Tokens selected over the whole optimizer step, which costs another forward pass, without gradient."""
 
-    kind: Literal["none", "m2po", "clip_cov", "kl_cov"] | None = None
-    """m2po takes out the tokens with the largest squared log ratio; clip_cov those whose log-prob and advantage have
-    the largest covariance; kl_cov keeps these, with a penalty."""
+    kind: SelectKind | None = None
+    """second_moment takes out the tokens with the largest squared log ratio; clip_cov those whose log-prob and advantage have
+    the largest covariance; kl_cov keeps these, with a penalty; entropy keeps the tokens where the policy's entropy is largest."""
     tau: float | None = Field(default=None, gt=0)
-    """m2po: the mean squared log ratio of the tokens that stay is below this."""
+    """second_moment: the mean squared log ratio of the tokens that stay is below this."""
     fraction: float | None = Field(default=None, gt=0, lt=1)
-    """clip_cov, kl_cov: the share of tokens that are selected."""
+    """clip_cov, kl_cov: the share of tokens that are selected; 2e-4 if not given. entropy: the share that is kept; 0.2 if not given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +139,32 @@ class KLConfig:
     unbiased: bool | None = None
     """loss: multiplies by the ratio to the sampler, which makes the estimate exact for tokens that older weights
     sampled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entropy:
+    """A bonus for the entropy of the policy (`algo/objective.py`)."""
+
+    coef: float = 0.0
+    target: float = 0.0
+    change: float = 0.005
+
+    @property
+    def on(self) -> bool:
+        return self.coef > 0 or self.target > 0
+
+
+@settings_dataclass(frozen=True, config=STRICT)
+class EntropyConfig:
+    """A bonus for the entropy of the policy, over the whole vocabulary, at every token in the loss."""
+
+    coef: float | None = Field(default=None, ge=0)
+    """The loss of a token is less by this times its entropy in nats; 0 is off. With a target, it is the factor of the first step."""
+    target: float | None = Field(default=None, gt=0)
+    """The mean entropy that is aimed at, in nats (Skywork-OR1, arXiv 2505.22312): the factor grows by `change` after a step whose mean was
+    below it, and shrinks by it after one whose mean was above, between 0 and 1, and there is no bonus while the last mean was above it."""
+    change: float | None = Field(default=None, gt=0)
+    """target: the change of the factor per step; 0.005 if not given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,13 +209,14 @@ class Recipe:
     select: Select = Select()
     kl: KL = KL()
     distill: Distill = Distill()
+    entropy: Entropy = Entropy()
     about: str = field(default="", compare=False)
     """The special feature of the recipe, for docs/algorithms.md."""
     papers: tuple[str, ...] = field(default=(), compare=False)
     """arXiv numbers, or author and year."""
 
 
-REASONS = ("mask", *RULES, "lag", "m2po", "clip_cov", "mine")
+REASONS = ("mask", *RULES, "lag", "second_moment", "clip_cov", "entropy", "mine")
 """The reasons that may take out a token's policy loss; `mine` stands for a user's own loss."""
 
 # The default clip is around the *sampler's* log-probs, so that its ratio holds staleness and engine/trainer mismatch
@@ -253,7 +291,20 @@ RECIPES: dict[str, Recipe] = {
         "centred", DPPOTVQuadratic(), "token_mean", about="an earlier default of prime-rl", papers=("2602.02276",)
     ),
     "ipo": Recipe("centred", IPO(), "token_mean", about="prime-rl"),
-    "m2po": Recipe("group_norm", Importance(), "token_mean", select=Select("m2po"), papers=("2510.01161",)),
+    "m2po": Recipe(
+        "group_norm",
+        M2PO(),
+        "token_mean",
+        about="one bound for the step, from the second moment of harmful tokens",
+        papers=("2510.01161",),
+    ),
+    "second_moment": Recipe(
+        "group_norm",
+        Importance(),
+        "token_mean",
+        select=Select("second_moment"),
+        about="masks the largest log ratios of all tokens; with `loss = ppo_clip` AReaL's variant of M2PO",
+    ),
     "clip_cov": Recipe("group_norm", PPOClip(), "token_mean", select=Select("clip_cov"), papers=("2505.22617",)),
     "kl_cov": Recipe("group_norm", KLCov(), "token_mean", select=Select("kl_cov"), papers=("2505.22617",)),
     "decoupled_ppo": Recipe(

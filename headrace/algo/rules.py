@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar, get_type_hints
 
 from pydantic import Field
 
-from headrace.algo.policy.loss import optional
+from headrace.algo.policy.loss import Reach, optional
 from headrace.algo.policy.tokens import Tokens, binary_kl, ratio_of, sequence_mean, sequence_sum
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class Rule:
     """The setting in `[algo.correction]`, and the name under which its tokens are counted."""
     of_sequence: ClassVar[bool] = False
     """Whether the threshold applies to the mean over a sequence."""
+    reach: ClassVar[Reach] = "token"
+    """The tokens that decide about one."""
     threshold: float
 
     def __call__(self, x: Float[Tensor, " M"], tokens: Tokens) -> Bool[Tensor, " M"]:
@@ -71,6 +73,7 @@ class OPSM(Rule):
 
     name: ClassVar[str] = "opsm"
     of_sequence: ClassVar[bool] = True
+    reach: ClassVar[Reach] = "sequence"
     threshold: Annotated[float, Field(ge=0)]
 
     def __call__(self, x: Float[Tensor, " M"], tokens: Tokens) -> Bool[Tensor, " M"]:
@@ -89,6 +92,7 @@ class Veto(Rule):
     """Takes out sequences in which a token's ratio is below this (1e-4 is usual); 0 is off."""
 
     name: ClassVar[str] = "veto"
+    reach: ClassVar[Reach] = "sequence"
     threshold: Annotated[float, Field(ge=0, lt=1)]
 
     def __call__(self, x: Float[Tensor, " M"], tokens: Tokens) -> Bool[Tensor, " M"]:

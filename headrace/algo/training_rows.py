@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from headrace.algo.advantages import (
     kl_penalty,
     penalised,
     return_to_go,
+    rewards_of_turns,
     segment_returns,
     turn_advantages,
     turn_returns,
@@ -222,6 +224,51 @@ def _teacher_top(one: Scored, pieces: Sequence[_Piece]) -> TopLogprobs | None:
     return TopLogprobs(k, ids.tobytes(), logprobs.tobytes())
 
 
+# --- Trajectories
+# The unit that ratios of sequences and denominators are taken over: all tokens that one agent sampled in one rollout, in all of its rows. A
+# rollout has several rows where it forks, where a template rewrites its history, and where it has several agents.
+
+
+def with_trajectories(rows: Sequence[Row], scored: Sequence[Scored], *, whole: bool) -> Iterator[Row]:
+    """Yields the rows of a group, in the order of its rollouts and their paths, with the numbers of their trajectories.
+
+    `whole`: all agents of a rollout make one trajectory, whose number is the rollout's place in `scored`, as losses of pairs need it."""
+    numbers: dict[tuple[int, str], int] = {}
+    paths = [(place, path) for place, one in enumerate(scored) for path in paths_of(one.episode)]
+    for (place, path), row in zip(paths, rows, strict=True):
+        episode = scored[place].episode
+        agents = {number: "" if whole else episode.turns[number].agent for number in path}
+        of_turns = {turn: numbers.setdefault((place, agent), len(numbers)) for turn, agent in agents.items()}
+        if len(set(of_turns.values())) == 1:
+            yield replace(row, trajectories=(of_turns[path[0]],))
+        else:
+            pieces = _pieces(episode, path)
+            yield replace(row, trajectories=tuple(of_turns[piece.turn] for piece in pieces for _ in piece.tokens))
+
+
+def trajectories_of(groups: Sequence[Group]) -> list[tuple[int, ...]]:
+    """Returns `Row.trajectories` of every row, as numbers within the step: those of a group begin at the place of its first rollout in the
+    step, or later."""
+    found: list[tuple[int, ...]] = []
+    for group, first in zip(groups, firsts_of(groups), strict=True):
+        found += [tuple(first + number for number in numbers) for numbers in _numbers_of(group)]
+    return found
+
+
+def firsts_of(groups: Sequence[Group]) -> list[int]:
+    """Returns the number within the step of the first trajectory of each group."""
+    counts = [max((max(numbers) + 1 for numbers in _numbers_of(group)), default=0) for group in groups]
+    return list(accumulate(counts, initial=0))[:-1]
+
+
+def _numbers_of(group: Group) -> list[tuple[int, ...]]:
+    if group.pairs and not all(
+        row.trajectories for row in group.rows
+    ):  # of earlier versions, in which only losses of pairs joined rows
+        return [(place,) for place, one in enumerate(group.scored) for _ in paths_of(one.episode)]
+    return [row.trajectories or (number,) for number, row in enumerate(group.rows)]
+
+
 # --- Makes training rows from a scored group, and a batch from groups
 # Runs in the controller, without torch.
 
@@ -251,7 +298,10 @@ class Algorithm:
         self.min_rollouts = algo.min_rollouts
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
-        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
+        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories."""
+        return tuple(with_trajectories(self._rows(prompt, scored), scored, whole=self._advantage.pairs is not None))
+
+    def _rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         if self._algo.credit == "segment":
             return tuple(self._rows_of_segments(prompt, scored))
         if self._algo.credit != "rollout" or any(one.branches for one in scored):
@@ -262,10 +312,13 @@ class Algorithm:
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
         for one, advantage in zip(scored, advantages, strict=True):
-            for path, row in rows_of(prompt, one, advantage, self._algo.overlong):
-                if idle and not advantage:
-                    row = replace(row, mask=(False,) * len(row.mask))  # cross-entropy: its own denominator
-                rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
+            own = list(rows_of(prompt, one, advantage, self._algo.overlong))
+            if self._spreads:
+                rows += self._spread(own, one, advantage)
+            elif idle and not advantage:  # cross-entropy: its own denominator
+                rows += [replace(row, mask=(False,) * len(row.mask)) for _, row in own]
+            else:
+                rows += [row for _, row in own]
         return tuple(rows)
 
     def pairs(self, scored: Sequence[Scored]) -> tuple[Pair, ...]:
@@ -310,7 +363,8 @@ class Algorithm:
             return self._branch_advantages(scored)
         compare = lambda column: self._advantage.function(GroupRewards(column))  # noqa: E731
         if self._algo.credit == "turn":
-            return turn_advantages([turn_returns(one, self._kl(one)) for one in scored], compare)
+            rewards = [rewards_of_turns(one, self._kl(one)) for one in scored]
+            return turn_advantages(turn_returns(rewards, self._algo.gamma, self._algo.lam), compare)
         of_agents = agent_advantages([agent_returns(one, self._kl_of_turns(one)) for one in scored], compare)
         return [
             [advantages[turn.agent] for turn in one.episode.turns]
@@ -387,19 +441,39 @@ class Algorithm:
         coef = self._recipe.kl.coef
         return [coef * kl_penalty(s, r) for s, r in zip(sampled, reference, strict=True)]
 
-    def _spread(self, row: Row, one: Scored, path: Sequence[int], reward: float) -> Row:
-        """Gives every token its return: the reward counts at the row's last token in the loss, the divergence at each
-        token."""
-        last = max((t for t, sampled in enumerate(row.mask) if sampled), default=None)
-        if last is None:
-            return row
-        rewards = [0.0] * len(row.tokens)
-        if self._kl_in_reward:
-            _needs_references(one)
-            penalties = self._penalties(row.logprobs, reference_of(one, path))
-            rewards = [-penalty if sampled else 0.0 for penalty, sampled in zip(penalties, row.mask, strict=True)]
-        rewards[last] += reward
-        return replace(row, advantages=tuple(return_to_go(rewards, row.mask)))
+    def _spread(self, rows: Sequence[tuple[tuple[int, ...], Row]], one: Scored, reward: float) -> Iterator[Row]:
+        """Gives every token of a rollout its return. Turns follow each other in the order in which they were sampled, whatever rows they lie in:
+        a turn's reward counts at its last token, what is left of `reward` at the end, and the divergence at each token in the loss."""
+        turns = one.episode.turns
+        given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(turns)
+        given[-1] += reward - sum(given)
+        trained = {turn for path, row in rows for turn in _in_loss(one.episode, path, row)}
+        rewards: list[float] = []
+        mask: list[bool] = []
+        for number, turn in enumerate(turns):
+            own = [0.0] * len(turn.completion.tokens)
+            if self._kl_in_reward and number in trained:
+                _needs_references(one)
+                own = [-penalty for penalty in self._penalties(turn.completion.logprobs, one.references[number])]
+            own[-1:] = [sum(own[-1:]) + given[number]]
+            rewards += own
+            mask += [number in trained] * len(own)
+        returns = iter(return_to_go(rewards, mask, self._algo.gamma))
+        of_turns = [list(islice(returns, max(len(turn.completion.tokens), 1))) for turn in turns]
+        for path, row in rows:
+            pieces = _pieces(one.episode, path)
+            values = [of_turns[p.turn][: len(p.tokens)] if p.sampled else [0.0] * len(p.tokens) for p in pieces]
+            yield replace(row, advantages=tuple(value for of_piece in values for value in of_piece))
+
+
+def _in_loss(episode: Episode, path: Sequence[int], row: Row) -> Iterator[int]:
+    """Yields the turns of a path that its row trains."""
+    start = 0
+    for piece in _pieces(episode, path):
+        end = start + len(piece.tokens)
+        if piece.sampled and any(row.mask[start:end]):
+            yield piece.turn
+        start = end
 
 
 def _branch_lengths(one: Scored) -> tuple[int, ...]:

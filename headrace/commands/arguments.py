@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended, as shells have it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the command or the option that a mistyped one is nearest to."""
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.search(r"invalid choice: '([^']*)'", message):
+            known = [name for action in self._actions for name in map(str, action.choices or ())]
+            nearest = _nearest(unknown[1], known)
+            message = f"there is no {unknown[1]}{nearest or ': it is one of ' + ', '.join(known)}"
+        super().error(message)
+
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        """Ends the program for words of a line that no option and no place of the command takes."""
+        options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if not options:
+            self.error(f"{' '.join(unknown)} is too much: see {self.prog} --help")
+        nearest = _nearest(options[0], [name for action in self._actions for name in action.option_strings])
+        self.error(f"there is no {options[0]}{nearest or f': see {self.prog} --help'}")
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Returns the question that names the nearest of the known words; empty where none is near."""
+    plain = {name.strip("-").replace("-", ""): name for name in known}
+    found = difflib.get_close_matches(word.strip("-").replace("-", "").replace("_", ""), plain, n=1, cutoff=0.6)
+    return f"; did you mean {plain[found[0]]}?" if found else ""
 
 
 def add_command(
@@ -17,7 +45,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """`summary`: a line of `headrace --help`, and with a capital letter the first of the command's own."""
     parser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-    parser.set_defaults(command=function)
+    parser.set_defaults(command=function, parser=parser)
     return parser
 
 

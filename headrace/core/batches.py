@@ -68,6 +68,9 @@ class Row(Struct, frozen=True):
     """[T] the oldest weights that computed any of the cache entries each token was sampled over; empty: those of `versions`."""
     temperature: float = 0.0
     """The temperature that it was sampled at. 0: that of its batch, in rows of earlier versions."""
+    trajectories: tuple[int, ...] = ()
+    """The trajectories that its tokens belong to, by their numbers in the group: one number for all tokens, or [T] where turns of several
+    agents lie on its path. Empty: the row is a trajectory by itself, in rows of earlier versions."""
 
 
 class Group(Struct, frozen=True):

@@ -78,8 +78,9 @@ class EngineConfig:
     """Number of engine processes, or of rollout hosts on a bus, that may die while they work on one ticket. Then the ticket is given up: its
     rollouts fail with the reason `engine_died`, and these deaths do not count for `max_deaths` (docs/cluster.md). 1 gives up all that an
     engine was working on when it died."""
-    path: Literal["auto", "kernels", "fused", "hf"] = "auto"
-    """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's own forward; auto: the
+    path: Literal["auto", "kernels", "fused", "hf", "cache"] = "auto"
+    """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's own forward over our blocks of keys and values;
+    cache: Hugging Face's own forward with its own cache, one sequence after the other (slow; docs/models.md); auto: the
     first of these that supports the model on this machine, unless another was measured to be faster."""
 
     @field_validator("kind")

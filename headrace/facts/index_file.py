@@ -15,6 +15,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -290,6 +291,7 @@ def read_digest(path: Path, run_dir: Path) -> Digest | None:
     return digest
 
 
+@cache
 def fields_of(kind: type[RunSums]) -> int:
     """Returns a checksum of the names of all fields of a class of sums, and of those that its fields have."""
     names: list[str] = []

@@ -16,7 +16,6 @@ from headrace.core.batches import Group
 from headrace.core.reports import TrainReport
 from headrace.core.types import Completion, Prompt, Scored, Struct, VersionSpan
 from headrace.durable.atomic_files import read_lines
-from headrace.durable.journal import count_steps
 from headrace.facts.facts import (
     CheckpointSaved,
     EngineSample,
@@ -233,6 +232,8 @@ class _Done(msgspec.Struct):
 def steps_done(run_dir: Path) -> int:
     """Returns the optimizer steps that the run has done: the larger of the counts in its journal and its metrics, because a kill, a loss
     of power or an edit may have removed the end of one of them. Damaged lines are skipped."""
+    from headrace.durable.journal import count_steps  # here: the process that watches a run loads no numpy
+
     counts = [count_steps(run_dir)]
     for line in read_lines(run_dir / METRICS):
         if b'"fact":"StepTrained"' in line[:80]:

@@ -10,13 +10,11 @@ from dataclasses import dataclass as plain
 from typing import Literal
 
 import msgspec
-import numpy as np
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.core.protocols import Engine, TokenListener
 from headrace.core.reports import LoadReport
-from headrace.core.sampling_masks import joined_masks, shortened_mask
 from headrace.core.steps import StepOutput
 from headrace.core.types import Completion, Request, RolloutKey, TopLogprobs, VersionSpan
 from headrace.core.weights import WeightUpdate
@@ -364,6 +362,8 @@ SWAPS = {
 
 def joined(first: Completion, second: Completion) -> Completion:
     """Joins the tokens before an interruption and after it. The KV entries of the first part were computed again."""
+    from headrace.core.sampling_masks import joined_masks  # here: settings are read without numpy
+
     count = len(first.tokens)
     spans = list(first.spans) if first.tokens else []
     for span in second.spans if second.tokens else ():
@@ -392,6 +392,8 @@ def shortened(done: Completion, count: int) -> Completion:
     if top:
         top = TopLogprobs(top.k, top.tokens[: 4 * top.k * count], top.logprobs[: 4 * top.k * count])
     if mask:
+        from headrace.core.sampling_masks import shortened_mask
+
         mask = shortened_mask(mask, count)
     if routing:
         routing = msgspec.structs.replace(
@@ -415,6 +417,8 @@ def _joined_top(first: Completion, second: Completion) -> TopLogprobs | None:
     k = max((part.top.k for part in (first, second) if part.top), default=0)
     if first.top is None and second.top is None:
         return None
+    import numpy as np
+
     tokens, logprobs = b"", b""
     for part in (first, second):
         ids, values = np.zeros((len(part.tokens), k), np.int32), np.full((len(part.tokens), k), -np.inf, np.float32)

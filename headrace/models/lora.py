@@ -137,8 +137,8 @@ def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taugh
         )
     if config.merged:
         return
-    if engine_path == "hf":
-        yield 'engine.path = hf serves no adapters; use engine.path = auto, or lora.publish = "merged"'
+    if engine_path in ("hf", "cache"):
+        yield f'engine.path = {engine_path} serves no adapters; use engine.path = auto, or lora.publish = "merged"'
     if config.experts and engine_path == "kernels":
         yield 'engine.path = kernels serves no adapters of experts; use engine.path = auto, or lora.publish = "merged"'
     if self_taught:

@@ -47,7 +47,7 @@ from headrace.settings.process_config import (
 )
 from headrace.settings.strict import LONGEST_NAME, STRICT
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
-from headrace.trainer.config import TrainConfig, parallel_problems
+from headrace.trainer.config import TrainConfig, parallel_problems, warmup_of
 from headrace.views.config import ObserveConfig, check_installed
 from headrace.weight_sync.config import Way, WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
 
@@ -383,11 +383,6 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
             "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
         )
-    if config.train.warmup_steps >= config.train.steps:
-        yield (
-            f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
-            "the full learning rate; lower train.warmup_steps"
-        )
     if config.train.minutes and config.staleness.window > 1:
         yield (
             f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "
@@ -425,12 +420,17 @@ _USUAL = {"all weights": "1e-6 to 1e-5 is usual", "an adapter": "1e-5 to 1e-4 is
 
 
 def rate_remarks(train: TrainConfig, lora: LoraConfig) -> Iterator[str]:
-    """Yields a remark on a learning rate with which models forget how to write."""
+    """Yields remarks on a learning rate with which models forget how to write, and on a warm-up that is longer than the run."""
     what, rate = ("an adapter" if lora.rank else "all weights"), train.learning_rate
     if rate > HIGHEST_RATE[what]:
         yield (
             f"train.learning_rate = {rate:g} for {what}: above {HIGHEST_RATE[what]:g} a few steps usually make a model write nonsense; "
             f"{_USUAL[what]}"
+        )
+    if train.warmup_steps > warmup_of(train):
+        yield (
+            f"train.warmup_steps = {train.warmup_steps} is longer than this run of train.steps = {train.steps}: the learning rate rises for "
+            f"{warmup_of(train)} steps instead"
         )
 
 

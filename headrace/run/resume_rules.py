@@ -198,6 +198,7 @@ RULES = (
 _VALUED = {rule.settings: rule for rule in RULES if rule.value}
 
 
+@functools.cache
 def rule_of(name: str) -> CarryRule:
     """The rule of a setting, of its contents, or of what counts for several settings."""
     plain = name.removeprefix(CONTENTS)

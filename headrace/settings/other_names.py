@@ -94,11 +94,10 @@ MEANINGS: dict[str, Meaning] = {
     "num_iterations": Meaning("TRL", "", _ONE_UPDATE),
     "ppo_epochs": Meaning("verl", "", _ONE_UPDATE),
     "ppo_mini_batch_size": Meaning("verl", "", f"{_ONE_UPDATE}, of staleness.groups_per_step groups"),
-    "entropy_coeff": Meaning(
-        "verl", "", "there is no entropy bonus; write your own loss with algo.loss = file.py:name"
-    ),
-    "gamma": Meaning("PPO", "", "a completion has one reward, which is not discounted"),
-    "lam": Meaning("PPO", "", "there is no critic"),
+    "entropy_coeff": Meaning("verl", "algo.entropy.coef"),
+    "entropy_coef": Meaning("TRL", "algo.entropy.coef"),
+    "gamma": Meaning("PPO", "algo.gamma", 'over turns, or over tokens with algo.name = "reinforce++"'),
+    "lam": Meaning("PPO", "algo.lam", "over turns, because there is no critic"),
     # the optimizer
     "lr": Meaning("several libraries", "train.learning_rate"),
     "actor_learning_rate": Meaning("OpenRLHF", "train.learning_rate"),

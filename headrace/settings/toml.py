@@ -55,8 +55,8 @@ def _other_language(path: Path, text: str) -> str:
     json_like, yaml_like = first == "{" or first.startswith('{"'), re.match(r"---|[\w.-]+:(\s|$)|- ", first)
     language = "JSON" if json_like else "YAML" if yaml_like else ""
     return language and (
-        f"{path} is {language}, and a config is TOML: write a section as [train] and a setting below it as steps = 200 (README.md "
-        "has a complete one). From Python, pass a dict of the same shape: headrace.train({...})"
+        f"{path} is {language}, and a config is TOML: write a section as [train] and a setting below it as steps = 200 (headrace "
+        "init mine.toml writes a complete one). From Python, pass a dict of the same shape: headrace.train({...})"
     )
 
 
@@ -125,6 +125,13 @@ def dump(settings: Any) -> str:
     """Returns the TOML of a dataclass tree with every setting. Settings that are None are left out: TOML has no null."""
     lines: list[str] = []
     _write_table(_plain(settings), (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def dump_changed(settings: Any) -> str:
+    """Returns the TOML of the settings of a dataclass tree that differ from their defaults, or have none."""
+    lines: list[str] = []
+    _write_table(_changed(settings), (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
@@ -305,6 +312,22 @@ def _plain(value: Any) -> Any:
 
 def _is_set(settings: Any, name: str) -> bool:
     return getattr(settings, name) is not None
+
+
+def _changed(value: Any) -> Any:
+    """Converts as `_plain` does, without the settings that have their defaults."""
+    if isinstance(value, tuple):
+        return [_changed(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return _plain(value)
+    fields: Mapping[str, Any] = getattr(type(value), "__pydantic_fields__")  # noqa: B009  # mypy knows no pydantic's dataclass here
+    given = {name: getattr(value, name) for name in fields if _is_set(value, name)}
+    changed = {
+        name: _changed(setting)
+        for name, setting in given.items()
+        if setting != fields[name].get_default(call_default_factory=True)
+    }
+    return {name: setting for name, setting in changed.items() if setting != {}}
 
 
 def _write_table(table: Tree, path: tuple[str, ...], lines: list[str]) -> None:

@@ -30,7 +30,7 @@ class TrainConfig:
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """The learning rate after the warm-up: constant, or falling to zero until `steps`, along a cosine or a straight line."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps in which the learning rate rises linearly."""
+    """Number of steps in which the learning rate rises linearly; in a run that is not longer, all steps before the last."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay, applied to matrices only. The default is 0 because RL moves weights little, and
     pulling them to zero is not wanted."""
@@ -195,14 +195,20 @@ def learning_rate(step: int, config: TrainConfig, steps: int = 0) -> float:
 
     A skipped step leaves it where it is.
     """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+    warmup = warmup_of(config, steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
     if config.schedule == "constant":
         return config.learning_rate
-    done = (step - config.warmup_steps) / max((steps or config.steps) - config.warmup_steps, 1)
+    done = (step - warmup) / max((steps or config.steps) - warmup, 1)
     if config.schedule == "linear":
         return config.learning_rate * (1 - min(done, 1.0))
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def warmup_of(config: TrainConfig, steps: int = 0) -> int:
+    """Returns the number of steps in which the rate rises: `warmup_steps`, but in a shorter run all steps before the last."""
+    return min(config.warmup_steps, (steps or config.steps) - 1)
 
 
 def drawn(config: TrainConfig, before: TrainConfig | None = None, done: int = 0) -> str:
@@ -217,7 +223,7 @@ def drawn(config: TrainConfig, before: TrainConfig | None = None, done: int = 0)
 
 def _corners(config: TrainConfig, done: int) -> Sequence[int]:
     """Returns the steps, counted from 1, at which the curve begins, bends, or goes on after `done` steps of another process."""
-    bends = {1, config.warmup_steps + 1, done, done + 1, config.steps}
+    bends = {1, warmup_of(config) + 1, done, done + 1, config.steps}
     return sorted(step for step in bends if 1 <= step <= config.steps)
 
 

@@ -30,6 +30,7 @@ from headrace.algo.advantages import (
     rae,
     raw,
     return_to_go,
+    rewards_of_turns,
     turn_advantages,
     turn_returns,
     whiten,
@@ -201,8 +202,9 @@ def test_each_turn_gets_the_return_from_it_on_and_its_tokens_that_advantage():
 
     one = Scored(episode(2), 1.75, {"won": 1.0, "form": 0.75}, turn_rewards=({"form": 0.5}, {"form": 0.25}))
     other = Scored(episode(3), 0.5, {"won": 0.0, "form": 0.5}, turn_rewards=({}, {"form": 0.5}, {}))
-    assert turn_returns(one) == [1.75, 1.25] and turn_returns(other) == [0.5, 0.5, 0.0]
-    assert turn_returns(Scored(episode(2), 1.0, {"won": 1.0})) == [1.0, 1.0], "the end alone: every turn has it"
+    of = lambda *scored: turn_returns([rewards_of_turns(one) for one in scored])  # noqa: E731
+    assert of(one, other) == [[1.75, 1.25], [0.5, 0.5, 0.0]]
+    assert of(Scored(episode(2), 1.0, {"won": 1.0})) == [[1.0, 1.0]], "the end alone: every turn has it"
     prompt = Prompt("p", "?", (1, 2))
     rows = algorithm_of(AlgoConfig("dr_grpo", credit="turn"), 8).rows(prompt, [one, other])
     assert rows[0].tokens == (10, 20, 7, 11, 21) and rows[0].advantages == (0.625, 0.625, 0.375, 0.375, 0.375)
@@ -347,7 +349,41 @@ def test_reinforce_plus_plus_returns_are_per_token_and_whitened_over_the_batch()
 def test_returns_cross_a_tool_call():
     turns = (Turn((1, 2), completion(2)), Turn((8, 9), completion(1), parents=(0,)))
     (row,) = rows_by(AlgoConfig("reinforce++"), Scored(Episode(turns), 1.0, {}))
-    assert row.mask == (True, True, False, False, True) and row.advantages == (1.0,) * 5
+    assert row.mask == (True, True, False, False, True) and row.advantages == (1.0, 1.0, 0.0, 0.0, 1.0)
+
+
+def test_rewards_of_turns_are_discounted_by_every_sampled_token_in_whatever_rows_they_lie():
+    """Two turns with rewards, and one at the end; on one path, and after a rewritten history on two."""
+    for parents in ((0,), ()):
+        turns = (Turn((1, 2), completion(2)), Turn((8, 9) if parents else (1, 2, 8), completion(3), parents=parents))
+        one = Scored(Episode(turns), 1.75, {}, turn_rewards=({"form": 0.5}, {"form": 0.25}))
+        rows = rows_by(AlgoConfig("reinforce++", gamma=0.5), one)
+        sampled = [a for row in rows for a, mask in zip(row.advantages, row.mask, strict=True) if mask]
+        last = 0.25 + 1.0  # what the second turn got, and the end
+        expected = [0.5**4 * last + 0.5 * 0.5, 0.5**3 * last + 0.5, 0.5**2 * last, 0.5 * last, last]
+        assert sampled == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 1.0), (1.0, 0.0), (0.9, 0.7)])
+def test_returns_of_turns_less_the_groups_means_are_gae(gamma, lam):
+    """GAE's sum over the definition of δ (arXiv 1506.02438, eq. 16), with the group's mean return at a turn as the value."""
+    rewards = [[0.5, 0.0, 1.0], [0.0, 0.25], [0.0, 0.0, 0.0, 2.0]]
+    plain = [[sum(gamma**k * r for k, r in enumerate(own[i:])) for i in range(len(own))] for own in rewards]
+    value = [np.mean([own[i] for own in plain if i < len(own)]) for i in range(4)]
+    for own, found in zip(rewards, turn_returns(rewards, gamma, lam), strict=True):
+        after = [*value[1 : len(own)], 0.0]
+        delta = [r + gamma * v - value[i] for i, (r, v) in enumerate(zip(own, after, strict=True))]
+        gae_ = [sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(own))) for i in range(len(own))]
+        assert [g - value[i] for i, g in enumerate(found)] == pytest.approx(gae_)
+
+
+def test_turns_of_an_environment_are_discounted_through_the_settings():
+    turns = (Turn((1, 2), completion(2)), Turn((8,), completion(1), parents=(0,)))
+    scored_ = [Scored(Episode(turns), reward, {}) for reward in (1.0, 0.0)]
+    rows = rows_by(AlgoConfig("dr_grpo", credit="turn", gamma=0.5), *scored_)
+    assert rows[0].advantages == pytest.approx((0.25, 0.25, 0.5, 0.5))
+    rows = rows_by(AlgoConfig("dr_grpo", credit="turn", lam=0.0), *scored_)
+    assert rows[0].advantages == pytest.approx((0.0, 0.0, 0.5, 0.5)), "the first turns are followed by the same mean"
 
 
 def test_overlong_completions_take_the_reward_at_their_last_token_in_the_loss():

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.config import AlgoConfig, caveats
-from headrace.algo.objective import AGGREGATIONS, objective_of, selection_of
+from headrace.algo.objective import AGGREGATIONS, objective_of, reach_of
 from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.user import UserLoss
 from headrace.algo.recipes import KL, LOSSES, RECIPES, Correction, Recipe
@@ -35,7 +35,7 @@ def test_every_recipe_names_functions_that_exist():
 def test_every_recipe_is_a_valid_algorithm(name):
     algo = AlgoConfig(name)
     assert algo.recipe == RECIPES[name] and callable(objective_of(algo))
-    assert (selection_of(algo) is not None) == (RECIPES[name].select.kind != "none")
+    assert reach_of(algo) == "step" or RECIPES[name].select.kind == "none"
 
 
 def test_constants_are_those_of_the_papers():
@@ -49,6 +49,7 @@ def test_constants_are_those_of_the_papers():
         "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},
         "cispo": {"clip_low": 1.0, "clip_high": 4.0},
         "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
+        "m2po": {"clip_low": 0.3, "clip_high": 0.5, "tau": 0.04},
         "sapo": {"tau": 1.0, "tau_negative": 1.05},
         "kimi": {"tau": 0.1},
         **{name: {"cap": 2.0} for name in ("reinforce", "opd", "opd_topk")},
@@ -61,8 +62,8 @@ def test_constants_are_those_of_the_papers():
         "ipo_pairs": {"pair_beta": 0.1},
         "simpo": {"pair_beta": 2.0, "pair_margin": 1.0},
     }
-    assert (of["m2po"].select.kind, of["m2po"].select.tau) == ("m2po", 0.04)
-    assert [(of[name].select.kind, of[name].select.fraction) for name in ("clip_cov", "kl_cov")] == [
+    assert (of["second_moment"].select.kind, of["second_moment"].select.tau) == ("second_moment", 0.04)
+    assert [(of[name].select.kind, of[name].select.share) for name in ("clip_cov", "kl_cov")] == [
         ("clip_cov", 2e-4),
         ("kl_cov", 2e-4),
     ]
@@ -236,8 +237,12 @@ def test_bad_settings_are_refused(wrong):
         ({"name": "opd_topk", "lag": {"kind": "exponential"}}, "algo.lag is about the policy loss"),
         ({"name": "opd_topk", "correction": {"veto": 1e-4}}, "algo.correction is about the policy loss"),
         ({"name": "opd_topk", "cap": 3.0}, "algo.cap is about the policy loss"),
-        ({"select": {"tau": 0.1}}, "needs algo.select.kind = m2po"),
-        ({"name": "m2po", "select": {"fraction": 0.1}}, "clip_cov or kl_cov"),
+        ({"select": {"tau": 0.1}}, "needs algo.select.kind = second_moment"),
+        ({"name": "second_moment", "select": {"fraction": 0.1}}, "clip_cov, kl_cov or entropy"),
+        ({"entropy": {"coef": 0.1, "change": 0.1}}, "needs algo.entropy.target"),
+        ({"name": "dpo", "entropy": {"coef": 0.1}}, "algo.entropy weighs single tokens"),
+        ({"gamma": 0.9}, 'set algo.credit = "turn", or algo.name = "reinforce++"'),
+        ({"name": "reinforce++", "lam": 0.9}, 'set algo.credit = "turn", or remove algo.lam'),
         ({"loss": "kl_cov"}, "belong together"),
         ({"select": {"kind": "clip_cov"}, "distill": {"kind": "sampled"}}, "remove one of them"),
         ({"kl": {"coef": 0.1, "estimator": "k1"}}, "expected gradient of zero on policy"),
@@ -258,6 +263,20 @@ def test_bad_pairs_are_refused_with_the_remedy(given, words):
     with pytest.raises(ValidationError) as refused:
         AlgoConfig(**given)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "followed",
+    [
+        {"gamma": 0.9, "credit": "turn"},
+        {"gamma": 0.9, "name": "reinforce++"},
+        {"lam": 0.9, "credit": "turn"},
+        {"entropy": {"change": 0.1, "target": 0.3}},
+        {"select": {"kind": "entropy", "fraction": 0.1}},
+    ],
+)
+def test_remedies_can_be_followed(followed):
+    assert AlgoConfig(**followed).recipe
 
 
 def test_k1_is_offered_in_the_reward():

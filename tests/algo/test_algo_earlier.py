@@ -32,7 +32,7 @@ THEN = {
 """Rows of the table as it was."""
 
 
-NEW = ("denominator", "extract_truncated")
+NEW = ("denominator", "extract_truncated", "gamma", "lam")
 """Settings that they lack."""
 
 
@@ -92,3 +92,13 @@ def test_adapters_of_a_run_of_then(tmp_path):
     )
     adapters = read_config(path).adapters
     assert adapters[0].algo == {"name": "dppo_tv_quadratic"} and not adapters[1].algo
+
+
+def test_m2po_was_another_rule(tmp_path):
+    """Until 2026-11-29 it masked the largest log ratios of all tokens; a run of then is done again with that."""
+    lines = dump_config(load_config(MINIMAL, ["algo.name=m2po"])).splitlines()
+    path = tmp_path / "then.toml"
+    path.write_text("\n".join(line for line in lines if not line.startswith(("gamma = ", "lam = "))))
+    assert read_config(path).algo.recipe == RECIPES["second_moment"]
+    (tmp_path / "now.toml").write_text("\n".join(lines))
+    assert read_config(tmp_path / "now.toml").algo.recipe == RECIPES["m2po"]

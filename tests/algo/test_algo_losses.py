@@ -16,7 +16,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from headrace.algo.policy.clipped import GMPO, GSPO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
@@ -140,6 +140,16 @@ def ref_gmpo(lp, sg, old, adv, seq, c):
     return [-a * p ** (1 / len(members(seq, t))) for t, (a, p) in enumerate(zip(adv, products, strict=True))]
 
 
+def ref_m2po(lp, sg, old, adv, seq, c):
+    """The largest of the harmful distances, or 0, whose cap keeps their mean square below τ; by trying all of them."""
+    gaps = [s - o for s, o, a in zip(sg, old, adv, strict=True) if (s > o and a > 0) or (s < o and a < 0)]
+    mean = lambda cap: np.mean([min(gap**2, cap**2) for gap in gaps]) if gaps else 0.0  # noqa: E731
+    tried = [0.0, *map(abs, gaps)]
+    bound = 100.0 if mean(100.0) <= c["tau"] else max(cap for cap in tried if mean(cap) < c["tau"])
+    low, high = min(math.exp(-bound), 1 - c["clip_low"]), max(math.exp(bound), 1 + c["clip_high"])
+    return [ppo(x, o, a, 1 - low, high - 1) for x, o, a in zip(lp, old, adv, strict=True)]
+
+
 def ref_ce(lp, sg, old, adv, seq, c):
     return [-a * x for x, a in zip(lp, adv, strict=True)]
 
@@ -167,6 +177,7 @@ CASES: list[tuple[Loss, Callable[..., list[float]]]] = [  # constants such that 
     (Kimi(tau=0.3), ref_kimi),
     (TOPR(), ref_topr),
     (TOPRToken(), ref_topr_token),
+    (M2PO(tau=1e-4, clip_low=0.2, clip_high=0.25), ref_m2po),
     (GMPO(clip_low=0.2, clip_high=0.3), ref_gmpo),
     (KLCov(penalty=0.7), ref_kl_cov),
     (CrossEntropy(), ref_ce),
@@ -324,3 +335,47 @@ def test_two_losses_with_one_constant_agree_on_its_bounds():
 
     with pytest.raises(AssertionError, match="one setting has one type"):
         settings_of([Kimi, Other], before="correction")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_m2po_against_the_authors_rule(seed):
+    """The token that gives the bound lies on it, where differences of the formula have no derivative: it is clipped."""
+    lp, old, adv = numbers(seed)
+    loss = M2PO(tau=0.03, clip_low=0.01, clip_high=0.01)
+    moving = torch.tensor(lp, requires_grad=True)
+    out = run(loss, moving, old, adv)
+    expected = np.array(ref_m2po(lp, lp, old, adv, SEQUENCE, loss.constants()))
+    np.testing.assert_allclose(out.loss.detach(), expected, rtol=1e-9)
+    free = -adv * np.exp(lp - old)
+    stopped = ~np.isclose(expected, free, rtol=1e-6)
+    (grad,) = torch.autograd.grad(out.loss.sum(), moving)
+    clipped = out.clipped.numpy()
+    assert (clipped | ~stopped).all()
+    assert clipped.sum() == stopped.sum() + stopped.any()  # and the one that gives the bound
+    np.testing.assert_allclose(grad, np.where(clipped, 0.0, free))
+
+
+def m2po_bounds(gaps: Array, advantage: Array, tau: float = 0.04) -> list[bool]:
+    """Which tokens M2PO clips, with its own least bounds."""
+    old = np.full(len(gaps), -2.0)
+    lp = torch.tensor(old + gaps, requires_grad=True)
+    given = torch.tensor(old), torch.tensor(advantage), torch.arange(len(gaps)), torch.zeros(len(gaps))
+    return M2PO(tau=tau)(Tokens(lp, *given), torch.tensor(old)).clipped.tolist()
+
+
+def test_m2po_counts_harmful_tokens_alone_and_gives_a_good_token_back_its_gradient():
+    """The ratio of the last token is e^-3, and its advantage is positive: it is lost, and must be learned again."""
+    gaps, advantage = np.array([0.6, 0.1, -0.2, -3.0]), np.array([1.0, 1.0, -1.0, 1.0])
+    assert m2po_bounds(gaps, advantage) == [True, False, False, False]
+    assert m2po_bounds(gaps, advantage, tau=0.2) == [False] * 4  # (0.36 + 0.01 + 0.04) / 3
+
+
+def test_m2po_is_never_tighter_than_its_least_bounds():
+    gaps, advantage = np.array([0.40, 0.41, -0.35, -0.36, 3.0]), np.array([1.0, 1.0, -1.0, -1.0, 1.0])
+    assert m2po_bounds(gaps, advantage, tau=1e-6) == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]  # log 1.5 = 0.405, log 0.7 = -0.357

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,20 +24,23 @@ from headrace.algo.objective import (
     importance_weight,
     kl_estimate,
     kl_loss,
-    m2po,
     objective_of,
     old_of,
-    selection_of,
+    reach_of,
+    second_moment,
     seq_mean_token_mean,
     seq_mean_token_sum,
     token_mean,
     token_sum,
     top_divergence,
 )
+from headrace.algo.policy.region import KLCov
 from headrace.algo.policy.tokens import Tokens, TopTokens
 from headrace.algo.recipes import RECIPES, Distill
 from headrace.algo.rules import larger_binary_kl
 from headrace.core.errors import ConfigError
+from headrace.trainer.placement.port import Single
+from headrace.trainer.step.whole_step import parts_of
 
 SEQUENCE = np.array([0, 0, 0, 1, 2, 2, 2, 2])
 
@@ -76,8 +80,6 @@ def test_on_policy_every_recipe_is_the_policy_gradient(name):
     lp = torch.tensor(data(0)[0], requires_grad=True)
     advantage = torch.tensor([1.0, -0.5, 2.0]).double()[sequence]
     tokens = Tokens(lp, lp.detach(), advantage, sequence, torch.zeros(len(SEQUENCE)))
-    if selection := selection_of(algo):
-        tokens = tokens._replace(keep=selection(lp.detach(), tokens.sampled, advantage))
     result = objective_of(algo)(tokens)
     np.testing.assert_allclose(gradient(result.loss, lp), -advantage, rtol=1e-9)
     assert not result.clipped.any() and not any(mask.any() for mask in result.masked.values())
@@ -300,9 +302,11 @@ def test_in_the_reward_only_the_log_ratio_leads_to_the_reference(start):
 def test_the_pull_of_a_penalty_does_not_end_beyond_the_bound_of_the_log_ratio(loss):
     lp = torch.tensor([-40.0, 40.0]).double().requires_grad_()
     tokens = Tokens(lp, torch.zeros(2).double(), torch.zeros(2).double(), torch.arange(2), torch.zeros(2))
-    tokens = tokens._replace(keep=torch.zeros(2, dtype=torch.bool))
-    select = {"kind": "kl_cov"} if loss == "kl_cov" else {}
-    grad = gradient(objective_of(AlgoConfig(loss=loss, select=select))(tokens).loss, lp)
+    if loss == "kl_cov":
+        result = KLCov()(tokens._replace(keep=torch.zeros(2, dtype=torch.bool)), tokens.sampled)
+    else:
+        result = objective_of(AlgoConfig(loss=loss))(tokens)
+    grad = gradient(result.loss, lp)
     assert grad[0] < 0 < grad[1]
 
 
@@ -456,7 +460,7 @@ def test_kept_is_the_loss_of_what_is_left(aggregation):
     weights = AGGREGATIONS[aggregation]([3, 1, 4], algo.length_constant)
     weight = torch.tensor(weights).double()[tokens.sequence]
     kept = KeptCounts(algo.recipe.aggregation)
-    found = (result.loss * weight * kept.within_rows(tokens.sequence, result.rejected)).sum() * kept.factor
+    found = (result.loss * weight * kept.within_sequences(tokens.sequence, result.rejected)).sum() * kept.factor
     losses = objective_of(grpo(kl={"coef": 0.3}))(tokens).loss.detach().numpy()
     assert found.item() == pytest.approx(kept_by_hand(losses, rejected, aggregation), rel=1e-6)
 
@@ -471,23 +475,23 @@ def test_all_keeps_the_divergence_of_what_is_rejected_and_its_place_in_the_denom
 def test_a_step_of_which_nothing_is_kept_divides_by_nothing():
     for aggregation in AGGREGATIONS:
         kept = KeptCounts(aggregation)  # type: ignore[arg-type]
-        assert kept.within_rows(torch.tensor(SEQUENCE), torch.ones(8, dtype=torch.bool)).isfinite().all()
+        assert kept.within_sequences(torch.tensor(SEQUENCE), torch.ones(8, dtype=torch.bool)).isfinite().all()
         assert math.isfinite(kept.factor)
 
 
 # -- selections over the whole step ------------------------------------------------------------------------------------------
 
 
-def test_m2po_takes_the_largest_until_the_rest_is_calm():
+def test_the_second_moment_takes_the_largest_until_the_rest_is_calm():
     rng = np.random.default_rng(0)
     gap = rng.normal(0, 0.4, 200)
-    keep = m2po(torch.tensor(gap), torch.zeros(200).double(), 0.04).numpy()
+    keep = second_moment(torch.tensor(gap), torch.zeros(200).double(), 0.04).numpy()
     assert (gap[keep] ** 2).mean() < 0.04 and keep.any()
     back = keep.copy()  # one more of them, the smallest of those taken out, would be one too many
     back[np.flatnonzero(~keep)[(gap[~keep] ** 2).argmin()]] = True
     assert (gap[back] ** 2).mean() >= 0.04
     assert (gap[~keep] ** 2).min() >= (gap[keep] ** 2).max()
-    assert m2po(torch.zeros(3), torch.zeros(3), 0.04).all()
+    assert second_moment(torch.zeros(3), torch.zeros(3), 0.04).all()
 
 
 def test_covariance_takes_the_share_of_tokens_that_drive_entropy_down():
@@ -499,11 +503,11 @@ def test_covariance_takes_the_share_of_tokens_that_drive_entropy_down():
     assert (~covariance(torch.tensor(lp), torch.tensor(lp), torch.tensor(advantage), 2e-4)).sum() == 1  # at least one
 
 
-@pytest.mark.parametrize("name", ["m2po", "clip_cov"])
+@pytest.mark.parametrize("name", ["second_moment", "clip_cov"])
 def test_what_is_not_kept_has_no_policy_loss(name):
-    keep = torch.tensor(SEQUENCE % 2 == 0)
-    result = objective_of(AlgoConfig(name))(tokens_of(keep=keep))
-    assert torch.equal(result.masked[name], ~keep) and torch.equal(result.loss == 0, ~keep)
+    result = objective_of(AlgoConfig(name))(tokens_of())
+    taken = result.masked[name]
+    assert taken.any() and not taken.all() and torch.equal(result.loss == 0, taken)
 
 
 # -- a user's own loss ---------------------------------------------------------------------------------------------------------
@@ -613,29 +617,35 @@ class Step:
         algo = algo.with_length(9)
         model = self.model.clone().requires_grad_()
         weights = AGGREGATIONS[algo.recipe.aggregation](self.counts, algo.length_constant)
-        objective, keeps = objective_of(algo), self._keeps(algo, splits)
-        for rows, keep in zip(splits, keeps, strict=True):
-            tokens = self.tokens(rows, model)._replace(keep=keep)
-            weight = torch.cat([torch.full((self.counts[i],), weights[i], dtype=torch.float64) for i in rows])
-            (objective(tokens).loss * weight).sum().backward()
+        objective, at_once = objective_of(algo), reach_of(algo) == "step"
+        parts = [self.tokens(rows, model) for rows in splits]
+        given = [
+            torch.cat([torch.full((self.counts[i],), weights[i], dtype=torch.float64) for i in rows]) for rows in splits
+        ]
+        if at_once:
+            found, _ = parts_of(objective, *self.packs(splits, parts, given), placement=Single(), kept=None, top=2)
+            losses = [part.of(tokens).loss for part, tokens in zip(found, parts, strict=True)]
+        else:
+            losses = [objective(tokens).loss for tokens in parts]
+        sum((loss * weight).sum() for loss, weight in zip(losses, given, strict=True)).backward()
         assert model.grad is not None
         return model.grad.numpy()
 
-    def _keeps(self, algo: AlgoConfig, splits: Sequence[Sequence[int]]) -> Sequence[Tensor | None]:
-        selection = selection_of(algo)
-        if selection is None:
-            return [None] * len(splits)
-        order = [row for rows in splits for row in rows]
-        tokens = self.tokens(order, self.model)
-        keep = selection(tokens.logprob, tokens.sampled, tokens.advantage)
-        return keep.split([sum(self.counts[i] for i in rows) for rows in splits])
+    def packs(self, splits: Sequence[Sequence[int]], parts: Sequence[Tokens], weights: Sequence[Tensor]) -> Any:
+        """Packs with the columns that `parts_of` reads, and their tokens."""
+        rows = [torch.cat([torch.full((self.counts[i],), i) for i in rows]) for rows in splits]
+        packs = [
+            SimpleNamespace(trajectory=row, weight=weight, target=row)
+            for row, weight in zip(rows, weights, strict=True)
+        ]
+        return packs, parts
 
 
 ALGORITHMS = [
     *(AlgoConfig(name) for name in sorted(OF_TOKENS)),
     AlgoConfig("grpo", kl={"coef": 0.1, "unbiased": True}, correction={"veto": 0.5, "opsm": 0.01, "kpop": 0.1}),
     AlgoConfig("gspo", lag={"kind": "exponential"}, aggregation="token_sum"),
-    AlgoConfig("m2po", select={"tau": 0.01}, lag={"kind": "trim", "maximum": 1}, distill={"kind": "jsd"}),
+    AlgoConfig("second_moment", select={"tau": 0.01}, lag={"kind": "trim", "maximum": 1}, distill={"kind": "jsd"}),
     AlgoConfig("clip_cov", select={"fraction": 0.3}, aggregation="seq_mean_token_mean"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from msgspec.structs import replace
 from headrace.algo import recipes
 from headrace.algo.config import AlgoConfig
 from headrace.algo.policy.pairs import DPO, IdentityPreference, PairLoss, SimPO
+from headrace.algo.policy.tokens import Tokens
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.step.gradient import StepPairs, _marks, pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
+from headrace.trainer.step.whole_step import numbers_of, pairs_of
 from support.trainer_calls import V, model_dir, near  # noqa: F401
 
 Array = np.ndarray
@@ -65,25 +67,34 @@ def test_the_slope_of_every_token_is_the_derivative_of_the_mean_over_pairs(loss)
         every = [by_formula(loss, of(logprob, c), of(logprob, r), of(reference, c), of(reference, r)) for c, r in pairs]
         return float(np.mean(every))
 
-    chosen, rejected = torch.tensor(pairs).T
-    step = StepPairs(torch.tensor([0, 1, 2, 2, 3]), chosen, rejected)
-    columns = torch.tensor(logprob), torch.tensor(row)
-    marks, numbers = _marks(loss, step, *columns, torch.tensor(reference) if loss.needs_reference else None)
+    tokens = tokens_of(logprob, rollouts, reference, pairs)
+    result = loss(tokens, tokens.sampled)
+    (slope,) = torch.autograd.grad(result.loss.sum(), tokens.logprob)
     expected = [(value(logprob + e) - value(logprob - e)) / 2e-6 for e in 1e-6 * np.eye(len(row))]
-    np.testing.assert_allclose(marks.slope, expected, rtol=1e-6, atol=1e-9)
-    assert float(marks.share.sum()) == pytest.approx(value(logprob))
+    np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-9)
+    assert result.loss.detach().sum().item() == pytest.approx(value(logprob))
+    numbers = numbers_of(loss, tokens)
     assert numbers.pairs == 4 and 0 <= numbers.agreed <= 1
 
 
+def tokens_of(logprob: Array, rollouts: Array, reference: Array | None, pairs: Sequence[tuple[int, int]]) -> Tokens:
+    given = torch.tensor(logprob).double().requires_grad_()
+    none = torch.zeros(len(logprob)).double()
+    chosen, rejected = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+    referred = None if reference is None else torch.tensor(reference)
+    return Tokens(given, none, none, torch.tensor(rollouts), none, reference=referred, pairs=(chosen, rejected))
+
+
 def test_a_rollout_without_tokens_takes_its_pairs_out_of_the_mean():
-    step = StepPairs(torch.tensor([0, 1, 2]), torch.tensor([0, 0]), torch.tensor([1, 2]))
-    logprob, row = torch.tensor([-1.0, -2.0]).double(), torch.tensor([0, 1])  # nothing of rollout 2
-    marks, numbers = _marks(SimPO(), step, logprob, row, None)
-    alone = StepPairs(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1]))
-    assert numbers.pairs == 1
-    torch.testing.assert_close(marks.slope, _marks(SimPO(), alone, logprob, row, None)[0].slope)
-    nothing, none = _marks(SimPO(), step, logprob[:1], row[:1], None)
-    assert none.pairs == 0 and not nothing.slope.any()
+    logprob, rollouts = np.array([-1.0, -2.0]), np.array([0, 1])  # nothing of rollout 2
+    slopes = []
+    for pairs in (((0, 1), (0, 2)), ((0, 1),)):
+        tokens = tokens_of(logprob, rollouts, None, pairs)
+        assert numbers_of(SimPO(), tokens).pairs == 1
+        slopes += torch.autograd.grad(SimPO()(tokens, tokens.sampled).loss.sum(), tokens.logprob)
+    torch.testing.assert_close(*slopes)
+    nothing = tokens_of(logprob[:1], rollouts[:1], None, ((0, 1),))
+    assert numbers_of(SimPO(), nothing).pairs == 0 and not SimPO()(nothing, nothing.sampled).loss.any()
 
 
 # -- through the trainer -----------------------------------------------------------------------------------------------------
@@ -276,7 +287,7 @@ def test_other_algorithms_have_no_pairs():
         ({"name": "simpo", "correction": {"mode": "truncate"}}, "algo.correction"),
         ({"name": "simpo", "correction": {"opsm": 0.1}}, "algo.correction"),
         ({"name": "dpo", "lag": {"kind": "exponential"}}, "algo.lag"),
-        ({"name": "dpo", "select": {"kind": "m2po"}}, "algo.select"),
+        ({"name": "dpo", "select": {"kind": "second_moment"}}, "algo.select"),
         ({"name": "dpo", "distill": {"kind": "sampled"}}, "algo.distill"),
         ({"name": "dpo", "old": "trainer"}, "algo.old"),
         ({"name": "dpo", "credit": "turn"}, "algo.credit"),

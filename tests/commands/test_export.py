@@ -181,3 +181,22 @@ def test_the_picture_is_a_png_of_the_curve() -> None:
 def test_a_picture_of_nothing_and_of_gaps_is_drawn_too() -> None:
     assert pixels(curve_picture([])).shape == (HEIGHT, WIDTH, 3)
     assert (pixels(curve_picture([(1, 0.5), (2, math.nan), (3, 0.7)])) == LINE).all(-1).any()
+
+
+def test_a_script_of_trl_uploads_what_it_trained(
+    run: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.compat.trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(
+        str(tmp_path / "out"), hub_model_id="org/sums", hub_private_repo=True, hub_token=TOKEN, push_to_hub=True
+    )
+    rows = [{"prompt": "1 + 1?"}]
+    trainer = GRPOTrainer(model=str(tiny_llama), reward_funcs=len, args=args, train_dataset=rows)
+    trainer.run = run
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    with fake_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        assert trainer.push_to_hub("the end", dataset_name="sums").startswith(f"{hub.address}/org/sums/commit/")
+        assert hub.private == {"org/sums": True} and hub.messages[-1] == "the end"
+        assert {"model.safetensors", "README.md"} <= set(hub.files["org/sums"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.request_book import scoring
 from headrace.testing.makers import request
 from support.fake_engine_model import ADAPTERS, POISON, CoreDriver, Reported, prompt
+from support.fake_own_cache import FakeOwnCache
 
 PROMPTS = [
     prompt(length, seed) for length, seed in ((1, 0), (5, 1), (31, 2), (32, 3), (33, 4), (50, 5), (64, 6), (70, 7))
@@ -33,8 +35,10 @@ class Chaos:
         "hold": 2, "resume": 3, "abort": 1,
     }  # fmt: skip
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, runner: Any = None) -> None:
+        """`runner`: the one to try, which serves no adapters and no exactness; None: the fake one, which serves everything."""
         self.rng = rng = random.Random(seed)
+        self.adapters = () if runner else ADAPTERS
         self.swap_policy = rng.choice(["keep", "recompute"])
         self.tight = rng.random() < 0.5
         """Short prompts, long completions, few blocks: those that run push each other out."""
@@ -44,10 +48,11 @@ class Chaos:
             max_running=rng.randint(1, 6),
             prefill_chunk=rng.choice([5, 16, 64]),
             swap=self.swap_policy,
-            exact=rng.random() < 0.3,
-            max_adapters=len(ADAPTERS),
+            exact=rng.random() < 0.3 and not runner,
+            max_adapters=len(self.adapters),
+            runner=runner,
         )
-        for name in ADAPTERS:
+        for name in self.adapters:
             self.driver.swap_adapter(name)
         if self.tight:  # completions that turn out to be short make admission generous
             short = Sampling(max_tokens=120)
@@ -99,7 +104,10 @@ class Chaos:
                 self.driver.step()
 
     def add(self) -> None:
-        text, adapter = self.rng.choice(PROMPTS[:3] if self.tight else PROMPTS), self.rng.choice(["", "", *ADAPTERS])
+        text, adapter = (
+            self.rng.choice(PROMPTS[:3] if self.tight else PROMPTS),
+            self.rng.choice(["", "", *self.adapters]),
+        )
         priority = self.rng.randint(0, 2)
         for _ in range(self.rng.choice([1, 2, 5])):
             name = self.name()
@@ -162,7 +170,8 @@ class Chaos:
             self.driver.stream(self.part)
 
     def swap_adapter(self) -> None:
-        self.driver.swap_adapter(self.rng.choice(ADAPTERS))
+        if self.adapters:
+            self.driver.swap_adapter(self.rng.choice(self.adapters))
 
     def hold(self) -> None:
         self.rng.choice([self.driver.engine.pause, self.driver.engine.drain])()
@@ -224,6 +233,14 @@ def test_whatever_happens_each_request_samples_what_it_would_alone(seed: int) ->
     Chaos(seed).run(60)
 
 
+@pytest.mark.parametrize(("recurrent", "memory"), [(False, 3000), (True, None), (True, 3000)])
+@settings(max_examples=2, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_happens_a_models_own_cache_samples_so_too(recurrent: bool, memory: int | None, seed: int) -> None:
+    """What spans say of the cache is true then as well, though states are lost and computed again."""
+    Chaos(seed, FakeOwnCache(recurrent, memory)).run(40)
+
+
 def test_the_chaos_reaches_what_it_is_for() -> None:
     happened: Counter[str] = Counter()
     for seed in (300, 312, 320):
@@ -245,8 +262,10 @@ def test_a_block_that_holds_what_it_should_not_is_noticed() -> None:
 class Interruptions:
     """Pause, abort, load, issue again, resume, in whatever order: requests that are interrupted go on from their prefix."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, runner: Any = None) -> None:
+        """`runner`: the one to try, which serves no adapters and no exactness; None: the fake one, which serves everything."""
         self.rng = rng = random.Random(seed)
+        self.adapters = () if runner else ADAPTERS
         self.driver = CoreDriver(
             blocks=rng.choice([5, 12, 40]),
             max_running=rng.randint(1, 4),

@@ -22,7 +22,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.kernels.runner import KernelRunner, Packer, gate_up_order, padded, serves
+from headrace.engine.native.kernels.runner import KernelRunner, Packer, gate_up_order, padded, refusal
 from headrace.engine.native.runners.layers import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampler import Settings, draw, sample, uniforms
@@ -415,9 +415,9 @@ def test_gates_and_ups_alternate_by_sixteen():
 
 
 def test_only_what_it_can_compute_is_served():
-    assert serves(read(saved("qwen3"), BF16, CPU), BF16, CPU)
-    assert serves(read(saved("qwen3"), torch.float32, CPU), torch.float32, CPU)
-    assert not serves(read(saved("qwen3"), torch.float16, CPU), torch.float16, CPU)
+    assert not refusal(read(saved("qwen3"), BF16, CPU), BF16, CPU)
+    assert not refusal(read(saved("qwen3"), torch.float32, CPU), torch.float32, CPU)
+    assert "not torch.float16" in refusal(read(saved("qwen3"), torch.float16, CPU), torch.float16, CPU)
 
 
 def test_without_a_compiler_the_engine_runs_in_pytorch(tmp_path):

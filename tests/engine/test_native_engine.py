@@ -723,16 +723,24 @@ def test_a_model_without_tokenizer_serves_all_but_stop_strings(tmp_path):
     [
         ("gemma2", {"head_dim": 8}, "softcap"),
         ("gpt_oss", {"head_dim": 8, "num_local_experts": 8}, "attention sinks"),
-        ("mamba", {}, "cannot be served"),
-        ("qwen3_next", {"head_dim": 8, "num_hidden_layers": 4}, "cannot be served"),
-        ("bloom", {"n_head": 4}, "cannot be served"),
-        ("t5", {"d_model": 32}, "encoder-decoder"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "cannot be served"),
+        ("bloom", {"n_head": 4}, "_supports_attention_backend"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "a dry run of its forward pass over our blocks failed",
+        ),
     ],
 )
-def test_models_whose_attention_cannot_be_had_over_our_cache_are_refused(name, changes, reason, tmp_path):
+def test_attention_that_cannot_be_had_over_our_blocks_is_left_to_the_models_own_cache(name, changes, reason, tmp_path):
     AutoConfig.for_model(name, **{**SMALL, **changes}).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=reason):
+    assert make_engine(tmp_path, live=False).capabilities.path == f"own cache {name}"
+    with pytest.raises(ConfigError, match=f'engine.path = "hf" does not serve {name} here: .*{reason}.*use "auto"'):
+        make_engine(tmp_path, live=False, path="hf")
+
+
+def test_an_encoder_decoder_is_refused_by_that_name(tmp_path):
+    AutoConfig.for_model("t5", **{**SMALL, "d_model": 32}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="encoder-decoder"):
         make_engine(tmp_path, live=False)
 
 

@@ -212,7 +212,6 @@ PAIRS = [
         "algo.name=reinforce",
     ),
     sets("nothing to compare", "use at least 2 (8 is usual)", "rollout.group_size=1"),
-    sets("warm to the end", "lower train.warmup_steps", "train.steps=5", "train.warmup_steps=5"),
     sets("no room for a prompt", "leaves no room for a prompt", "rollout.max_tokens=128"),
     sets("more held out than there is", "raise task.held_out or lower eval.prompts", "eval.prompts=5"),
     sets("cores that are not there", "which this process may not use", "engine.cores=[4096]"),

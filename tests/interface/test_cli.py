@@ -15,6 +15,7 @@ from headrace import cli
 from headrace.commands.finding import run_directory
 from headrace.commands.installed import doctor
 from headrace.core.errors import CheckpointError, ConfigError, TrainingError, WorkerDied
+from headrace.run.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,13 +97,34 @@ def test_bad_input_is_code_2_and_a_sentence(config, capsys, arguments, words):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["export"], ["eval", "x.toml", "--prompts", "0"], ["train", "--nmae", "x"]]
+    "arguments", [["fly"], ["export"], ["eval", "x.toml", "--prompts", "0"], ["train", "--nmae", "x"]]
 )
 def test_wrong_arguments_are_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("usage: headrace")
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [("trian", "train"), ("train x.toml --dryrun", "--dry-run"), ("ls --jsn", "--json"), ("completion fsh", "fish")],
+)
+def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(line, meant, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(line.split())
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_the_bare_command_lists_every_command_by_what_it_is_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([]) == 0
+    listed = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["frobnicate"])
+    known = capsys.readouterr().err.partition("it is one of ")[2].strip().split(", ")
+    assert sorted(known) == sorted(name for names in cli.GROUPS.values() for name in names)
+    assert all(f"\n  {name} " in listed for name in known) and max(map(len, listed.splitlines())) <= 80
 
 
 def test_teachers_are_enough_to_learn_from_and_several_adapters_are_evaluated_one_by_one(config, tiny_llama, capsys):
@@ -143,12 +165,19 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"headrace {headrace.__version__}\n"
 
 
-def test_dry_run_prints_a_config_that_loads_and_what_runs_where(config, tmp_path):
-    command = [sys.executable, "-m", "headrace", "train", str(config), "--set", "train.steps=7", "--dry-run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "[staleness]" in done.stdout and "steps = 7" in done.stdout
-    assert re.search(r"engine.*\n(.*\n)*.*trainer", done.stdout), done.stdout
+@pytest.mark.parametrize("flags", [[], ["--settings"]])
+def test_dry_run_begins_with_the_line_that_starts_it_and_prints_settings_that_load(config, tmp_path, capsys, flags):
+    sets = ["--set", "train.steps=7"]
+    assert cli.main(["train", str(config), *sets, "--dry-run", *flags]) == 0
+    out = capsys.readouterr().out
+    verdict, line = out.splitlines()[:2]
+    assert verdict == "Ready: start it with" and line.split() == ["headrace", "train", str(config), *sets]
+    assert re.search(r"engine.*\n(.*\n)*.*trainer", out), out
+    settings = re.search(r"\nSettings.*\n\n((?:.*\n)+?)\nFiles", out)[1]
+    assert ("[staleness]" in settings) == bool(flags), "those that have their defaults are left out"
+    (tmp_path / "again.toml").write_text(settings)
+    loaded, given = load_config(tmp_path / "again.toml"), load_config(config, ["train.steps=7"])
+    assert loaded.train.steps == 7 and (loaded.model, loaded.task, loaded.name) == (given.model, given.task, given.name)
     assert not (tmp_path / "runs").exists()
 
 

@@ -319,7 +319,6 @@ def test_a_dump_spells_out_every_setting():
         (["rollout.temperature=0"], "use 1.0 for training"),
         (["rollout.group_size=1"], "use at least 2"),
         (["rollout.group_size=1", "algo.name=rloo"], "gives rloo nothing to compare"),
-        (["train.steps=10", "train.warmup_steps=10"], "lower train.warmup_steps"),
         (["rollout.max_tokens=512", "engine.context_length=512"], "leaves no room for a prompt"),
         (["reward.soft_overlong_punishment.cache=99"], "begins before the first of rollout.max_tokens"),
         (["eval.prompts=100", "task.held_out=32"], "raise task.held_out or lower eval.prompts"),

@@ -16,6 +16,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.run.config import RunConfig, load_config, rate_remarks
 from headrace.settings.strict import LONGEST_NAME, STRICT
+from headrace.trainer.config import learning_rate
 
 GOOD: dict[str, Any] = {
     "model": {"path": "m"},
@@ -192,3 +193,14 @@ def test_a_high_learning_rate_is_remarked_on_and_not_refused(rate: float, rank: 
         one.startswith(f"train.learning_rate = {rate:g} for {'an adapter' if rank else 'all weights'}: above")
         for one in found
     )
+
+
+@pytest.mark.parametrize(("steps", "warmup", "rises"), [(3, 5, 2), (3, 3, 2), (3, 2, 2), (1, 5, 0), (60, 5, 5)])
+def test_a_warm_up_that_is_longer_than_the_run_is_shortened_and_remarked_on(
+    steps: int, warmup: int, rises: int
+) -> None:
+    config = load_config({**GOOD, "train": {"steps": steps, "warmup_steps": warmup, "learning_rate": 1e-5}})
+    remarks = list(rate_remarks(config.train, config.lora))
+    assert learning_rate(steps - 1, config.train) == pytest.approx(1e-5), "the last step has the full rate"
+    assert all(learning_rate(step, config.train) < 1e-5 for step in range(rises - 1))
+    assert [f"rises for {rises} steps instead" in remark for remark in remarks] == [True] * (rises < warmup)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -80,6 +81,8 @@ def test_fields_without_meaning_are_named_in_one_sentence() -> None:
 BESIDE: dict[str, dict[str, Any]] = {
     "use_bias_correction_kl": {"beta": 0.1},
     "sapo_temperature_neg": {"loss_type": "sapo"},
+    "entropy_target": {"use_adaptive_entropy": True},
+    "entropy_coef_delta": {"use_adaptive_entropy": True},
     "sapo_temperature_pos": {"loss_type": "sapo"},
 }
 """Fields that only mean something beside others."""
@@ -90,6 +93,7 @@ OTHER: dict[str, Any] = {
     "max_steps": 11, "min_p": 0.1, "vllm_structured_outputs_regex": "[0-9]+", "num_generations": 4, "vllm_max_model_length": 900, "per_device_train_batch_size": 16,
 }  # fmt: skip
 OF_THE_TRAINER = {
+    "push_to_hub", "hub_model_id", "hub_private_repo", "hub_token",
     "output_dir", "model_init_kwargs", "reward_weights", "shuffle_dataset", "chat_template_kwargs", "eval_strategy", "eval_steps", "num_generations_eval", "optim"
 }  # fmt: skip
 """Fields that the tests of the trainer, and of values that are refused, try."""
@@ -199,7 +203,8 @@ def trainer(folder: Path, model: Any, **given: Any) -> GRPOTrainer:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"callbacks": [1]}, "callbacks= cannot be honoured"),
+        ({"callbacks": [1]}, "the callback int has no event, which cannot be honoured"),
+        ({"eval_dataset": {"a": ROWS, "b": ROWS}}, "holds 2 data sets \\(a, b\\), and a run measures one"),
         ({"tools": [len]}, "tools= cannot be honoured"),
         ({"optimizers": (1, None)}, "optimizers= cannot be honoured"),
         ({"reward_funcs": "org/reward-model"}, "is a reward model"),
@@ -237,8 +242,74 @@ def test_peft_settings_become_an_adapter(tmp_path: Path, tiny_llama: Path) -> No
         "q_proj",
         "v_proj",
     ]
-    with pytest.raises(ConfigError, match="lora_dropout, modules_to_save cannot be honoured"):
-        trainer(tmp_path, str(tiny_llama), peft_config=LoraConfig(r=4, lora_dropout=0.1, modules_to_save=["lm_head"]))
+    with pytest.raises(ConfigError, match="modules_to_save cannot be honoured"):
+        trainer(tmp_path, str(tiny_llama), peft_config=LoraConfig(r=4, modules_to_save=["lm_head"]))
+    with pytest.warns(UserWarning, match=r"lora_dropout=0.05 is left out: rollouts are sampled without dropout"):
+        made = trainer(tmp_path, str(tiny_llama), peft_config=LoraConfig(r=4, lora_dropout=0.05))
+    assert made._settings["lora"]["rank"] == 4
+
+
+def test_all_refusals_come_at_once_and_before_anything_is_written(tmp_path: Path, tiny_llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(ConfigError) as refused:
+        trainer(
+            tmp_path,
+            AutoModelForCausalLM.from_pretrained(tiny_llama),
+            reward_funcs="org/reward-model",
+            train_dataset=[{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}],
+            eval_dataset=ROWS[:4],
+            peft_config=object(),
+            callbacks=[Listener(), Unheard()],
+            args={"fp16": True, "num_iterations": 2, "loss_type": "vespo"},
+        )
+    lines = str(refused.value).splitlines()
+    words = ["fp16=", "num_iterations=", "reward_funcs", "Unheard has on_save", "messages", "loss_type", "LoraConfig"]
+    assert len(lines) == len(words) and all(any(word in line for line in lines) for word in words), lines
+    assert list(tmp_path.iterdir()) == []
+    rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
+    remedy = re.search(r"(\[\{\*\*row.*?\]) leaves out", str(refused.value))[1]  # type: ignore[index]
+    prompts = eval(remedy, {"rows": rows})
+    assert trainer(tmp_path, str(tiny_llama), train_dataset=prompts)._settings["task"]["chat"]
+
+
+class Listener:
+    """A callback as transformers has it, with the names of the events that it heard."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.heard, self.last = list[str](), last
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.heard.append("begin")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, processing_class: Any, **more: Any) -> None:
+        assert processing_class.vocab_size
+        self.heard.append(f"step {state.global_step}")
+        control.should_training_stop = state.global_step == self.last
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **more: Any) -> None:
+        self.heard.append(f"loss {logs['step']}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.heard.append("end")
+
+
+class Unheard(Listener):
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None: ...
+
+
+def test_callbacks_hear_of_steps_and_end_a_run(tmp_path: Path, tiny_llama: Path) -> None:
+    listener = Listener(last=2)
+    made = trainer(
+        tmp_path,
+        str(tiny_llama),
+        callbacks=[listener],
+        args={"max_steps": 400, "vllm_max_model_length": 64},
+        headrace_settings={"engine": {"kv_gib": 0.01}, "watch": {"identity_every": 0}},
+    )
+    result = made.train()
+    assert 2 <= result.global_step < 400
+    assert listener.heard[:4] == ["begin", "step 1", "loss 1", "step 2"] and listener.heard[-1] == "end"
 
 
 def test_a_script_trains_saves_and_continues(tmp_path: Path, tiny_llama: Path) -> None:
@@ -270,6 +341,16 @@ def test_a_script_trains_saves_and_continues(tmp_path: Path, tiny_llama: Path) -
 
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert set(made.evaluate()) == {"eval_reward", "eval_reward_sem"}
+    made.log_metrics("train", result.metrics)
+    made.save_metrics("train", result.metrics)
+    made.save_state()
+    made.create_model_card(dataset_name="sums")
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"train_results.json", "all_results.json", "trainer_state.json", "README.md"} <= written
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 3
+    trained, before = made.model.state_dict(), AutoModelForCausalLM.from_pretrained(tiny_llama).state_dict()
+    assert trained.keys() == before.keys() and any(not trained[name].equal(before[name]) for name in before)
+    assert made.model is made.model and made.processing_class("e").input_ids
     with pytest.raises(AttributeError, match="has no optimizer: it trains in processes of its own"):
         made.optimizer  # noqa: B018
 

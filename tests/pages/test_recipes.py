@@ -18,6 +18,7 @@ from headrace.cli import main
 from headrace.core.errors import ConfigError
 from headrace.run.config import load_config
 from headrace.run.rehearse import Rehearsal, rehearse
+from headrace.settings.toml import dump, dump_changed
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = sorted(folder for folder in (ROOT / "recipes").iterdir() if folder.is_dir())
@@ -103,6 +104,24 @@ def test_a_recipe_that_needs_more_says_so(name: str, model: Path, tmp_path: Path
     with pytest.raises(ConfigError) as refused:
         started(folder, model, *(['environment.name="http://127.0.0.1:9"'] if name == "openenv" else []))
     assert name in str(refused.value) or NEED_MORE[name] in str(refused.value)
+
+
+ALL = [path for folder in FOLDERS for path in sorted(folder.glob("*.toml"))]
+SHORT = [path for path in ALL if "[[adapters]]" not in path.read_text()]
+"""Configs of one run: an adapter that sets its own steps takes no others from the line."""
+
+
+@pytest.mark.parametrize("path", SHORT, ids=lambda path: path.stem)
+def test_a_recipe_can_be_tried_for_a_step(path: Path):
+    assert load_config(path, ["train.steps=1"]).train.steps == 1
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_the_changed_settings_of_a_recipe_are_all_of_it(path: Path, tmp_path: Path):
+    config = load_config(path)
+    written = tmp_path / path.name
+    written.write_text(dump_changed(config))
+    assert load_config(written) == config and len(written.read_text()) < len(dump(config)) / 3
 
 
 def test_the_gallery_shows_every_recipe_with_its_record():

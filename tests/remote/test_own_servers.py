@@ -73,11 +73,6 @@ def test_two_servers_that_the_run_started_of_which_one_is_killed(kind: str, tiny
     assert sorted(path.name for path in run.rglob("engine-*.log")) == ["engine-1.log", "engine-2.log"]
 
 
-def test_a_headrace_server_that_the_run_started_serves_and_ends(tiny_llama: Path, tmp_path: Path) -> None:
-    headrace.train(config_for(tmp_path, tiny_llama, "headrace"))
-    checked(tmp_path / "runs" / "tiny", deaths=0)
-
-
 def log_in(said: str) -> str:
     """The log that a message names, which must be there when it is read."""
     (path,) = re.findall(r"its output is in ([^,)]+)", said)

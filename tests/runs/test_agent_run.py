@@ -21,24 +21,35 @@ from support.tiny_run import HOLD, hold, kill_when, of, release, tiny_config
 AGENT = (
     HOLD
     + """
-import os, sys
-from urllib.request import Request, urlopen
+import os, socket, sys
 
 given = json.load(sys.stdin)
 mode = sys.argv[1]
 number = int(given["columns"]["answer"]) if not given["prompt"].startswith("None") else 0
 
+def post(body, key):
+    # A client library would be imported for longer than the agent plays.
+    host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+    connection = socket.create_connection((host.partition(":")[0], int(host.partition(":")[2])))
+    head = f"POST /{path}/chat/completions HTTP/1.0\\r\\nHost: {host}\\r\\nContent-Type: application/json\\r\\nContent-Length: {len(body)}\\r\\n"
+    connection.sendall((head + (f"Authorization: Bearer {key}\\r\\n" if key else "") + "\\r\\n").encode() + body)
+    answer = connection.makefile("rb")
+    status = answer.readline()
+    assert b" 200 " in status, status
+    while answer.readline().strip():
+        pass
+    return answer
+
 def chat(messages, **more):
     body = json.dumps({"model": "gpt", "messages": messages, **more}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as answer:
+    with post(body, os.environ["OPENAI_API_KEY"]) as answer:
         return json.load(answer)["choices"][0]["message"]
 
 def streamed(messages):
     global pieces
     body = json.dumps({"messages": messages, "stream": True, "logprobs": True}).encode()
     content = ""
-    with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Content-Type": "application/json"})) as answer:
+    with post(body, "") as answer:
         for line in answer:
             if line.startswith(b"data: {") and (choice := json.loads(line[6:])["choices"][0])["logprobs"]:
                 content, pieces = content + choice["delta"]["content"], pieces + 1
@@ -66,7 +77,7 @@ print(json.dumps({"e": text.count("e") / max(len(text), 1), "length": 0.01 * len
 
 def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -> dict[str, Any]:
     (directory / "agent.py").write_text(AGENT)
-    environment = {"kind": "process", "command": [sys.executable, str(directory / "agent.py"), mode]}
+    environment = {"kind": "process", "command": [sys.executable, "-S", str(directory / "agent.py"), mode]}
     return tiny_config(
         directory,
         model,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,20 @@ def test_every_problem_of_the_recipe_is_solved_by_its_answer_and_by_nothing_else
         assert own.test(code.partition("\n")[0] + "\n    return", tests).reason == "failed", row
     assert len({row["prompt"] for row in rows}) == len(rows) == 64
     own.close()
+
+
+def imported_by(specs: list[str]) -> str:
+    """Whether a new process that loads these rewards says that it runs code."""
+    code = (
+        "import sys; from headrace.episodes.scoring.workers.reward_worker import load_functions; "
+        f"load_functions({specs!r}); print('headrace.episodes.sandbox.tool' in sys.modules)"
+    )
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_reward_that_runs_no_code_needs_no_sandbox(tmp_path):
+    """A machine without isolation is no reason to refuse it, and no process examines the machine."""
+    file = tmp_path / "plain.py"
+    file.write_text("def plain(completions, **columns): return [0.0] * len(completions)\n")
+    assert imported_by([f"{file}:plain", "reasoning_gym"]) == "False"
+    assert imported_by(["unit_tests"]) == "True"

@@ -165,8 +165,11 @@ class Reported:
 class CoreDriver:
     """Steps an engine core over the fake model, and keeps everything that it reports."""
 
-    def __init__(self, blocks: int = 64, context_length: int = 128, ends: Iterable[int] = (), **config: Any) -> None:
-        self.runner = FakeRunner()
+    def __init__(
+        self, blocks: int = 64, context_length: int = 128, ends: Iterable[int] = (), runner: Any = None, **config: Any
+    ) -> None:
+        """`runner`: one that can be read as `FakeRunner` can."""
+        self.runner = runner or FakeRunner()
         model = ServableModel(
             runner=self.runner,
             context_length=context_length,

@@ -12,6 +12,7 @@ import termios
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 BIDI = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 MARKS = "\u061c\u200e\u200f"
@@ -27,9 +28,14 @@ SURROGATE = "\ud800"
 
 
 def in_terminal(
-    command: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None, width: int = 80
+    command: Sequence[str],
+    cwd: Path,
+    variables: Mapping[str, str] | None = None,
+    width: int = 80,
+    start: type[subprocess.Popen[Any]] = subprocess.Popen,
 ) -> tuple[int, str]:
-    """Returns the exit code and all that the terminal was sent. Raises UnicodeDecodeError if it was not UTF-8."""
+    """Returns the exit code and all that the terminal was sent. Raises UnicodeDecodeError if it was not UTF-8. `start`: `Program` for a
+    command whose own start is not tested (`preloaded_python.py`)."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     env = {
@@ -41,7 +47,7 @@ def in_terminal(
     }
     env.pop("COLUMNS", None)
     sent = b""
-    with subprocess.Popen(command, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+    with start(command, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         try:
             while piece := os.read(ours, 1 << 16):

@@ -84,6 +84,28 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gemma3-capped": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 3.0}),
 }
+OWN_CACHE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 9, "attn_logit_softcapping": 20.0}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
+    "mamba": ("mamba", {"state_size": 8}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+}
+"""Softcaps, sinks, ALiBi; state spaces, and a delta rule beside attention."""
 DEEP = {
     "llama-deep": ("llama", {"num_hidden_layers": 5}),
     "qwen3-deep": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "num_hidden_layers": 5}),
@@ -115,7 +137,7 @@ def saved(name: str, seed: int = 0) -> Path:
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> Any:
-    model_type, extra = (MODELS | OTHERS | DEEP | HEADS).get(name, (name, {}))
+    model_type, extra = (MODELS | OTHERS | OWN_CACHE | DEEP | HEADS).get(name, (name, {}))
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -35,7 +35,7 @@ def by_hand(
             allowed[i] = False
             allowed[i, rows[i]] = True
         outside += bool(rows[i]) and label not in rows[i]
-    probs = torch.softmax(mine.detach(), 1)
+    probs = torch.softmax(mine, 1)
     logprobs = mine.masked_fill(~allowed, -torch.inf).log_softmax(1).gather(1, target[:, None])[:, 0]
     return logprobs, -(probs * probs.log()).sum(1), outside
 
@@ -73,10 +73,12 @@ def test_log_probs_entropies_and_gradients_equal_full_logits(temperature, softca
     hidden, weight, bias, predictor, target = problem(vocabulary, places)
     rows = masks(target, vocabulary) if masked else [[] for _ in target]
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), *([bias.requires_grad_()] if biased else [])]
-    coefficients = torch.randn(len(predictor), dtype=torch.float64)
+    coefficients, others = torch.randn(2, len(predictor), dtype=torch.float64)
     logits = hidden @ weight.T + (bias if biased else 0)
     logprobs, entropies, outside = by_hand(logits, predictor, target, temperature, softcap, rows)
-    expected = torch.autograd.grad((logprobs * coefficients).sum(), inputs)
+    expected = torch.autograd.grad((logprobs * coefficients).sum(), inputs, retain_graph=True)
+    with_entropy = torch.autograd.grad((logprobs * coefficients + entropies * others).sum(), inputs, retain_graph=True)
+    alone = torch.autograd.grad((entropies * others).sum(), inputs)
 
     low = [x.detach().float().requires_grad_() for x in inputs]
     kept = csr(rows) if masked else None
@@ -94,9 +96,13 @@ def test_log_probs_entropies_and_gradients_equal_full_logits(temperature, softca
     torch.testing.assert_close(head.logprob, logprobs.float(), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(head.entropy, entropies.float(), atol=2e-5, rtol=1e-5)
     assert head.outside == outside and (outside > 20) == masked
-    assert not head.entropy.requires_grad
-    for actual, one in zip(torch.autograd.grad((head.logprob * coefficients).sum(), low), expected, strict=True):
-        torch.testing.assert_close(actual, one.float(), atol=5e-5, rtol=1e-4)
+    for loss, reference in (
+        (head.logprob * coefficients, expected),
+        (head.logprob * coefficients + head.entropy * others, with_entropy),
+        (head.entropy * others, alone),
+    ):
+        for actual, one in zip(torch.autograd.grad(loss.sum(), low, retain_graph=True), reference, strict=True):
+            torch.testing.assert_close(actual, one.float(), atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -108,9 +114,9 @@ def test_a_models_own_logits_give_the_same(masked):
     head = dense_logprobs(logits, predictor, target, csr(rows) if masked else None, 0.7)
     torch.testing.assert_close(head.logprob, logprobs.float(), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(head.entropy.double(), entropies, atol=2e-5, rtol=1e-5)
-    assert head.outside == outside and not head.entropy.requires_grad
-    (expected,) = torch.autograd.grad(logprobs.sum(), logits)
-    (actual,) = torch.autograd.grad(head.logprob.sum(), logits)
+    assert head.outside == outside
+    (expected,) = torch.autograd.grad(logprobs.sum() + 3 * entropies.sum(), logits)
+    (actual,) = torch.autograd.grad(head.logprob.sum() + 3 * head.entropy.sum(), logits)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -156,7 +162,7 @@ def test_extreme_logits_stay_finite():
     )
     assert head.logprob.tolist() == [0, 0, pytest.approx(-200)]
     assert head.entropy.tolist() == [0, 0, 0]
-    head.logprob.sum().backward()
+    (head.logprob.sum() + head.entropy.sum()).backward()
     assert hidden.grad is not None and hidden.grad.isfinite().all()
 
 

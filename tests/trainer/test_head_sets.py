@@ -38,10 +38,10 @@ def test_log_probs_entropies_and_gradients_equal_full_logits(temperature, softca
     hidden, weight, bias, predictor, target = problem(vocabulary, places)
     kept, allowed = languages(target, vocabulary)
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), *([bias.requires_grad_()] if biased else [])]
-    coefficients = torch.randn(len(predictor), dtype=torch.float64)
+    coefficients, others = torch.randn(2, len(predictor), dtype=torch.float64)
     logits = hidden @ weight.T + (bias if biased else 0)
     logprobs, entropies, outside = by_hand(logits, predictor, target, temperature, softcap, allowed)
-    expected = torch.autograd.grad((logprobs * coefficients).sum(), inputs)
+    expected = torch.autograd.grad((logprobs * coefficients + entropies * others).sum(), inputs)
     assert outside > 50
     head = token_logprobs(
         hidden,
@@ -57,7 +57,7 @@ def test_log_probs_entropies_and_gradients_equal_full_logits(temperature, softca
     assert head.outside == outside
     assert torch.allclose(head.logprob.double(), logprobs, atol=1e-4)
     assert torch.allclose(head.entropy.double(), entropies, atol=1e-4)
-    found = torch.autograd.grad((head.logprob * coefficients).sum(), inputs)
+    found = torch.autograd.grad((head.logprob * coefficients + head.entropy * others).sum(), inputs)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-4 * float(other.abs().max()))
 

@@ -26,7 +26,7 @@ BUDGET = 6
 ALGOS = {
     "grpo": AlgoConfig(),
     "kept": AlgoConfig(denominator="kept", old="trainer", correction={"mode": "mask", "low": 0.5, "high": 2.0}),
-    "m2po": AlgoConfig("m2po", select={"tau": 0.05}),
+    "m2po": AlgoConfig("m2po", tau=0.05),
     "kl": AlgoConfig(kl={"coef": 0.1}),
 }
 

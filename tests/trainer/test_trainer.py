@@ -122,12 +122,15 @@ def test_ranks_with_a_microbatch_to_fill_up_add_up_to_the_step(whole):
 
 def test_a_selection_that_keeps_all_changes_no_gradient_in_bfloat16(model_dir):
     """Its forward pass without gradients shares the autocast, and its cache of lowered weights, with that of the gradient."""
-    algos = AlgoConfig("m2po", select={"tau": 1e9}), AlgoConfig(loss="importance")
-    found = [gradients(trainer(model_dir("phi"), algo, dtype="bfloat16"), batch(2))[1] for algo in algos]
+    algos = AlgoConfig("second_moment", select={"tau": 1e9}), AlgoConfig(loss="importance")
+    found = [
+        gradients(trainer(model_dir("phi"), algo, dtype="bfloat16", microbatch_tokens=24), batch(2))[1]
+        for algo in algos
+    ]
     assert found[0].keys() == found[1].keys() and found[0]
-    assert all(
-        torch.equal(grad, found[1][name]) and grad.any() for name, grad in found[0].items() if "norm" not in name
-    )
+    for name, grad in found[0].items():
+        if "norm" not in name:  # the derivative of the whole step's loss is rounded once more
+            assert grad.any() and (grad - found[1][name]).abs().max() <= 0.01 * grad.abs().max()
 
 
 def test_what_is_random_in_training_mode_is_switched_off(tmp_path):

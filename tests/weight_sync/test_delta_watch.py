@@ -82,11 +82,20 @@ def test_a_pipeline_warns_while_it_runs(tmp_path: Path) -> None:
 # -- real runs ----------------------------------------------------------------------------------------------------------
 
 
+CONTRAST = """
+def alternating(prompts, completions, **columns):
+    return [float(number % 2) for number in range(len(completions))]
+"""
+"""A reward from which even a model that a high rate has ruined takes its steps."""
+
+
 def config_of(directory: Path, model: Path, **tables: Any) -> dict[str, Any]:
+    (directory / "contrast.py").write_text(CONTRAST)
     return tiny_config(
         directory,
         model,
         **{
+            "reward": {"function": f"{directory / 'contrast.py'}:alternating"},
             "weight_sync": {"kind": "tcp", "encoding": "delta"},
             "train": {"steps": 5, "learning_rate": 1e-4, "dtype": "float32"},
             "staleness": {"groups_per_step": 2, "max_lag": 0},

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.loss import ClipHigh, ClipLow, Loss
-from headrace.algo.policy.tokens import TokenLoss, Tokens, log_ratio, ratio_of, sequence_mean
+from headrace.algo.policy.loss import ClipHigh, ClipLow, Loss, Reach, Tau
+from headrace.algo.policy.tokens import MAX_LOG_RATIO, TokenLoss, Tokens, log_ratio, ratio_of, sequence_mean
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+
+BEYOND = 1e-12
+"""Taken off the square of M2PO's bound, as in the authors' code, so that the token that gives the bound lies beyond it and loses its gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -29,16 +33,18 @@ class Clipped(Loss):
     """A ratio above 1 + clip_high no longer pushes a good token up (DAPO: 0.28)."""
 
     def clipped(self, ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"]) -> TokenLoss:
-        bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss = -(ratio * advantage).minimum(bounded * advantage)
-        above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
-        return TokenLoss(loss, above.where(advantage > 0, (advantage < 0) & below))
+        return _clipped(ratio, advantage, 1 - self.clip_low, 1 + self.clip_high)
 
     def log_bounds(self) -> tuple[float, float]:
         return math.log(1 - self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)
 
     def words(self) -> Iterator[str]:
         yield f"ratio within [{1 - self.clip_low:.6g}, {1 + self.clip_high:.6g}]"
+
+
+def _clipped(ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"], low: float, high: float) -> TokenLoss:
+    loss = -(ratio * advantage).minimum(ratio.clamp(low, high) * advantage)
+    return TokenLoss(loss, (ratio > high).where(advantage > 0, (advantage < 0) & (ratio < low)))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -72,6 +78,46 @@ class PPOClip(Clipped):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class M2PO(Clipped):
+    """-min(r·A, clip(r, e^-b, e^b)·A) with one b for the whole step, the largest |log r| of a harmful token at which the mean of min((log r)², b²)
+    over the harmful tokens stays below τ (M2PO, arXiv 2510.01161; the authors' `compute_m2po_policy_loss`, Infini-AI-Lab/M2PO). A token is
+    harmful if its advantage pushes it further from the sampler: A > 0 and r > 1, or A < 0 and r < 1.
+
+    Choice: clip as in the authors' code, where the paper's Algorithm 1 masks; the gradient is the same but for the code's
+    bounds, which are never tighter than [1 - low, 1 + high]. Authors: per minibatch; here: over the optimizer step.
+    """
+
+    name: ClassVar[str] = "m2po"
+    reach: ClassVar[Reach] = "step"
+    tau: Tau = 0.04
+    """The second moment of the log ratio, over harmful tokens, that the bound keeps to."""
+    clip_low: ClipLow = 0.3
+    """The lower bound of the ratio is 1 - clip_low or lower."""
+    clip_high: ClipHigh = 0.5
+    """The upper bound of the ratio is 1 + clip_high or higher."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        bound = self._bound((tokens.logprob - old).detach(), tokens.advantage)
+        low, high = min(math.exp(-bound), 1 - self.clip_low), max(math.exp(bound), 1 + self.clip_high)
+        return _clipped(ratio_of(tokens.logprob, old), tokens.advantage, low, high)
+
+    def _bound(self, gap: Float[Tensor, " M"], advantage: Float[Tensor, " M"]) -> float:
+        """b; far above any log ratio if nothing has to be bounded."""
+        harmful = ((advantage > 0) & (gap > 0)) | ((advantage < 0) & (gap < 0))
+        squares = (gap[harmful] ** 2).sort().values
+        if not len(squares) or float(squares.mean()) <= self.tau:
+            return 2 * MAX_LOG_RATIO
+        larger = len(squares) - 1 - squares.new_ones(squares.shape).cumsum(0) + 1
+        capped = (squares.cumsum(0) + larger * squares) / len(squares)  # the mean if all were bounded by this one
+        first = int((capped < self.tau).sum())  # it ascends
+        return max(float(squares[first - 1]) - BEYOND, 0.0) ** 0.5 if first else 0.0
+
+    def words(self) -> Iterator[str]:
+        yield f"tau = {self.tau:.6g}"
+        yield f"ratio bounds no tighter than [{1 - self.clip_low:.6g}, {1 + self.clip_high:.6g}]"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class GSPO(Clipped):
     """PPO's clip on the sequence's s = exp(mean_t(logprob - old)), gradient through the mean (GSPO, arXiv 2507.18071, eq. 5).
 
@@ -80,6 +126,7 @@ class GSPO(Clipped):
 
     name: ClassVar[str] = "gspo"
     of_sequence: ClassVar[bool] = True
+    reach: ClassVar[Reach] = "sequence"
     clip_low: ClipLow = 0.05  # five times what rounding makes of the mean of a sequence
     clip_high: ClipHigh = 0.05
 
@@ -94,6 +141,7 @@ class GSPOToken(Clipped):
 
     name: ClassVar[str] = "gspo_token"
     of_sequence: ClassVar[bool] = True
+    reach: ClassVar[Reach] = "sequence"
     clip_low: ClipLow = 0.05  # as for `gspo`
     clip_high: ClipHigh = 0.05
 
@@ -111,6 +159,7 @@ class GMPO(Loss):
     """
 
     name: ClassVar[str] = "gmpo"
+    reach: ClassVar[Reach] = "sequence"
     cuts: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     clip_low: ClipLow = 0.4
     """A log ratio below -clip_low no longer pushes a bad token down."""

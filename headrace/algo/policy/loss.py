@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import Field
 
@@ -30,6 +30,9 @@ Tau = Annotated[float, Field(gt=0)]
 Delta = Annotated[float, Field(gt=0, le=1)]
 Cap = Annotated[float, Field(gt=0)]
 Penalty = Annotated[float, Field(ge=0)]
+
+Reach = Literal["token", "sequence", "step"]
+"""The tokens that the loss of a token depends on: itself, those of its sequence, or all of the optimizer step."""
 
 
 def settings_of(losses: Iterable[type[Loss]], before: str) -> Callable[[C], C]:
@@ -85,6 +88,8 @@ class Loss:
     """Constants that are bounds beyond which a token loses its gradient. A bound on a weight is not one of them."""
     of_sequence: ClassVar[bool] = False
     """Whether the bounds apply to the mean over a sequence."""
+    reach: ClassVar[Reach] = "token"
+    """The tokens that the loss of one token depends on."""
     selection: ClassVar[str] = ""
     """The `algo.select.kind` that it requires."""
     weighs_rollouts: ClassVar[bool] = False

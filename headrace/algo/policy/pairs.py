@@ -1,8 +1,7 @@
 """Losses of preferences: functions of two rollouts of one prompt, of which the first is preferred. Imports no torch at the top.
 
-A pair's loss depends on the log-likelihoods of both of its rollouts, and they may lie in different microbatches. So the trainer first has the
-log-likelihoods of the whole step, takes the derivative of the step's loss by each of them, and gives it to the tokens of that rollout
-(`trainer/step/gradient.py`): the gradient of the microbatches is then exactly that of the pairs, however the step is split.
+A pair's loss depends on the log-likelihoods of both of its rollouts, and they may lie in different microbatches. So it is a loss of the whole
+step (`trainer/step/whole_step.py`). All agents of a rollout make one sequence here.
 
 h is the margin, in nats: (lc - rc) - (lr - rr), with l the log-likelihood of the chosen (c) or rejected (r) rollout under the weights being
 trained, and r the reference's.
@@ -16,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.loss import Loss, Reach
 from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
     from torch import Tensor
 
 PairBeta = Annotated[float, Field(gt=0)]
@@ -45,10 +44,23 @@ class Side(NamedTuple):
         return self.logprob - self.reference
 
 
+class Compared(NamedTuple):
+    """The K pairs of a step, of S rollouts."""
+
+    chosen: Int[Tensor, " K"]
+    rejected: Int[Tensor, " K"]
+    """[K] their numbers, int64"""
+    counts: Float[Tensor, " S"]
+    """[S] tokens of every rollout"""
+    better: Side
+    worse: Side
+
+
 class PairLoss(Loss):
     """A loss of preferred and rejected rollouts. It needs no importance weight: which rollout is better does not depend on who sampled it."""
 
     pairs: ClassVar[bool] = True
+    reach: ClassVar[Reach] = "step"
     anchored: ClassVar[bool] = False
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
@@ -59,10 +71,32 @@ class PairLoss(Loss):
         """[K] what the loss widens: positive where the policy agrees with the preference."""
         return chosen.gain - rejected.gain
 
+    def compared(self, tokens: Tokens) -> Compared:
+        """The pairs of the step of which both rollouts have tokens: a sampler's log-prob that is not finite takes a token out."""
+        assert tokens.pairs is not None, "filled in for a loss of pairs"
+        count = 1 + max((int(numbers.max()) for numbers in (*tokens.pairs, tokens.sequence) if len(numbers)), default=0)
+
+        def sums(values: Float[Tensor, " M"]) -> Float[Tensor, " S"]:
+            return values.new_zeros(count).index_put((tokens.sequence,), values, accumulate=True)
+
+        counts, likelihood = sums(tokens.lag * 0 + 1), sums(tokens.logprob)
+        reference = sums(tokens.reference) if tokens.reference is not None and self.needs_reference else None
+        there = (counts[tokens.pairs[0]] > 0) & (counts[tokens.pairs[1]] > 0)
+        chosen, rejected = (numbers[there] for numbers in tokens.pairs)
+        sides = (
+            Side(likelihood[one], None if reference is None else reference[one], counts[one])
+            for one in (chosen, rejected)
+        )
+        return Compared(chosen, rejected, counts, *sides)
+
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
-        """Gives each token its share of the pairs' loss, and the derivative of that loss: -advantage (`gradient.py`)."""
-        assert tokens.share is not None, "filled in for a loss of pairs"
-        return unclipped(tokens.share - tokens.advantage * (tokens.logprob - tokens.logprob.detach()))
+        """Spreads half of the loss of each pair over the tokens of either rollout: the sum over the step is the mean over pairs."""
+        found = self.compared(tokens)
+        half = self.of_pairs(found.better, found.worse) / (2 * max(len(found.chosen), 1))
+        of_rollouts = half.new_zeros(len(found.counts))
+        for numbers in (found.chosen, found.rejected):
+            of_rollouts = of_rollouts.index_put((numbers,), half, accumulate=True)
+        return unclipped((of_rollouts / found.counts.clamp(min=1))[tokens.sequence])
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -159,6 +159,6 @@ class KLCov(Loss):
     """The factor of the absolute log ratio of the chosen tokens."""
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
-        assert tokens.keep is not None, "filled in from selection_of"
+        assert tokens.keep is not None, "filled in from objective.kept_by"
         drift = log_ratio(tokens.logprob, old).abs()
         return unclipped(-ratio_of(tokens.logprob, old) * tokens.advantage + self.penalty * drift * ~tokens.keep)

@@ -31,7 +31,10 @@ class TopTokens(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The loss tokens of a microbatch. Those of one sequence follow each other, and sequences are whole."""
+    """The loss tokens of a microbatch; or those of the whole optimizer step, in float64, where the loss of a token depends on tokens of
+    other microbatches. Sequences are whole.
+
+    A sequence is a trajectory: all tokens that one agent sampled in one rollout, in whatever rows they lie."""
 
     logprob: Float[Tensor, " M"]
     """[M] log π of the weights being trained, with gradient."""
@@ -40,7 +43,7 @@ class Tokens(NamedTuple):
     advantage: Float[Tensor, " M"]
     """[M]"""
     sequence: Int[Tensor, " M"]
-    """[M] int64: 0..S-1, ascending."""
+    """[M] int64: 0..S-1. The tokens of a sequence that has several rows may lie anywhere among those of others."""
     lag: Float[Tensor, " M"]
     """[M] float32: optimizer steps between the sampler's weights and those being trained."""
     reference: Float[Tensor, " M"] | None = None
@@ -49,10 +52,12 @@ class Tokens(NamedTuple):
     """[M] the teacher's log-prob of the sampled token; NaN where there is none."""
     top: TopTokens | None = None
     """None if no teacher scored any of these tokens."""
+    entropy: Float[Tensor, " M"] | None = None
+    """[M] entropy of the policy over the whole vocabulary, in nats, with gradient."""
     keep: Bool[Tensor, " M"] | None = None
-    """[M] bool: the tokens that the step's selection keeps (`objective.selection_of`)."""
-    share: Float[Tensor, " M"] | None = None
-    """[M] the token's share of the loss of its rollout's pairs, without gradient; None unless the loss is one of pairs."""
+    """[M] bool: the tokens that the step's selection keeps (`objective.kept_by`)."""
+    pairs: tuple[Int[Tensor, " K"], Int[Tensor, " K"]] | None = None
+    """[K] chosen and [K] rejected sequences, int64; None unless the loss is one of pairs."""
 
 
 class TokenLoss(NamedTuple):
@@ -111,15 +116,10 @@ def k3(logprob: Float[Tensor, " M"], old: Float[Tensor, " M"]) -> Float[Tensor, 
 
 
 def sequence_sum(values: Float[Tensor, " M"], sequence: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
-    """[M] at every token, the sum over its sequence. Carries gradients.
+    """[M] at every token, the sum over its sequence. Carries gradients."""
+    from headrace.algo.policy.bounded import SequenceSum
 
-    `index_add` is not used, because its sum on CUDA differs from call to call, and a step has to be replayed bit for
-    bit (C8).
-    """
-    import torch
-
-    lengths = sequence.bincount()
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[sequence] if len(values) else values
+    return SequenceSum.apply(values, sequence) if len(values) else values
 
 
 def sequence_mean(values: Float[Tensor, " M"], sequence: Int[Tensor, " M"]) -> Float[Tensor, " M"]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.loss import Loss, LossFunction
+from headrace.algo.policy.loss import Loss, LossFunction, Reach
 from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
 from headrace.algo.user_functions import load_function
 from headrace.core.errors import ConfigError
@@ -28,6 +28,7 @@ class UserLoss(Loss):
     name: ClassVar[str] = "file.py:name"
     anchored: ClassVar[bool] = False
     rejects: ClassVar[bool] = True
+    reach: ClassVar[Reach] = "sequence"
     spec: str
     """`file.py:name`. It has no constants."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.loss import Cap, ClipHigh, ClipLow, Loss
+from headrace.algo.policy.loss import Cap, ClipHigh, ClipLow, Loss, Reach
 from headrace.algo.policy.tokens import TokenLoss, Tokens, ratio_of, sequence_sum, unclipped
 from headrace.settings.strict import STRICT
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Importance(Loss):
-    """-r·A: importance sampling without a bound, for algorithms that bound it elsewhere (M2PO)."""
+    """-r·A: importance sampling without a bound, for a selection that bounds it elsewhere."""
 
     name: ClassVar[str] = "importance"
     holds: ClassVar[bool] = False
@@ -75,6 +75,7 @@ class TOPR(Loss):
     """
 
     name: ClassVar[str] = "topr"
+    reach: ClassVar[Reach] = "sequence"
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         return _tapered(tokens, sequence_sum(tokens.logprob.detach() - old, tokens.sequence))

@@ -60,7 +60,7 @@ def _export(arguments: argparse.Namespace) -> int:
             reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
             echo(f"{one.to}: {checkpoint.name}, for {reader}.from_pretrained")
         if one.push:
-            _push(run_dir, to, checkpoint, name=one.push, private=one.private)
+            echo(push_run(run_dir, to, checkpoint, name=one.push, private=one.private))
     return 0
 
 
@@ -81,7 +81,19 @@ def _export_gguf(one: argparse.Namespace, run_dir: Path) -> int:
     return 0
 
 
-def _push(run_dir: Path, folder: Path, checkpoint: Path, *, name: str, private: bool) -> None:
+def push_run(
+    run_dir: Path,
+    folder: Path,
+    checkpoint: Path,
+    *,
+    name: str,
+    private: bool,
+    message: str = "",
+    token: str | None = None,
+) -> str:
+    """Uploads the model that was exported from a checkpoint to `folder`, with a card made from the run. Returns the address of the commit.
+
+    `message`: of the commit; empty: names the step. `token`: of the hub; None: that of HF_TOKEN or `hf auth login`. Raises HeadraceError."""
     from headrace.commands.publishing.hub import push
     from headrace.commands.publishing.model_card import write_card
     from headrace.commands.replay.bundle import without_places
@@ -89,10 +101,11 @@ def _push(run_dir: Path, folder: Path, checkpoint: Path, *, name: str, private: 
     from headrace.run.config import config_of_run, read_config
 
     step = step_of(checkpoint)
+    message = message or f"Step {step} of a run with headrace {headrace.__version__}"
     with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
         if (folder / "adapter_config.json").exists():  # whose copy here names the base model by its directory
             folder = Path(shutil.copytree(folder, Path(scratch) / "model"))
             path = Path(read_config(config_of_run(run_dir)).model.path)
             without_places(folder, path.name if path.is_dir() else str(path))
         write_card(run_dir, folder, step, name.rpartition("/")[2])
-        echo(push(folder, name, private=private, message=f"Step {step} of a run with headrace {headrace.__version__}"))
+        return push(folder, name, private=private, message=message, token=token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +28,12 @@ def add_train(commands: Commands) -> None:
     how.add_argument(
         "--dry-run",
         action="store_true",
-        help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
+        help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once; load no model",
     )
     how.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
+    one.add_argument(
+        "--settings", action="store_true", help="with --dry-run: print every setting, not the changed ones"
+    )
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -37,7 +41,9 @@ def train(arguments: argparse.Namespace) -> int:
     sets = [*arguments.set, *([f'name="{arguments.name}"'] if arguments.name else [])]
     config = _config(arguments.config, run_dir, sets)
     if arguments.dry_run:
-        return _rehearse(config, run_dir)
+        return _rehearse(config, run_dir, _line(arguments), arguments.settings)
+    if arguments.settings:
+        raise ConfigError("--settings goes with --dry-run: headrace train CONFIG.toml --dry-run --settings")
     from headrace.run import run
 
     with boarding.beside((run_dir or config.run_dir).parent, arguments.board):
@@ -45,17 +51,28 @@ def train(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
-def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
-    """Prints every setting as TOML, then the result of the rehearsal, which loads no model."""
+def _line(arguments: argparse.Namespace) -> str:
+    """Returns the line that starts what was rehearsed."""
+    sets = [word for text in arguments.set for word in ("--set", text)]
+    name = ["--name", arguments.name] if arguments.name else []
+    resume = ["--resume", arguments.resume] if arguments.resume else []
+    return shlex.join(["headrace", "train", *([arguments.config] if arguments.config else []), *sets, *name, *resume])
+
+
+def _rehearse(config: RunConfig, run_dir: Path | None, line: str, every_setting: bool) -> int:
+    """Prints the verdict, the remarks and the settings, then what the rehearsal found. It loads no model."""
     import asyncio
 
     from headrace.run.config import dump_config
     from headrace.run.rehearse import rehearse
+    from headrace.settings.toml import dump_changed
     from headrace.views.screen.console import Console
     from headrace.views.screen.preflight_view import show_preflight
 
     done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
-    echo(f"{dump_config(done.config)}\n{done.page()}\n\nFiles")
+    settings = dump_config(done.config) if every_setting else dump_changed(done.config)
+    others = "" if every_setting else "  (all others have their defaults: --settings shows them)"
+    echo(f"Ready: start it with\n  {line}\n\n{done.page()}\n\nSettings{others}\n\n{settings}\nFiles")
     show_preflight(Console(), done.findings, done.sight)
     return 0
 

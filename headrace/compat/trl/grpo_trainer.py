@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import headrace
 from headrace.compat.trl.trl_settings import GRPOConfig, refuse_what_cannot_be, settings_from, value_of, without_meaning
 from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
 from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import trl_reward
 from headrace.models.resolve import resolve_model
@@ -29,7 +32,7 @@ HALF = ("bfloat16", "torch.bfloat16")
 
 
 def model_settings(model: Any, tokenizer: Any, init: Mapping[str, Any] | None, folder: Path) -> Tree:
-    """Returns the sections [model] and [train]. A model in memory is saved to `folder`, with its tokenizer.
+    """Returns the sections [model] and [train]. A model in memory will be in `folder` (`save_model_in_memory`).
 
     Raises ConfigError for what cannot be honoured."""
     train = _dtype(init or {})
@@ -43,13 +46,17 @@ def model_settings(model: Any, tokenizer: Any, init: Mapping[str, Any] | None, f
         raise ConfigError(f"model= takes a name or a transformers model, not {type(model).__name__}")
     if init:
         raise ConfigError("model_init_kwargs belong to a model that is given by name")
+    return {"model": {"path": str(folder)}, **train}
+
+
+def save_model_in_memory(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes a transformers model and its tokenizer to `folder`."""
     if tokenizer is None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return {"model": {"path": str(folder)}, **train}
 
 
 def _dtype(init: Mapping[str, Any]) -> Tree:
@@ -79,8 +86,12 @@ def _refuse_other_tokenizer(tokenizer: Any, directory: Path) -> None:
         )
 
 
-def adapter_settings(peft_config: Any, model: str) -> Tree:
-    """Returns the section [lora]. Raises ConfigError, with all names, for settings of peft that cannot be honoured."""
+def adapter_settings(peft_config: Any, model: Any) -> Tree:
+    """Returns the section [lora]. Raises ConfigError, with all names, for settings of peft that cannot be honoured.
+
+    Dropout is left out with a warning: rollouts are sampled without it, so that with it the trainer would compute the ratios of another
+    policy than the one that was sampled from. Scripts of TRL ask for 0.05 unless they are told otherwise.
+    """
     if type(peft_config).__name__ != "LoraConfig":
         raise ConfigError(f"peft_config= takes a LoraConfig, not a {type(peft_config).__name__}")
     plain = type(peft_config)()
@@ -95,7 +106,15 @@ def adapter_settings(peft_config: Any, model: str) -> Tree:
         "task_type",
         "peft_type",
     )
-    quiet = ("inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "runtime_config", "peft_version")
+    quiet = (
+        "lora_dropout",
+        "inference_mode",
+        "base_model_name_or_path",
+        "revision",
+        "auto_mapping",
+        "runtime_config",
+        "peft_version",
+    )
     strange = [
         name
         for name in vars(plain)
@@ -104,6 +123,11 @@ def adapter_settings(peft_config: Any, model: str) -> Tree:
     if strange:
         raise ConfigError(
             f"peft_config: {', '.join(sorted(strange))} cannot be honoured; leave {'it' if len(strange) == 1 else 'them'} out"
+        )
+    if peft_config.lora_dropout:
+        warnings.warn(
+            f"lora_dropout={peft_config.lora_dropout:g} is left out: rollouts are sampled without dropout, and are trained as they were sampled",
+            stacklevel=4,
         )
     return {
         "rank": peft_config.r,
@@ -116,7 +140,7 @@ def adapter_settings(peft_config: Any, model: str) -> Tree:
     }
 
 
-def _targets(given: Any, model: str) -> Any:
+def _targets(given: Any, model: Any) -> Any:
     if isinstance(given, str):
         if given != "all-linear":
             raise ConfigError(
@@ -127,7 +151,10 @@ def _targets(given: Any, model: str) -> Any:
         return sorted(given)
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as known
 
-    kind = json.loads((resolve_model(model) / "config.json").read_text()).get("model_type", "")
+    if isinstance(model, str):
+        kind = json.loads((resolve_model(model) / "config.json").read_text()).get("model_type", "")
+    else:
+        kind = model.config.model_type
     if kind not in known:
         raise ConfigError(f"peft_config: target_modules is left out, and peft knows none for a {kind}; name them")
     return list(known[kind])
@@ -151,7 +178,6 @@ RUN = "headrace"
 """The run's directory within output_dir."""
 NOT_HERE = {
     "reward_processing_classes": "reward models are services here (docs/scoring.md)",
-    "callbacks": "use headrace.train(on_step=, on_evaluation=)",
     "tools": "tools are an environment here (docs/environments.md)",
     "rollout_func": "an environment's function plays a rollout here (docs/environments.md)",
     "environment_factory": "an environment's function plays a rollout here (docs/environments.md)",
@@ -186,34 +212,69 @@ class GRPOTrainer:
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        callbacks: Sequence[Any] | None = None,
         headrace_settings: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
         self.args = args = GRPOConfig(_usual_place(model)) if args is None else args
-        _refuse_others(others, optimizers)
-        refuse_what_cannot_be(args)
+        self.output_dir = Path(value_of(args, "output_dir") or "trainer_output")
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._model, self._tokenizer, self._model_folder = model, processing_class, self.output_dir / "headrace-model"
+        refusals = Refusals()
+        with refusals.part():
+            _refuse_others(others, optimizers)
+        with refusals.part():
+            refuse_what_cannot_be(args)
+        self._rewards: list[Any] = []
+        with refusals.part():
+            self._rewards = _rewards(reward_funcs, value_of(args, "reward_weights"))
+        self._callbacks = ScriptCallbacks(self)
+        for callback in callbacks or ():
+            with refusals.part():
+                self.add_callback(callback)
+        tree = self._translated(refusals, quantization_config, peft_config)
+        refusals.complain()
         if words := without_meaning(args):
             warnings.warn(words, stacklevel=2)
-        self.output_dir = Path(value_of(args, "output_dir") or "trainer_output")
-        self._rewards = _rewards(reward_funcs, value_of(args, "reward_weights"))
-        rows, held_out = (
-            _rows(train_dataset, "train_dataset"),
-            _rows(eval_dataset, "eval_dataset") if eval_dataset else [],
-        )
-        tree = settings_from(args, rows=rows, held_out=len(held_out))
-        loaded = model_settings(
-            model, processing_class, value_of(args, "model_init_kwargs"), self.output_dir / "headrace-model"
-        )
-        tree = merge(tree, loaded)
-        if peft_config is not None:
-            tree["lora"] = adapter_settings(peft_config, loaded["model"]["path"])
-        if quantization_config is not None:
-            tree = merge(tree, {"lora": {"quantise": quantised(quantization_config)}})
-        tree["task"], self._dataset = self._task(rows, held_out if tree["eval"]["prompts"] else [])
         self._settings = merge(_fitted(tree), dict(headrace_settings or {}))
-        self.state = SimpleNamespace(global_step=0, log_history=[])
-        self.accelerator = SimpleNamespace(print=print, is_main_process=True, num_processes=1)
+        self._write_inputs()
+        self.state = SimpleNamespace(global_step=0, log_history=[], is_world_process_zero=True)
+        self.accelerator = SimpleNamespace(
+            print=print,
+            is_main_process=True,
+            is_local_main_process=True,
+            num_processes=1,
+            process_index=0,
+            wait_for_everyone=lambda: None,
+            unwrap_model=lambda model: model,
+        )
         self.run: Path | None = None
+
+    def _translated(self, refusals: Refusals, quantization_config: Any, peft_config: Any) -> Tree:
+        """Returns the settings that the arguments become, and adds what cannot be honoured to the refusals. Writes nothing."""
+        args, tree = self.args, Tree()
+        rows: list[dict[str, Any]] = []
+        held_out: list[dict[str, Any]] = []
+        with refusals.part():
+            rows = _rows(self.train_dataset, "train_dataset")
+        with refusals.part():
+            held_out = _rows(_only(self.eval_dataset), "eval_dataset") if self.eval_dataset else []
+        with refusals.part():
+            tree = settings_from(args, rows=rows, held_out=len(held_out))
+        with refusals.part():
+            init = value_of(args, "model_init_kwargs")
+            tree = merge(tree, model_settings(self._model, self._tokenizer, init, self._model_folder))
+        with refusals.part():
+            if peft_config is not None:
+                tree["lora"] = adapter_settings(peft_config, self._model)
+        with refusals.part():
+            if quantization_config is not None:
+                tree = merge(tree, {"lora": {"quantise": quantised(quantization_config)}})
+        with refusals.part():
+            if rows:
+                held_out = held_out if tree.get("eval", {}).get("prompts") else []
+                tree["task"], self._dataset = self._task(rows, held_out)
+        return tree
 
     def _task(self, rows: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> tuple[Tree, Any]:
         """The section [task], and rows to be passed from memory. Rows for evaluation are a file beside the training rows'."""
@@ -224,38 +285,48 @@ class GRPOTrainer:
             "template": dict(value_of(self.args, "chat_template_kwargs") or {}) if chat else {},
             "shuffle": bool(value_of(self.args, "shuffle_dataset")),
         }
+        self._tables: dict[Path, str] = {}
         if not held_out:
             return {**task, "held_out": 0}, rows
-        folder = self.output_dir / "headrace-data"
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = {}
+        paths = []
         for name, table in (("train", rows), ("held_out", held_out)):
-            paths[name] = folder / f"{name}.jsonl"
+            paths.append((self.output_dir / "headrace-data" / f"{name}.jsonl").absolute())
             try:
-                paths[name].write_text("".join(json.dumps(row) + "\n" for row in table))
+                self._tables[paths[-1]] = "".join(json.dumps(row) + "\n" for row in table)
             except TypeError as error:
                 raise ConfigError(f"eval_dataset= needs rows that JSON can hold: {error}") from None
-        places = {"path": str(paths["train"].absolute()), "held_out_path": str(paths["held_out"].absolute())}
+        places = {"path": str(paths[0]), "held_out_path": str(paths[1])}
         return {**task, "kind": "jsonl", **places, "held_out": len(held_out)}, None
+
+    def _write_inputs(self) -> None:
+        """Writes what the run reads from files: rows with an eval_dataset, and a model that was given as an object."""
+        for path, text in self._tables.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        if not isinstance(self._model, str):
+            save_model_in_memory(self._model, self._tokenizer, self._model_folder)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Trains until the last step. `resume_from_checkpoint`: True continues the newest run of output_dir, a path that run."""
         resume = None
         if resume_from_checkpoint:
             resume = self._newest() if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+        self._callbacks.begin()
         result = headrace.train(
             {**self._settings, "out": str(self.output_dir), "name": self._free_name()},
             self._rewards,
             dataset=self._dataset,
             resume=resume,
+            on_step=self._callbacks.stepped,
+            on_evaluation=self._callbacks.evaluated,
         )
         self.run = result.directory
         self.state.global_step = result.step
         self.state.log_history = _table(result.history)
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
-        return TrainOutput(
-            result.step, sum(losses) / len(losses) if losses else float("nan"), {"train_steps": result.step}
-        )
+        mean = sum(losses) / len(losses) if losses else float("nan")
+        self._callbacks.tell("on_train_end")
+        return TrainOutput(result.step, mean, {"train_steps": result.step, "train_loss": mean})
 
     def _runs(self) -> list[Path]:
         found = [path for path in self.output_dir.glob(f"{RUN}*") if (path / "config.toml").is_file()]
@@ -271,17 +342,109 @@ class GRPOTrainer:
         count = len(self._runs())
         return f"{RUN}-{count + 1}" if count else RUN
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    # -- what scripts do after training
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the trained model, or its adapter, into output_dir, for transformers or peft to load."""
         place = Path(output_dir or self.output_dir)
-        dtype = "float32" if value_of(self.args, "bf16") is False else "bfloat16"
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place, prefix=".saving-") as scratch:
-            headrace.export(self._trained(), Path(scratch) / "model", dtype)  # type: ignore[arg-type]
+            self._export(Path(scratch) / "model")
             for path in sorted((Path(scratch) / "model").iterdir()):
                 if (place / path.name).is_dir():
                     shutil.rmtree(place / path.name)
                 path.replace(place / path.name)
+
+    def _export(self, to: Path) -> Path:
+        """Writes the trained model to a new folder. Returns the checkpoint that it was made from."""
+        dtype: Literal["float32", "bfloat16"] = "float32" if value_of(self.args, "bf16") is False else "bfloat16"
+        return headrace.export(self._trained(), to, dtype)
+
+    def push_to_hub(self, commit_message: str = "", blocking: bool = True, **others: Any) -> str:
+        """Uploads the trained model to hub_model_id (or the name of output_dir, under the user of the token), with a card made from the
+        run. Returns the address of the commit. Names of a data set or tags are in the card already, from the run's settings."""
+        from headrace.commands.publishing.export_command import push_run
+        from headrace.commands.publishing.hub import full_name
+
+        token = value_of(self.args, "hub_token")
+        name = full_name(value_of(self.args, "hub_model_id") or self.output_dir.resolve().name, token)
+        with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
+            folder = Path(scratch) / "model"
+            checkpoint = self._export(folder)
+            private = bool(value_of(self.args, "hub_private_repo"))
+            how = {"private": private, "message": commit_message, "token": token}
+            return push_run(self._trained(), folder, checkpoint, name=name, **how)
+
+    def create_model_card(self, *names: Any, **others: Any) -> None:
+        """Writes the card of the run into output_dir, as `push_to_hub` uploads it."""
+        from headrace.commands.publishing.model_card import write_card
+
+        self.save_model()
+        write_card(self._trained(), self.output_dir, self.state.global_step, self.output_dir.resolve().name)
+
+    def log(self, logs: Mapping[str, Any], *more: Any) -> None:
+        """Adds a row to `state.log_history`."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints the numbers of a split, as transformers does."""
+        width = max(map(len, metrics), default=0)
+        echo(f"***** {split} metrics *****")
+        for name, value in sorted(metrics.items()):
+            echo(f"  {name:<{width}} = {value}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes SPLIT_results.json into output_dir, and adds the numbers to all_results.json if `combined`."""
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        (self.output_dir / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
+        if combined:
+            path = self.output_dir / "all_results.json"
+            together = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**together, **metrics}, indent=4, sort_keys=True))
+
+    def save_state(self) -> None:
+        """Writes trainer_state.json into output_dir: the step and the numbers of all steps. The run itself keeps more, in its directory."""
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        state = {"global_step": self.state.global_step, "log_history": self.state.log_history}
+        (self.output_dir / "trainer_state.json").write_text(json.dumps(state, indent=2))
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(resolve_model(self._settings["model"]["path"]))
+        return self._tokenizer
+
+    @property
+    def model(self) -> Any:
+        """A copy of the model: as it was given before training, with the trained weights after it. Changes of it reach no run."""
+        if self.run is None:
+            return self._model if not isinstance(self._model, str) else _loaded(resolve_model(self._model))
+        if self._copied != (self.run, self.state.global_step):
+            with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
+                self._export(Path(scratch) / "model")
+                self._copy = _loaded(Path(scratch) / "model")
+            self._copied = self.run, self.state.global_step
+        return self._copy
+
+    _copy: Any = None
+    _copied: tuple[Path, int] | None = None
+    """The run and the step that `_copy` holds."""
+
+    def is_world_process_zero(self) -> bool:
+        """True: one process runs the script, and starts the others itself."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def add_callback(self, callback: Any) -> None:
+        """Takes a TrainerCallback, or its class. Raises ConfigError for one that waits for an event that there is not here."""
+        self._callbacks.add(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self._callbacks.remove(callback)
 
     def evaluate(self) -> dict[str, float]:
         """Measures the reward on the prompts of eval_dataset."""
@@ -300,6 +463,82 @@ class GRPOTrainer:
         raise AttributeError(
             f"headrace's GRPOTrainer has no {name}: it trains in processes of its own (docs/from_trl.md); the run is in .run"
         )
+
+
+class Refusals:
+    """A collection of what cannot be honoured, so that a script is told all of it at once."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            self._texts.append(str(error))
+
+    def complain(self) -> None:
+        """Raises ConfigError, with a line for each."""
+        if self._texts:
+            raise ConfigError("\n".join(dict.fromkeys(self._texts)))
+
+
+class ScriptCallbacks:
+    """ScriptCallbacks of transformers (`TrainerCallback`), told of a run's steps and evaluations in the thread that called `train`."""
+
+    EVENTS = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
+    """Those that there are here. A checkpoint, an epoch and a part of a step have no moment at which the script's process could act."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer, self._all = trainer, list[Any]()
+        self._control = SimpleNamespace(
+            should_training_stop=False,
+            should_evaluate=False,
+            should_save=False,
+            should_log=False,
+            should_epoch_stop=False,
+        )
+
+    def add(self, callback: Any) -> None:
+        """Raises ConfigError, with their names, for methods that would never be called."""
+        made = callback() if isinstance(callback, type) else callback
+        plain = next((kind for kind in type(made).__mro__ if kind.__name__ == "TrainerCallback"), object)
+        own = [name for name in dir(made) if name.startswith("on_") and name not in self.EVENTS]
+        unheard = [name for name in own if getattr(type(made), name, None) is not getattr(plain, name, None)]
+        if not any(hasattr(made, name) for name in self.EVENTS):
+            unheard = unheard or ["no event"]
+        if unheard:
+            raise ConfigError(
+                f"the callback {type(made).__name__} has {', '.join(unheard)}, which cannot be honoured; there are: {', '.join(self.EVENTS[1:])}"
+            )
+        self._all.append(made)
+
+    def remove(self, callback: Any) -> None:
+        self._all = [one for one in self._all if one is not callback and type(one) is not callback]
+
+    def begin(self) -> None:
+        self._control.should_training_stop = False
+        self.tell("on_train_begin")
+
+    def stepped(self, step: headrace.Step) -> None:
+        self._trainer.state.global_step = step.step
+        self.tell("on_step_end")
+        self.tell("on_log", logs=dataclasses.asdict(step))
+
+    def evaluated(self, evaluation: headrace.Evaluation) -> None:
+        self.tell(
+            "on_evaluate", metrics={f"eval_{name}": value for name, value in dataclasses.asdict(evaluation).items()}
+        )
+
+    def tell(self, event: str, **more: Any) -> None:
+        """Raises StopTraining, which ends the run with a checkpoint, where a callback asks for the end."""
+        trainer = self._trainer
+        for callback in self._all:
+            if method := getattr(callback, event, None):
+                method(trainer.args, trainer.state, self._control, processing_class=trainer.processing_class, **more)
+        if self._control.should_training_stop and event != "on_train_end":
+            raise headrace.StopTraining
 
 
 def _usual_place(model: Any) -> str:
@@ -335,12 +574,38 @@ def _rewards(given: Any, weights: Sequence[float] | None) -> list[RewardFunction
     return [(one, float(weight)) for one, weight in zip(marked, weights, strict=True)] if weights else list(marked)
 
 
+def _only(given: Any) -> Any:
+    """Returns the one data set of a dict of data sets by name, and anything else as it is."""
+    if not isinstance(given, Mapping):
+        return given
+    if len(given) > 1:
+        raise ConfigError(
+            f"eval_dataset= holds {len(given)} data sets ({', '.join(map(str, given))}), and a run measures one; concatenate them, or pass one"
+        )
+    return next(iter(given.values()))
+
+
+def _loaded(folder: Path) -> Any:
+    if (folder / "adapter_config.json").exists():
+        from peft import AutoPeftModelForCausalLM
+
+        return AutoPeftModelForCausalLM.from_pretrained(folder)
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
 def _rows(given: Any, name: str) -> list[dict[str, Any]]:
     if isinstance(given, Mapping) or given is None or not isinstance(given, Iterable):
         raise ConfigError(
             f"{name}= takes rows with a prompt: a datasets.Dataset or a list of dicts, not {type(given).__name__}"
         )
     rows = [dict(row) for row in given]
+    if rows and "prompt" not in rows[0] and "messages" in rows[0]:
+        raise ConfigError(
+            f"{name}= has whole conversations (messages), and a run needs what they begin with: "
+            '[{**row, "prompt": row["messages"][:-1]} for row in rows] leaves out the last answer'
+        )
     if not rows or "prompt" not in rows[0]:
         raise ConfigError(f"{name}= needs rows with a column prompt, as in TRL; there are {len(rows)} rows")
     if kept := [column for column in ("image", "images") if column in rows[0]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.errors import ConfigError
+from headrace.settings.extras import EXTRAS
 from headrace.settings.toml import Tree
 from headrace.views.config import ObserveConfig
 
@@ -80,6 +82,11 @@ HONOURED: dict[str, tuple[Any, str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", 'normalize_then_sum: algo.advantage = "gdpo"'),
     "mask_truncated_completions": (False, 'algo.overlong = "mask"'),
     "off_policy_mask_threshold": (None, "algo.correction.opsm"),
+    "top_entropy_quantile": (1.0, 'algo.select.kind = "entropy", with algo.select.fraction'),
+    "entropy_coef": (0.0, "algo.entropy.coef"),
+    "use_adaptive_entropy": (False, "algo.entropy.target"),
+    "entropy_target": (0.2, "algo.entropy.target, with use_adaptive_entropy"),
+    "entropy_coef_delta": (0.005, "algo.entropy.change, with use_adaptive_entropy"),
     # the optimizer
     "learning_rate": (1e-6, "train.learning_rate"),
     "lr_scheduler_type": (
@@ -106,9 +113,14 @@ HONOURED: dict[str, tuple[Any, str]] = {
     "save_total_limit": (None, "checkpoint.keep"),
     "report_to": (
         "none",
-        "observe.tensorboard, observe.trackio and the other sinks of [observe]; one that there is not is refused",
+        "observe.tensorboard, observe.trackio and the other sinks of [observe]; all: those whose package is installed; others are refused",
     ),
     "disable_tqdm": (None, 'observe.terminal = "off" where it is true'),
+    # the hub
+    "push_to_hub": (False, "trainer.push_to_hub() uploads the trained model; nothing is uploaded during training"),
+    "hub_model_id": (None, "the name under which trainer.push_to_hub() uploads"),
+    "hub_private_repo": (None, "trainer.push_to_hub() makes a private repository"),
+    "hub_token": (None, "the token of trainer.push_to_hub()"),
 }
 
 _MEMORY = "rows are packed without padding, and logits are never held whole"
@@ -146,8 +158,7 @@ NO_MEANING: dict[str, dict[str, Any]] = {
     },
     _OFF: {
         "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "ref_model_mixup_alpha": 0.6,
-        "ref_model_sync_steps": 512, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
-        "entropy_target": 0.2, "greater_is_better": None, "metric_for_best_model": None,
+        "ref_model_sync_steps": 512, "greater_is_better": None, "metric_for_best_model": None,
     },
     _LOG: {
         "logging_steps": 10, "logging_strategy": "steps", "logging_first_step": False, "log_on_each_node": True,
@@ -172,8 +183,7 @@ NO_MEANING: dict[str, dict[str, Any]] = {
     },
     _SAVE: {
         "save_only_model": False, "save_on_each_node": False, "enable_jit_checkpoint": False,
-        "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "hub_token": None, "hub_private_repo": None,
-        "hub_model_id": None, "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "trackio_space_id": None,
+        "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "trackio_space_id": None,
         "trackio_bucket_id": None, "trackio_static_space_id": None,
     },
 }  # fmt: skip
@@ -186,9 +196,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (1.0, "the sampler would not draw from the distribution that is trained"),
     "num_iterations": (1, "every batch gets exactly one update; smaller batches give more updates"),
     "sync_ref_model": (False, "the reference is the model that training began with"),
-    "top_entropy_quantile": (1.0, "tokens are not chosen by entropy; algo.select has other ways"),
-    "entropy_coef": (0.0, "there is no entropy bonus; a loss of your own can have one (algo.loss)"),
-    "use_adaptive_entropy": (False, "there is no entropy bonus"),
+    "entropy_coef_min": (0.0, "the factor of the entropy is at least 0"),
+    "entropy_coef_max": (1.0, "the factor of the entropy is at most 1"),
     "max_tool_calling_iterations": (None, "tools are an environment here (docs/environments.md)"),
     "log_completions_hub_repo": (None, "completions stay in the run's directory"),
     "lr_scheduler_kwargs": (None, "schedules have no arguments here"),
@@ -203,7 +212,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fsdp": (None, "several devices are train.parallel, which holds a part of the weights on each"),
     "deepspeed": (None, "several devices are train.parallel, which holds a part of the weights on each"),
     "load_best_model_at_end": (False, "headrace export --step takes any checkpoint that was kept"),
-    "push_to_hub": (False, "headrace export RUN --push ORG/NAME does it after training"),
 }  # fmt: skip
 
 FIELDS: dict[str, TrlField] = {
@@ -378,7 +386,19 @@ def algo_from(args: Any) -> Tree:
         algo["overlong"] = "mask"
     if threshold := value_of(args, "off_policy_mask_threshold"):
         algo["correction"] = {"opsm": float(threshold)}
-    return algo
+    if (share := value_of(args, "top_entropy_quantile")) < 1:
+        algo["select"] = {"kind": "entropy", "fraction": float(share)}
+    return algo | _entropy(args)
+
+
+def _entropy(args: Any) -> Tree:
+    entropy = {"coef": float(value_of(args, "entropy_coef"))}
+    if value_of(args, "use_adaptive_entropy"):
+        entropy |= {
+            "target": float(value_of(args, "entropy_target")),
+            "change": float(value_of(args, "entropy_coef_delta")),
+        }
+    return {"entropy": entropy} if any(entropy.values()) else {}
 
 
 def _level(kind: str, level: str) -> Tree:
@@ -494,8 +514,10 @@ def _evaluation(args: Any, steps: int, *, held_out: int, epoch: int) -> Tree:
 def _views(args: Any) -> Tree:
     given = value_of(args, "report_to")
     names = [given] if isinstance(given, str) else list(given or ())
-    known = [field.name for field in dataclasses.fields(ObserveConfig) if field.name != "terminal"]
+    known = [field.name for field in dataclasses.fields(ObserveConfig) if field.default is False]
+    if "all" in names:
+        names = [name for name in known if importlib.util.find_spec(EXTRAS[name].module)]
     if strange := [name for name in names if name not in (*known, "none")]:
-        raise ConfigError(f"report_to={strange[0]!r} cannot be honoured; there are: none, {', '.join(known)}")
+        raise ConfigError(f"report_to={strange[0]!r} cannot be honoured; there are: none, all, {', '.join(known)}")
     views: Tree = {name: True for name in names if name != "none"}
     return views | ({"terminal": "off"} if value_of(args, "disable_tqdm") is True else {})

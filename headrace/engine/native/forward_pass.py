@@ -75,6 +75,9 @@ class ForwardOutput:
     score: Score | None = None
     """The log-probs of tokens among the ids that filters kept for each row, or over the whole vocabulary if none are given: those that a
     trainer computes (`arithmetic`). None if the runner shares no arithmetic with one."""
+    again: np.ndarray | None = None
+    """[S] int64: for a segment whose context is of the live weights now, whatever its entries said, the number of its tokens that were
+    forwarded a second time because their state was lost; -1 for the others. None if there are no such segments."""
 
 
 class Runner(Protocol):

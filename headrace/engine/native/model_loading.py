@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,24 +74,39 @@ def find_device(wanted: str) -> torch.device:
 def _runner(
     model: skeleton.Skeleton, config: EngineConfig, context: int, dtype: torch.dtype, device: torch.device
 ) -> Runner:
-    """The first of our three that serves this model here."""
-    from headrace.engine.native.kernels import runner as kernels
-    from headrace.engine.native.runners import families
+    from headrace.engine.native.kernels.runner import KernelRunner
     from headrace.engine.native.runners.decoder import FusedRunner
     from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
+    from headrace.engine.native.runners.own_cache import OwnCacheRunner
 
-    settings: dict[str, Any] = {
-        "dtype": dtype, "device": device, "exact": config.exact, "max_adapters": config.max_adapters,
-    }  # fmt: skip
-    may_adapt_experts = config.max_adapters and families.mixes(model)  # only the fused decoder serves that
-    wanted = config.path == "kernels" or (config.path == "auto" and not may_adapt_experts)
-    if wanted and kernels.serves(model, dtype, device):
-        return kernels.KernelRunner(model, context, **settings)
-    if config.path in ("auto", "fused") and families.serves(model):
-        return FusedRunner(model, context, **settings)
-    if config.path in ("auto", "hf"):
-        return HuggingFaceRunner(model, context, **settings)
-    raise ConfigError(f'engine.path = "{config.path}" does not serve {model.model_type} here; use "auto"')
+    runners = {"kernels": KernelRunner, "fused": FusedRunner, "hf": HuggingFaceRunner, "cache": OwnCacheRunner}
+    chosen = choose_path(model, config, dtype, device)
+    return runners[chosen](
+        model, context, dtype=dtype, device=device, exact=config.exact, max_adapters=config.max_adapters
+    )
+
+
+def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Returns the value of `engine.path` that serves this model here: the one that is set, or for `auto` the first of four. Raises
+    ConfigError with the reason if the one that is set does not."""
+    from headrace.engine.native.kernels import runner as kernels
+    from headrace.engine.native.runners import families
+
+    refusals: dict[str, Callable[[], str]] = {
+        "kernels": lambda: kernels.refusal(model, dtype, device),
+        "fused": lambda: families.refusal(model),
+        "hf": lambda: model.objection,
+        "cache": str,
+    }
+    if config.path != "auto":
+        if reason := refusals[config.path]():
+            raise ConfigError(
+                f'engine.path = "{config.path}" does not serve {model.model_type} here: {reason}; use "auto"'
+            )
+        return config.path
+    if config.max_adapters and families.mixes(model):
+        return "fused"  # adapters of experts are served there only
+    return next(path for path, refusal in refusals.items() if not refusal())
 
 
 def count_blocks(model: ServableModel, kv_gib: float) -> int:

@@ -154,7 +154,7 @@ class Stepper:
     def _collect(self, plan: Plan, forward: ForwardOutput, lost: tuple[Finished, ...]) -> StepOutput:
         running, ends = self._running, Ends()
         drawn = self._draw(plan, forward, ends)
-        self._advance(plan)
+        self._advance(plan, forward)
         scores = self._score(plan, forward.logits, ends)
         kept = plan.rows[drawn.finite]
         self._append(kept, drawn)
@@ -226,9 +226,13 @@ class Stepper:
             drawn.finite[:] &= [running.sequences[row] not in ends.stuck for row in rows.tolist()]
         return drawn
 
-    def _advance(self, plan: Plan) -> None:
+    def _advance(self, plan: Plan, forward: ForwardOutput) -> None:
         """Records the tokens that the pass has put into the cache."""
         columns = self._running.columns
+        if forward.again is not None:
+            self.counters.recomputed += int(forward.again.clip(min=0).sum())
+            rows = np.array([*plan.decoding.tolist(), *(chunk.row for chunk in plan.chunks)])[forward.again >= 0]
+            columns["kv_version"][rows] = self._served.versions(columns["adapter"][rows])
         self.counters.prompt += int(np.count_nonzero(columns["fresh"][plan.decoding]))
         columns["computed"][plan.decoding] += 1
         for chunk in plan.chunks:

@@ -12,7 +12,6 @@ from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.episodes.sandbox.sandbox import Sandbox, SandboxLost, SandboxResult
-from headrace.episodes.sandbox.tool import sandbox_of_this_process
 from headrace.episodes.scoring.job import fail_raised
 from headrace.settings.extras import absent
 
@@ -116,6 +115,7 @@ def _pair(stdin: Any, stdout: Any) -> UnitTest:
 
 def load_unit_tests(*, whole: bool) -> Callable[..., Any]:
     """Returns the reward. `whole`: 1 if all tests pass and else 0; otherwise the share of tests that pass."""
+    from headrace.episodes.sandbox import tool  # here: its import says that this process runs code (`sandbox/use.py`)
 
     def unit_tests(
         completions: Sequence[str],
@@ -125,19 +125,24 @@ def load_unit_tests(*, whole: bool) -> Callable[..., Any]:
     ) -> list[float | Failure]:
         setups, points = test_setup or [""] * len(completions), entry_point or [""] * len(completions)
         rows = zip(completions, tests, setups, points, strict=True)
-        return [_score_tests(code, given, setup or "", point or "", whole=whole) for code, given, setup, point in rows]
+        sandbox = tool.sandbox_of_this_process("the reward unit_tests")
+        return [
+            _score_tests(sandbox, code, given, setup or "", point or "", whole=whole)
+            for code, given, setup, point in rows
+        ]
 
     return unit_tests
 
 
-def _score_tests(code: str, given: Any, setup: str, entry_point: str, *, whole: bool) -> float | Failure:
+def _score_tests(
+    sandbox: Sandbox, code: str, given: Any, setup: str, entry_point: str, *, whole: bool
+) -> float | Failure:
     try:
         tests = read_tests(given, setup)
     except BadTests as error:
         return Failure("tests_unreadable", str(error))
     if not code.strip():
         return 0.0
-    sandbox = sandbox_of_this_process("the reward unit_tests")
     passed, first = 0, ""
     for number, test in enumerate(tests, 1):
         try:

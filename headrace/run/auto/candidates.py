@@ -32,7 +32,13 @@ class Candidate(NamedTuple):
         return f"{self.dtype} {_WORDS[self.path]}"
 
 
-_WORDS = {"kernels": "kernels", "fused": "PyTorch", "torch": "PyTorch", "hf": "Hugging Face"}
+_WORDS = {
+    "kernels": "kernels",
+    "fused": "PyTorch",
+    "torch": "PyTorch",
+    "hf": "Hugging Face",
+    "cache": "Hugging Face over its own cache",
+}
 
 CANDIDATES = (
     Candidate("engine", "bfloat16", "kernels"),
@@ -41,6 +47,8 @@ CANDIDATES = (
     Candidate("engine", "float32", "fused"),
     Candidate("engine", "bfloat16", "hf"),
     Candidate("engine", "float32", "hf"),
+    Candidate("engine", "bfloat16", "cache"),
+    Candidate("engine", "float32", "cache"),
     Candidate("trainer", "bfloat16", "kernels"),
     Candidate("trainer", "float32", "kernels"),
     Candidate("trainer", "bfloat16", "torch"),

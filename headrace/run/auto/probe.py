@@ -98,10 +98,10 @@ def measure(request: ProbeRequest) -> Figures:
 
 def _engines(wanted: list[Candidate], directory: Path, scale: float) -> tuple[dict[str, float], Candidate | None]:
     """Returns tokens per CPU-second by candidate, and the fastest. Hugging Face's own forward is tried only if neither of ours serves
-    the model."""
+    the model, and its own cache only if that does not either."""
     clock, found = Clock(), dict[Candidate, float]()
     for one in wanted:
-        if one.path == "hf" and any(other.path != "hf" for other in found):
+        if one.path in ("hf", "cache") and any(other.path != one.path for other in found):
             continue
         with contextlib.suppress(ConfigError):
             found[one] = clock.time(_engine_pass(one, directory)) * scale

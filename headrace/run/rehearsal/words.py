@@ -31,9 +31,13 @@ def algorithm(algo: AlgoConfig) -> Lines:
         ("lag weight", _tuple(recipe.lag, {"constant": "none", "exponential": "decay", "trim": "maximum"})),
         (
             "selection",
-            _tuple(recipe.select, {"none": "none", "m2po": "tau", "clip_cov": "fraction", "kl_cov": "fraction"}),
+            _tuple(
+                recipe.select,
+                {"none": "none", "second_moment": "tau", "clip_cov": "share", "kl_cov": "share", "entropy": "share"},
+            ),
         ),
         ("KL", _kl(recipe)),
+        ("entropy", _entropy(recipe)),
         ("distillation", _distill(recipe)),
         (
             "denominator",
@@ -41,6 +45,14 @@ def algorithm(algo: AlgoConfig) -> Lines:
         ),
         ("cut off", "completions cut off at max_tokens " + _OVERLONG[algo.overlong]),
     ]
+
+
+def _entropy(recipe: Recipe) -> str:
+    rule = recipe.entropy
+    if not rule.on:
+        return "none"
+    aimed = f", from there on by {rule.change:g} a step towards a mean of {rule.target:g} nats" if rule.target else ""
+    return f"a bonus of {rule.coef:g} times the entropy of every token{aimed}"
 
 
 _ANCHORS = {
@@ -121,11 +133,11 @@ def _amount(need: MemoryNeed) -> str:
 
 
 def page(sections: dict[str, Lines], notes: Iterable[str]) -> str:
-    """Formats the sections and notes, wrapped at 80 columns."""
+    """Formats the notes, which ask for something, and the sections, wrapped at 80 columns."""
     blocks = [
         "\n".join([title, *(line for one in lines for line in _entry(*one))]) for title, lines in sections.items()
     ]
-    return "\n\n".join([*blocks, *(_note(note) for note in notes)])
+    return "\n\n".join([*(_note(note) for note in notes), *blocks])
 
 
 def _entry(label: str, text: str) -> Iterator[str]:

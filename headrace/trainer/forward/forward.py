@@ -62,7 +62,7 @@ class TokenScores(NamedTuple):
     logprob: Tensor
     """[M] with gradient: log-probs under the distribution that was sampled from, with temperature and sampling mask."""
     entropy: Tensor
-    """[M] entropy over the whole vocabulary in nats, without gradient."""
+    """[M] entropy over the whole vocabulary in nats, with gradient."""
     top: Tensor | None = None
     """[M, k] with gradient: log-probs of `Pack.top_ids` over the whole vocabulary."""
     outside: int = 0
@@ -168,7 +168,7 @@ def _of_all(context: Context, found: Head, predictor: Tensor, kept: Kept | None)
     """The numbers of all loss tokens, from those of this rank's. `predictor` and `kept`: of all."""
     values = torch.stack([found.logprob, found.entropy])
     logprob, entropy = context.collected(values, context.places(predictor), len(predictor))
-    return Head(logprob, entropy.detach(), found.outside if kept is None else context.added(found.outside))
+    return Head(logprob, entropy, found.outside if kept is None else context.added(found.outside))
 
 
 def _scores(pack: Pack, head: Head) -> TokenScores:

@@ -38,7 +38,7 @@ class Head(NamedTuple):
     logprob: Tensor
     """[M] float32, with gradient"""
     entropy: Tensor
-    """[M] float32, in nats, of the whole vocabulary; without gradient"""
+    """[M] float32, in nats, of the whole vocabulary; with gradient, which costs nothing where it is not used"""
     outside: int
     """Targets that lie outside their kept set: their log-prob is that of the whole vocabulary."""
 
@@ -176,8 +176,7 @@ def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept
     which = torch.arange(len(target), device=target.device)
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
     log_p = logits.log_softmax(-1)
-    finite = log_p.detach().clamp(min=-1e30)  # 0 · -inf is NaN
-    entropy = -(finite.exp() * finite).sum(-1)
+    entropy = _Entropy.apply(log_p)
     values, among_sets = log_p[place, ids], _restricted(which, kept)
     if among_sets is not None:
         own = among_sets.beside(logits, 0)[len(logits) :].log_softmax(-1)
@@ -236,6 +235,22 @@ def _compose(
     return Head(logprob, entropy, outside)
 
 
+class _Entropy(torch.autograd.Function):
+    """Log-probs [M, V] -> entropy [M]. It keeps nothing but the log-probs, which the log-softmax keeps as well."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor) -> Tensor:
+        ctx.save_for_backward(log_p)
+        finite = log_p.clamp(min=-1e30)  # 0 · -inf is NaN
+        return -(finite.exp() * finite).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (log_p,) = ctx.saved_tensors
+        return -log_p.exp() * (log_p.clamp(min=-1e30) + 1) * grad[:, None]
+
+
 class _Pairs(NamedTuple):
     place: Tensor
     """[P] in 0..U-1, and U..U+S-1 for places among sets"""
@@ -255,10 +270,11 @@ class _How(NamedTuple):
 
 
 class _LogProbs(torch.autograd.Function):
-    """hidden [U, H], place [P], ids [P] -> log-probs of these pairs [P], entropy [U] (no gradient), and by kernels
-    those of targets among what was kept for them [M], else None (no gradient).
+    """hidden [U, H], place [P], ids [P] -> log-probs of these pairs [P], entropy [U], and by kernels those of targets among what was kept
+    for them [M], else None (no gradient).
 
-    The backward pass computes the logits of each block again.
+    The backward pass computes the logits of each block again. The gradient of an entropy H by a logit of log-prob l is -exp(l)·(l + H): one
+    more pass over the block, where an entropy is used.
     """
 
     @staticmethod
@@ -278,21 +294,25 @@ class _LogProbs(torch.autograd.Function):
         else:  # the weight itself: a copy may lie where the last one lay, and be taken for it
             found, among, logsumexp, entropy = _by_kernels(low_hidden, weight, _Pairs(place, ids), how)
         order = ids.argsort(stable=True)
-        ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp)
+        ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp, entropy)
         ctx.scale, ctx.share, ctx.sets, ctx.dtypes = how.scale, how.share, how.sets, (hidden.dtype, weight.dtype)
-        ctx.mark_non_differentiable(*(one for one in (entropy, among) if one is not None))
+        ctx.set_materialize_grads(False)
+        if among is not None:
+            ctx.mark_non_differentiable(among)
         return found, entropy, among
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_values: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, order, place, ids, logsumexp = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_values: Tensor | None, grad_entropy: Tensor | None, _: Any
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, order, place, ids, logsumexp, entropy = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         wants_weight = ctx.needs_input_grad[1]  # not where the head is frozen
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
         d_bias = torch.empty_like(bias)
-        grad_values = grad_values[order]
+        grad_values = logsumexp.new_zeros(len(order)) if grad_values is None else grad_values[order]
         # index_put rather than index_add: on CUDA its sums have an order (C8)
         grad_total = torch.zeros_like(logsumexp).index_put_((place,), -grad_values, accumulate=True)
         own, ids = _own(ids, len(weight), ctx.share)
@@ -302,7 +322,11 @@ class _LogProbs(torch.autograd.Function):
             slope = ctx.scale.slope(d_logits)
             if ctx.sets is not None:
                 d_logits = ctx.sets.beside(d_logits, _first_id(block, ctx.share))
-            d_logits.sub_(logsumexp[:, None]).exp_().mul_(grad_total[:, None])
+            d_logits.sub_(logsumexp[:, None])
+            factor = grad_total[:, None]
+            if grad_entropy is not None:
+                factor = _entropy_factor(d_logits, grad_total, grad_entropy, entropy)
+            d_logits.exp_().mul_(factor)
             d_logits.index_put_((place[mine], ids[mine] - block.start), grad_values[mine], accumulate=True)
             if ctx.sets is not None:
                 d_logits = ctx.sets.folded(d_logits)
@@ -317,6 +341,15 @@ class _LogProbs(torch.autograd.Function):
         if ctx.share:
             ctx.share.sum(d_hidden)
         return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None
+
+
+def _entropy_factor(log_p: Tensor, grad_total: Tensor, grad_entropy: Tensor, entropy: Tensor) -> Tensor:
+    """[U, block] what the probabilities are multiplied by in the gradient of the logits. Places among sets have no entropy of their own."""
+    slope = torch.zeros_like(grad_total)
+    slope[: len(entropy)] = grad_entropy
+    offset = grad_total.clone()
+    offset[: len(entropy)] -= grad_entropy * entropy
+    return torch.addcmul(offset[:, None], log_p, slope[:, None], value=-1)
 
 
 def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> FoundLogprobs:

@@ -87,7 +87,9 @@ class Pack:
     weight: Tensor
     """[M] float32: the loss of the step is the sum over all packs of weight · token loss."""
     sequence: Tensor
-    """[M] int64: which row of the pack, ascending from 0."""
+    """[M] int64: which of the pack's trajectories, from 0 on. Those of several rows may be anywhere among the others."""
+    trajectory: Tensor
+    """[M] int64: which trajectory of the step."""
     row: Tensor
     """[M] int64: which row of the step."""
     lag: Tensor
@@ -130,6 +132,8 @@ class StepRows:
     step: int
     share: bool = True
     """Whether rows that begin alike share tokens."""
+    trajectories: Sequence[Sequence[int]] = ()
+    """The trajectories of each row, as numbers within the step: one for all of its tokens, or [T]. Empty: each row is one by itself."""
 
 
 @dataclass(frozen=True)
@@ -141,3 +145,5 @@ class StepPlan:
     """Tokens that would be in the loss but have a non-finite sampler log-prob."""
     routing_conflicts: int = 0
     """Prompt tokens that two rows share with different recorded experts. Those of the first row are used."""
+    split: bool = False
+    """Whether a trajectory has tokens in several packs of the step, those of all ranks included."""

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.batches import Batch, Row
@@ -47,8 +49,9 @@ def pack_rows(given: StepRows, least_saved: int = LEAST_SAVED) -> StepPlan:
     """
     losses = [loss_places(row) for row in given.rows]
     routed = routed_of(given.rows)
-    pieces = trees_of(given, losses, routed, least_saved)
-    return plan_of(microbatches_of(pieces, given.budget), given.step, routed, dropped(given.rows, losses))
+    pieces = microbatches_of(trees_of(given, losses, routed, least_saved), given.budget)
+    plan = plan_of(pieces, given.step, routed, dropped(given.rows, losses))
+    return replace(plan, split=bool(given.trajectories) and splits(pieces))
 
 
 def trees_of(
@@ -60,15 +63,41 @@ def trees_of(
     """The trees of the rows, each of one temperature, and within the budget or of a single row."""
     for row in given.rows:
         assert row.prompt, "the first token of a completion is predicted from the prompt"
-    weights = given.aggregation(list(map(len, losses)), given.constant)
-    kept = [one for one in zip(given.rows, losses, weights, range(len(given.rows)), strict=True) if one[1]]
-    paths = [path_of(row, loss, weight, routed, number) for row, loss, weight, number in kept]
+    trajectories = trajectories_of_losses(given.trajectories or [(number,) for number in range(len(losses))], losses)
+    counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *trajectories]))
+    weights = np.array(given.aggregation(counts.tolist(), given.constant), np.float32)
+    paths = [
+        path_of(row, loss, trajectory=of_row, weight=weights[of_row], routed=routed, number=number)
+        for number, (row, loss, of_row) in enumerate(zip(given.rows, losses, trajectories, strict=True))
+        if loss
+    ]
     if not given.share:
         return [TreeNode(path, 0, len(path.tokens), ending=[path]) for path in paths]
     temperatures = dict.fromkeys(path.row.temperature for path in paths)
     roots = [root for one in temperatures for root in grow(path for path in paths if path.row.temperature == one)]
     prune(roots, least_saved)
     return [piece for root in roots for piece in cut(root, given.budget)]
+
+
+def trajectories_of_losses(
+    trajectories: Sequence[Sequence[int]], losses: Sequence[Sequence[int]]
+) -> list[NDArray[np.int64]]:
+    """The trajectory of every loss token of each row."""
+    given = [np.array(of_row, np.int64) for of_row in trajectories]
+    return [
+        of_row[list(loss)] if len(of_row) > 1 else of_row.repeat(len(loss))
+        for of_row, loss in zip(given, losses, strict=True)
+    ]
+
+
+def splits(microbatches: Iterable[Sequence[TreeNode]]) -> bool:
+    """Whether two of the microbatches have tokens of one trajectory."""
+    found: dict[int, int] = {}
+    for number, roots in enumerate(microbatches):
+        for path in (path for node in preorder(roots) for path in node.ending):
+            if any(found.setdefault(one, number) != number for one in np.unique(path.trajectory).tolist()):
+                return True
+    return False
 
 
 def microbatches_of(trees: Sequence[TreeNode], budget: int) -> list[list[TreeNode]]:
@@ -136,11 +165,12 @@ def split_ranks(given: StepRows, ranks: int) -> list[StepPlan]:
 
     bins = [microbatches_of(mine, given.budget) for mine in _balanced(trees, given.budget, ranks)]
     most = max(map(len, bins))
+    split = bool(given.trajectories) and splits(roots for mine in bins for roots in mine)
     plans = []
     for rank, mine in enumerate(bins):
         plan = plan_of(mine, given.step, routed, 0 if rank else dropped(given.rows, losses))
         filling = (_empty_pack(routed),) * (most - len(mine))
-        plans.append(StepPlan(plan.packs + filling, plan.dropped_tokens, plan.routing_conflicts))
+        plans.append(replace(plan, packs=plan.packs + filling, split=split))
     return plans if given.share else _levelled(plans)
 
 
@@ -220,6 +250,7 @@ def _empty_pack(routed: tuple[int, int] | None) -> Pack:
         advantage=floats,
         weight=floats,
         sequence=ints,
+        trajectory=ints,
         row=ints,
         lag=floats,
         swapped=swapped,

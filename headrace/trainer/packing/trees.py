@@ -34,8 +34,10 @@ class Path:
     row: Row
     loss: NDArray[np.int64]
     """Places in `row.tokens` that are in the loss; never empty."""
-    weight: float
-    """The weight of each of these tokens in the loss of the step."""
+    trajectory: NDArray[np.int64]
+    """The trajectory of each of these tokens, as a number within the step."""
+    weight: NDArray[np.float32]
+    """Their weights in the loss of the step."""
     tokens: NDArray[np.int64]
     """[T] the forwarded tokens. The last loss token and all behind it are left out: they predict no loss token."""
     routes: NDArray[np.int16] | None
@@ -68,11 +70,27 @@ class TreeNode:
         self.branches.setdefault(int(child.source.tokens[child.start]), []).append(child)
 
 
-def path_of(row: Row, loss: Sequence[int], weight: float, routed: tuple[int, int] | None, number: int) -> Path:
+def path_of(
+    row: Row,
+    loss: Sequence[int],
+    *,
+    trajectory: NDArray[np.int64],
+    weight: NDArray[np.float32],
+    routed: tuple[int, int] | None,
+    number: int,
+) -> Path:
     """`routed`: (layers, k) of the recorded experts; None if no row of the step has any. `number`: that of the row in the step."""
     tokens = np.array(row.prompt + row.tokens[: loss[-1]], np.int64)
     routes = None if routed is None else _routes(row.routing, len(tokens), routed)
-    return Path(row=row, loss=np.array(loss, np.int64), weight=weight, tokens=tokens, routes=routes, number=number)
+    return Path(
+        row=row,
+        loss=np.array(loss, np.int64),
+        trajectory=trajectory,
+        weight=weight,
+        tokens=tokens,
+        routes=routes,
+        number=number,
+    )
 
 
 def _routes(trace: RoutingTrace | None, length: int, routed: tuple[int, int]) -> NDArray[np.int16]:
@@ -226,6 +244,7 @@ def pack_trees(roots: Sequence[TreeNode], step: int, routed: tuple[int, int] | N
     lag = [step - np.array(path.row.versions, np.float32)[path.loss] for path, _ in paths]
     teachers = [path.row.teacher for path, _ in paths]
     top_ids, top_logprobs = _top(paths)
+    trajectory = _joined([path.trajectory for path, _ in paths])
     pack = Pack(
         tokens=_joined([node.source.tokens[node.start : node.end] for node in nodes]),
         positions=_joined([np.arange(node.start, node.end) for node in nodes]),
@@ -234,8 +253,9 @@ def pack_trees(roots: Sequence[TreeNode], step: int, routed: tuple[int, int] | N
         target=_joined([_chosen(path, lambda row: row.tokens, np.int64) for path, _ in paths]),
         sampled=_joined([_chosen(path, lambda row: row.logprobs, np.float32) for path, _ in paths]),
         advantage=_joined([_chosen(path, lambda row: row.advantages, np.float32) for path, _ in paths]),
-        weight=_joined([np.full(len(path.loss), path.weight, np.float32) for path, _ in paths]),
-        sequence=_joined([np.full(len(path.loss), i) for i, (path, _) in enumerate(paths)]),
+        weight=_joined([path.weight for path, _ in paths]),
+        sequence=_numbered(trajectory),
+        trajectory=trajectory,
         row=_joined([np.full(len(path.loss), path.number) for path, _ in paths]),
         lag=_joined(lag),
         swapped=_joined([np.full(len(path.loss), _is_swapped(path.row)) for path, _ in paths]),
@@ -252,6 +272,12 @@ def pack_trees(roots: Sequence[TreeNode], step: int, routed: tuple[int, int] | N
 
 def _joined(parts: Sequence[NDArray[np.generic]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
+
+
+def _numbered(trajectory: Tensor) -> Tensor:
+    """Returns numbers from 0 on in their place, in the order in which they are met."""
+    _, first, which = np.unique(trajectory.numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first.argsort().argsort()[which])
 
 
 def _lay_out(nodes: Sequence[TreeNode]) -> tuple[tuple[Segment, ...], list[tuple[TreeNode, Ints]]]:

@@ -122,6 +122,7 @@ def _pack(rows: Sequence[ExampleRow]) -> Pack:
         advantage=torch.zeros(count),
         weight=torch.ones(count),
         sequence=sequence,
+        trajectory=sequence,
         row=sequence,
         lag=torch.zeros(count),
         swapped=torch.zeros(count, dtype=torch.bool),

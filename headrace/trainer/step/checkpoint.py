@@ -4,7 +4,8 @@
                             where weights are offloaded), or bfloat16 where nothing more exact is kept. For an adapter it is
                             `adapter_model.safetensors`, beside peft's `adapter_config.json`
     optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>
-    trainer.json            format, version, seed; for an adapter, the fingerprint of the base it belongs to
+    trainer.json            format, version, seed; the entropy's factor and last mean; for an adapter, the fingerprint of the base it
+                            belongs to
 
 The learning rate is a function of the version, so a schedule has no state of its own. Every tensor is written whole, however it is
 placed: what one mesh saved, another restores. `rng/cpu` has the random states of all ranks, one after another.
@@ -13,6 +14,7 @@ placed: what one mesh saved, another restores. `rng/cpu` has the random states o
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,7 @@ def capture(
     placement: Placement,
     version: int,
     seed: int,
+    entropy: tuple[float, float] = (0.0, math.nan),
     keep: Keep = on_host,
 ) -> Callable[[Path], None]:
     """Takes all that a checkpoint holds, and returns the rest of `save`, which needs no other rank. `keep`: makes copies, if the model is trained
@@ -76,7 +79,8 @@ def capture(
     moments = placement.gather(_moments(contents, optimizer), keep)
     generators, _ = placement.each(torch.get_rng_state())
     random = _rng(generators.flatten())
-    text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": contents.base})
+    facts = {"format": FORMAT, "version": version, "seed": seed, "base": contents.base, "entropy": list(entropy)}
+    text = json.dumps(facts)
 
     def write(directory: Path) -> None:
         if not placement.leads:
@@ -113,6 +117,12 @@ def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimize
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     _restore_rng(rest, placement)
     return version
+
+
+def entropy_of(directory: Path) -> tuple[float, float] | None:
+    """Returns the factor of the entropy and its last mean (`objective.EntropyFactor`); None in a checkpoint of an earlier version."""
+    saved = json.loads((directory / TRAINER).read_text()).get("entropy")
+    return None if saved is None else (float(saved[0]), float(saved[1]))
 
 
 def all_weights(model: Any) -> Contents:

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headrace.algo.diagnostics import Diagnostics
-from headrace.algo.objective import COUNTS, KeptCounts, kl_estimate
-from headrace.algo.policy.pairs import PairLoss, Side
+from headrace.algo.objective import COUNTS, KeptCounts, kl_estimate, with_bonus
+from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
-from headrace.algo.training_rows import paths_of
-from headrace.core.batches import Batch
 from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.forward.routing import Replayed, no_replay
 from headrace.trainer.model.causal_lm import computed_in
@@ -28,116 +26,10 @@ from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.reference import Reference
+from headrace.trainer.step.whole_step import PairNumbers, StepPairs, StepPart, numbers_of, parts_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-
-
-# --- The loss of preferences, over the pairs of a whole optimizer step.
-#
-#     log-probs of all tokens  ->  log-likelihoods of rollouts [S]  ->  loss of the K pairs  ->  its derivative by each log-likelihood
-#                                                                                           ->  the advantage of that rollout's tokens
-#
-# The derivative of the step's loss by every log-prob is then known before a gradient is taken, so that the gradient of the microbatches adds up
-# to that of the pairs, exactly, whether or not both rollouts of a pair lie in one microbatch or on one rank (C9). A step of several
-# microbatches costs a forward pass without gradient for that; a step of one microbatch does not.
-
-
-@dataclass(frozen=True)
-class StepPairs:
-    """The pairs of an optimizer step."""
-
-    rollouts: Int[Tensor, " R"]
-    """[R] int64: which rollout of the step each row belongs to. A rollout has several rows where its episode has several paths."""
-    chosen: Int[Tensor, " K"]
-    rejected: Int[Tensor, " K"]
-    """[K] int64: rollouts of the step."""
-
-
-class Marks(NamedTuple):
-    """The part of the pairs' loss that falls on the tokens of a microbatch."""
-
-    slope: Float[Tensor, " M"]
-    """[M] the derivative of the step's loss by the token's log-prob."""
-    share: Float[Tensor, " M"]
-    """[M] the token's share of the step's loss."""
-
-
-class PairNumbers(NamedTuple):
-    """The pairs of a step in numbers, for its report."""
-
-    pairs: int = 0
-    agreed: float = 0.0
-    """Share of the pairs whose margin is positive: the policy prefers what was preferred."""
-    margin: float = 0.0
-    """Mean of `PairLoss.margin`."""
-
-
-def pairs_of(batch: Batch) -> StepPairs:
-    rollouts: list[int] = []
-    pairs: list[tuple[int, int]] = []
-    first = 0
-    for group in batch.groups:
-        rollouts += [first + place for place, one in enumerate(group.scored) for _ in paths_of(one.episode)]
-        pairs += [(first + chosen, first + rejected) for chosen, rejected in group.pairs]
-        first += len(group.scored)
-    assert len(rollouts) == len(batch.rows), "a row for every path of every rollout"
-    chosen, rejected = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
-    return StepPairs(torch.tensor(rollouts, dtype=torch.int64), chosen, rejected)
-
-
-def prefer(
-    loss: PairLoss,
-    pairs: StepPairs,
-    packs: Sequence[Pack],
-    *,
-    logprobs: Sequence[Float[Tensor, " _"]],
-    references: Sequence[Float[Tensor, " _"] | None],
-    placement: Placement,
-) -> tuple[list[Marks], PairNumbers]:
-    """Returns the marks of this rank's microbatches, from the log-probs [M] of their tokens. Every rank calls it."""
-    columns = [torch.cat([one.detach() for one in logprobs]), torch.cat([pack.row for pack in packs])]
-    columns += [torch.cat([one for one in references if one is not None])] if loss.needs_reference else []
-    step, mine = placement.join(
-        torch.stack([column.float() for column in columns])
-    )  # rows are whole numbers below 2^24
-    step = step.cpu().double()  # a sum on CUDA differs from call to call (C8)
-    marks, numbers = _marks(loss, pairs, step[0], step[1].long(), step[2] if loss.needs_reference else None)
-    counts, device = [len(pack.target) for pack in packs], logprobs[0].device
-    slopes, shares = (column[mine].float().to(device).split(counts) for column in marks)
-    return [Marks(*both) for both in zip(slopes, shares, strict=True)], numbers
-
-
-def _marks(
-    loss: PairLoss,
-    pairs: StepPairs,
-    logprob: Float[Tensor, " M"],
-    row: Int[Tensor, " M"],
-    reference: Float[Tensor, " M"] | None,
-) -> tuple[Marks, PairNumbers]:
-    """Makes the marks of all tokens of the step, [M_step]."""
-    rollout, count = pairs.rollouts[row], int(pairs.rollouts.max()) + 1 if len(pairs.rollouts) else 0
-    sums = lambda values: torch.zeros(count, dtype=torch.float64).index_add_(0, rollout, values)  # noqa: E731
-    tokens = sums(torch.ones_like(logprob))
-    there = (tokens[pairs.chosen] > 0) & (
-        tokens[pairs.rejected] > 0
-    )  # a sampler's log-prob that is not finite takes a token out
-    chosen, rejected = pairs.chosen[there], pairs.rejected[there]
-    likelihood = sums(logprob).requires_grad_()
-    referred = None if reference is None else sums(reference)
-    sides = [
-        Side(likelihood[one], None if referred is None else referred[one], tokens[one]) for one in (chosen, rejected)
-    ]
-    if not len(chosen):
-        zeros = torch.zeros_like(logprob)
-        return Marks(zeros, zeros), PairNumbers()
-    losses = loss.of_pairs(*sides)
-    (slope,) = torch.autograd.grad(losses.mean(), likelihood)
-    half = (losses.detach() / (2 * len(losses))).repeat(2)
-    shares = torch.zeros(count, dtype=torch.float64).index_add_(0, torch.cat([chosen, rejected]), half)
-    margins = loss.margin(*sides).detach()
-    numbers = PairNumbers(len(losses), float((margins > 0).double().mean()), float(margins.mean()))
-    return Marks(slope[rollout], (shares / tokens.clamp(min=1))[rollout]), numbers
+    from jaxtyping import Float
 
 
 # --- The numbers of a step that its report is made of, as sums over loss tokens
@@ -187,13 +79,14 @@ class Sums:
         self.routing_conflicts += plan.routing_conflicts
 
     def add(self, pack: Pack, tokens: Tokens, scores: TokenScores, result: TokenLoss) -> None:
+        """`pack.weight` and `tokens.advantage` are those that the loss was computed with."""
         logprob = tokens.logprob.detach()
         if not len(logprob):  # a pack that only fills up a rank
             return
         ratio = ratio_of(logprob, tokens.sampled)
         self.tokens += len(logprob)
         self.loss += float((result.loss.detach() * pack.weight).sum())
-        self.entropy += float(scores.entropy.sum())
+        self.entropy += float(scores.entropy.detach().sum())
         self.ratio += float(ratio.sum())
         self.ratio_max = max(self.ratio_max, float(ratio.max()))
         self.clipped += int(result.clipped.sum())
@@ -259,22 +152,21 @@ class Gradient:
     sums: Sums = field(default_factory=Sums)
     picked: PickedNumbers | None = None
     """Collects numbers of single tokens for the report."""
-    kept: KeptCounts | None = field(init=False)
-    """Counts, where rejected tokens leave the denominator; else None."""
-
-    def __post_init__(self) -> None:
-        algo = self.learner.algo
-        self.kept = KeptCounts(algo.recipe.aggregation) if algo.denominator == "kept" else None
+    kept: KeptCounts | None = None
+    """Counts over the microbatches, where rejected tokens leave the denominator; else None."""
 
     def fill(self, plan: StepPlan) -> Sums:
         """Adds the gradient of the whole step, over all microbatches and ranks, to the parameters' `.grad`. Returns its sums."""
         packs = [pack.to(self.device) for pack in plan.packs]
         references = [self._referred(pack) for pack in packs]
-        keep, marks = self._selected(packs), self._preferred(packs, references)
+        reach = self.learner.reach
+        at_once = reach == "step" or (reach == "sequence" and plan.split)
+        parts: Sequence[StepPart | None] = self._ahead(packs, references) if at_once else [None] * len(packs)
+        self.kept = None if at_once else self._counts()
         self.sums.count(plan)
         work = Microbatches(
             packs=packs,
-            loss=lambda number: self._microbatch(packs[number], keep[number], references[number], marks[number]),
+            loss=lambda number: self._microbatch(packs[number], references[number], parts[number], at_once),
             body=lambda number: self._body(packs[number]),
             precision=self._precision,
             parameters=list(self.learner.parameters.values()),
@@ -297,43 +189,37 @@ class Gradient:
                 parameter.grad.mul_(factor)
         self.sums.loss *= factor
 
-    def _selected(self, packs: Sequence[Pack]) -> Sequence[Bool[Tensor, " _"] | None]:
-        """[M] bool of each pack. An algorithm that chooses among the tokens of the step sees all of them before any gradient is taken."""
-        if self.learner.selection is None:
-            return [None] * len(packs)
-        with torch.no_grad():
-            logprob = torch.cat([self._scores(pack).logprob for pack in packs])
-        sampled, advantage = (torch.cat([getattr(pack, name) for pack in packs]) for name in ("sampled", "advantage"))
-        (logprob, sampled, advantage), mine = self.placement.join(torch.stack([logprob, sampled, advantage]))
-        keep = self.learner.selection(logprob, sampled, advantage)[mine]
-        return keep.split([len(pack.target) for pack in packs])
+    def _counts(self) -> KeptCounts | None:
+        algo = self.learner.algo
+        return KeptCounts(algo.recipe.aggregation) if algo.denominator == "kept" else None
 
-    def _preferred(
+    def _ahead(
         self, packs: Sequence[Pack], references: Sequence[Float[Tensor, " _"] | None]
-    ) -> Sequence[Marks | None]:
-        """Returns the marks of each pack. Left to the microbatch if there is only one, whose own forward pass has all log-probs."""
-        if self.pairs is None or len(packs) == 1:
-            return [None] * len(packs)
+    ) -> Sequence[StepPart | None]:
+        """Returns the parts of the packs in a loss that is computed on the whole step. Left to the microbatch if there is only one, whose
+        own forward pass has all numbers."""
+        if len(packs) == 1:
+            return [None]
         with torch.no_grad():
-            logprobs = [self._scores(pack).logprob for pack in packs]
-        return self._marks(packs, logprobs, references)
+            tokens = [
+                _tokens(pack, self._scores(pack), reference) for pack, reference in zip(packs, references, strict=True)
+            ]
+        return self._step_parts(packs, tokens)
 
-    def _marks(
-        self,
-        packs: Sequence[Pack],
-        logprobs: Sequence[Float[Tensor, " _"]],
-        references: Sequence[Float[Tensor, " _"] | None],
-    ) -> list[Marks]:
-        assert self.pairs and isinstance(self.learner.algo.recipe.loss, PairLoss)
-        marks, self.sums.pairs = prefer(
-            self.learner.algo.recipe.loss,
-            self.pairs,
+    def _step_parts(self, packs: Sequence[Pack], tokens: Sequence[Tokens]) -> Sequence[StepPart]:
+        algo = self.learner.algo
+        parts, step = parts_of(
+            self.learner.objective,
             packs,
-            logprobs=logprobs,
-            references=references,
+            tokens,
             placement=self.placement,
+            kept=self._counts(),
+            pairs=self.pairs,
+            top=algo.teacher_top,
         )
-        return marks
+        if isinstance(algo.recipe.loss, PairLoss):
+            self.sums.pairs = numbers_of(algo.recipe.loss, step)
+        return parts
 
     def _referred(self, pack: Pack) -> Float[Tensor, " M"] | None:
         if self.reference is None:
@@ -351,20 +237,25 @@ class Gradient:
 
     @contextmanager
     def _microbatch(
-        self, pack: Pack, keep: Bool[Tensor, " M"] | None, reference: Float[Tensor, " M"] | None, marks: Marks | None
+        self, pack: Pack, reference: Float[Tensor, " M"] | None, part: StepPart | None, at_once: bool
     ) -> Iterator[Float[Tensor, ""]]:
         """Yields the loss. The recorded experts stay forced during its backward pass: checkpointed layers are forwarded again in it."""
         with self.replay(pack) as replayed:
             scores = self.forward.logprobs(pack, pack.temperature or self.temperature, self.dtype)
             if self.bitwise:
                 self.sums.bitwise += compare(pack, scores.logprob, self.learner.version)
-            tokens = _tokens(pack, scores, reference, keep)
-            if self.pairs:
-                marks = marks or self._marks([pack], [scores.logprob], [reference])[0]
-                tokens = tokens._replace(advantage=-marks.slope, share=marks.share)
-            result = self.learner.objective(tokens)
+            tokens, algo = _tokens(pack, scores, reference), self.learner.algo
+            if at_once:
+                part = part or self._step_parts([pack], [tokens])[0]
+                result, pack = part.of(tokens), replace(pack, weight=part.weight)
+            else:
+                result = self.learner.objective(tokens)
+            result = with_bonus(tokens, result, self.learner.entropy.now, algo.denominator == "kept")
             if self.kept:
-                pack = replace(pack, weight=pack.weight * self.kept.within_rows(tokens.sequence, result.rejected))
+                factors = self.kept.within_sequences(tokens.sequence, result.rejected)
+                pack = replace(pack, weight=pack.weight * factors)
+            if self.pairs and part:  # what pushes a token is its slope
+                tokens = tokens._replace(advantage=-part.slopes["logprob"])
             yield (result.loss * pack.weight).sum()
         self.sums.missing_routes += replayed.missing
         self.sums.add(pack, tokens, scores, result)
@@ -372,9 +263,7 @@ class Gradient:
             self.picked.add(pack, scores.logprob, scores.entropy)
 
 
-def _tokens(
-    pack: Pack, scores: TokenScores, reference: Float[Tensor, " M"] | None, keep: Bool[Tensor, " M"] | None
-) -> Tokens:
+def _tokens(pack: Pack, scores: TokenScores, reference: Float[Tensor, " M"] | None) -> Tokens:
     top = None
     if scores.top is not None and pack.top_logprobs is not None:
         top = TopTokens(scores.top, pack.top_logprobs)
@@ -387,5 +276,5 @@ def _tokens(
         reference=reference,
         teacher=pack.teacher,
         top=top,
-        keep=keep,
+        entropy=scores.entropy,
     )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.objective import AGGREGATIONS, AggregationFunction, Objective, Selection, objective_of, selection_of
+from headrace.algo.objective import AGGREGATIONS, AggregationFunction, EntropyFactor, Objective, objective_of, reach_of
+from headrace.algo.policy.loss import Reach
 from headrace.core.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig, learning_rate
@@ -61,8 +62,9 @@ class Learner:
     version: int = 0
     optimizer: torch.optim.Optimizer = field(init=False)
     objective: Objective = field(init=False)
-    selection: Selection | None = field(init=False)
-    """Chooses among the tokens of the whole step before its gradient is taken; None where all of them are used."""
+    reach: Reach = field(init=False)
+    """The tokens that the loss of a token depends on."""
+    entropy: EntropyFactor = field(init=False)
 
     def __post_init__(self) -> None:
         if self.algo.recipe.aggregation == "token_sum" and not self.algo.length_constant:
@@ -71,7 +73,8 @@ class Learner:
                 "usually to rollout.max_tokens"
             )
         self.optimizer = self.placement.optimizer(self.parameters.items(), self.config)
-        self.objective, self.selection = objective_of(self.algo), selection_of(self.algo)
+        self.objective, self.reach = objective_of(self.algo), reach_of(self.algo)
+        self.entropy = EntropyFactor(self.algo.recipe.entropy)
 
     @property
     def aggregation(self) -> AggregationFunction:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
+from headrace.algo.training_rows import trajectories_of
 from headrace.core.batches import Batch, Row
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import TrainerCore
@@ -47,11 +48,12 @@ from headrace.trainer.placement.port import Keep, Placement, Single, on_host, ow
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
-from headrace.trainer.step.gradient import Gradient, Replay, StepPairs, Sums, pairs_of
+from headrace.trainer.step.gradient import Gradient, Replay, Sums
 from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
+from headrace.trainer.step.whole_step import StepPairs, pairs_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -176,6 +178,8 @@ class TorchTrainer:
             raise
         lr = learner.lr(batch.steps)
         norm = learner.update(sums.loss, lr, unless_zero=sums.all_cut and batch.skippable)
+        if learner.version > batch.step:
+            learner.entropy.after(sums.entropy / sums.tokens)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
         more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
@@ -292,6 +296,7 @@ class TorchTrainer:
             placement=self._placement,
             version=learner.version,
             seed=self._seed,
+            entropy=(learner.entropy.coef, learner.entropy.mean),
             keep=keep,
         )
 
@@ -309,6 +314,10 @@ class TorchTrainer:
         """Raises CheckpointError, with nothing changed."""
         learner, contents = self._learners[adapter], self._contents(adapter)
         learner.version = checkpoint.restore(directory, contents, learner.optimizer, self._placement)
+        if saved := checkpoint.entropy_of(directory):
+            learner.entropy.coef, learner.entropy.mean = (
+                saved if learner.entropy.rule.target else (learner.entropy.coef, saved[1])
+            )
 
     def _contents(self, adapter: str) -> Contents:
         if self._adapters is None:
@@ -354,6 +363,7 @@ class TorchTrainer:
             budget=learner.config.microbatch_tokens,
             step=batch.step,
             share=self._forward.packed,
+            trajectories=trajectories_of(batch.groups),
         )
         return self._placement.plan(rows)
 

@@ -21,9 +21,9 @@ from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.placement.staged import Staged
-from headrace.trainer.step.gradient import pairs_of
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from headrace.trainer.step.whole_step import pairs_of
 from support import plain_trainer, tiny_models
 
 CPU = torch.device("cpu")

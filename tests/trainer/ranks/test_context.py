@@ -59,7 +59,7 @@ OTHERS = {
         model="llama",
         algo={"denominator": "kept", "old": "trainer", "correction": {"mode": "mask", "low": 0.5, "high": 2.0}},
     ),
-    "m2po": Case(model="llama", algo={"name": "m2po", "select": {"tau": 0.05}}),
+    "m2po": Case(model="llama", algo={"name": "m2po", "tau": 0.05}),
     "a reference": Case(model="gemma3_text", algo={"kl": {"coef": 0.1}}),
     "a reference of recorded experts": Case(model="mixtral", routing=True, algo={"kl": {"coef": 0.1}}),
     "LoRA": Case(model="qwen3", lora={"rank": 4}),
@@ -93,7 +93,7 @@ FOURS = {
     "recorded experts": Case(model="qwen3_moe", routing=True),
     "LoRA": Case(model="qwen3", lora={"rank": 4}),
     "a reference": Case(model="llama-tied-biased", algo={"kl": {"coef": 0.1}}),
-    "m2po": Case(model="llama", algo={"name": "m2po", "select": {"tau": 0.05}}),
+    "m2po": Case(model="llama", algo={"name": "m2po", "tau": 0.05}),
 }
 
 

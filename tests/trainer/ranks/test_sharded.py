@@ -52,7 +52,7 @@ CASES = {
         model="llama",
         algo={"denominator": "kept", "old": "trainer", "correction": {"mode": "mask", "low": 0.5, "high": 2.0}},
     ),
-    "m2po": Case(model="llama", algo={"name": "m2po", "select": {"tau": 0.05}}),
+    "m2po": Case(model="llama", algo={"name": "m2po", "tau": 0.05}),
     "a reference": Case(model="gemma3_text", algo={"kl": {"coef": 0.1}}),
     "preferences": Case(model="qwen3", algo={"name": "dpo"}, pairs=((0, 1), (0, 3), (4, 2), (5, 8), (9, 6))),
     "LoRA": Case(model="qwen3", lora={"rank": 4}),

@@ -23,8 +23,8 @@ from headrace.trainer.packing import Pack, pack_sequence
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.staged import Staged
-from headrace.trainer.step.gradient import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
+from headrace.trainer.step.whole_step import pairs_of
 from support import tiny_models
 from support.plain_trainer import same_numbers
 
@@ -93,7 +93,7 @@ MORE = {
         model="llama",
         algo={"denominator": "kept", "old": "trainer", "correction": {"mode": "mask", "low": 0.5, "high": 2.0}},
     ),
-    "m2po": Piped(model="llama", algo={"name": "m2po", "select": {"tau": 0.05}}),
+    "m2po": Piped(model="llama", algo={"name": "m2po", "tau": 0.05}),
     "preferences in one pack": Piped(
         model="qwen3",
         algo={"name": "dpo"},

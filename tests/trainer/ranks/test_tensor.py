@@ -65,7 +65,7 @@ MORE = {
         algo={"denominator": "kept", "old": "trainer", "correction": {"mode": "mask", "low": 0.5, "high": 2.0}},
         parallel=TENSOR,
     ),
-    "m2po": Case(model="llama", algo={"name": "m2po", "select": {"tau": 0.05}}, parallel=TENSOR),
+    "m2po": Case(model="llama", algo={"name": "m2po", "tau": 0.05}, parallel=TENSOR),
     "preferences": Case(
         model="qwen3", algo={"name": "dpo"}, pairs=((0, 1), (0, 3), (4, 2), (5, 8), (9, 6)), parallel=TENSOR
     ),

@@ -30,7 +30,7 @@ from headrace.engine.native.runners.families import (
     read_weights,
     rotary_tables,
 )
-from headrace.engine.native.runners.families import serves as is_family
+from headrace.engine.native.runners.families import refusal as family_refusal
 from headrace.engine.native.runners.layers import PARTS, read_adapter
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.native.arithmetic import arithmetic
@@ -118,16 +118,24 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Weights and cache can be stored in, each by a library of its own."""
 
 
-def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> bool:
-    if device.type != "cpu" or dtype not in DTYPES or not is_family(skeleton):
-        return False
+def refusal(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> str:
+    """Empty if the kernels serve this model here; else the reason why not, a whole clause."""
+    if device.type != "cpu":
+        return f"they run on a CPU, and the device is {device.type}"
+    if dtype not in DTYPES:
+        return f"they store bfloat16 or float32, and not {dtype}"
+    if reason := family_refusal(skeleton):
+        return reason
     spec = read_spec(skeleton)
     if spec.routing is not None and spec.routing.experts > MOST_EXPERTS:
-        return False
-    fits = (
-        spec.head_dim % 16 == 0 and spec.head_dim <= WIDEST_HEAD and all(layer.inner % 16 == 0 for layer in spec.layers)
-    )
-    return fits and binding.library(dtype=DTYPES[dtype]) is not None
+        return f"it has {spec.routing.experts} experts a layer, and they hold {MOST_EXPERTS}"
+    if spec.head_dim % 16 or spec.head_dim > WIDEST_HEAD:
+        return f"its heads are {spec.head_dim} wide (head_dim), and that must be a multiple of 16 up to {WIDEST_HEAD}"
+    if odd := [layer.inner for layer in spec.layers if layer.inner % 16]:
+        return f"its feed-forward part is {odd[0]} wide (intermediate_size), and that must be a multiple of 16"
+    if binding.library(dtype=DTYPES[dtype]) is None:
+        return "they could not be built on this machine (`headrace doctor` tells of the compiler)"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ class KernelRunner:
         library: Any = None,
     ) -> None:
         """`library`: the one for this machine unless given."""
-        assert serves(model, dtype, device), "ask `serves` first"
+        assert not refusal(model, dtype, device), "ask `refusal` first"
         self.spec = spec = read_spec(model)
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)

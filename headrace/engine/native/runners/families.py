@@ -118,16 +118,31 @@ class Weights:
 # --- what the model is -------------------------------------------------------------------------------------------------
 
 
+def refusal(skeleton: Skeleton) -> str:
+    """Empty if a `Spec` can describe the model to the last parameter; else the reason why not, a whole clause."""
+    config = skeleton.config
+    if config.model_type not in OWN_FAMILIES:
+        return f"{config.model_type} is none of the families that have a decoder of ours ({', '.join(OWN_FAMILIES)})"
+    if skeleton.paged is None:
+        return skeleton.objection
+    if _activation(config) not in _ACTIVATIONS:
+        return f"its activation is {_activation(config)}, and ours are {' and '.join(_ACTIVATIONS)}"
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"):
+        if getattr(config, name, None):
+            return f"its config sets {name}"
+    for parameters in _rope_parameters(config):
+        if parameters.get("rope_type") not in _ROPE:
+            return f"its rotary positions are of type {parameters.get('rope_type')}, and ours are {', '.join(_ROPE)}"
+    expected = expected_shapes(read_spec(skeleton))
+    if expected != skeleton.shapes:
+        odd = next(name for name in (*expected, *skeleton.shapes) if expected.get(name) != skeleton.shapes.get(name))
+        return f"its parameter {odd} has a shape or a place that the family does not have"
+    return ""
+
+
 def serves(skeleton: Skeleton) -> bool:
     """Whether a `Spec` can describe the model to the last parameter. Other models use Hugging Face's forward."""
-    config = skeleton.config
-    if config.model_type not in OWN_FAMILIES or _activation(config) not in _ACTIVATIONS:
-        return False
-    if any(getattr(config, name, None) for name in ("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv")):
-        return False
-    if any(parameters.get("rope_type") not in _ROPE for parameters in _rope_parameters(config)):
-        return False
-    return expected_shapes(read_spec(skeleton)) == skeleton.shapes
+    return not refusal(skeleton)
 
 
 def mixes(skeleton: Skeleton) -> bool:

@@ -6,7 +6,7 @@ into our cache. So it gets continuous batching, chunked prefill and shared promp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from headrace.core.weights import AdapterSpec
 from headrace.engine.kinds import OWN_FAMILIES
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
+from headrace.engine.native.runners.module_weights import LayerWatch, ModuleWeights, decoder_layers
 from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner
 from headrace.engine.native.runners.skeleton import Skeleton, attention
 
@@ -48,28 +49,20 @@ class HuggingFaceRunner(PagedRunner):
                 "qwen3_moe, mixtral or olmoe through the fused path, or set it to false"
             )
         super().__init__(model.geometry, dtype, device, exact)
-        self._places = _places(model.model)
-        self._nothing = [module._parameters[attribute] for _, module, attribute in self._places]
-        """The parameters without values, on the meta device."""
-        self._blocks = _decoder_layers(model.model, model.geometry.layers)
-        self._loaded = False
+        self._weights = ModuleWeights(model.model)
+        self._layers = decoder_layers(model.model, model.geometry.layers)
 
     # -- weights ------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.nn.Parameter]:
-        """One parameter for each place of the model, tied ones repeated."""
-        fresh = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
-        return [fresh[name] for name, _, _ in self._places]
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        return self._weights.prepare(tensors)
 
-    def use(self, weights: Sequence[torch.nn.Parameter | None]) -> None:
-        for (_, module, attribute), parameter in zip(self._places, weights, strict=True):
-            module._parameters[attribute] = parameter
-        self._loaded = True
+    def use(self, weights: Any) -> None:
+        self._weights.use(weights)
 
     def free(self) -> None:
         super().free()
-        self.use(self._nothing)
-        self._loaded = False
+        self._weights.clear()
 
     def prepare_adapter(self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise ValueError(f"{self.path} serves no adapters; merge {spec.name} into the weights")
@@ -86,29 +79,16 @@ class HuggingFaceRunner(PagedRunner):
 
     @torch.inference_mode()
     def blame(self, batch: ForwardInput) -> np.ndarray:
-        blamed = torch.full((len(batch.tokens),), -1, device=self.device)
-        seen = 0
-
-        def look(module: torch.nn.Module, args: Any, output: Any) -> None:
-            nonlocal seen
-            x = (output[0] if isinstance(output, tuple) else output).reshape(len(blamed), -1)
-            blamed[(blamed < 0) & ~x.isfinite().all(-1)] = seen
-            seen += 1
-
-        hooks = [block.register_forward_hook(look) for block in self._blocks]
-        try:
-            rows = self._tensor(batch.rows)
+        rows = self._tensor(batch.rows)
+        with LayerWatch(self._layers, len(batch.tokens), self.device) as watch:
             broken = ~self._run(batch, rows).isfinite().all(-1)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        layers = self._cache.geometry.layers
+        blamed, layers = watch.blamed, self._cache.geometry.layers
         blamed[rows] = torch.where((blamed[rows] < 0) & broken, layers, blamed[rows])
         return blamed.cpu().numpy()
 
     def _run(self, batch: ForwardInput, rows: torch.Tensor) -> torch.Tensor:
         """Logits [len(rows), V]."""
-        assert self._loaded, "forward before the first weights"
+        assert self._weights.loaded, "forward before the first weights"
         plan = self._plan(batch)
         with attention(_attend_with(plan)):
             out = self._model(
@@ -137,21 +117,3 @@ def _attend_with(plan: Pass) -> Callable[..., torch.Tensor]:
         return plan.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window)[None]
 
     return attend
-
-
-def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    """(canonical name, module, attribute) of every place that holds a parameter; tied places share the name."""
-    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        (canonical[id(parameter)], module, attribute)
-        for module in model.modules()
-        for attribute, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-
-
-def _decoder_layers(model: torch.nn.Module, layers: int) -> list[torch.nn.Module]:
-    """The model's decoder layers in order: the first list of modules that is as long as there are layers. Empty if there is
-    none: `blame` then names no layer."""
-    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    return list(next((found for found in lists if len(found) == layers), []))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def attention(attend: Attend) -> Iterator[None]:
         _current.reset(token)
 
 
+@dataclass(frozen=True)
+class PagedAttention:
+    """The attention of all layers, as a cache of blocks must know it."""
+
+    geometry: Geometry
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer."""
+    scales: tuple[float, ...]
+    """The factor of each layer's attention scores."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
     model: Any
@@ -52,11 +64,10 @@ class Skeleton:
     """The config of the model's text part."""
     shapes: dict[str, tuple[int, ...]]
     """Every parameter in canonical order, tied ones once."""
-    geometry: Geometry
-    windows: tuple[int | None, ...]
-    """Sliding window of each layer."""
-    scales: tuple[float, ...]
-    """The factor of each layer's attention scores."""
+    paged: PagedAttention | None
+    """None if its attention cannot be computed over our blocks of keys and values: only its own cache serves it."""
+    objection: str
+    """The reason why `paged` is None, half a sentence; empty otherwise."""
     vocabulary: int
     context_length: int | None
     """Positions the model was made for."""
@@ -65,38 +76,95 @@ class Skeleton:
     def model_type(self) -> str:
         return self.config.model_type
 
+    @property
+    def geometry(self) -> Geometry:
+        return self._paged.geometry
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return self._paged.windows
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        return self._paged.scales
+
+    @property
+    def _paged(self) -> PagedAttention:
+        assert self.paged is not None, self.objection
+        return self.paged
+
 
 def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
     """Reads config.json alone. Raises ConfigError for models that cannot be served."""
     config = _read_config(model_dir)
     what = f"{model_dir.name} ({config.model_type})"
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{what} is an encoder-decoder; the native engine serves decoder-only models: choose one of those"
-        )
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"{what} cannot be served by the native engine: {error}; choose another model") from None
-    model.eval()
-    text = model.config.get_text_config(decoder=True)
-    # There is no padding in a flat batch: without this, some models search every batch for it and warn.
-    model.config.pad_token_id = text.pad_token_id = None
-    notes, vocabulary = _dry_run(model, what)
-    geometry = _geometry(notes, model, what)
+    if reason := unservable(config):
+        raise ConfigError(f"{what} cannot be served by the native engine: {reason}; choose another model")
+    model, paged, objection = _over_blocks(config, dtype)
+    if model is None:
+        model = _build(config, dtype, None, what)
     _refuse_buffers(model, what)
     _make_buffers(model, device)
+    text = model.config.get_text_config(decoder=True)
     return Skeleton(
         model=model,
         config=text,
         shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
-        geometry=geometry,
-        windows=tuple(note.options.get("sliding_window") for note in notes),
-        scales=tuple(note.scale for note in notes),
-        vocabulary=vocabulary,
+        paged=paged,
+        objection=objection,
+        vocabulary=_vocabulary(model, text),
         context_length=getattr(text, "max_position_embeddings", None),
     )
+
+
+def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention | None, str]:
+    """The model with our attention inside, and what that is; or None twice, and the reason why it cannot have it."""
+    what = config.model_type
+    try:
+        model = _build(config, dtype, ATTENTION, what)
+        notes = _dry_run(model)
+    except (ConfigError, NotPaged) as error:
+        return None, None, str(error)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if objection := _objection(notes, layers, model):
+        return None, None, objection
+    paged = PagedAttention(
+        Geometry(layers, kv_heads=notes[0].k[1], head_dim=notes[0].k[3]),
+        windows=tuple(note.options.get("sliding_window") for note in notes),
+        scales=tuple(note.scale for note in notes),
+    )
+    return model, paged, ""
+
+
+def _build(config: Any, dtype: torch.dtype, attention_name: str | None, what: str) -> Any:
+    """The model on the meta device, in eval mode. Raises ConfigError if transformers cannot make it from its config."""
+    chosen = {"attn_implementation": attention_name} if attention_name else {}
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, **chosen)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} cannot be served by the native engine: transformers does not build it from its config.json "
+            f"({type(error).__name__}: {error}); choose another model"
+        ) from error
+    model.eval()
+    text = model.config.get_text_config(decoder=True)
+    # There is no padding in our passes: without this, some models search every batch for it and warn.
+    model.config.pad_token_id = text.pad_token_id = None
+    return model
+
+
+def unservable(config: Any) -> str:
+    """Empty, or the feature of a model that the native engine cannot serve."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder, and decoder-only models are served"
+    return ""
+
+
+def _vocabulary(model: Any, text: Any) -> int:
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return len(weight) if weight is not None else text.vocab_size
 
 
 def _read_config(model_dir: Path) -> Any:
@@ -126,7 +194,12 @@ class _Note:
         return self.q[3] ** -0.5 if scaling is None else scaling
 
 
-def _dry_run(model: Any, what: str) -> tuple[list[_Note], int]:
+class NotPaged(Exception):
+    """A dry run failed, or gave no logits of chosen positions."""
+
+
+def _dry_run(model: Any) -> list[_Note]:
+    """Raises NotPaged."""
     notes: list[_Note] = []
 
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> torch.Tensor:
@@ -147,25 +220,15 @@ def _dry_run(model: Any, what: str) -> tuple[list[_Note], int]:
         with attention(attend), torch.no_grad():
             logits = model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=tokens[0, :1]).logits
     except Exception as error:
-        raise ConfigError(
-            f"{what} cannot be served by the native engine: a dry run of its forward pass failed with "
-            f"{type(error).__name__}: {error}; choose another model"
+        raise NotPaged(
+            f"a dry run of its forward pass over our blocks failed with {type(error).__name__}: {error}"
         ) from error
     finally:
         if experts is not None:
             model.set_experts_implementation(experts)
     if logits.shape[:2] != (1, 1):
-        raise ConfigError(
-            f"{what} cannot be served by the native engine: it does not return logits of chosen positions"
-        )
-    return notes, logits.shape[-1]
-
-
-def _geometry(notes: list[_Note], model: Any, what: str) -> Geometry:
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if reason := _objection(notes, layers, model):
-        raise ConfigError(f"{what} cannot be served by the native engine: {reason}; choose another model")
-    return Geometry(layers, kv_heads=notes[0].k[1], head_dim=notes[0].k[3])
+        raise NotPaged("it does not return logits of chosen positions")
+    return notes
 
 
 def _objection(notes: list[_Note], layers: int, model: Any) -> str:

@@ -9,23 +9,14 @@ from types import ModuleType
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.scoring.builtin import load_reasoning_gym
+from headrace.episodes.scoring.builtin import load_reasoning_gym, load_unit_tests
 from headrace.episodes.scoring.job import signature_problem
 from headrace.settings.user_code import load_function
 
-
-def _unit_tests(*, whole: bool) -> Callable[..., Any]:
-    from headrace.episodes.scoring.builtin import (
-        load_unit_tests,  # its import says that code is run (`episodes/sandbox/use.py`)
-    )
-
-    return load_unit_tests(whole=whole)
-
-
 BUILTIN: dict[str, Callable[[], Callable[..., Any]]] = {
     "reasoning_gym": load_reasoning_gym,
-    "unit_tests": partial(_unit_tests, whole=False),
-    "unit_tests_all": partial(_unit_tests, whole=True),
+    "unit_tests": partial(load_unit_tests, whole=False),
+    "unit_tests_all": partial(load_unit_tests, whole=True),
 }
 
 

@@ -1,0 +1,214 @@
+"""States of sequences, in cache objects of transformers: found by tokens and weights, copied, cut, forgotten.
+
+The scheduler's blocks hold no keys and values here, but a *mark* for each token: the token itself, and the weights that it was computed under.
+A state is one cache object with the marks of all its tokens. It serves a sequence whose blocks hold the same marks, so that no state of
+other tokens or of other weights is ever used: not after a block was given away, not after a swap.
+
+Attention keeps keys and values by position, and a copy of it can be cut short. What recurrent layers keep, and windows that have moved on,
+cannot: those states are copied where somebody may want to continue from them, and computed again elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from headrace.engine.native.forward_pass import BLOCK
+
+_SHARED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+"""Layers that put new tensors in place of old ones and never write into them: a copy may share the tensors."""
+_MOST = 256
+"""States that are kept, or four for each sequence of a pass if those are more: looking through them takes time."""
+
+
+# --- One state
+
+
+@dataclass(eq=False)
+class State:
+    """The cache of one sequence's first tokens."""
+
+    kept: dict[str, Any]
+    """The values that transformers' `generate` hands from pass to pass: a cache, or a list of states under the name that the model gives it."""
+    marks: np.ndarray
+    """[T] int64: the mark of each token."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in tensors_of(self.kept))
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether `copied` gives the state of fewer tokens."""
+        cache = self.kept.get("cache")
+        return isinstance(cache, Cache) and bool(cache.layers) and all(_can_be_cut(layer) for layer in cache.layers)
+
+    def copied(self, tokens: int) -> State:
+        """A state of the first `tokens` tokens, which changes nothing of this one."""
+        kept = {name: _copied(value) for name, value in self.kept.items()}
+        if (removed := len(self.marks) - tokens) > 0:
+            assert self.can_be_cut
+            kept["cache"].crop(-removed)
+        return State(kept, self.marks[:tokens])
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether a cache layer keeps keys and values by position and nothing else."""
+    return type(layer) in _SHARED
+
+
+def _can_be_cut(layer: Any) -> bool:
+    if type(layer) is DynamicSlidingWindowLayer:
+        return bool(layer.get_seq_length() < layer.sliding_window)  # nothing has left the window yet
+    return is_plain(layer)
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, Cache):
+        return deepcopy(value)
+    cache = copy(value)
+    cache.layers = [copy(layer) if is_plain(layer) else deepcopy(layer) for layer in value.layers]
+    return cache
+
+
+def tensors_of(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor inside, once."""
+    seen = set() if _seen is None else _seen
+    if id(value) in seen or value is None or isinstance(value, str | int | float | type | torch.dtype | torch.device):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, dict):
+        inside = list(value.values())
+    else:
+        inside = list(value) if isinstance(value, list | tuple) else list(getattr(value, "__dict__", {}).values())
+    for part in inside:
+        yield from tensors_of(part, seen)
+
+
+# --- The marks of tokens in the scheduler's blocks
+
+
+class MarkedBlocks:
+    """[blocks, BLOCK] int64 marks: weights << 32 | token, weights counted from 1; 0 where there are none."""
+
+    def __init__(self, blocks: int) -> None:
+        self.marks = np.zeros((blocks, BLOCK), dtype=np.int64)
+        self._owed = np.zeros((blocks, BLOCK), dtype=bool)
+        """Tokens that were put into a block, and not forwarded yet."""
+
+    def write(self, table: np.ndarray, start: int, marks: np.ndarray, owed: bool) -> None:
+        """`table` [W]: the sequence's blocks; `start`: position of the first of `marks`."""
+        places = np.arange(start, start + len(marks))
+        self.marks[table[places // BLOCK], places % BLOCK] = marks
+        self._owed[table[places // BLOCK], places % BLOCK] = owed
+
+    def read(self, table: np.ndarray, tokens: int) -> np.ndarray:
+        """[tokens]: the marks of a sequence's first tokens."""
+        return self.marks[table[: -(-tokens // BLOCK)]].reshape(-1)[:tokens]
+
+    def forwarded(self, table: np.ndarray, tokens: int) -> int:
+        """Says that a sequence's first tokens were forwarded, all of them now. Returns the number of those that had been before."""
+        blocks = table[: -(-tokens // BLOCK)]
+        places = np.arange(tokens)
+        owed = int(self._owed[blocks].reshape(-1)[:tokens].sum())
+        self._owed[blocks[places // BLOCK], places % BLOCK] = False
+        return tokens - owed
+
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        self.marks[target], self._owed[target] = self.marks[source], self._owed[source]
+
+    def clear(self, blocks: np.ndarray) -> None:
+        self.marks[blocks], self._owed[blocks] = 0, False
+
+
+# --- All states
+
+
+Key = tuple[int, int]
+"""(the block that holds the last token, number of tokens)."""
+
+
+@dataclass(frozen=True)
+class FoundState:
+    state: State
+    live: bool
+    """Whether all of it is of the live weights, though the blocks may hold marks of older ones."""
+
+
+class States:
+    def __init__(self, budget: int) -> None:
+        """`budget`: bytes."""
+        self._budget, self._bytes = budget, 0
+        self._states: OrderedDict[Key, tuple[State, int]] = OrderedDict()
+        """The one used last is at the end."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def take(self, key: Key, marks: np.ndarray, weights: int, moves: bool) -> FoundState | None:
+        """The state of exactly these tokens under the weights of their marks, or all under the live ones; None if there is none.
+
+        `marks` [T]: those in the sequence's blocks. `weights`: the live ones. `moves`: whether a state under this very key may be handed out
+        itself; else it is copied.
+        """
+        own = self._states.get(key)
+        if own is not None and len(own[0].marks) == len(marks) and (fits := _fits(own[0], marks, weights)):
+            if moves:
+                self._remove(key)
+                return FoundState(own[0], fits == "live")
+            self._states.move_to_end(key)
+            return FoundState(own[0].copied(len(marks)), fits == "live")
+        return self._copy_of_another(marks, weights)
+
+    def _copy_of_another(self, marks: np.ndarray, weights: int) -> FoundState | None:
+        best: tuple[int, Key, bool] | None = None
+        for key, (state, _) in self._states.items():
+            longer = len(state.marks) - len(marks)
+            if longer < 0 or (longer and not state.can_be_cut) or (best is not None and longer >= best[0]):
+                continue
+            if fits := _fits(state, marks, weights):
+                best = longer, key, fits == "live"
+        if best is None:
+            return None
+        self._states.move_to_end(best[1])
+        return FoundState(self._states[best[1]][0].copied(len(marks)), best[2])
+
+    def keep(self, key: Key, state: State) -> None:
+        if key in self._states:
+            self._remove(key)
+        size = state.nbytes
+        self._states[key] = state, size
+        self._bytes += size
+
+    def shrink(self, running: int) -> None:
+        """Forgets the states that were unused for longest, until they fit the budget. `running`: sequences of the pass."""
+        most = max(_MOST, 4 * running)
+        while len(self._states) > 1 and (self._bytes > self._budget or len(self._states) > most):
+            self._remove(next(iter(self._states)))
+
+    def _remove(self, key: Key) -> None:
+        self._bytes -= self._states.pop(key)[1]
+
+    def clear(self) -> None:
+        self._states.clear()
+        self._bytes = 0
+
+
+def _fits(state: State, marks: np.ndarray, weights: int) -> str:
+    """`same`: the state's first tokens have these very marks; `live`: they are the same tokens, all under the live weights; empty: neither."""
+    mine = state.marks[: len(marks)]
+    if np.array_equal(mine, marks):
+        return "same"
+    if (mine >> 32 == weights).all() and np.array_equal(mine & 0xFFFFFFFF, marks & 0xFFFFFFFF):
+        return "live"
+    return ""

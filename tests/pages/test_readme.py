@@ -1,0 +1,68 @@
+"""The README's first screen holds: its lines are commands, its links lead somewhere, and a CSV file becomes a run by its three lines."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from docs.site_pages import slug
+from headrace import cli
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n    ", "")
+PAGES = [ROOT / name for name in ("README.md", "ROADMAP.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+MADE = ("messages.md", "commands.md", "recipes.md", "index.md", "api")
+"""Pages that are made with the site."""
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    assert len(README.splitlines()) <= 120 and max(map(len, README.splitlines())) <= 320
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)", text):
+        file = (page.parent / target).resolve() if target else page
+        if file.parent == ROOT / "docs" and (file.name in MADE or "api" in target):
+            continue
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {slug(re.sub(r"[`*]|\]\(.*?\)|\[", "", heading), "-") for heading in headings}, (
+                page,
+                anchor,
+            )
+
+
+def test_every_line_of_the_readme_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = re.findall(r"^(headrace .*)$", README, re.MULTILINE)
+    lines += re.findall(r"`(headrace [a-z]+[^`]*)`", README)
+    assert len(lines) >= 8
+    for line in lines:
+        words = shlex.split(line.partition("#")[0])[1:]
+        parsed, unknown = cli.front_parser().parse_known_args(words)
+        assert not unknown and parsed.command, line
+
+
+def test_a_csv_file_becomes_a_run_by_the_lines_of_the_readme(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Path("mine.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "answer"], *([f"{i} + {i}?", str(2 * i)] for i in range(100))])
+    init, rehearsal, train = re.findall(r"^(headrace .*?)(?: {2,}#.*)?$", README, re.MULTILINE)
+    words = [str(tiny_llama) if word == "smollm2-135m-instruct" else word for word in shlex.split(init)[1:]]
+    assert cli.main(words) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.csv", "mine.toml", "rewards.py"]
+    assert cli.main(shlex.split(rehearsal)[1:]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("✓")
+    assert shlex.split(train) == ["headrace", "train", "mine.toml", "--board"]
+    scope: dict[str, object] = {}
+    exec(re.search(r"```python\n(def exact.*?)```", README, re.DOTALL)[1], scope)  # type: ignore[index]
+    assert scope["exact"](prompts=[], completions=["4", "5"], answer=["4", "4"]) == [1.0, 0.0]  # type: ignore[operator]
