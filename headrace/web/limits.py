@@ -69,6 +69,11 @@ STALLED_SECONDS = 60.0
 """Seconds that a client may read nothing while an answer waits for it. Its completions would count among those under way for ever."""
 READ_BYTES = 1 << 15
 """Bytes of a connection that are read at once. Chunks of one byte take 1.4 µs a byte to parse, and others wait meanwhile."""
+TURN_SECONDS = 0.01
+"""CPU time of one read after which a connection is read less at once. A stranger's chunks of one byte cost a thousand times as much as a long one, and
+whoever comes meanwhile needs several turns of the loop."""
+LEAST_BYTES = 512
+"""The least that is read at once."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 ACCEPTED = 64

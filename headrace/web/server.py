@@ -22,9 +22,11 @@ from headrace.web.limits import (
     ACCEPTED,
     BACKLOG,
     HEAD_SECONDS,
+    LEAST_BYTES,
     READ_BYTES,
     SILENT,
     STALLED_SECONDS,
+    TURN_SECONDS,
     Crowd,
     Guest,
     room_for_connections,
@@ -92,6 +94,13 @@ class LimitedHttp(H11Protocol):
         self._await_head()
         self._guest = self._crowd.came(self._make_room)
 
+    def data_received(self, data: bytes) -> None:
+        began = time.thread_time()
+        super().data_received(data)
+        if hasattr(self.transport, "max_size"):
+            took = time.thread_time() - began
+            self.transport.max_size = read_next(self.transport.max_size, took)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._crowd.left(self._guest)
         self._forget_deadline()
@@ -141,6 +150,15 @@ class LimitedHttp(H11Protocol):
     def _make_room(self) -> None:
         self.logger.warning("Too many connections: one that had sent no whole request was closed.")
         self.transport.abort()
+
+
+def read_next(most: int, seconds: float) -> int:
+    """Returns the bytes to read at once, where the last read was of up to `most`, and took so much CPU time.
+
+    >>> read_next(1 << 16, 0.05), read_next(1024, 0.05), read_next(1024, 0.001), read_next(READ_BYTES, 0.001) == READ_BYTES
+    (16384, 512, 2048, True)
+    """
+    return max(LEAST_BYTES, most // 4) if seconds > TURN_SECONDS else min(READ_BYTES, most * 2)
 
 
 # --- server ------------------------------------------------------------

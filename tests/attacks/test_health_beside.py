@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -214,6 +215,21 @@ def test_others_are_answered_beside(name: str, attacked: Attacked) -> None:
     answer = ATTACKS[name](attacked)
     attacked.check(name, *(limit for word, limit in LIMITS.items() if word in name))
     assert b" 500 " not in answer.partition(b"\r\n")[0], answer
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="the CPU time of another process's thread is told by Linux"
+)
+@pytest.mark.parametrize("name", [name for name in ATTACKS if "chunks of one byte" in name and "serve" in name])
+def test_an_answer_takes_few_turns_of_an_attack(name: str, attacked: Attacked) -> None:
+    """A connection, a question and an answer are several turns of the loop, and each may be behind one of the attack's."""
+    attacking = threading.Thread(target=ATTACKS[name], args=(attacked,))
+    attacking.start()
+    costs = [attacked.cost_of_an_answer()]
+    while attacking.is_alive():
+        costs.append(attacked.cost_of_an_answer())
+    attacking.join()
+    assert max(costs[1:], default=0.0) < 0.25, costs
 
 
 def test_a_search_for_garbage_does_not_look_at_what_was_there_at_the_start(attacked: Attacked) -> None:

@@ -24,7 +24,7 @@ def overwrite(file: Path) -> None:
         written.write(bytes(len(data) - start))
 
 
-@pytest.mark.parametrize("path", ["fused", "hf"])
+@pytest.mark.parametrize("path", ["fused", "hf", "cache"])
 def test_an_engine_keeps_the_weights_that_it_has_loaded(path: str, tiny_llama: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_llama, tmp_path / "model")
     config = EngineConfig(dtype="float32", device="cpu", kv_gib=0.01, context_length=64, path=path)

@@ -58,6 +58,17 @@ class Attacked:
         taken = self._longest()
         assert taken < bound, f"the event loop was busy for {taken:.2f} s of CPU time at once beside {attack}"
 
+    def cost_of_an_answer(self) -> float:
+        """CPU seconds that the event loop's thread takes from a question about its health to the answer, of the machine of `BOUND`: with one thing at
+        a time between the turns that the answer needs, the sum of several."""
+        began = self._used()
+        answers(f"{self.url('serve')}/health")
+        return (self._used() - began) / max(1.0, self.doors["slowness"])
+
+    def _used(self) -> float:
+        place = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/schedstat")
+        return int(place.read_text().split()[0]) / 1e9
+
     def _longest(self) -> float:
         """Seconds of the machine of `BOUND`."""
         assert self._process.stdin

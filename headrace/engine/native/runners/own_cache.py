@@ -39,7 +39,7 @@ class OwnCacheRunner:
     """Raises ConfigError for adapters and for exactness, which it does not support."""
 
     arithmetic = ""
-    exact = False
+    exact, keeps = False, True
     experts = (0, 0)
 
     def __init__(
