@@ -12,13 +12,13 @@ from pathlib import Path
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.policy.loss import Loss
-from headrace.algo.recipes import LOSSES, RECIPES, Recipe
+from headrace.algo.recipes import LOSSES, RECIPES, REFERENCES, Recipe
 
 TARGET = Path(__file__).with_name("algorithms.md")
 
 
 def recipes() -> Iterator[str]:
-    yield "| `algo.name` | advantage | loss | aggregation | what is special | paper |\n|---|---|---|---|---|---|"
+    yield "| `algo.name` | advantage | loss | aggregation | what is special | paper | tested against |\n|---|---|---|---|---|---|---|"
     for name, recipe in RECIPES.items():
         default = " (default)" if name == AlgoConfig().name else ""
         papers = ", ".join(map(_paper, recipe.papers))
@@ -29,6 +29,7 @@ def recipes() -> Iterator[str]:
             recipe.aggregation,
             _special(recipe),
             papers,
+            REFERENCES[name],
         )
         yield f"| {' | '.join(cells)} |"
 

@@ -394,3 +394,48 @@ RECIPES: dict[str, Recipe] = {
 
 LOSSES: dict[str, type[Loss]] = {recipe.loss.name: type(recipe.loss) for recipe in RECIPES.values()}
 """`algo.loss` -> its class. A loss exists only if a recipe names it."""
+
+_VERL = "verl, `core_algos.compute_"
+REFERENCES: dict[str, str] = {
+    "grpo": f"paper; {_VERL}grpo_outcome_advantage` and `compute_policy_loss_vanilla`",
+    "dapo": f"paper; {_VERL}policy_loss_vanilla`",
+    "dr_grpo": "paper",
+    "rloo": f"paper; {_VERL}rloo_outcome_advantage`",
+    "reinforce": "Williams 1992; the cap as in slime and OAT",
+    "reinforce++": f"paper; {_VERL}reinforce_plus_plus_outcome_advantage`",
+    "reinforce++_baseline": f"{_VERL}reinforce_plus_plus_baseline_outcome_advantage`; the paper has a KL as well",
+    "maxrl": "paper",
+    "opo": f"paper; {_VERL}opo_outcome_advantage`",
+    "gdpo": "paper",
+    "pass@k": f"paper; {_VERL}grpo_passk_outcome_advantage` with `norm_adv_by_std_in_grpo` off",
+    "gspo": "paper, eq. 5",
+    "gspo_token": f"paper, eq. 13; {_VERL}policy_loss_gspo`",
+    "cispo": f"paper; {_VERL}policy_loss_cispo`",
+    "sapo": f"paper; {_VERL}policy_loss_sapo`",
+    "gmpo": f"paper; {_VERL}policy_loss_geo_mean`",
+    "kimi": "paper, with the square per token as in ROLL and prime-rl",
+    "topr": "paper",
+    "topr_token": "ROLL's loss of this name",
+    "dppo_tv": "paper",
+    "dppo_kl": "paper",
+    "dppo_tv_quadratic": "prime-rl's default of early 2026",
+    "ipo": "prime-rl's loss of this name",
+    "m2po": "Infini-AI-Lab/M2PO, `core_algos.compute_m2po_policy_loss`",
+    "second_moment": "AReaL, `get_m2po_loss_mask`",
+    "clip_cov": "paper, without its draw",
+    "kl_cov": f"paper; {_VERL}policy_loss_kl_cov`",
+    "decoupled_ppo": "papers: the proximal policy of A-3PO, the cap of AReaL",
+    "tis": "Yao et al. 2025",
+    "icepop": "paper",
+    "mis": "Liu et al. 2025",
+    "mis_geometric": "Liu et al. 2025",
+    "kpop": "AReaL's rule of this name",
+    "opsm": "paper",
+    "ce": "the definition of cross-entropy",
+    "dpo": "paper, eq. 7",
+    "ipo_pairs": "paper, eq. 17",
+    "simpo": "paper, eq. 6",
+    "opd": "paper, with the gradient of the reverse KL on the sampled token",
+    "opd_topk": "paper, eq. 1, over the teacher's most probable tokens",
+}
+"""Recipe -> the paper, or repository and function, whose formula the tests compute a second time and compare with, in float64."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
-from headrace.algo.recipes import LOSSES, RECIPES
+from headrace.algo.recipes import LOSSES, RECIPES, REFERENCES, Recipe
 
 Array = np.ndarray
 OF_TOKENS = sorted(name for name, loss in LOSSES.items() if not loss.pairs)
@@ -207,6 +207,19 @@ def tokens_of(lp: Any, old: Array, adv: Array) -> Tokens:
 def test_every_loss_has_a_reference():
     """Losses of pairs have theirs in `tests/algo/test_preferring.py`."""
     assert sorted(BY_NAME) == OF_TOKENS and len(CASES) == len(OF_TOKENS)
+
+
+def without_reference(recipes: dict[str, Recipe]) -> list[str]:
+    """Recipes that do not name what they were compared with, name a paper that they do not have, or whose loss has no formula here."""
+    own = lambda recipe: recipe.loss.pairs or recipe.loss.name in BY_NAME  # noqa: E731
+    named = lambda name, recipe: REFERENCES.get(name) and (recipe.papers or "paper" not in REFERENCES[name])  # noqa: E731
+    return [name for name, recipe in recipes.items() if not (named(name, recipe) and own(recipe))]
+
+
+def test_every_recipe_names_the_reference_it_was_compared_with():
+    assert without_reference(RECIPES) == [] and REFERENCES.keys() == RECIPES.keys()
+    assert without_reference({"new": RECIPES["grpo"], "ipo": RECIPES["ipo"]}) == ["new"]
+    assert without_reference({"grpo": replace(RECIPES["grpo"], papers=())}) == ["grpo"]
 
 
 @pytest.mark.parametrize("seed", range(3))
