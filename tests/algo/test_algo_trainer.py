@@ -189,3 +189,48 @@ def test_a_users_loss_trains(model_dir, tmp_path):
     (tmp_path / "mine.py").write_text("def loss(tokens):\n    return -tokens.advantage * tokens.logprob\n")
     mine = step(model_dir, AlgoConfig(loss=f"{tmp_path / 'mine.py'}:loss"), 64)
     assert mine.grad_norm == pytest.approx(step(model_dir, AlgoConfig(loss="ce"), 64).grad_norm) and mine.grad_norm > 0
+
+
+MINE = """
+from headrace.algo.policy.tokens import ratio_of
+def loss(tokens):
+    ratio = ratio_of(tokens.logprob, tokens.sampled)
+    bounded = ratio.clamp(0.8, 1.2)
+    return -(ratio * tokens.advantage).minimum(bounded * tokens.advantage) - 0.3 * tokens.entropy
+"""
+
+
+def test_an_entropy_bonus_in_a_loss_of_ones_own_is_that_of_the_settings(model_dir, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    mine = step(model_dir, AlgoConfig(loss=f"{tmp_path / 'mine.py'}:loss"), 32)
+    built_in = step(model_dir, AlgoConfig(entropy={"coef": 0.3}), 32)
+    assert mine.grad_norm == pytest.approx(built_in.grad_norm) and mine.loss == pytest.approx(built_in.loss, abs=1e-6)
+    plain = step(model_dir, AlgoConfig(), 32)
+    assert built_in.loss == pytest.approx(plain.loss - 0.3 * plain.entropy, abs=1e-5)
+    assert abs(built_in.grad_norm - plain.grad_norm) > 1e-4
+
+
+def test_the_tokens_of_largest_entropy_are_trained_alone(model_dir):
+    reports = [
+        step(model_dir, AlgoConfig(select={"kind": "entropy", "fraction": 0.25}), budget) for budget in (10_000, 16)
+    ]
+    for report in reports:
+        taken = sum(one.masked.get("entropy", 0) * one.tokens for one in report.lags)
+        assert report.loss_tokens - taken == pytest.approx(int(0.25 * report.loss_tokens))
+    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-4)
+
+
+def test_the_factor_of_an_adaptive_entropy_moves_and_is_part_of_a_checkpoint(model_dir, tmp_path):
+    """Skywork-OR1's rule, written down: up by `change` at or below the target, down above it, and no bonus then."""
+    algo = AlgoConfig(entropy={"coef": 0.01, "target": 3.0, "change": 0.002})
+    config = TrainConfig(device="cpu", dtype="float32")
+    trainer = TorchTrainer(model_dir, config, algo, seed=0)
+    factor = trainer._learners[""].entropy
+    assert factor.now == 0.01
+    for mean, coef, now in ((2.0, 0.012, 0.012), (3.5, 0.010, 0.0), (3.5, 0.008, 0.0), (2.9, 0.010, 0.010)):
+        factor.after(mean)
+        assert (factor.coef, factor.now) == (pytest.approx(coef), pytest.approx(now))
+    trainer.save(tmp_path / "checkpoint")
+    other = TorchTrainer(model_dir, config, algo, seed=0)
+    other.restore(tmp_path / "checkpoint")
+    assert (other._learners[""].entropy.coef, other._learners[""].entropy.mean) == (factor.coef, 2.9)
