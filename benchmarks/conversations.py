@@ -24,7 +24,7 @@ from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.loop.openings import CacheSize, Openings
 from headrace.models.resolve import resolve_model
 
-ADDED, SAMPLED, RUNNING, CONTEXT = 64, 8, 4, 2048
+ADDED, SAMPLED, RUNNING = 64, 8, 4
 
 
 class Served:
@@ -90,7 +90,7 @@ def main() -> None:
                 dtype="bfloat16",
                 kv_gib=tokens * 23_040 / 2**30,
                 max_running=RUNNING,
-                context_length=CONTEXT,
+                context_length=longest,
             )
             engine = NativeEngine(model, config)
             update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
