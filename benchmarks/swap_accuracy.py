@@ -33,11 +33,12 @@ from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch as TrainBatch
 from headrace.core.batches import Group, Row
 from headrace.core.types import Prompt
+from headrace.engine.native.draws import Settings
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.skeleton import parameters_from_dir
-from headrace.engine.native.sampler import Settings, sample, token_logprobs
+from headrace.engine.native.sampler import sample, token_logprobs
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.reasoning_gym import ReasoningGymTask
 from headrace.models.chat import ChatEncoder

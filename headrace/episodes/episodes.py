@@ -45,6 +45,10 @@ def name_of_turn(ticket: int, prompt: Prompt, asked: TurnAsked, adapter: str = "
     return RolloutKey(ticket, asked.rollout, asked.turn, adapter, context)
 
 
+def _unheard(rollout: int) -> None:
+    pass
+
+
 def _unsaved(rollout: int, before: Sequence[Note]) -> NotebookPage:
     return NotebookPage(before=before)
 
@@ -59,10 +63,12 @@ async def roll_out(
     room: Room = ENDLESS,
     page: OpenPage = _unsaved,
     forks: ForksConfig | None = None,
+    ended: Callable[[int], None] = _unheard,
 ) -> list[Played | Failure]:
     """The rollouts of one prompt, side by side: one for each of `seeds`, which their environments get, and behind each its alternatives.
-    `page`: opens the notes of a rollout, which are not saved unless it is given."""
-    players = _Players(kind, prompt, seeds, ask=ask, decode=decode, room=room, page=page)
+    `page`: opens the notes of a rollout, which are not saved unless it is given. `ended`: called with the number of each rollout and
+    alternative when it asks for no more turns."""
+    players = _Players(kind, prompt, seeds, ask=ask, decode=decode, room=room, page=page, ended=ended)
     each = await asyncio.gather(*(players.family(rollout, forks) for rollout in range(len(seeds))))
     return [one for family in each for one in family]
 
@@ -80,9 +86,10 @@ class _Players:
         decode: Decode,
         room: Room,
         page: OpenPage,
+        ended: Callable[[int], None],
     ) -> None:
         self._kind, self._prompt, self._seeds = kind, prompt, seeds
-        self._ask, self._decode, self._room, self._page = ask, decode, room, page
+        self._ask, self._decode, self._room, self._page, self._ended = ask, decode, room, page, ended
 
     async def family(self, rollout: int, forks: ForksConfig | None) -> list[Played | Failure]:
         """Plays one rollout, and then its alternatives."""
@@ -109,7 +116,10 @@ class _Players:
     async def _play(self, number: int, rollout: int, page: NotebookPage, ask: Ask) -> Played | Failure:
         """`rollout`: the one whose seed the environment gets."""
         session = RolloutSession(number, ask, self._decode, limits=self._kind.limits, room=self._room, page=page)
-        return await session.play(self._kind.make, self._prompt, self._seeds[rollout])
+        try:
+            return await session.play(self._kind.make, self._prompt, self._seeds[rollout])
+        finally:
+            self._ended(number)
 
 
 class _Continued:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.algo.noise import NoiseWatch
 from headrace.algo.training_rows import Algorithm
@@ -24,6 +25,7 @@ from headrace.loop.curriculum import Curriculum, open_curriculum
 from headrace.loop.evaluation import Evaluator, IdentityProbe
 from headrace.loop.ledger import Ledger
 from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.openings import CacheSize, Openings
 from headrace.loop.own_groups import GroupSource, OwnGroups
 from headrace.loop.partial import Interrupts, PartialConfig
 from headrace.loop.pipeline import Parts
@@ -114,7 +116,7 @@ def assemble(
         notebook=restored.notebook,
         decode=decode,
         waits=telemetry.waits,
-        context_length=engine.capabilities.context_length,
+        **_room_of(engine, environment, plan, telemetry),
     )
     return Parts(
         curriculum=restored.curriculum,
@@ -164,8 +166,16 @@ def groups_alone(
         notebook=Notebook(plan.adapter),
         decode=decode,
         waits=telemetry.waits,
-        context_length=engine.capabilities.context_length,
+        **_room_of(engine, environment, plan, telemetry),
     )
+
+
+def _room_of(engine: Engine, environment: EnvironmentKind, plan: LoopPlan, telemetry: Telemetry) -> dict[str, Any]:
+    """Fields of `OwnGroups` that follow from what the engine holds."""
+    has = engine.capabilities
+    longest = min(environment.limits.tokens or has.context_length, has.context_length)
+    cache = CacheSize(tokens=has.kv_tokens, rows=has.rows, longest=longest, kv_gib=plan.kv_gib)
+    return {"context_length": has.context_length, "openings": Openings(cache, telemetry.warn)}
 
 
 async def go_live(

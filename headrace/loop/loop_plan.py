@@ -35,6 +35,8 @@ class LoopPlan:
     """How many failures are allowed before the run pauses."""
     save_patience: float = 300.0
     """Seconds for which a failed last checkpoint is tried again."""
+    kv_gib: float = 0.0
+    """`engine.kv_gib`, for advice."""
 
     def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
         """The trainer's batch for `step`. `judged`: the groups that `Buffer.take` returned, in the order in which they were taken."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from headrace.episodes.rollout import seed_of
 from headrace.episodes.rollout_session import Decode, Notebook, Played, Room, TurnAsked
 from headrace.facts.waits import Waits
 from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.openings import CacheSize, Openings
 from headrace.loop.partial import Interrupts
 from headrace.settings.process_config import EvalConfig
 
@@ -71,6 +72,8 @@ class OwnGroups:
     decode: Decode
     waits: Waits
     context_length: int
+    openings: Openings = field(default_factory=lambda: Openings(CacheSize()))
+    """Holds rollouts of several turns back until the engine's KV cache has room for them."""
 
     async def trained(self, ticket: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         rollout, context_length = self.plan.rollout, self.context_length
@@ -81,13 +84,16 @@ class OwnGroups:
             return PlayedGroup(failures=(Failure("prompt_too_long", detail),) * rollout.of(prompt))
 
         async def ask(asked: TurnAsked) -> Completion:
-            return await self.interrupts.generate(self.plan.request(ticket, prompt, asked), asked.heard)
+            request = self.plan.request(ticket, prompt, asked)
+            if self.environment.limits.turns == 1:
+                return await self.interrupts.generate(request, asked.heard)
+            sizes = {"context": len(asked.context), "most": request.sampling.max_tokens}
+            async with self.openings.turn((ticket, asked.rollout), prompt=len(prompt.tokens), **sizes) as done:
+                completion = await self.interrupts.generate(request, asked.heard)
+                done(completion)
+            return completion
 
-        waits, players, progress = (
-            self.waits,
-            self.environment.players,
-            partial(self.interrupts.tokens.progress, ticket),
-        )
+        waits, players, progress = self.waits, self.environment.players, partial(self._progress_of, ticket)
         goes_on: dict[str, Any] = {"advances": progress, "allows": self.environment.limits.seconds}
         async with (
             waits.named("rollouts", f"the engine, or {players}", **goes_on)
@@ -103,6 +109,7 @@ class OwnGroups:
                 room=self._room,
                 page=partial(self.notebook.page, ticket),
                 forks=rollout.forks,
+                ended=lambda number: self.openings.close((ticket, number)),
             )
         if not (played := _played(results, seen)):
             return _group(results)
@@ -135,6 +142,11 @@ class OwnGroups:
 
     def progress(self) -> object:
         return self.interrupts.tokens.progress()
+
+    def _progress_of(self, ticket: int) -> object:
+        """Returns what changes as long as the group is worked on. One that is held back waits for all others."""
+        tokens = self.interrupts.tokens
+        return tokens.progress() if self.openings.holds_back(ticket) else tokens.progress(ticket)
 
     @property
     def _room(self) -> Room:

@@ -105,3 +105,8 @@ def address(array: torch.Tensor | np.ndarray | None) -> int | None:
         return None
     assert array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
     return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data
+
+
+def contiguous(array: np.ndarray, dtype: type) -> np.ndarray:
+    """An array of this dtype whose `address` C++ can read: the same one if it is so already."""
+    return np.ascontiguousarray(array, dtype=dtype)

@@ -20,12 +20,14 @@ from transformers import AutoModelForCausalLM
 from headrace.core.weights import AdapterSpec
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.draws import DrawDetails, Settings
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.runner import KernelRunner, Packer, gate_up_order, padded, refusal
 from headrace.engine.native.runners.layers import PREFIX
 from headrace.engine.native.runners.skeleton import read
-from headrace.engine.native.sampler import Settings, draw, sample, uniforms
+from headrace.engine.native.sampler import draw, sample
+from support.sampling import same
 from support.tiny_models import RunnerDriver, make, prompts
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -268,91 +270,20 @@ def test_a_mixture_with_room_for_adapters_is_served_by_what_has_all_of_them_unle
 # --- drawing -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("instructions", ["native", PORTABLE])
-def test_draws_follow_the_distribution_and_tell_its_log_probs(instructions):
-    if binding.library(instructions) is None:
-        pytest.skip("cannot be compiled here")
-    ours = driver("llama3-rope", instructions=instructions)
-    forward = ours.step([(ours.sequence(prompts(20)[0]), 20)], rows=range(20))
-    logits = forward.logits.double().numpy().copy()
-    u = (np.arange(4000) + 0.5) / 4000
-    for row, temperature in ((3, 1.0), (11, 0.5), (19, 2.0)):
-        tokens, logprobs = forward.draw(np.full(4000, temperature), u, np.full(4000, row))
-        x = logits[row] / temperature
-        expected = x - x.max() - np.log(np.exp(x - x.max()).sum())
-        np.testing.assert_allclose(logprobs, expected[tokens], atol=2e-6)
-        np.testing.assert_allclose(np.bincount(tokens, minlength=100) / 4000, np.exp(expected), atol=1e-3)
-        assert (np.diff(tokens) >= 0).all(), "an inverse CDF in the order of the vocabulary, as the sampler's is"
-
-
-def test_draws_are_those_of_the_sampler_and_greedy_ones_the_largest():
+def test_what_a_pass_draws_is_drawn_from_its_own_logits():
+    """More of it is in test_drawing.py, without a model."""
     ours = driver("qwen2")
     forward = ours.step([(ours.sequence(prompts(60)[0]), 60)], rows=range(60))
-    temperature = np.where(np.arange(60) % 3 == 0, 0.0, 0.8)
-    zero, seed = np.zeros(60), np.arange(60, dtype=np.uint64)
-    settings = Settings(
-        temperature=temperature,
-        top_k=zero.astype(np.int64),
-        top_p=zero + 1,
-        min_p=zero,
-        seed=seed,
-        counter=zero.astype(np.int64),
-    )
-    drawn = sample(forward.logits, settings)
-    tokens, logprobs = forward.draw(temperature, uniforms(settings.seed, settings.counter), None)
-    assert tokens.tolist() == drawn.tokens.tolist()
-    np.testing.assert_allclose(logprobs, drawn.logprobs, atol=1e-5)
-    greedy = temperature == 0
-    assert tokens[greedy].tolist() == forward.logits.argmax(-1).numpy()[greedy].tolist()
-
-
-def test_what_a_row_gets_does_not_depend_on_what_its_neighbours_ask_for():
-    ours = driver("qwen2")
-    forward = ours.step([(ours.sequence(prompts(40)[0]), 40)], rows=range(40))
-    zero, rows = np.zeros(40), np.arange(40)
-    settings = Settings(
-        temperature=zero + 1,
-        top_k=zero.astype(np.int64),
-        top_p=zero + 1,
-        min_p=zero,
-        seed=rows.astype(np.uint64),
-        counter=zero.astype(np.int64),
-    )
-    nobody = draw(forward, settings, None, rows < 0, rows * 0)
-    some = draw(forward, settings, rows, rows % 3 == 0, np.where(rows % 5 == 0, 4, 0))
-    asked = (rows % 3 == 0) | (rows % 5 == 0)
-    assert (some.tokens == nobody.tokens).all() and (some.logprobs == nobody.logprobs)[~asked].all()
-    np.testing.assert_allclose(some.logprobs, nobody.logprobs, atol=1e-5)
-    truth = forward.logits.double().log_softmax(-1).numpy()
-    best = np.sort(truth, -1)[:, ::-1][:, :4]
-    np.testing.assert_allclose(some.top_logprobs[rows % 5 == 0], best[rows % 5 == 0], atol=1e-5)
-    assert (some.top_ids[~asked] == -1).all() and some.mask.offsets.tolist() == [0] * 41
-    cut = Settings(
-        temperature=zero + 1,
-        top_k=np.where(rows % 4 == 1, 3, 0),
-        top_p=zero + 1,
-        min_p=zero,
-        seed=settings.seed,
-        counter=settings.counter,
-    )
-    masked = draw(forward, cut, None, rows >= 0, rows * 0)
-    assert np.diff(masked.mask.offsets).tolist() == [3 if row % 4 == 1 else 0 for row in rows]
-    for row in rows[1::4]:
-        kept = masked.mask.token_ids[masked.mask.offsets[row] : masked.mask.offsets[row + 1]]
-        assert sorted(kept.tolist()) == sorted(np.argsort(-truth[row])[:3].tolist()) and masked.tokens[row] in kept
-
-
-def test_draws_at_the_ends_of_the_range_take_tokens_that_can_be_had():
-    library, logits = binding.library(), np.full((3, 512), -200.0, np.float32)
-    logits[:, 300], logits[1, 7], logits[2, 511] = 0.0, 1.0, np.nan
-    decoder = driver("llama3-rope").runner
-    one, tokens, logprobs = np.ones(3, np.float32), np.zeros(3, np.int64), np.zeros(3)
-    for u in (0.0, 1 - 2**-52):
-        rows, us = np.arange(3), np.full(3, u)
-        places = [array.ctypes.data for array in (one, us, tokens, logprobs)]
-        library.headrace_draw(decoder._decoder, logits.ctypes.data, rows.ctypes.data, 3, 512, 512, *places)
-        assert tokens[0] == 300 and tokens[1] == (7 if u == 0 else 300)
-        assert logprobs[0] == 0 and np.isnan(logprobs[2])
+    settings = same(60, temperature=np.where(np.arange(60) % 3 == 0, 0.0, 0.8), seed=np.arange(60))
+    for places in (None, np.arange(60)[::-7]):
+        some = slice(None) if places is None else torch.from_numpy(places.copy())
+        part = Settings(
+            **{name: values if places is None else values[places] for name, values in vars(settings).items()}
+        )
+        rows = DrawDetails(masks=np.zeros(len(part.seed), bool), tops=np.zeros(len(part.seed), np.int64))
+        drawn, expected = draw(forward, part, places, rows), sample(forward.logits[some], part)
+        assert drawn.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=1e-5)
 
 
 # --- faults ------------------------------------------------------------------------------------------------------------

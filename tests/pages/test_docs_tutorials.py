@@ -30,7 +30,7 @@ def commands(page: Path) -> list[list[str]]:
 def wrong(words: list[str]) -> str:
     """The reason for which the command line is refused; empty if it is not."""
     try:
-        given = cli._parser().parse_args(words)
+        given = cli.front_parser().parse_args(words)
     except SystemExit:
         return "no such command or flag"
     config = getattr(given, "config", None)

@@ -18,9 +18,10 @@ from headrace.core.types import Request, Sampling
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
+from headrace.engine.native.draws import Settings
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.model_loading import GIB, ServableModel
-from headrace.engine.native.sampler import Settings, sample
+from headrace.engine.native.sampler import sample
 
 VOCABULARY = 40
 POISON = 39

@@ -7,7 +7,8 @@ sequences.py      the sequences in the engine, and the content of the next pass
 scheduler.py      which sequences run and which wait; forks; blocks that sequences share
 kv_cache.py       the blocks of the KV cache, the cached prefixes, and the recorded experts
 live_weights.py   the weights that serve: the base model's, and adapters'
-sampler.py        tokens from logits: filters, draws, masks
+draws.py          what a draw is asked for and what it gives: filters, masks, log-probs
+sampler.py        tokens from logits, in PyTorch where the runner does not draw itself
 guides.py         the end of a completion, and constraints
 model_loading.py  the engine's parts, made from a model's directory
 runners/          forward passes in PyTorch: the known families, LoRA, experts, CUDA graphs; any other model

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from headrace.core.weights import AdapterSpec
+from headrace.engine.native.draws import DrawDetails, Drawn, RowScores, Settings
 
 BLOCK = 32
 """Tokens per block of KV cache. The cache is shared, copied and accounted for in whole blocks."""
@@ -54,11 +55,11 @@ class ForwardInput:
         return np.arange(len(self.tokens)) - self.starts[segments] + self.context[segments]
 
 
-Draw = Callable[[np.ndarray, np.ndarray, np.ndarray | None], tuple[np.ndarray, np.ndarray]]
-"""(temperature [n], uniform number [n], rows [n] of the logits or None for all) -> tokens [n], log-probs [n]."""
+Draw = Callable[[Settings, np.ndarray | None, DrawDetails], Drawn]
+"""(settings, rows of the logits or None for all, what else is wanted) -> what was drawn, as `sampler.sample` draws it."""
 
-Score = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""(tokens [n], temperature [n], rows [n] of the logits, offsets [n + 1] into ids, ids kept) -> log-probs [n]."""
+Score = Callable[[np.ndarray, np.ndarray, int], RowScores]
+"""(rows [n] of the logits, tokens [n], top) -> their log-probs at temperature 1, and the `top` most probable tokens."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,10 @@ class ForwardOutput:
     routing: np.ndarray | None = None
     """[N, layers with experts, K] uint8 (uint16 above 256 experts): the experts chosen, best first. None unless asked for."""
     draw: Draw | None = None
-    """Draws from whole distributions as `sampler.sample` does for rows without filters; None if the runner has no faster way.
-    Temperature 0 is greedy. A log-prob of NaN means that the row's logits are not finite."""
+    """Draws from these logits. Its log-probs are those that a trainer computes which shares the runner's arithmetic. None if the runner has
+    no faster way than the sampler's."""
     score: Score | None = None
-    """The log-probs of tokens among the ids that filters kept for each row, or over the whole vocabulary if none are given: those that a
-    trainer computes (`arithmetic`). None if the runner shares no arithmetic with one."""
+    """Scores given tokens with the same arithmetic. None together with `draw`."""
     again: np.ndarray | None = None
     """[S] int64: for a segment whose context is of the live weights now, whatever its entries said, the number of its tokens that were
     forwarded a second time because their state was lost; -1 for the others. None if there are no such segments."""

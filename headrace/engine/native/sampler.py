@@ -1,24 +1,26 @@
-"""Draws tokens, and reports the distribution that they were drawn from.
+"""Draws tokens, and reports the distribution that they were drawn from: by the runner if it can, in PyTorch and numpy otherwise.
 
 Logits [R, V] of rows with different settings go through one path, a few rows at a time (so that they stay in the processor's
 cache, and no second copy of the logits is made):
 
     weights = exp((x - max) / temperature) ──▶ rows without filters: sums of blocks ──▶ a block, then a token in it
-                                           └─▶ rows with filters: the tokens kept (filters.py) ──▶ a token among them
+                                           └─▶ rows with filters: the tokens kept             ──▶ a token among them
 
 Every draw is an inverse CDF, and the log-prob returned is that of the distribution really sampled from. The random number of a
-row depends on its seed and on how many tokens its request has sampled; no row depends on what other rows there are.
+row depends on its seed and on how many tokens its request has sampled; no row depends on what other rows there are. The kernels
+(`kernels/drawing.py`) do the same with their own sums: they keep the same tokens, and draw the same ones but where a random number meets a
+sum within rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from headrace.engine.native.draws import DrawDetails, Drawn, Filters, Mask, RowScores, Settings, uniforms
 from headrace.engine.native.forward_pass import ForwardOutput
 from headrace.native.memory import uploaded
 
@@ -87,35 +89,11 @@ def concatenated(parts: list[Ragged]) -> Ragged:
     return Ragged(np.cumsum(counts), ids, logits)
 
 
-@dataclass(frozen=True)
-class Filters:
-    """One value per row. A row of top_k 0, top_p 1 and min_p 0 keeps everything."""
-
-    temperature: np.ndarray
-    """[R] float64 > 0: top-p and min-p are about probabilities at this temperature."""
-    top_k: np.ndarray
-    """[R] int64"""
-    top_p: np.ndarray
-    """[R] float64"""
-    min_p: np.ndarray
-    """[R] float64"""
-
-    def on(self) -> np.ndarray:
-        return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-
-    def needs_total(self) -> np.ndarray:
-        """[R] whether the sum over the whole vocabulary matters: not where the tokens kept say it all."""
-        return ~self.on() | ((self.top_k == 0) & (self.top_p < 1))
-
-    def at(self, rows: np.ndarray | slice) -> Filters:
-        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
-
-
 def cuts(maxima: torch.Tensor, total: torch.Tensor, filters: Filters, at_least: int) -> np.ndarray:
     """[R] float32: a logit not above that of the last token kept; in rows without filters, of the `at_least` most probable ones.
 
-    maxima [R, V / GROUP] float32, those of groups of tokens. total [R] float64, the sum of exp((x - max) / temperature), which
-    only rows that `needs_total` look at. Not a number where the maximum is not finite.
+    maxima [R, V / GROUP] float32, those of groups of tokens. total [R] float64, the sum of exp((x - max) / temperature), at which
+    only rows look whose top-p is a `share_of_all`. Not a number where the maximum is not finite.
 
     - top-k: the k-th largest of maxima, as k tokens at least reach it.
     - top-p: the first of the maxima whose probabilities sum to top_p; where all of them together do not, the logit below which
@@ -223,70 +201,6 @@ _BELOW_ONE = 1.0 - 2.0**-52
 _MULTIPLE = max(BLOCK, GROUP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """One value per row: float64 but for `top_k` (int64, 0 = off), `seed` (uint64) and `counter` (int64).
-
-    Temperature 0 is greedy: the largest logit is taken, whatever the filters say.
-    """
-
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seed: np.ndarray
-    counter: np.ndarray
-
-    def filters(self) -> Filters:
-        """The filters in force: none on greedy rows, which report the plain distribution."""
-        greedy = self.temperature == 0
-        return Filters(
-            np.where(greedy, 1.0, self.temperature),
-            np.where(greedy, 0, self.top_k),
-            np.where(greedy, 1.0, self.top_p),
-            np.where(greedy, 0.0, self.min_p),
-        )
-
-
-class Mask(NamedTuple):
-    """The vocabulary that filters kept: the tokens over which the distribution of each row was normalised.
-
-    An empty row is one from which filters cut nothing: one without filters, a greedy one, one whose filters kept everything, one that
-    was not asked for. It cannot be mistaken for a row that keeps nothing, because at least one token is always kept. A row that is
-    not finite is empty too.
-    """
-
-    token_ids: np.ndarray
-    """[M] int32, ascending in each row"""
-    offsets: np.ndarray
-    """[R + 1] int64: row r holds token_ids[offsets[r]:offsets[r + 1]]"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """`finite` is False for rows whose logits held NaN or infinity; their token and log-probs mean nothing."""
-
-    tokens: np.ndarray
-    """[R] int64"""
-    logprobs: np.ndarray
-    """[R] float64"""
-    finite: np.ndarray
-    """[R] bool"""
-    mask: Mask | None = None
-    top_ids: np.ndarray | None = None
-    """[R, top] int32, most probable first; -1 where the distribution has fewer tokens."""
-    top_logprobs: np.ndarray | None = None
-    """[R, top] float64; -inf if there is no token."""
-
-
-class RowScores(NamedTuple):
-    logprobs: np.ndarray
-    """[R] float64; not a number where the logits hold NaN or infinity."""
-    top_ids: np.ndarray | None
-    """The same as in `Drawn`."""
-    top_logprobs: np.ndarray | None
-
-
 def sample(
     logits: torch.Tensor,
     settings: Settings,
@@ -344,22 +258,6 @@ def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Ro
         return RowScores(chosen - base, *_top(scan.near, base, plain.temperature, top))
 
 
-def uniforms(seed: np.ndarray, counter: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) that depend on (seed, counter) alone: splitmix64 (Steele, Lea & Flood, OOPSLA 2014), whose stream
-    for a seed can be entered anywhere. The seed is mixed first, so that neighbouring seeds share nothing."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        state = _mix(seed.astype(np.uint64) + golden) + golden * (counter.astype(np.uint64) + np.uint64(1))
-    return (_mix(state) >> np.uint64(11)) * 2.0**-53
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 # -- one look at the whole vocabulary ---------------------------------------------------------------------------------------
 
 
@@ -368,7 +266,9 @@ class _Scan:
     peak: torch.Tensor
     """[R] float64: the largest logit. Not finite if any logit is NaN or +inf, or all are -inf."""
     sums: torch.Tensor
-    """[R, blocks] float64: cumulative sums over blocks of BLOCK tokens of the weights exp((x - peak) / temperature)."""
+    """[R, blocks] float64: cumulative sums over blocks of BLOCK tokens of the weights exp((x - peak) / temperature), of rows without filters."""
+    total: torch.Tensor
+    """[R] float64: the sum of all weights, of rows without filters and of those whose top-p is a share of it; others hold anything."""
     largest: torch.Tensor
     """[R] int64: the first token of the largest logit, of greedy rows; others hold anything."""
     near: Ragged
@@ -376,7 +276,7 @@ class _Scan:
 
     def summary(self) -> torch.Tensor:
         """[2, R]: peak, and the total of all weights."""
-        return torch.stack([self.peak, self.sums[:, -1]])
+        return torch.stack([self.peak, self.total])
 
 
 def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) -> _Scan:
@@ -387,7 +287,8 @@ def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) 
     sums = torch.zeros(rows, width // BLOCK, device=device)
     weights = torch.empty(_chunk_rows(logits, width), width, device=device)
     scale = None if (filters.temperature == 1).all() else uploaded(1 / filters.temperature, device, np.float32)
-    summed = filters.needs_total()
+    summed, shares = ~filters.on(), filters.share_of_all()
+    exact = torch.zeros(rows, dtype=torch.float64, device=device)
     for part, x in _chunks(logits, width):
         # A group's tokens lie far apart: neighbours in the vocabulary resemble each other.
         torch.amax(x.view(len(x), GROUP, -1), 1, out=maxima[part])
@@ -399,8 +300,17 @@ def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) 
             if scale is not None:
                 part_weights.mul_(scale[part, None])
             torch.sum(part_weights.exp_().view(len(x), -1, BLOCK), -1, out=sums[part])
+        if shares[part].any():
+            exact[part] = _total(x, peak[part], filters.temperature[part])
     sums = sums.cumsum(-1, dtype=torch.float64)
-    return _Scan(peak.double(), sums, largest, _near(logits, maxima, sums[:, -1], filters, top))
+    total = torch.where(uploaded(shares, device, np.bool_), exact, sums[:, -1])
+    return _Scan(peak.double(), sums, total, largest, _near(logits, maxima, total, filters, top))
+
+
+def _total(x: torch.Tensor, peak: torch.Tensor, temperature: np.ndarray) -> torch.Tensor:
+    """[R] float64, of float64 terms: a sum of float32 terms would keep other tokens than the kernels where it meets top_p within rounding."""
+    scale = uploaded(temperature[:, None], x.device, np.float64)
+    return (x.double() - peak.double()[:, None]).div_(scale).exp_().sum(-1)
 
 
 def _chunk_rows(logits: torch.Tensor, width: int) -> int:
@@ -514,82 +424,20 @@ def _top(
     return ids, logprobs
 
 
-# --- Draws tokens
-# By the runner if it can and only the token is wanted, by the sampler otherwise. A runner that shares its arithmetic with a trainer says
-# what log-probs tokens with recorded masks have, because a trainer can repeat its sums.
-#
-# The choice is made for each row, because the two add up in different orders, and the tokens of a request must not depend on
-# the settings of other requests.
+# --- Who draws: the runner if it can, the sampler otherwise.
 
 
-def draw(
-    forward: ForwardOutput,
-    settings: Settings,
-    places: np.ndarray | None,
-    masks: np.ndarray,
-    tops: np.ndarray,
-    *,
-    left: np.ndarray | None = None,
-) -> Drawn:
-    """`places` [R]: where the rows are among the logits, None for all in order. `masks` [R] bool and `tops` [R]: whose kept
-    vocabulary, and how many of whose most probable tokens, are wanted. `left` [R]: as for `sample`."""
-    special = masks | (tops > 0) | settings.filters().on()
-    at = np.arange(len(special)) if places is None else places
-    if forward.draw is None or special.all():
-        return _sample(forward, settings, places, masks, tops, left=left)
-    plain, rest = np.flatnonzero(~special), np.flatnonzero(special)
-    u = uniforms(settings.seed[plain], settings.counter[plain])
-    tokens, logprobs = forward.draw(settings.temperature[plain], u, at[plain])
-    if not len(rest):
-        return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(logprobs))
-    part = _sample(
-        forward, _only(settings, rest), at[rest], masks[rest], tops[rest], left=None if left is None else left[rest]
-    )
-    drawn = Drawn(
-        tokens=_spread(part.tokens, rest, len(special), 0),
-        logprobs=_spread(part.logprobs, rest, len(special), 0.0),
-        finite=_spread(part.finite, rest, len(special), False),
-        mask=None if part.mask is None else _spread_mask(part.mask, rest, len(special)),
-        top_ids=None if part.top_ids is None else _spread(part.top_ids, rest, len(special), -1),
-        top_logprobs=None if part.top_logprobs is None else _spread(part.top_logprobs, rest, len(special), -np.inf),
-    )
-    drawn.tokens[plain], drawn.logprobs[plain], drawn.finite[plain] = tokens, logprobs, np.isfinite(logprobs)
-    return drawn
+def draw(forward: ForwardOutput, settings: Settings, places: np.ndarray | None, wanted: DrawDetails) -> Drawn:
+    """`places` [R]: where the rows are among the logits, None for all in order."""
+    if forward.draw is not None:
+        return forward.draw(settings, places, wanted)
+    logits = forward.logits if places is None else forward.logits[uploaded(places, forward.logits.device)]
+    masks = wanted.masks if wanted.masks.any() else None
+    return sample(logits, settings, masks, int(wanted.tops.max(initial=0)), wanted.left)
 
 
-def _sample(
-    forward: ForwardOutput,
-    settings: Settings,
-    places: np.ndarray | None,
-    masks: np.ndarray,
-    tops: np.ndarray,
-    *,
-    left: np.ndarray | None,
-) -> Drawn:
-    logits = forward.logits
-    if places is not None:
-        logits = logits[uploaded(places, logits.device)]
-    drawn = sample(logits, settings, masks if masks.any() else None, int(tops.max(initial=0)), left)
-    if forward.score is None or drawn.mask is None:
-        return drawn
-    rows = np.flatnonzero(masks)  # the others kept nothing, so that what these kept adjoins
-    at, offsets = rows if places is None else places[rows], np.append(drawn.mask.offsets[rows], drawn.mask.offsets[-1])
-    scores = forward.score(drawn.tokens[rows], settings.temperature[rows], at, offsets, drawn.mask.token_ids)
-    drawn.logprobs[rows] = scores
-    return drawn
-
-
-def _only(settings: Settings, rows: np.ndarray) -> Settings:
-    return Settings(**{field.name: getattr(settings, field.name)[rows] for field in fields(settings)})
-
-
-def _spread(values: np.ndarray, rows: np.ndarray, count: int, nothing: float) -> np.ndarray:
-    """`values` of some rows as those of `count` rows."""
-    out = np.full((count, *values.shape[1:]), nothing, dtype=values.dtype)
-    out[rows] = values
-    return out
-
-
-def _spread_mask(mask: Mask, rows: np.ndarray, count: int) -> Mask:
-    sizes = _spread(np.diff(mask.offsets), rows, count, 0)
-    return Mask(mask.token_ids, np.concatenate([[0], np.cumsum(sizes)]).astype(mask.offsets.dtype))
+def score(forward: ForwardOutput, rows: np.ndarray, tokens: np.ndarray, top: int = 0) -> RowScores:
+    """Log-probs at temperature 1 of one given token for each of these rows [n] of the logits, and of the `top` most probable ones."""
+    if forward.score is not None:
+        return forward.score(rows, tokens, top)
+    return token_logprobs(forward.logits[uploaded(rows, forward.logits.device)], tokens, top)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from headrace.core.types import Request
+from headrace.engine.native.draws import Settings
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.guides import Guide, Stopper
 from headrace.engine.native.kv_cache import PrefixNode
-from headrace.engine.native.sampler import Settings
 
 # --- The sequences in the engine
 # Columns of numbers for events at every token, objects for events that happen once.

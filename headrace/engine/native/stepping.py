@@ -12,11 +12,12 @@ import torch
 
 from headrace.core.steps import Finished, PromptScores, StepOutput, TokenDetails
 from headrace.core.types import RoutingTrace, Stop, TopLogprobs
+from headrace.engine.native.draws import DrawDetails, Drawn, RowScores
 from headrace.engine.native.forward_pass import ForwardOutput, Runner
 from headrace.engine.native.guides import Guides, reported
 from headrace.engine.native.kv_cache import RecordedRouting
 from headrace.engine.native.live_weights import Served
-from headrace.engine.native.sampler import Drawn, RowScores, draw, token_logprobs
+from headrace.engine.native.sampler import draw, score
 from headrace.engine.native.scheduler import LOST, Forks, Scheduler
 from headrace.engine.native.sequences import Chunk, EngineSequence, Plan, Planner, Running
 
@@ -59,12 +60,13 @@ def _mask_of(sequence: EngineSequence, drawn: Drawn, place: int) -> dict[str, by
     return {"mask": kept.tobytes()}
 
 
-def score_chunk(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
-    """Appends the log-probs of the tokens after a chunk's positions to those of its sequence. `logits` [scores, V]. False if
-    one of them is not finite."""
+def score_chunk(forward: ForwardOutput, place: int, running: Running, chunk: Chunk) -> bool:
+    """Appends the log-probs of the tokens after a chunk's positions to those of its sequence. `place`: the row of the logits after the
+    first of them. False if one of them is not finite."""
     sequence = running.sequences[chunk.row]
     following = running.history[chunk.row, chunk.start + 1 : chunk.start + 1 + chunk.scores]
-    scores = token_logprobs(logits, following.astype(np.int64), sequence.request.top_logprobs)
+    rows = np.arange(place, place + chunk.scores)
+    scores = score(forward, rows, following.astype(np.int64), sequence.request.top_logprobs)
     sequence.scores.append(scores)
     return bool(np.isfinite(scores.logprobs).all())
 
@@ -155,7 +157,7 @@ class Stepper:
         running, ends = self._running, Ends()
         drawn = self._draw(plan, forward, ends)
         self._advance(plan, forward)
-        scores = self._score(plan, forward.logits, ends)
+        scores = self._score(plan, forward, ends)
         kept = plan.rows[drawn.finite]
         self._append(kept, drawn)
         self._find_ends(plan.rows, drawn, ends)
@@ -221,7 +223,7 @@ class Stepper:
         settings = running.settings(rows if plan.chunks else None)
         left = self._adjust(plan, forward, ends)
         columns = running.columns[rows]
-        drawn = draw(forward, settings, plan.drawn, columns["mask"], columns["top"], left=left)
+        drawn = draw(forward, settings, plan.drawn, DrawDetails(masks=columns["mask"], tops=columns["top"], left=left))
         if ends.stuck:
             drawn.finite[:] &= [running.sequences[row] not in ends.stuck for row in rows.tolist()]
         return drawn
@@ -257,12 +259,12 @@ class Stepper:
             self._schedule.verify(self._running.sequences[row])
         self._schedule.sharing.full(kept)
 
-    def _score(self, plan: Plan, logits: torch.Tensor, ends: Ends) -> tuple[PromptScores, ...]:
+    def _score(self, plan: Plan, forward: ForwardOutput, ends: Ends) -> tuple[PromptScores, ...]:
         """Reports the log-probs of a prompt when all of it has been computed."""
         scored, place = [], len(plan.decoding)
         for chunk in plan.chunks:
             sequence = self._running.sequences[chunk.row]
-            if sequence.scored and self._score_chunk(chunk, logits[place : place + chunk.scores], ends):
+            if sequence.scored and self._score_chunk(chunk, forward, place, ends):
                 version, mixed = self._served.version(sequence.adapter), self._served.mixed
                 scored.append(prompt_scores(sequence, version, mixed))
                 sequence.scored, sequence.scores = False, []
@@ -270,10 +272,10 @@ class Stepper:
             place += chunk.scores + chunk.samples
         return tuple(scored)
 
-    def _score_chunk(self, chunk: Chunk, logits: torch.Tensor, ends: Ends) -> bool:
+    def _score_chunk(self, chunk: Chunk, forward: ForwardOutput, place: int, ends: Ends) -> bool:
         """Whether the prompt is through. One that was only to be scored ends with its last token."""
         sequence = self._running.sequences[chunk.row]
-        if chunk.scores and not score_chunk(logits, self._running, chunk):
+        if chunk.scores and not score_chunk(forward, place, self._running, chunk):
             ends.poisoned.append(sequence)
             return False
         if chunk.stop < sequence.prompt:

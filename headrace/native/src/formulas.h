@@ -56,16 +56,22 @@ static inline float peak_of(const float* logits, int vocabulary) {
     return largest(high);
 }
 
-// The log-prob of a logit among those of `count` ids, which filters have left to sample from.
+// The same sum over `count` ids alone, which filters have left to sample from.
 template <class I>
-static inline double log_probability_among(const float* logits, const I* ids, int64_t count, float logit, float inverse_temperature) {
-    float peak = logits[ids[0]];
-    for (int64_t i = 1; i < count; i++) peak = logits[ids[i]] > peak ? logits[ids[i]] : peak;
+static inline double mass_among(const float* logits, const I* ids, int64_t count, float peak, float inverse_temperature) {
     double mass = 0;
     for (int64_t i = 0; i < count; i += 16) {
         float below[16];
         for (int j = 0; j < 16; j++) below[j] = i + j < count ? logits[ids[i + j]] - peak : -INFINITY;
         mass += sum(exp2_16(load(below) * (inverse_temperature * 1.44269504f)));
     }
-    return log_probability(logit, peak, inverse_temperature, mass);
+    return mass;
+}
+
+// The log-prob of a logit among those of `count` ids.
+template <class I>
+static inline double log_probability_among(const float* logits, const I* ids, int64_t count, float logit, float inverse_temperature) {
+    float peak = logits[ids[0]];
+    for (int64_t i = 1; i < count; i++) peak = logits[ids[i]] > peak ? logits[ids[i]] : peak;
+    return log_probability(logit, peak, inverse_temperature, mass_among(logits, ids, count, peak, inverse_temperature));
 }

@@ -85,6 +85,17 @@ class PassStruct(Structure):
     ]
 
 
+class DrawsStruct(Structure):
+    """`Draws` of `src/sampling.h`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("count", "vocabulary", "listed", "width")),
+        *((name, c_void_p) for name in ("logits", "rows", "temperature", "u", "top_k", "top_p", "min_p")),
+        *((name, c_void_p) for name in ("masked", "tops", "left", "given")),
+        *((name, c_void_p) for name in ("tokens", "logprobs", "kept", "top_ids", "top_logprobs")),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_begin": (c_int, []),
     "headrace_tier": (c_char_p, []),
@@ -95,8 +106,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_use": (None, [c_void_p, POINTER(ModelStruct)]),
     "headrace_forward": (None, [c_void_p, POINTER(PassStruct)]),
     "headrace_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_void_p]),
-    "headrace_draw": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, *[c_void_p] * 4]),
-    "headrace_score": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, *[c_void_p] * 5]),
+    "headrace_draw": (None, [c_void_p, POINTER(DrawsStruct)]),
+    "headrace_kept": (None, [c_void_p, c_void_p, c_int, c_void_p]),
 }
 
 

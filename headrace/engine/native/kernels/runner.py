@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.kernels import binding
+from headrace.engine.native.kernels.drawing import LogitRows
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.families import (
     Experts,
@@ -33,8 +34,9 @@ from headrace.engine.native.runners.families import (
 from headrace.engine.native.runners.families import refusal as family_refusal
 from headrace.engine.native.runners.layers import PARTS, read_adapter
 from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.engine.native.sampler import score
 from headrace.native.arithmetic import arithmetic
-from headrace.native.memory import address, zeros
+from headrace.native.memory import address, contiguous, zeros
 
 # --- Weights in the layout of `native/src/product.h`.
 
@@ -300,8 +302,8 @@ class KernelRunner:
 
         `stream` [layers + 1, N, hidden] float32 is filled with the residual stream: embeddings, then the result of each layer."""
         assert self._live is not None, "forward before the first weights"
-        wide = [_as(array, np.int64) for array in (batch.tokens, batch.rows)]
-        narrow = [_as(array, np.int32) for array in (batch.starts, batch.context, batch.tables, batch.adapters)]
+        wide = [contiguous(array, np.int64) for array in (batch.tokens, batch.rows)]
+        narrow = [contiguous(array, np.int32) for array in (batch.starts, batch.context, batch.tables, batch.adapters)]
         self._broken = np.empty(len(batch.tokens), np.int32)
         routing = np.empty((len(batch.tokens), *self.experts), np.uint16) if batch.routing and self.experts[0] else None
         what = binding.PassStruct(
@@ -325,7 +327,8 @@ class KernelRunner:
         self._library.headrace_forward(self._decoder, ctypes.byref(what))
         if routing is not None and self.spec.routing and self.spec.routing.experts <= 256:
             routing = routing.astype(np.uint8)
-        return ForwardOutput(self._views[len(batch.rows)], routing, self._draw, self._score)
+        rows = LogitRows(self._library, self._decoder, self._logits_at, self.spec.vocabulary, self._logits.shape[1])
+        return ForwardOutput(self._views[len(batch.rows)], routing, rows.draw, rows.score)
 
     def _room(self, rows: int) -> int:
         """Address of [rows up to 32, vocabulary up to 32]. The views are kept: to make one costs torch more than it seems."""
@@ -338,30 +341,6 @@ class KernelRunner:
             self._views[rows] = self._logits[:rows, : self.spec.vocabulary]
         return self._logits_at
 
-    def _draw(self, temperature: np.ndarray, u: np.ndarray, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """One token for each of the last pass's rows (or of these), and its log-prob; see `ForwardOutput.draw`."""
-        u = np.where(temperature == 0, -1.0, u)
-        tokens, logprobs = np.zeros(len(u), np.int64), np.zeros(len(u))
-        places = np.arange(len(u)) if rows is None else rows
-        self._of_rows(self._library.headrace_draw, places, temperature, (u, tokens, logprobs))
-        return tokens, logprobs
-
-    def _score(
-        self, tokens: np.ndarray, temperature: np.ndarray, rows: np.ndarray, offsets: np.ndarray, kept: np.ndarray
-    ) -> np.ndarray:
-        """The log-prob of one token for each of these rows of the last pass; see `ForwardOutput.score`."""
-        logprobs = np.zeros(len(rows))
-        given = _as(tokens, np.int64), _as(offsets, np.int64), _as(kept, np.int32), logprobs
-        self._of_rows(self._library.headrace_score, rows, temperature, given)
-        return logprobs
-
-    def _of_rows(self, function: Any, rows: np.ndarray, temperature: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-        """Calls a C++ function about rows of the logits, which reads and writes these arrays."""
-        inverse = (1 / np.where(temperature == 0, 1, temperature)).astype(np.float32)
-        rows = _as(rows, np.int64)
-        logits = self._logits_at, address(rows), len(rows), self.spec.vocabulary, self._logits.shape[1]
-        function(self._decoder, *logits, address(inverse), *map(address, arrays))
-
     def blame(self, batch: ForwardInput) -> np.ndarray:
         """Every pass takes notes, so none is run again."""
         assert len(self._broken) == len(batch.tokens), "blame comes right after the pass"
@@ -369,10 +348,6 @@ class KernelRunner:
         rows = batch.rows[(~self._views[len(batch.rows)].isfinite().all(-1)).numpy()]
         blamed[rows] = np.where(blamed[rows] < 0, len(self.spec.layers), blamed[rows])
         return blamed
-
-
-def _as(array: np.ndarray, dtype: type) -> np.ndarray:
-    return np.ascontiguousarray(array, dtype=dtype)
 
 
 def _rotary(model: Skeleton, length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -447,7 +422,7 @@ def residual_stream(weights: ServedWeights, tokens: Sequence[int]) -> tuple[Tens
         adapters=np.full(1, 0 if weights.adapter else -1, np.int32),
     )
     stream = torch.empty(len(runner.spec.layers) + 1, count, runner.spec.hidden)
-    draw = runner.forward(batch, stream).draw
-    assert draw is not None
-    (token,), (logprob,) = draw(np.zeros(1), np.zeros(1), None)
-    return stream, int(token), float(np.float32(logprob))
+    forward = runner.forward(batch, stream)
+    token = int(forward.logits[0].argmax())
+    scores = score(forward, np.zeros(1, np.int64), np.array([token]))
+    return stream, token, float(np.float32(scores.logprobs[0]))

@@ -12,6 +12,7 @@ namespace {
 
 struct Decoder : Mixture {
     using Mixture::Mixture;
+    std::vector<std::vector<int32_t>> kept;  // tokens of each row of the last draws, where some were cut
 
     void forward(const Pass& p) {
         arrange(p);
@@ -94,25 +95,20 @@ void headrace_product(const taken* x, int rows, const Linear* w, float* c) {
             [&](int b) { return c + ((size_t)b * up(w->n) + panel) * AREA; });
 }
 
-// One draw for each of `rows` of logits [?, ld]; see sampling.h.
-void headrace_draw(void* decoder, const float* logits, const int64_t* rows, int count, int vocabulary, int64_t ld,
-                   const float* inverse_temperature, const double* u, int64_t* tokens, double* logprobs) {
-    const Phase all = Phase::of(count, [&](int r, int) {
-        thread_local std::vector<double> sums;
-        sums.resize(vocabulary / SEARCH + 1);
-        Draw one = draw(logits + rows[r] * ld, vocabulary, inverse_temperature[r], u[r], sums.data());
-        tokens[r] = one.token, logprobs[r] = one.logprob;
+// What is drawn from each row; see sampling.h.
+void headrace_draw(void* decoder, const Draws* draws) {
+    Decoder& self = *(Decoder*)decoder;
+    self.kept.resize(std::max(self.kept.size(), (size_t)draws->count));
+    const Phase all = Phase::of(draws->count, [&](int r, int) {
+        thread_local Sampler sampler;
+        sampler.draw(*draws, r);
+        if (draws->kept[r]) self.kept[r] = sampler.ids;
     });
-    ((Decoder*)decoder)->team.run(&all, 1);
+    self.team.run(&all, 1);
 }
 
-// The log-prob of one token for each of `rows`, among the ids [offsets[r], offsets[r + 1]) unless there are none; see sampling.h.
-void headrace_score(void* decoder, const float* logits, const int64_t* rows, int count, int vocabulary, int64_t ld,
-                    const float* inverse_temperature, const int64_t* tokens, const int64_t* offsets, const int32_t* ids, double* logprobs) {
-    const Phase all = Phase::of(count, [&](int r, int) {
-        std::vector<double> sums(vocabulary / SEARCH + 1);
-        logprobs[r] = score(logits + rows[r] * ld, vocabulary, inverse_temperature[r], tokens[r], ids + offsets[r], offsets[r + 1] - offsets[r], sums.data());
-    });
-    ((Decoder*)decoder)->team.run(&all, 1);
+// The tokens kept of each row of the last draws, `counts` [rows] of them, one after the other.
+void headrace_kept(void* decoder, const int64_t* counts, int rows, int32_t* ids) {
+    for (int r = 0; r < rows; r++) ids = std::copy_n(((Decoder*)decoder)->kept[r].begin(), counts[r], ids);
 }
 }
