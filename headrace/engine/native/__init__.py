@@ -10,6 +10,7 @@ live_weights.py   the weights that serve: the base model's, and adapters'
 sampler.py        tokens from logits: filters, draws, masks
 guides.py         the end of a completion, and constraints
 model_loading.py  the engine's parts, made from a model's directory
+served_how.py     the way in which a model is served, found before anything is loaded
 runners/          forward passes in PyTorch: the known families, LoRA, experts, CUDA graphs; any other model
 kernels/          the known families' forward pass in C++
 """

@@ -34,12 +34,14 @@ class ServableModel:
     """That of transformers; None without one."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every parameter, by name."""
+    kept: frozenset[str] = frozenset()
+    """Names of tensors that are served in the dtype in which they are published."""
     dtype: torch.dtype
     device: torch.device
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype."""
-        skeleton.check(self.shapes, tensors, self.dtype)
+        skeleton.check(self.shapes, tensors, self.dtype, self.kept)
         return self.runner.prepare(skeleton.on_device(tensors, self.device))
 
 
@@ -56,6 +58,7 @@ def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
         decode=_decoder(tokenizer) if tokenizer else None,
         tokenizer=tokenizer,
         shapes=model.shapes,
+        kept=model.kept,
         dtype=dtype,
         device=device,
     )

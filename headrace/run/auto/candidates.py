@@ -32,7 +32,13 @@ class Candidate(NamedTuple):
         return f"{self.dtype} {_WORDS[self.path]}"
 
 
-_WORDS = {"kernels": "kernels", "fused": "PyTorch", "torch": "PyTorch", "hf": "Hugging Face", "cache": "Hugging Face over its own cache"}
+_WORDS = {
+    "kernels": "kernels",
+    "fused": "PyTorch",
+    "torch": "PyTorch",
+    "hf": "Hugging Face",
+    "cache": "Hugging Face over its own cache",
+}
 
 CANDIDATES = (
     Candidate("engine", "bfloat16", "kernels"),
