@@ -88,6 +88,9 @@ docs: setup
 	$(BIN)/python docs/make_names.py
 	$(BIN)/python docs/make_resuming.py
 
+models: setup
+	$(BIN)/python docs/make_models.py
+
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)
 

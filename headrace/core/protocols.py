@@ -357,6 +357,10 @@ class TrainerCore(Protocol):
     def version(self) -> int:
         """The version of the model's weights; always 0 for a frozen base."""
 
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of published tensors that keep their own dtype: buffers that the model saves."""
+
     def version_of(self, adapter: str) -> int: ...
 
     @property

@@ -22,6 +22,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.reports import Finding, Sight
 from headrace.core.types import Completion, Episode, Prompt
 from headrace.durable.journal import count_steps
+from headrace.engine.native.served_how import served_how
 from headrace.engine.remote.server_kind import server_kind
 from headrace.engine.servers.installed import require
 from headrace.episodes.sandbox.config import SandboxConfig
@@ -105,6 +106,8 @@ class Rehearsal:
     """The work of the moment."""
     tried: dict[str, LoadedFiles] = field(default_factory=dict)
     """The parts that were loaded for each run, by the names of adapters; the name is empty if there is one run."""
+    served: str = ""
+    """The way in which the native engine serves the model, and its speed; empty if that was not asked."""
     unmeasured: str = ""
     """The reason why nothing could be measured; empty if it was."""
 
@@ -186,6 +189,8 @@ async def _rehearse(
             if model_dir and not resume:
                 with found.steps.doing("measuring this machine"):
                     await asyncio.to_thread(_choose, found, machine, model_dir, measurer)
+                with found.part(), found.steps.doing("asking how the engine serves this model"):
+                    found.served = await asyncio.to_thread(served_how, model_dir, found.config.engine)
             if model_dir:
                 _machine_and_memory(found, machine, model_dir)
     finally:
@@ -502,7 +507,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     )
     why = {**({"not measured": found.unmeasured} if found.unmeasured else {}), **config.chosen.why}
     found.sections["Where"] = [
-        *placement(resolved, "path chosen when the model is read").items(),
+        *placement(resolved, found.served or "path chosen when the model is read").items(),
         *why.items(),
     ]
     wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]

@@ -4,7 +4,7 @@ their layout, their fingerprint, or the tensors that an engine sees in them."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 import xxhash
@@ -18,13 +18,16 @@ ALIGNMENT = 64
 
 
 def lay_out(
-    parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch.dtype, tied: Mapping[str, str] | None = None
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    serving_dtype: torch.dtype,
+    tied: Mapping[str, str] | None = None,
+    kept: Collection[str] = (),
 ) -> Manifest:
     """Returns where each parameter lies. Neighbours in canonical order stay neighbours in memory (fused views rely on it). `tied`: see
-    `Manifest.tied`; those whose parameter is not among `parameters` are left out."""
+    `Manifest.tied`; those whose parameter is not among `parameters` are left out. `kept`: names of tensors that keep their own dtype."""
     specs, end = [], 0
     for name, tensor in parameters:
-        dtype = serving_dtype if tensor.is_floating_point() else tensor.dtype
+        dtype = serving_dtype if tensor.is_floating_point() and name not in kept else tensor.dtype
         nbytes = tensor.numel() * dtype.itemsize
         specs.append(TensorSpec(name, tuple(tensor.shape), str(dtype).removeprefix("torch."), end, nbytes))
         end += -(-nbytes // ALIGNMENT) * ALIGNMENT

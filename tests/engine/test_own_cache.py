@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from headrace.core.errors import ConfigError
 from headrace.core.types import Fork, Request, Sampling
+from headrace.engine.config import EngineConfig
 from headrace.engine.native.runners.own_cache import OwnCacheRunner
+from headrace.engine.native.served_how import served_how
 from support.native_calls import Answer, drawn, greedy, make_engine, put, reference, run, saved, step, teacher_forced
 from support.native_calls import prompts as texts
 from support.tiny_models import OWN_CACHE, RunnerDriver, parameters, prompts, skeleton
@@ -141,3 +144,14 @@ def test_what_it_cannot_do_is_refused_with_the_remedy(saved):
     ):
         with pytest.raises(ConfigError, match=remedy):
             make_engine(saved("mamba"), live=False, **setting)
+
+
+def test_before_anything_is_loaded_a_model_s_way_and_speed_are_named(saved, tmp_path):
+    config = EngineConfig(device="cpu", context_length=96)
+    assert served_how(saved("llama"), config) == "", "there is nothing to find out"
+    assert served_how(saved("gemma2"), config).startswith("own cache gemma2: slow, one sequence after the other")
+    with pytest.raises(ConfigError, match="engine.exact = true, but own cache gemma2 .*set it to false"):
+        served_how(saved("gemma2"), EngineConfig(device="cpu", context_length=96, exact=True))
+    AutoConfig.for_model("t5").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="encoder-decoder"):
+        served_how(tmp_path, config)

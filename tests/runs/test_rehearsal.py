@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,18 @@ def test_a_rehearsal_shows_the_prompt_the_reward_the_algorithm_and_where_everyth
     assert "mask token weights to [0.5, 5]" in shown and "all tokens of the optimizer step (token_mean)" in shown
     for who in ("controller", "trainer", "engine", "between", "together"):
         assert f"\n  {who:<13} " in shown
+
+
+def test_the_way_in_which_an_unusual_model_is_served_is_named_and_refused_before_it_is_loaded(tmp_path, tiny_llama):
+    """Its config alone is read: the weights beside it are another model's."""
+    unusual = shutil.copytree(tiny_llama, tmp_path / "unusual")
+    config = json.loads((unusual / "config.json").read_text())
+    (unusual / "config.json").write_text(json.dumps({**config, "model_type": "gemma2", "head_dim": 8}))
+    asked = {**tiny_config(tmp_path, unusual), "out": str(tmp_path / "run")}
+    assert "own cache gemma2: slow" in dict(done(asked).sections["Where"])["engine"]
+    asked["engine"] = {**asked["engine"], "exact": True}
+    with pytest.raises(ConfigError, match="own cache gemma2 .*set it to false"):
+        done(asked)
 
 
 def test_the_reward_is_given_the_row_s_answer_as_the_run_will_give_completions(tmp_path, tiny_llama):

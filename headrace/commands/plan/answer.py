@@ -17,6 +17,7 @@ from headrace.commands.plan.reasons import BUSY
 from headrace.commands.plan.scenario import Scenario
 from headrace.commands.plan.sweep import Option, Split, recommended, sweep, try_out
 from headrace.core.errors import ConfigError
+from headrace.engine.native.served_how import served_how
 from headrace.facts.records import read_metrics
 from headrace.facts.run_state import RunState
 from headrace.loop.world.surroundings import Distribution, TurnShape, fixed, parse
@@ -104,6 +105,8 @@ def answer(request: PlanRequest, say: Say) -> Answer:
     if not 0 < request.network < math.inf:
         raise ConfigError(f"--network {request.network / 1e9:g} must be above 0 (gigabytes a second)")
     notes: list[str] = []
+    if how := served_how(Path(request.model or request.config.model.path), request.config.engine):
+        notes.append(f"the engine serves this model by {how}")
     rates, contrast = _rates(request, say, notes)
     scenario = _scenario(request, rates, contrast, notes)
     if request.config.curriculum.chooses:

@@ -11,6 +11,7 @@ draws.py          what a draw is asked for and what it gives: filters, masks, lo
 sampler.py        tokens from logits, in PyTorch where the runner does not draw itself
 guides.py         the end of a completion, and constraints
 model_loading.py  the engine's parts, made from a model's directory
+served_how.py     the way in which a model is served, found before anything is loaded
 runners/          forward passes in PyTorch: the known families, LoRA, experts, CUDA graphs; any other model
 kernels/          the known families' forward pass in C++
 """

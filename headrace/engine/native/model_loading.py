@@ -35,12 +35,14 @@ class ServableModel:
     """That of transformers; None without one."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every parameter, by name."""
+    kept: frozenset[str] = frozenset()
+    """Names of tensors that are served in the dtype in which they are published."""
     dtype: torch.dtype
     device: torch.device
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype."""
-        skeleton.check(self.shapes, tensors, self.dtype)
+        skeleton.check(self.shapes, tensors, self.dtype, self.kept)
         here = skeleton.on_device(tensors, self.device)
         if self.runner.keeps:
             own_pages(here.values())
@@ -60,6 +62,7 @@ def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
         decode=decoder_of(tokenizer) if tokenizer else None,  # with special tokens, so that they can be stop strings
         tokenizer=tokenizer,
         shapes=model.shapes,
+        kept=model.kept,
         dtype=dtype,
         device=device,
     )

@@ -101,7 +101,7 @@ def build_trainer_core(
         core.restore(Path(checkpoint), name)
     served = [spec.name for spec in core.adapters()]
     dtype = getattr(torch, start.serving_dtype)
-    manifests = {name: lay_out(core.parameters(name), dtype, core.tied) for name in ("", *served)}
+    manifests = {name: lay_out(core.parameters(name), dtype, core.tied, core.kept) for name in ("", *served)}
     once = [""] if served else []
     return core, _sender(start, core, manifests, once), manifests
 
@@ -172,7 +172,7 @@ def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None,
     from headrace.weight_sync.packed import lay_out
 
     wanted, dtype = start.shadow, getattr(torch, start.shadow.dtype)
-    manifest = lay_out(core.parameters(), dtype)
+    manifest = lay_out(core.parameters(), dtype, kept=core.kept)
     sender = wanted.transport.sender({"": manifest})
     shadow = Shadow(
         kind=wanted.kind,

@@ -9,6 +9,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScore
 from headrace.core.weights import AdapterSpec, trial_version
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
+from headrace.models.saved_buffers import saved_buffers
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, packed_hidden, together
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
@@ -82,6 +84,8 @@ class TorchTrainer:
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._model = self._placement.load(model_dir, self._device)
         self.tied = tied_names(self._model)
+        self.kept = frozenset(saved_buffers(self._model))
+        """Names of published tensors that keep their own dtype."""
         self._forward = together(choose_forward(self._model), self._placement.context)
         self._fused = self._fuse()
         loras, whole = {name: assignment.lora for name, assignment in (adapters or {}).items()}, self._placement.whole
@@ -204,17 +208,30 @@ class TorchTrainer:
 
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, Tensor]]:
         """Returns the tensors to publish, each whole: all weights (with the adapter merged in), the frozen base, or an adapter."""
-        if self._adapters is None:
-            return ((name, self._placement.whole(parameter)) for name, parameter in self._model.named_parameters())
         if adapter:
+            assert self._adapters is not None
             return self._adapters.state(adapter).items()
-        return self._adapters.merged("") if "" in self._learners else self._adapters.base()
+        weights: Iterator[tuple[str, Tensor]]
+        if self._adapters is None:
+            weights = ((name, self._placement.whole(one)) for name, one in self._model.named_parameters())
+        else:
+            weights = self._adapters.merged("") if "" in self._learners else self._adapters.base()
+        return chain(weights, ((name, self._placement.whole(buffer)) for name, buffer in self._kept_buffers()))
+
+    def _kept_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields buffers that are published, by the names of the model without adapters."""
+        there = saved_buffers(self._model) if self.kept else {}
+        infix = ".base_layer"  # in the names of a module that peft has wrapped
+        yield from (
+            (name.replace(infix, ""), tensor) for name, tensor in there.items() if name.replace(infix, "") in self.kept
+        )
 
     def own_values(self, adapter: str, rank: int, ranks: int) -> Iterator[tuple[str, int, Tensor]]:
         """Yields what one of several ranks publishes of the same tensors: name, number of the first value in row-major order, and values
         [n]. Each rank has the values that it holds; what is not split lies with one rank after another."""
         if self._adapters is None:
-            yield from own_values_of(self._model.named_parameters(), rank, ranks, self._placement.whole)
+            published = chain(self._model.named_parameters(), self._kept_buffers())
+            yield from own_values_of(published, rank, ranks, self._placement.whole)
             return
         for number, (name, tensor) in enumerate(self.parameters(adapter)):
             if number % ranks == rank:

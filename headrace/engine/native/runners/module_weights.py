@@ -6,31 +6,39 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from headrace.models.saved_buffers import saved_buffers
+
 
 class ModuleWeights:
-    """The places of a model's parameters. Before the first weights they hold parameters on the meta device."""
+    """The places of a model's parameters, and of buffers that it saves. Before the first weights they hold nothing that counts."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+        canonical |= {id(buffer): name for name, buffer in saved_buffers(model).items()}
         self._places = [
-            (canonical[id(parameter)], module, attribute)
+            (canonical[id(tensor)], held, attribute)
             for module in model.modules()
-            for attribute, parameter in module._parameters.items()
-            if parameter is not None
+            for held in (module._parameters, module._buffers)
+            for attribute, tensor in held.items()
+            if id(tensor) in canonical
         ]
-        """(canonical name, module, attribute) of every place that holds a parameter; tied places share the name."""
-        self._nothing = [module._parameters[attribute] for _, module, attribute in self._places]
+        """(canonical name, the dictionary of a module, key) of every place; tied places share the name."""
+        self._nothing = [held[attribute] for _, held, attribute in self._places]
         self.loaded = False
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.nn.Parameter]:
-        """One parameter for each place of the model, tied ones repeated."""
-        fresh = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
-        return [fresh[name] for name, _, _ in self._places]
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        """One tensor for each place of the model, tied ones repeated."""
+        parameters = {
+            name: torch.nn.Parameter(tensors[name], requires_grad=False)
+            for name, before in zip((name for name, _, _ in self._places), self._nothing, strict=True)
+            if isinstance(before, torch.nn.Parameter)
+        }
+        return [parameters.get(name, tensors[name]) for name, _, _ in self._places]
 
-    def use(self, weights: Sequence[torch.nn.Parameter | None]) -> None:
+    def use(self, weights: Sequence[torch.Tensor | None]) -> None:
         """Changes pointers, never copies."""
-        for (_, module, attribute), parameter in zip(self._places, weights, strict=True):
-            module._parameters[attribute] = parameter
+        for (_, held, attribute), tensor in zip(self._places, weights, strict=True):
+            held[attribute] = tensor  # type: ignore[assignment]
         self.loaded = True
 
     def clear(self) -> None:

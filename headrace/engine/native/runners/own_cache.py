@@ -67,8 +67,12 @@ class OwnCacheRunner:
         self.device = device
         self._call = ModelCall(model, device)
         self._weights = ModuleWeights(model.model)
-        self._layers = decoder_layers(model.model, model.config.num_hidden_layers)
+        self._layers = decoder_layers(model.model, getattr(model.config, "num_hidden_layers", 0))
         self.block_nbytes = _block_nbytes(model, context_length, dtype)
+        if any(isinstance(value, torch.Tensor) for module in model.model.modules() for value in vars(module).values()):
+            raise ConfigError(
+                f"{self.path} keeps the state of a sequence in its modules, where all sequences would share it; choose another model"
+            )
         self._live = 0
         """The number of times that weights were put into service."""
         self._blocks, self._states = MarkedBlocks(0), States(0)
@@ -291,5 +295,5 @@ def _measured(model: Skeleton) -> tuple[int, int] | None:
 
 def _estimated(model: Skeleton, dtype: torch.dtype) -> tuple[int, int]:
     """Counts every layer as attention with a key and a value of the model's width."""
-    config = model.config
-    return 0, 2 * config.num_hidden_layers * config.hidden_size * dtype.itemsize
+    layers, width = getattr(model.config, "num_hidden_layers", 32), getattr(model.config, "hidden_size", 4096)
+    return 0, 2 * layers * width * dtype.itemsize

@@ -6,7 +6,7 @@ cache needs, and whether the model can be served at all, by its actual calls and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.attention import Geometry
+from headrace.models.saved_buffers import saved_buffers
 
 ATTENTION = "headrace"
 """Its name is in no mask table of transformers, so models pass it no mask: our runner decides which tokens attend to which."""
@@ -63,7 +64,9 @@ class Skeleton:
     config: Any
     """The config of the model's text part."""
     shapes: dict[str, tuple[int, ...]]
-    """Every parameter in canonical order, tied ones once."""
+    """Every parameter in canonical order, tied ones once, then the buffers that the model saves."""
+    kept: frozenset[str]
+    """The names of those buffers, which are served in the dtype in which they are published."""
     paged: PagedAttention | None
     """None if its attention cannot be computed over our blocks of keys and values: only its own cache serves it."""
     objection: str
@@ -103,13 +106,20 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
     model, paged, objection = _over_blocks(config, dtype)
     if model is None:
         model = _build(config, dtype, None, what)
-    _refuse_buffers(model, what)
-    _make_buffers(model, device)
+    try:
+        _make_buffers(model, device)
+    except NotImplementedError as error:  # of numbers that are not there without weights
+        raise ConfigError(
+            f"{what} cannot be served by the native engine: it computes buffers from numbers that it has only with its weights ({error}); "
+            "choose another model"
+        ) from error
+    kept = saved_buffers(model)
     text = model.config.get_text_config(decoder=True)
     return Skeleton(
         model=model,
         config=text,
-        shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        shapes={name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *kept.items())},
+        kept=frozenset(kept),
         paged=paged,
         objection=objection,
         vocabulary=_vocabulary(model, text),
@@ -122,8 +132,10 @@ def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention |
     what = config.model_type
     try:
         model = _build(config, dtype, ATTENTION, what)
+        # There is no padding in a flat batch: without this, some models search every batch for it and warn.
+        model.config.pad_token_id = model.config.get_text_config(decoder=True).pad_token_id = None
         notes = _dry_run(model)
-    except (ConfigError, NotPaged) as error:
+    except Exception as error:  # whatever it is, its own cache may serve it
         return None, None, str(error)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if objection := _objection(notes, layers, model):
@@ -147,18 +159,37 @@ def _build(config: Any, dtype: torch.dtype, attention_name: str | None, what: st
             f"{what} cannot be served by the native engine: transformers does not build it from its config.json "
             f"({type(error).__name__}: {error}); choose another model"
         ) from error
-    model.eval()
-    text = model.config.get_text_config(decoder=True)
-    # There is no padding in our passes: without this, some models search every batch for it and warn.
-    model.config.pad_token_id = text.pad_token_id = None
-    return model
+    if left := [name for name, module in model.named_modules() if any(map(_is_tensor, vars(module).values()))]:
+        raise ConfigError(
+            f"{what} cannot be served by the native engine: {left[0] or type(model).__name__} keeps a tensor that is neither a parameter nor a "
+            "buffer; choose another model"
+        )
+    return model.eval()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+_NOT_CAUSAL = {
+    "xlm": "it sees later tokens",
+    "xlnet": "it predicts in an order of its own, and sees later tokens",
+    "cpmant": "its prompt sees later tokens",
+    "prophetnet": "it predicts several tokens at once",
+    "dory": "transformers' own pass over its cache fails where a window has moved on",
+    "deepseek_v4": "its compressed keys are other ones in a pass over a text than token by token",
+    "minimax": "its linear attention is summed over blocks that its cache does not keep",
+}
+"""Types that transformers calls causal and whose pass over a whole text is not what they sample token by token."""
 
 
 def unservable(config: Any) -> str:
     """Empty, or the feature of a model that the native engine cannot serve."""
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, and decoder-only models are served"
-    return ""
+    if hasattr(config, "add_cross_attention") and getattr(config, "is_decoder", None) is False:
+        return "it is an encoder, which sees later tokens (is_decoder is not true in its config.json)"
+    return _NOT_CAUSAL.get(config.model_type, "")
 
 
 def _vocabulary(model: Any, text: Any) -> int:
@@ -233,6 +264,8 @@ def _dry_run(model: Any) -> list[_Note]:
 
 def _objection(notes: list[_Note], layers: int, model: Any) -> str:
     """Empty, or why this attention cannot be computed over our cache. Each would otherwise be wrong in silence."""
+    if model._is_stateful:
+        return "it keeps a state beside keys and values (_is_stateful)"
     if not model._supports_attention_backend:
         return "its class does not support attention functions of others (_supports_attention_backend)"
     if [note.layer for note in notes] != list(range(layers)):
@@ -251,15 +284,6 @@ def _objection(notes: list[_Note], layers: int, model: Any) -> str:
     return ""
 
 
-def _refuse_buffers(model: Any, what: str) -> None:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if kept := [name for name in model.state_dict() if name not in parameters]:
-        raise ConfigError(
-            f"{what} cannot be served by the native engine: it keeps {kept[0]} in a buffer, which weight sync does not "
-            "carry; choose another model"
-        )
-
-
 def _make_buffers(model: Any, device: torch.device) -> None:
     """Rotary frequencies and the like, computed as `from_pretrained` does: empty buffers, then the model's own init."""
     for module in model.modules():
@@ -276,8 +300,11 @@ def _make_buffers(model: Any, device: torch.device) -> None:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check(expected: Shapes, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype."""
+def check(
+    expected: Shapes, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, kept: Collection[str] = ()
+) -> None:
+    """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype. `kept`: names that may have a dtype of
+    their own."""
     for name, shape in expected.items():
         if name not in tensors:
             raise ValueError(
@@ -288,7 +315,7 @@ def check(expected: Shapes, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
             raise ValueError(
                 f"{name} came with shape {tuple(tensor.shape)}, the engine's model has {shape}; serve the same model"
             )
-        if tensor.dtype != dtype:
+        if tensor.dtype != dtype and name not in kept:
             raise ValueError(f"{name} came as {tensor.dtype}, the engine serves {dtype}; publish in the engine's dtype")
     for name in tensors:
         if name not in expected:
@@ -329,4 +356,4 @@ def parameters_from_dir(model_dir: Path, dtype: torch.dtype) -> dict[str, torch.
             f"the weights in {model_dir} lack or do not fit {len(wrong)} parameters of its config.json, the first: {wrong[0]}; "
             "save the model again with `save_pretrained`"
         )
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *saved_buffers(model).items())}
