@@ -44,7 +44,7 @@ class Child:
         from headrace.processes.launch.local import environment
 
         where, *settings = tree.split(",")
-        variables = {**environment(CORES), "PYTHONPATH": where, **dict(one.split("=", 1) for one in settings)}
+        variables = {**environment(CORES), "PYTHONPATH": where, **dict(setting.split("=", 1) for setting in settings)}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "busy_child.py"), kind, str(number)],
             stdin=subprocess.PIPE,

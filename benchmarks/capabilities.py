@@ -329,7 +329,7 @@ def main() -> None:
     os.environ.update(environment(sorted(os.sched_getaffinity(0))))  # of the processes, as in a run
     engines = Processes(model_dir, *load)
     with tempfile.TemporaryDirectory() as folder:
-        for comparison in (one for one in COMPARISONS if one.name in arguments.only):
+        for comparison in (comparison for comparison in COMPARISONS if comparison.name in arguments.only):
             if comparison.experts:
                 upcycle(model_dir, Path(folder))
             on = Processes(Path(folder), *load) if comparison.experts else engines

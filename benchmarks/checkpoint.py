@@ -132,7 +132,7 @@ def main() -> None:
     print(f"{'predicted for the stop':42} {12 * count / rate:7.3f} s   (at {rate / 1e9:.1f} GB/s)")
     pairs = zip(seconds["the stop (capture)"], seconds["a plain copy"], strict=True)
     ratios = [(stop[0] / copy[0], stop[1] / copy[1]) for stop, copy in pairs]
-    clock, cpu = (statistics.median(one[kind] for one in ratios) for kind in (0, 1))
+    clock, cpu = (statistics.median(ratio[kind] for ratio in ratios) for kind in (0, 1))
     print(
         f"the stop is {clock:.2f} times the plain copy by the clock, {cpu:.2f} by CPU time (predicted: 1.0; allowed: 1.2)"
     )

@@ -162,8 +162,8 @@ def measure(name: str, recipe: str, sets: list[str]) -> Arm:
         watch.join()
         metrics = out / "run" / "metrics.jsonl"
         steps = facts(metrics, "StepTrained")
-        ends, counted = [one["t"] for one in steps[SKIPPED:]], steps[SKIPPED + 1 :]
-        changes = sum(one["report"]["seconds"] for kind in ("Slept", "Woke") for one in facts(metrics, kind))
+        ends, counted = [step["t"] for step in steps[SKIPPED:]], steps[SKIPPED + 1 :]
+        changes = sum(fact["report"]["seconds"] for kind in ("Slept", "Woke") for fact in facts(metrics, kind))
         return Arm(
             step=statistics.median(after - before for before, after in itertools.pairwise(ends)),
             tokens=sum(one["report"]["loss_tokens"] for one in counted) / (ends[-1] - ends[0]),

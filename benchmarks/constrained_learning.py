@@ -124,14 +124,14 @@ def _validity(places: list[Path]) -> list[str]:
     for run in places:
         groups = {record.group.ticket: record.group for record in read_journal(run) if isinstance(record, ReadyRecord)}
         valid = [
-            statistics.mean(bool(_said(one.episode.last.text)) for one in groups[ticket].scored)
+            statistics.mean(bool(_said(rollout.episode.last.text)) for rollout in groups[ticket].scored)
             for ticket in sorted(groups)
             if groups[ticket].scored
         ]
         third = max(1, len(valid) // 3)
         shares[0].append(statistics.mean(valid[:third]))
         shares[1].append(statistics.mean(valid[-third:]))
-    return [_spread(one) for one in shares]
+    return [_spread(share) for share in shares]
 
 
 def _spread(values: list[float]) -> str:

@@ -82,8 +82,8 @@ class Host:
         except ConnectionError:
             pass
         finally:
-            for one in beats:
-                one.cancel()
+            for beat in beats:
+                beat.cancel()
 
     async def _greeting(self) -> Welcome:
         return msgspec.msgpack.decode(await receive_frame(self._reader), type=Welcome)
@@ -189,7 +189,7 @@ class BusHosts:
         while True:
             if found := await self._bus.newer(WEIGHTS, than, 1.0):
                 than, notice = found.id, msgspec.msgpack.decode(found.body, type=WeightsNotice)
-                self._version = max((one.version for one in notice.updates.values()), default=-1)
+                self._version = max((update.version for update in notice.updates.values()), default=-1)
                 self._newer.set()
                 self._newer.clear()
 

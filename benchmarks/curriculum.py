@@ -93,26 +93,26 @@ def simulate(config: CurriculumConfig, seed: int) -> Drawn:
         curriculum.count(ReadyRecord(0.0, replace(group(ended, row([1])), scored=parts)))
         trained += 1
         logits[number] += OWN
-        logits = [one + ALL + (chance.gauss(0, WOBBLE) if trained % GROUPS == 0 else 0.0) for one in logits]
+        logits = [logit + ALL + (chance.gauss(0, WOBBLE) if trained % GROUPS == 0 else 0.0) for logit in logits]
     total = sum(times.values())
     return Drawn(
-        flat=sum(one[True] for one in quarters) / sum(one.total() for one in quarters),
-        quarters=[one[True] / one.total() for one in quarters],
+        flat=sum(quarter[True] for quarter in quarters) / sum(quarter.total() for quarter in quarters),
+        quarters=[quarter[True] / quarter.total() for quarter in quarters],
         effective=total * (total - 1) / sum(n * (n - 1) for n in times.values()),
         draws=total,
         rollouts=rollouts,
-        solved=statistics.mean(1 / (1 + math.exp(-one)) for one in logits),
+        solved=statistics.mean(1 / (1 + math.exp(-logit)) for logit in logits),
     )
 
 
 def line(name: str, config: CurriculumConfig) -> str:
     runs = [simulate(config, seed) for seed in range(SEEDS)]
     mean = lambda values: statistics.mean(values)  # noqa: E731
-    quarters = " | ".join(f"{mean(one.quarters[i] for one in runs):.0%}" for i in range(4))
-    flat, spread = mean(one.flat for one in runs), statistics.stdev(one.flat for one in runs)
+    quarters = " | ".join(f"{mean(run.quarters[i] for run in runs):.0%}" for i in range(4))
+    flat, spread = mean(run.flat for run in runs), statistics.stdev(run.flat for run in runs)
     return (
-        f"| {name} | {flat:.0%} ± {spread:.0%} | {quarters} | {mean(one.draws for one in runs):.0f} "
-        f"| {mean(one.rollouts for one in runs):.0f} | {mean(one.effective for one in runs):.0f} | {mean(one.solved for one in runs):.3f} |"
+        f"| {name} | {flat:.0%} ± {spread:.0%} | {quarters} | {mean(run.draws for run in runs):.0f} "
+        f"| {mean(run.rollouts for run in runs):.0f} | {mean(run.effective for run in runs):.0f} | {mean(run.solved for run in runs):.3f} |"
     )
 
 

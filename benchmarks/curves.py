@@ -53,7 +53,11 @@ def main() -> None:
             color=colour,
             label=f"{name}, all rollouts drawn",
         )
-        held = ([one.step for one in evals], [one.reward_mean for one in evals], [one.reward_sem for one in evals])
+        held = (
+            [evaluation.step for evaluation in evals],
+            [evaluation.reward_mean for evaluation in evals],
+            [evaluation.reward_sem for evaluation in evals],
+        )
         axes.errorbar(held[0], held[1], held[2], fmt="o", color=colour, capsize=3)
         before, after = evals[0], evals[-1]
         print(

@@ -83,8 +83,8 @@ def measured(kind: str, steps: int) -> Figures:
         )
         asked = json.dumps(config(kind, out, steps, port))
         subprocess.run([sys.executable, "-c", RUN, asked], check=True, stdout=subprocess.DEVNULL)
-        for one in joins:
-            one.wait()
+        for join in joins:
+            join.wait()
         facts = list(read_metrics(out / kind))
     (started,) = (fact for fact in facts if isinstance(fact, RunStarted))
     trained = [fact for fact in facts if isinstance(fact, StepRow)]

@@ -79,7 +79,7 @@ class Bench:
         if rewards is None or before is None:
             return None
         points = [{"step": 0, "seconds": 0.0, **before["evaluated"][0]}]
-        points += [{**point, **one} for point, one in zip(ran["points"], rewards["evaluated"], strict=True)]
+        points += [{**point, **reward} for point, reward in zip(ran["points"], rewards["evaluated"], strict=True)]
         return {**ran, "points": points}
 
     def _there(self, system: str) -> bool:
@@ -238,10 +238,10 @@ def table(found: dict[tuple[str, int], Json], target: float) -> Iterator[str]:
     yield f"|{'---|' * (7 + len(PARTS))}"
     for (system, seed), ran in found.items():
         at, last = reached(ran["points"], target), ran["points"][-1]
-        said = f"**{at:.0f}**" if at is not None else f"not in {ran['seconds']:.0f}"
+        message = f"**{at:.0f}**" if at is not None else f"not in {ran['seconds']:.0f}"
         spent = " | ".join(f"{ran['spent'][part]:.2f}" if part in ran["spent"] else "–" for part in PARTS)
         yield (
-            f"| {SYSTEMS[system]} | {seed} | {said} | {ran['seconds'] / ran['steps']:.2f} | {ran['steps']} | {ran['stopped']} "
+            f"| {SYSTEMS[system]} | {seed} | {message} | {ran['seconds'] / ran['steps']:.2f} | {ran['steps']} | {ran['stopped']} "
             f"| {last['reward']:.3f} ± {last['sem']:.3f} | {spent} |"
         )
 

@@ -10,5 +10,7 @@ from headrace.episodes.scoring.extract import last_number
 
 def right_number(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
     """`completions`: texts, or TRL's lists of one assistant message."""
-    texts = [one if isinstance(one, str) else one[0].get("content") or "" for one in completions]
+    texts = [
+        completion if isinstance(completion, str) else completion[0].get("content") or "" for completion in completions
+    ]
     return [float(last_number(text) == str(right)) for text, right in zip(texts, answer, strict=True)]

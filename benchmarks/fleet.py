@@ -57,7 +57,7 @@ def requests_of(round_number: int) -> list[Request]:
 async def rate(engine: Engine, round_number: int) -> float:
     """Tokens per second."""
     requests, began = requests_of(round_number), time.perf_counter()
-    done = await asyncio.gather(*(engine.generate(one) for one in requests))
+    done = await asyncio.gather(*(engine.generate(request) for request in requests))
     return sum(len(one.tokens) for one in done) / (time.perf_counter() - began)
 
 
@@ -102,7 +102,7 @@ class Bench:
                 next_token.set()
 
         fleet.listen(heard)
-        tasks = [asyncio.ensure_future(fleet.generate(one)) for one in requests]
+        tasks = [asyncio.ensure_future(fleet.generate(request)) for request in requests]
         await quarter.wait()
         first = fleet.members[0]
         moved |= set(first.attempts)

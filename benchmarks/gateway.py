@@ -73,7 +73,7 @@ async def measure(model: str, rollouts: int, turns: int, context: int, messages:
             session = RolloutSession(number, ask, encoder.decode, limits=Limits(turns=turns))
             played = await session.play(Environment, Prompt("p", "?", (1,)), 0)
             assert isinstance(played, Played) and len(played.episode.turns) == turns, played
-            lengths.append(sum(len(one.context) + len(one.completion.tokens) for one in played.episode.turns))
+            lengths.append(sum(len(turn.context) + len(turn.completion.tokens) for turn in played.episode.turns))
         return (time.process_time() - began) / (count * turns)
 
     lengths: list[int] = []

@@ -101,7 +101,7 @@ def between(samples: list[Sample], begin: float, end: float) -> dict[str, float]
 
 
 def spent_at(samples: list[Sample], t: float) -> dict[str, float]:
-    after = min(max(1, bisect_right([one[0] for one in samples], t)), len(samples) - 1)
+    after = min(max(1, bisect_right([sample[0] for sample in samples], t)), len(samples) - 1)
     (t0, old), (t1, new) = samples[after - 1], samples[after]
     share = min(1.0, max(0.0, (t - t0) / (t1 - t0)))
     return {who: old.get(who, 0.0) + share * (new.get(who, 0.0) - old.get(who, 0.0)) for who in OF}
@@ -132,13 +132,13 @@ def main() -> None:
 
 
 def print_table(watch: Watch, facts: list[dict]) -> None:
-    steps = [one for one in facts if one["fact"] == "StepTrained"]
+    steps = [fact for fact in facts if fact["fact"] == "StepTrained"]
     begin, end = steps[1]["t"], steps[-1]["t"]
     halves = (begin, (begin + end) / 2, end)
-    waits = [one for one in facts if one["fact"] == "Waited"]
+    waits = [fact for fact in facts if fact["fact"] == "Waited"]
     kinds = {
-        "waits for groups": [one for one in waits if one["owner"] == "trainer" and "scored groups" in one["what"]],
-        "works": [one for one in waits if one["owner"] == "controller"],
+        "waits for groups": [wait for wait in waits if wait["owner"] == "trainer" and "scored groups" in wait["what"]],
+        "works": [wait for wait in waits if wait["owner"] == "controller"],
     }
     print(f"{len(steps)} steps, {len(os.sched_getaffinity(0))} cores\n")
     print(

@@ -115,7 +115,9 @@ def _group(rng: random.Random, ticket: int, size: int, tokens: int) -> Group:
 
 def passes_of(step: JournalStep) -> list[bytes]:
     """Yields the messages of an engine that samples all rollouts of the step in one batch."""
-    running = {f"{group.ticket}.{i}": one.episode.last for group in step.groups for i, one in enumerate(group.scored)}
+    running = {
+        f"{group.ticket}.{i}": rollout.episode.last for group in step.groups for i, rollout in enumerate(group.scored)
+    }
     found = []
     for t in range(max(len(one.tokens) for one in running.values())):
         names = [name for name, one in running.items() if len(one.tokens) > t]
@@ -123,8 +125,8 @@ def passes_of(step: JournalStep) -> list[bytes]:
         output = StepOutput(
             step.version,
             tuple(names),
-            tuple(one.tokens[t] for one in rows),
-            tuple(one.logprobs[t] for one in rows),
+            tuple(row.tokens[t] for row in rows),
+            tuple(row.logprobs[t] for row in rows),
             (step.version,) * len(rows),
         )
         found.append(msgspec.msgpack.encode(output))
@@ -135,12 +137,12 @@ def in_flight(step: JournalStep) -> ControllerState:
     """Makes a checkpoint at a moment when all of this is half done."""
     begun = {
         f"{group.ticket}.{i}": msgspec.structs.replace(
-            one.episode.last,
-            tokens=one.episode.last.tokens[: len(one.episode.last.tokens) // 2],
-            logprobs=one.episode.last.logprobs[: len(one.episode.last.logprobs) // 2],
+            rollout.episode.last,
+            tokens=rollout.episode.last.tokens[: len(rollout.episode.last.tokens) // 2],
+            logprobs=rollout.episode.last.logprobs[: len(rollout.episode.last.logprobs) // 2],
         )
         for group in step.groups
-        for i, one in enumerate(group.scored)
+        for i, rollout in enumerate(group.scored)
     }
     buffer = BufferState(0, (), {group.ticket: group.prompt for group in step.groups}, Accounting())
     return ControllerState(0, 0.0, {}, buffer, begun, 0)

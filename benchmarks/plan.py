@@ -119,25 +119,25 @@ WAITS = {
 def stages(facts: Sequence[Any]) -> dict[str, float]:
     """Mean seconds of a counted step in each stage; `group` is from the draw of a ticket to its scored group, `idle after` from new weights
     to the first group drawn after them."""
-    steps = [one for one in facts if isinstance(one, (StepRow, StepTrained))][SKIP - 1 :]
+    steps = [fact for fact in facts if isinstance(fact, (StepRow, StepTrained))][SKIP - 1 :]
     begin, end, count = steps[0].t, steps[-1].t, len(steps) - 1
-    of = [one for one in facts if begin < one.t <= end]
+    of = [fact for fact in facts if begin < fact.t <= end]
     waits = [one for one in of if isinstance(one, Waited)]
     found = {
-        name: sum(one.seconds for one in waits if one.owner == owner and part in one.what) / count
+        name: sum(wait.seconds for wait in waits if wait.owner == owner and part in wait.what) / count
         for name, (owner, part) in WAITS.items()
     }
     found["between"] = (end - begin) / count - sum(list(found.values())[:4])
     found["group"] = mean(one.seconds for one in of if isinstance(one, GroupEnded))
     found["verify"] = mean(one.load.verify_seconds for one in of if isinstance(one, WeightsLive))
-    found["tokens"] = mean(one.report.loss_tokens for one in steps[1:])
+    found["tokens"] = mean(step.report.loss_tokens for step in steps[1:])
     return found
 
 
 def counted(facts: Sequence[Any]) -> list[Any]:
     """The facts of the steps that are counted, and of the one before them."""
-    steps = [one for one in facts if isinstance(one, StepRow)]
-    return [one for one in facts if one.t >= steps[SKIP - 1].t]
+    steps = [fact for fact in facts if isinstance(fact, StepRow)]
+    return [fact for fact in facts if fact.t >= steps[SKIP - 1].t]
 
 
 def mean(values: Iterable[float]) -> float:

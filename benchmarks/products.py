@@ -106,7 +106,7 @@ def table(given: argparse.Namespace) -> None:
             figures = measure(shape, rows, given.rounds)
             ratio = max(figures[2:]) / max(figures[:2])
             print(
-                f"| {shape} | {rows} | " + " | ".join(f"{one:.0f}" for one in figures) + f" | **{ratio:.2f}** |",
+                f"| {shape} | {rows} | " + " | ".join(f"{figure:.0f}" for figure in figures) + f" | **{ratio:.2f}** |",
                 flush=True,
             )
 

@@ -172,9 +172,11 @@ def main() -> None:
         found = of_verl(verl)
         print(f"| {verl.what} | {verl.seconds:g} | {found:.0f} | {found / verl.seconds - 1:+.1%} | | |", flush=True)
     print("\n| a pass | measured, ms | planned, ms | error |\n|---|---:|---:|---:|")
-    for one in PASSES_OF_ENGINES:
-        found = of_pass(one)
-        print(f"| {one.what} | {1e3 * one.seconds:.1f} | {1e3 * found:.1f} | {found / one.seconds - 1:+.0%} |")
+    for forward_pass in PASSES_OF_ENGINES:
+        found = of_pass(forward_pass)
+        print(
+            f"| {forward_pass.what} | {1e3 * forward_pass.seconds:.1f} | {1e3 * found:.1f} | {found / forward_pass.seconds - 1:+.0%} |"
+        )
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ async def trial_of(
     share, facts = shares[label], list[Any]()
     with contextlib.suppress(IdentityError):
         await probe_of((1, 2), "bfloat16", pieces, facts.append).try_weights(engine, engine.version, scores)  # type: ignore[arg-type]
-    (fact,) = (one for one in facts if isinstance(one, TrialChecked))
+    (fact,) = (fact for fact in facts if isinstance(fact, TrialChecked))
     unseen = f"; unseen: {len(fact.unseen)} of {fact.kinds}" if label and fact.unseen else ""
     return f"{share.value:.3f} ± {share.error:.3f} of {label}{unseen}" if share else "", fact.stale
 
@@ -238,7 +238,7 @@ async def found_by_probes(
         except IdentityError:
             return str(version)
     largest = max(
-        one.mean_abs_diff / one.tolerance for one in facts if isinstance(one, IdentityChecked) and one.version
+        fact.mean_abs_diff / fact.tolerance for fact in facts if isinstance(fact, IdentityChecked) and fact.version
     )
     return f"not in {len(versions) - 1} (at most {largest:.0%} of what is allowed)"
 

@@ -227,11 +227,11 @@ def chosen(truth: Sequence[Prompted | None], ended: Mapping[int, Any], trained: 
 
 
 def told(groups: Sequence[Prompted]) -> Json:
-    lengths = sorted(length for one in groups for length in one.lengths)
+    lengths = sorted(length for group in groups for length in group.lengths)
     return {
         "length": statistics.mean(lengths),
         "p95": lengths[int(0.95 * len(lengths))],
-        "solved": statistics.mean(one.solved for one in groups),
+        "solved": statistics.mean(group.solved for group in groups),
         "groups": len(groups),
     }
 

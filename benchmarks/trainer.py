@@ -130,11 +130,11 @@ def compare(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> t
     squares = [sum(float(one[name].double().square().sum()) for name in found) for one in (found, right)]
     whole = sum(float((found[name] - right[name]).double().square().sum()) for name in found) / squares[1]
     worst = max(off, key=lambda name: off[name])
-    said = (
+    message = (
         f"norms {squares[0] ** 0.5:.6g} and {squares[1] ** 0.5:.6g}, relative difference {whole**0.5:.1e} over all, "
         f"{off[worst]:.1e} in the worst parameter ({worst})"
     )
-    return said, whole**0.5 < TOLERANCE
+    return message, whole**0.5 < TOLERANCE
 
 
 def table(found: dict[str, Json]) -> Iterator[str]:

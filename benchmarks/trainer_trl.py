@@ -49,9 +49,9 @@ def padded(groups: list[Json]) -> dict[str, torch.Tensor]:
     pad: Any = pad_sequence
     return {
         "prompt_ids": pad(prompts, batch_first=True, padding_side="left"),
-        "prompt_mask": pad([torch.ones_like(one) for one in prompts], batch_first=True, padding_side="left"),
+        "prompt_mask": pad([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left"),
         "completion_ids": pad(completions, batch_first=True),
-        "completion_mask": pad([torch.ones_like(one) for one in completions], batch_first=True),
+        "completion_mask": pad([torch.ones_like(completion) for completion in completions], batch_first=True),
         "old_per_token_logps": pad(logprobs, batch_first=True),
         "advantages": torch.tensor([one for group in groups for one in group["advantages"]], dtype=torch.float32),
         "num_items_in_batch": torch.tensor(sum(map(len, completions))),

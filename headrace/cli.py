@@ -76,7 +76,7 @@ def exit_code(work: Callable[[], int]) -> int:
 
 def _complain(error: Exception, code: int) -> int:
     text = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
-    echo("\n".join(line for one in text.splitlines() for line in _fitted(f"headrace: {one}")), err=True)
+    echo("\n".join(line for paragraph in text.splitlines() for line in _fitted(f"headrace: {paragraph}")), err=True)
     return code
 
 
@@ -167,32 +167,40 @@ def front_parser() -> Parser:
 
 
 def _add_plan(commands: Commands) -> None:
-    one = add_command(commands, "plan", _plan, "predict a run's throughput, idle time, lag and cost, by simulating it")
-    one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config, or a run whose metrics give the rates")
-    one.add_argument("--calibrate", action="store_true", help="measure this machine's rates first (a minute or two)")
-    one.add_argument(
+    parser = add_command(
+        commands, "plan", _plan, "predict a run's throughput, idle time, lag and cost, by simulating it"
+    )
+    parser.add_argument("source", metavar="CONFIG.toml|RUN", help="a config, or a run whose metrics give the rates")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates first (a minute or two)")
+    parser.add_argument(
         "--hardware", default="", metavar="NAME", help="h100, h200, a100: computed rates; cpu:FILE: measured ones"
     )
-    one.add_argument("--model", default="", metavar="SIZE", help="for computed rates: 7b, 32b, 30b-a3b, ...")
-    one.add_argument("--gpus", type=positive, default=8, metavar="N", help="of both pools (default: %(default)s)")
-    one.add_argument(
+    parser.add_argument("--model", default="", metavar="SIZE", help="for computed rates: 7b, 32b, 30b-a3b, ...")
+    parser.add_argument("--gpus", type=positive, default=8, metavar="N", help="of both pools (default: %(default)s)")
+    parser.add_argument(
         "--trainer-gpus", type=positive, default=0, metavar="N", help="of the trainer (default: half of --gpus)"
     )
-    one.add_argument("--steps", type=positive, default=20, metavar="N", help="simulated steps (default: %(default)s)")
-    one.add_argument(
+    parser.add_argument(
+        "--steps", type=positive, default=20, metavar="N", help="simulated steps (default: %(default)s)"
+    )
+    parser.add_argument(
         "--lengths", default="", metavar="D", help="completion lengths: 800, lognormal:mean=4000,sigma=0.8, ..."
     )
-    one.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
-    one.add_argument("--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes")
-    one.add_argument("--network", type=float, default=40.0, metavar="GB/S", help="to an engine (default: %(default)g)")
-    one.add_argument("--turns", default="", metavar="D", help="turns of a rollout, where it may have several")
-    one.add_argument("--tool-seconds", default="", metavar="D", help="seconds between two turns")
-    one.add_argument("--result-tokens", default="", metavar="D", help="tokens between two turns")
-    one.add_argument("--price", type=float, default=0.0, metavar="X", help="price of one GPU for one hour")
-    one.add_argument("--sweep", action="store_true", help="try other splits and depths, and recommend")
-    one.add_argument("--json", action="store_true", help="print everything as JSON")
-    one.add_argument("--picture", type=Path, metavar="FILE.html", help="draw the schedule")
-    add_set(one)
+    parser.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
+    parser.add_argument(
+        "--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes"
+    )
+    parser.add_argument(
+        "--network", type=float, default=40.0, metavar="GB/S", help="to an engine (default: %(default)g)"
+    )
+    parser.add_argument("--turns", default="", metavar="D", help="turns of a rollout, where it may have several")
+    parser.add_argument("--tool-seconds", default="", metavar="D", help="seconds between two turns")
+    parser.add_argument("--result-tokens", default="", metavar="D", help="tokens between two turns")
+    parser.add_argument("--price", type=float, default=0.0, metavar="X", help="price of one GPU for one hour")
+    parser.add_argument("--sweep", action="store_true", help="try other splits and depths, and recommend")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE.html", help="draw the schedule")
+    add_set(parser)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -302,8 +302,10 @@ def long_definitions(package: Path) -> Iterator[str]:
             if isinstance(node, ast.ClassDef) and _is_dataclass(node) and _positional_fields(node) > MAX_BY_POSITION:
                 yield f"{path.relative_to(package)} {node.name}"
             if isinstance(node, ast.ClassDef) and not _is_autograd(node):
-                yield from (f"{path.relative_to(package)} {node.name}.{one.name}" for one in _long_functions(node))
-        yield from (f"{path.relative_to(package)} {one.name}" for one in _long_functions(parsed(path)))
+                yield from (
+                    f"{path.relative_to(package)} {node.name}.{function.name}" for function in _long_functions(node)
+                )
+        yield from (f"{path.relative_to(package)} {function.name}" for function in _long_functions(parsed(path)))
 
 
 def _decorator(node: ast.ClassDef) -> ast.expr | None:
@@ -350,7 +352,7 @@ def _long_functions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDe
         if isinstance(node, ast.ClassDef):
             continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+            names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
             if len(names) - (names[:1] in (["self"], ["cls"], ["ctx"])) > MAX_BY_POSITION:
                 yield node
         todo += ast.iter_child_nodes(node)
@@ -425,7 +427,7 @@ def prints_elsewhere(package: Path) -> Iterator[str]:
     """Ways to the terminal past the two files, and markup, which would be read in users' text too."""
     for path in modules(package).values():
         place = path.relative_to(package)
-        if place.as_posix() in PRINTERS or any(place.match(one) for one in OTHER_PROGRAMS):
+        if place.as_posix() in PRINTERS or any(place.match(other_program) for other_program in OTHER_PROGRAMS):
             continue
         for node in ast.walk(parsed(path)):
             if said := _way_to_the_terminal(node):
@@ -434,14 +436,14 @@ def prints_elsewhere(package: Path) -> Iterator[str]:
 
 def _way_to_the_terminal(node: ast.AST) -> str:
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rich":
-        names = [(one.name, one.asname) for one in node.names]
+        names = [(name.name, name.asname) for name in node.names]
         real, ours = RICH.get((node.module or "").removeprefix("rich."), ("", ""))
         wrong = [
             name for name, alias in names if (name == real and alias != ours) or name in ("print", "escape", "render")
         ]
         return f"imports rich's {wrong[0]}" if wrong else ""
     if isinstance(node, ast.ImportFrom) and node.module == "traceback":
-        return "imports from traceback" if any(one.name.startswith("print") for one in node.names) else ""
+        return "imports from traceback" if any(name.name.startswith("print") for name in node.names) else ""
     if not isinstance(node, ast.Call):
         return ""
     called, first = ast.unparse(node.func), ast.unparse(node.args[0]) if node.args else ""
@@ -451,7 +453,7 @@ def _way_to_the_terminal(node: ast.AST) -> str:
         return f"writes to descriptor {first}"
     if called in ("sys.exit", "SystemExit") and isinstance(next(iter(node.args), None), ast.JoinedStr):
         return f"prints with {called}"
-    named = {one.arg: one.value for one in node.keywords}
+    named = {keyword.arg: keyword.value for keyword in node.keywords}
     if "markup" in named and ast.unparse(named["markup"]) != "False":
         return "sets markup"
     markup = [named[name] for name in ("title", "subtitle") if name in named] if called == "Panel" else []
@@ -704,9 +706,9 @@ def test_files_that_texts_name_are_there():
 
 def test_every_reason_is_about_a_module_that_needs_one():
     known = modules(PACKAGE)
-    crowded = {said.split()[0] for said in crowded_modules(PACKAGE, {})}
-    importing = {said.split()[0] for said in importing_modules(PACKAGE, {})}
-    small = {said.split()[0] for said in small_modules(PACKAGE, ())}
+    crowded = {module.split()[0] for module in crowded_modules(PACKAGE, {})}
+    importing = {module.split()[0] for module in importing_modules(PACKAGE, {})}
+    small = {module.split()[0] for module in small_modules(PACKAGE, ())}
     assert known.keys() >= crowded | importing | small
     assert OFFERS_MORE.keys() <= crowded
     assert IMPORTS_MORE.keys() <= importing
@@ -770,7 +772,7 @@ def names_of(module: str) -> set[str]:
             case ast.Name(ctx=ast.Store()):
                 found.add(node.id)
             case ast.ImportFrom() | ast.Import():
-                found |= {(one.asname or one.name) for one in node.names}
+                found |= {(name.asname or name.name) for name in node.names}
     return found
 
 
@@ -778,12 +780,12 @@ def names_of(module: str) -> set[str]:
 def test_scripts_beside_the_package_import_what_there_is(folder: str) -> None:
     """mypy does not read them, and most are run once a month."""
     missing = [
-        f"{path.relative_to(ROOT)}: {node.module} has no {one.name}"
+        f"{path.relative_to(ROOT)}: {node.module} has no {name.name}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("headrace.")
-        for one in node.names
-        if one.name not in names_of(str(node.module))
+        for name in node.names
+        if name.name not in names_of(str(node.module))
     ]
     assert missing == []
 
@@ -995,11 +997,11 @@ def test_door_checker_sees_the_config_and_what_hides_it(tmp_path):
 
 
 def test_loop_checker_reads_the_docstrings_of_what_is_started(tmp_path):
-    said = "Consumes: a\n\n    Waits for: b\n\n    Unblocked by: c"
+    message = "Consumes: a\n\n    Waits for: b\n\n    Unblocked by: c"
     package = plant(
         tmp_path,
         starts="group.create_task(self.mute(1))\nasyncio.ensure_future(whole())",
-        loops=f'async def mute(self): """Consumes: a"""\nasync def whole(): """{said}"""\nasync def other(): ...\n',
+        loops=f'async def mute(self): """Consumes: a"""\nasync def whole(): """{message}"""\nasync def other(): ...\n',
     )
     assert list(silent_loops(package)) == ["mute does not say: Waits for: ", "mute does not say: Unblocked by: "]
 

@@ -168,9 +168,9 @@ def preferences(group: GroupRewards) -> list[Pair]:
     rewards = group.rewards
     return [
         (i, j)
-        for i, one in enumerate(rewards)
+        for i, reward in enumerate(rewards)
         for j, other in enumerate(rewards)
-        if one > other and not _alike(one, other)
+        if reward > other and not _alike(reward, other)
     ]
 
 
@@ -341,10 +341,10 @@ def turn_advantages(
     return advantages
 
 
-def rewards_of_turns(one: Scored, penalty: float = 0.0) -> list[float]:
+def rewards_of_turns(rollout: Scored, penalty: float = 0.0) -> list[float]:
     """Returns each turn's reward; the last turn's includes what the rollout got at its end, less the penalty."""
-    given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(one.episode.turns)
-    return [*given[:-1], given[-1] + one.reward - sum(given) - penalty]
+    given = [sum(rewards.values()) for rewards in rollout.turn_rewards] or [0.0] * len(rollout.episode.turns)
+    return [*given[:-1], given[-1] + rollout.reward - sum(given) - penalty]
 
 
 def turn_returns(rewards: Sequence[Sequence[float]], gamma: float = 1.0, lam: float = 1.0) -> list[list[float]]:
@@ -372,11 +372,11 @@ def _backwards(rewards: Sequence[float], gamma: float) -> list[float]:
     return return_to_go(rewards, (True,) * len(rewards), gamma)
 
 
-def segment_returns(one: Scored, penalty: float = 0.0) -> list[float]:
+def segment_returns(rollout: Scored, penalty: float = 0.0) -> list[float]:
     """Returns each step's return: what the process reward gives it and the steps after it (`Scored.segments`), and all other rewards,
     which the rollout got at its end. `penalty`: taken off the end."""
-    returns = [value for turn in one.segments for _, _, value in turn]
-    end = one.reward - returns[0] - penalty
+    returns = [value for turn in rollout.segments for _, _, value in turn]
+    end = rollout.reward - returns[0] - penalty
     return [end + value for value in returns]
 
 
@@ -387,7 +387,7 @@ def agent_advantages(
 
     `compare`: an advantage function of numbers. An agent that had a turn in no other rollout is compared with nothing."""
     advantages: list[dict[str, float]] = [{} for _ in returns]
-    for name in dict.fromkeys(name for one in returns for name in one):
+    for name in dict.fromkeys(name for returned in returns for name in returned):
         there = [i for i, agents in enumerate(returns) if name in agents]
         compared = compare(tuple(returns[i][name] for i in there))
         for i, advantage in zip(there, compared, strict=True):
@@ -395,13 +395,13 @@ def agent_advantages(
     return advantages
 
 
-def agent_returns(one: Scored, penalties: Sequence[float]) -> dict[str, float]:
+def agent_returns(rollout: Scored, penalties: Sequence[float]) -> dict[str, float]:
     """Returns each agent's return: the rewards of its own turns, and what the rollout got at its end, which all agents share.
 
     `penalties`: one per turn, taken off the return of the turn's agent."""
-    given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(one.episode.turns)
-    returns = {turn.agent: one.reward - sum(given) for turn in one.episode.turns}
-    for turn, value, penalty in zip(one.episode.turns, given, penalties, strict=True):
+    given = [sum(rewards.values()) for rewards in rollout.turn_rewards] or [0.0] * len(rollout.episode.turns)
+    returns = {turn.agent: rollout.reward - sum(given) for turn in rollout.episode.turns}
+    for turn, value, penalty in zip(rollout.episode.turns, given, penalties, strict=True):
         returns[turn.agent] += value - penalty
     return returns
 

@@ -240,7 +240,7 @@ def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     advantage = ADVANTAGES.get(recipe.advantage)
     paired = advantage is not None and advantage.pairs is not None
-    named = " or ".join(name for name, one in ADVANTAGES.items() if one.pairs)
+    named = " or ".join(name for name, rule in ADVANTAGES.items() if rule.pairs)
     if not recipe.loss.pairs:
         if paired or recipe.aggregation == "pair_mean":
             setting = f"advantage = {recipe.advantage}" if paired else "aggregation = pair_mean"
@@ -302,8 +302,8 @@ def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 def _rejects(recipe: Recipe) -> bool:
     chosen = recipe.lag.kind == "trim" or recipe.select.rejects or recipe.loss.rejects
-    one = recipe.correction
-    return chosen or one.mode == "mask" or bool(one.rules)
+    correction = recipe.correction
+    return chosen or correction.mode == "mask" or bool(correction.rules)
 
 
 def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -488,7 +488,7 @@ def as_it_was(config: Tree) -> Tree:
         return config
     translated = {**config, "algo": _translated(algo), **_rewards(config)}
     if "adapters" in config:
-        translated["adapters"] = [_adapter(one) for one in config["adapters"]]
+        translated["adapters"] = [_adapter(adapter) for adapter in config["adapters"]]
     return translated
 
 

@@ -49,16 +49,16 @@ def inside_rounding(algo: AlgoConfig, token_rms: float | None, tokens: int) -> l
     """
     if not token_rms:
         return []
-    said = []
+    messages = []
     for bound in bounds_of(algo.recipe):
         spread = token_rms / math.sqrt(tokens) if bound.of_sequence else token_rms
         share = _outside(bound, spread)
         if share > COSTLY:
-            said.append(
+            messages.append(
                 f"{bound.settings} will stop about {_percent(share)} of the tokens that these very weights sample: on the probe, trainer "
                 f"and sampler differ by {token_rms:.2g} per token, and by {spread:.2g} in the bounded quantity. {_remedy(spread)}"
             )
-    return said
+    return messages
 
 
 def bounds_of(recipe: Recipe) -> Iterator[Bound]:
@@ -99,7 +99,7 @@ class NoiseWatch:
 
     def check(self, report: TrainReport) -> list[str]:
         """Returns a sentence for each bound that is newly found to stop too much."""
-        fresh = next((one for one in report.lags if one.name == "0"), None)
+        fresh = next((stats for stats in report.lags if stats.name == "0"), None)
         if fresh is None or report.noise is None:
             return []
         self._tokens += fresh.tokens
@@ -134,7 +134,11 @@ def _names(recipe: Recipe, rule: str = "clip") -> str:
         case "mask":
             given = {"algo.correction.low": correction.low, "algo.correction.high": correction.high}
         case _:
-            given = {f"algo.correction.{rule}": one.threshold for one in correction.rules if one.name == rule}
+            given = {
+                f"algo.correction.{rule}": given_rule.threshold
+                for given_rule in correction.rules
+                if given_rule.name == rule
+            }
     return " and ".join(f"{name} = {value:g}" for name, value in given.items())
 
 

@@ -43,7 +43,7 @@ Overlong = Literal["train", "mask"]
 
 
 def rows_of(
-    prompt: Prompt, one: Scored, advantage: float | Sequence[float], overlong: Overlong = "train"
+    prompt: Prompt, rollout: Scored, advantage: float | Sequence[float], overlong: Overlong = "train"
 ) -> Iterator[tuple[tuple[int, ...], Row]]:
     """Yields the root-to-leaf paths of an episode with their rows, every token with the rollout's advantage, or with that of its turn if
     there is one for each.
@@ -52,8 +52,8 @@ def rows_of(
     counts twice.
     """
     trained: set[int] = set()
-    for path in paths_of(one.episode):
-        yield path, row_of(prompt, one, path=path, trained=trained, advantage=advantage, overlong=overlong)
+    for path in paths_of(rollout.episode):
+        yield path, row_of(prompt, rollout, path=path, trained=trained, advantage=advantage, overlong=overlong)
         trained.update(path)
 
 
@@ -93,7 +93,7 @@ def _pieces(episode: Episode, path: Sequence[int]) -> Iterator[_Piece]:
 
 def row_of(
     prompt: Prompt,
-    one: Scored,
+    rollout: Scored,
     *,
     path: Sequence[int],
     trained: set[int],
@@ -101,9 +101,9 @@ def row_of(
     overlong: Overlong,
 ) -> Row:
     """Makes the row of one path. Completions of turns in `trained` are context in it."""
-    turns, pieces = one.episode.turns, list(_pieces(one.episode, path))
+    turns, pieces = rollout.episode.turns, list(_pieces(rollout.episode, path))
     opening = turns[path[0]].context or prompt.tokens
-    masked = _masked_from(one, path[-1]) if overlong == "mask" else len(turns)
+    masked = _masked_from(rollout, path[-1]) if overlong == "mask" else len(turns)
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[bool] = []
@@ -131,40 +131,40 @@ def row_of(
         sampling_mask=joined_masks(
             [(turns[piece.turn].completion.mask if piece.sampled else None, len(piece.tokens)) for piece in pieces]
         ),
-        routing=_routing(one.episode, len(opening), pieces),
-        teacher=_teacher(one, pieces),
+        routing=_routing(rollout.episode, len(opening), pieces),
+        teacher=_teacher(rollout, pieces),
         kv_versions=tuple(kv_versions) if kv_versions != versions else (),
     )
 
 
-def _masked_from(one: Scored, leaf: int) -> int:
+def _masked_from(rollout: Scored, leaf: int) -> int:
     """Returns the first turn that is out of the loss because the path to `leaf` was cut off; beyond the last one if it was not."""
-    if one.episode.cut:
+    if rollout.episode.cut:
         return 0
-    cut = [branch.first for branch in one.branches if branch.cut and branch.first <= leaf < branch.end]
-    return cut[0] if cut else len(one.episode.turns)
+    cut = [branch.first for branch in rollout.branches if branch.cut and branch.first <= leaf < branch.end]
+    return cut[0] if cut else len(rollout.episode.turns)
 
 
-def reference_of(one: Scored, path: Sequence[int]) -> list[float]:
+def reference_of(rollout: Scored, path: Sequence[int]) -> list[float]:
     """[T] the reference's log-probs over the row of a path; NaN for context."""
     return [
         value
-        for piece in _pieces(one.episode, path)
-        for value in (one.references[piece.turn] if piece.sampled else (math.nan,) * len(piece.tokens))
+        for piece in _pieces(rollout.episode, path)
+        for value in (rollout.references[piece.turn] if piece.sampled else (math.nan,) * len(piece.tokens))
     ]
 
 
-def advantages_of_segments(one: Scored, path: Sequence[int], of_segments: Sequence[float]) -> tuple[float, ...]:
+def advantages_of_segments(rollout: Scored, path: Sequence[int], of_segments: Sequence[float]) -> tuple[float, ...]:
     """[T] over the row of a path: every sampled token has the advantage of its step, in `of_segments` over the steps of all turns; context
     has none."""
-    first = [sum(map(len, one.segments[:number])) for number in range(len(one.segments))]
+    first = [sum(map(len, rollout.segments[:number])) for number in range(len(rollout.segments))]
     advantages: list[float] = []
-    for piece in _pieces(one.episode, path):
+    for piece in _pieces(rollout.episode, path):
         if not piece.sampled:
             advantages += [0.0] * len(piece.tokens)
             continue
         before = 0
-        for place, (end, _, _) in enumerate(one.segments[piece.turn], first[piece.turn]):
+        for place, (end, _, _) in enumerate(rollout.segments[piece.turn], first[piece.turn]):
             advantages += [of_segments[place]] * (end - before)
             before = end
     return tuple(advantages)
@@ -194,29 +194,29 @@ def _routing(episode: Episode, prompt: int, pieces: Sequence[_Piece]) -> Routing
     return shape and replace(shape, experts=joined, start=0)
 
 
-def _teacher(one: Scored, pieces: Sequence[_Piece]) -> TeacherTrace | None:
+def _teacher(rollout: Scored, pieces: Sequence[_Piece]) -> TeacherTrace | None:
     """Concatenates the traces of the turns; context has NaN and no most probable tokens."""
-    if not one.teachers:
+    if not rollout.teachers:
         return None
     versions: list[int] = []
     logprobs: list[float] = []
     for piece in pieces:
-        trace = one.teachers[piece.turn]
+        trace = rollout.teachers[piece.turn]
         versions += trace.versions if piece.sampled else [0] * len(piece.tokens)
         logprobs += trace.logprobs if piece.sampled else [math.nan] * len(piece.tokens)
-    name = one.teachers[pieces[0].turn].name
-    return TeacherTrace(name, tuple(versions), tuple(logprobs), _teacher_top(one, pieces))
+    name = rollout.teachers[pieces[0].turn].name
+    return TeacherTrace(name, tuple(versions), tuple(logprobs), _teacher_top(rollout, pieces))
 
 
-def _teacher_top(one: Scored, pieces: Sequence[_Piece]) -> TopLogprobs | None:
-    k = max((trace.top.k for trace in one.teachers if trace.top), default=0)
+def _teacher_top(rollout: Scored, pieces: Sequence[_Piece]) -> TopLogprobs | None:
+    k = max((trace.top.k for trace in rollout.teachers if trace.top), default=0)
     if not k:
         return None
     count = sum(len(piece.tokens) for piece in pieces)
     ids, logprobs = np.zeros((count, k), np.int32), np.full((count, k), -np.inf, np.float32)
     start = 0
     for piece in pieces:
-        end, top = start + len(piece.tokens), one.teachers[piece.turn].top
+        end, top = start + len(piece.tokens), rollout.teachers[piece.turn].top
         if piece.sampled and top:
             ids[start:end, : top.k] = np.frombuffer(top.tokens, np.int32).reshape(-1, top.k)
             logprobs[start:end, : top.k] = np.frombuffer(top.logprobs, np.float32).reshape(-1, top.k)
@@ -234,7 +234,7 @@ def with_trajectories(rows: Sequence[Row], scored: Sequence[Scored], *, whole: b
 
     `whole`: all agents of a rollout make one trajectory, whose number is the rollout's place in `scored`, as losses of pairs need it."""
     numbers: dict[tuple[int, str], int] = {}
-    paths = [(place, path) for place, one in enumerate(scored) for path in paths_of(one.episode)]
+    paths = [(place, path) for place, rollout in enumerate(scored) for path in paths_of(rollout.episode)]
     for (place, path), row in zip(paths, rows, strict=True):
         episode = scored[place].episode
         agents = {number: "" if whole else episode.turns[number].agent for number in path}
@@ -265,7 +265,7 @@ def _numbers_of(group: Group) -> list[tuple[int, ...]]:
     if group.pairs and not all(
         row.trajectories for row in group.rows
     ):  # of earlier versions, in which only losses of pairs joined rows
-        return [(place,) for place, one in enumerate(group.scored) for _ in paths_of(one.episode)]
+        return [(place,) for place, rollout in enumerate(group.scored) for _ in paths_of(rollout.episode)]
     return [row.trajectories or (number,) for number, row in enumerate(group.rows)]
 
 
@@ -304,17 +304,17 @@ class Algorithm:
     def _rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         if self._algo.credit == "segment":
             return tuple(self._rows_of_segments(prompt, scored))
-        if self._algo.credit != "rollout" or any(one.branches for one in scored):
+        if self._algo.credit != "rollout" or any(rollout.branches for rollout in scored):
             return self._rows_of_turns(prompt, scored)
         if self._advantage.pairs:
             return tuple(self._rows_of_pairs(prompt, scored))
         advantages = self._advantage.function(self._group(scored))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
-        for one, advantage in zip(scored, advantages, strict=True):
-            own = list(rows_of(prompt, one, advantage, self._algo.overlong))
+        for rollout, advantage in zip(scored, advantages, strict=True):
+            own = list(rows_of(prompt, rollout, advantage, self._algo.overlong))
             if self._spreads:
-                rows += self._spread(own, one, advantage)
+                rows += self._spread(own, rollout, advantage)
             elif idle and not advantage:  # cross-entropy: its own denominator
                 rows += [replace(row, mask=(False,) * len(row.mask)) for _, row in own]
             else:
@@ -326,12 +326,12 @@ class Algorithm:
         is in none if such rollouts are not trained."""
         if not self._advantage.pairs:
             return ()
-        kept = [place for place, one in enumerate(scored) if self._whole(one)]
+        kept = [place for place, rollout in enumerate(scored) if self._whole(rollout)]
         found = self._advantage.pairs(self._group([scored[place] for place in kept]))
         return tuple((kept[chosen], kept[rejected]) for chosen, rejected in found)
 
-    def _whole(self, one: Scored) -> bool:
-        cut = one.episode.cut or any(turn.completion.stop == "length" for turn in one.episode.turns)
+    def _whole(self, rollout: Scored) -> bool:
+        cut = rollout.episode.cut or any(turn.completion.stop == "length" for turn in rollout.episode.turns)
         return self._algo.overlong == "train" or not cut
 
     def _rows_of_pairs(self, prompt: Prompt, scored: Sequence[Scored]) -> Iterator[Row]:
@@ -339,23 +339,23 @@ class Algorithm:
         pairs = self.pairs(scored)
         balance = Counter(chosen for chosen, _ in pairs)
         balance.subtract(rejected for _, rejected in pairs)
-        for place, one in enumerate(scored):
-            for _, row in rows_of(prompt, one, float(balance[place]), self._algo.overlong):
+        for place, rollout in enumerate(scored):
+            for _, row in rows_of(prompt, rollout, float(balance[place]), self._algo.overlong):
                 yield replace(row, mask=(False,) * len(row.mask)) if pairs and place not in balance else row
 
     def _rows_of_turns(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         return tuple(
             row
-            for one, of_turns in zip(scored, self._turn_advantages(scored), strict=True)
-            for _, row in rows_of(prompt, one, of_turns, self._algo.overlong)
+            for rollout, of_turns in zip(scored, self._turn_advantages(scored), strict=True)
+            for _, row in rows_of(prompt, rollout, of_turns, self._algo.overlong)
         )
 
     def _rows_of_segments(self, prompt: Prompt, scored: Sequence[Scored]) -> Iterator[Row]:
-        returns = [segment_returns(one, self._kl(one)) for one in scored]
+        returns = [segment_returns(rollout, self._kl(rollout)) for rollout in scored]
         compared = turn_advantages(returns, lambda column: self._advantage.function(GroupRewards(column)))
-        for one, of_segments in zip(scored, compared, strict=True):
-            for path, row in rows_of(prompt, one, 0.0, self._algo.overlong):
-                yield replace(row, advantages=advantages_of_segments(one, path, of_segments))
+        for rollout, of_segments in zip(scored, compared, strict=True):
+            for path, row in rows_of(prompt, rollout, 0.0, self._algo.overlong):
+                yield replace(row, advantages=advantages_of_segments(rollout, path, of_segments))
 
     def _turn_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
         """An advantage for every turn of every rollout."""
@@ -363,34 +363,36 @@ class Algorithm:
             return self._branch_advantages(scored)
         compare = lambda column: self._advantage.function(GroupRewards(column))  # noqa: E731
         if self._algo.credit == "turn":
-            rewards = [rewards_of_turns(one, self._kl(one)) for one in scored]
+            rewards = [rewards_of_turns(rollout, self._kl(rollout)) for rollout in scored]
             return turn_advantages(turn_returns(rewards, self._algo.gamma, self._algo.lam), compare)
-        of_agents = agent_advantages([agent_returns(one, self._kl_of_turns(one)) for one in scored], compare)
+        of_agents = agent_advantages(
+            [agent_returns(rollout, self._kl_of_turns(rollout)) for rollout in scored], compare
+        )
         return [
-            [advantages[turn.agent] for turn in one.episode.turns]
-            for one, advantages in zip(scored, of_agents, strict=True)
+            [advantages[turn.agent] for turn in rollout.episode.turns]
+            for rollout, advantages in zip(scored, of_agents, strict=True)
         ]
 
     def _branch_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
         """Compares rollouts by the mean rewards of their branches, which goes to the turns before the fork, and the branches of each rollout with
         one another, which goes to the turns of each."""
         found = []
-        mean = fmean(one.reward for one in scored) if scored else 0.0
-        for one, advantage in zip(scored, self._advantage.function(self._group(scored)), strict=True):
-            of_turns = [advantage] * len(one.episode.turns)
-            for branch, value in zip(one.branches, self._of_branches(one, mean), strict=True):
+        mean = fmean(rollout.reward for rollout in scored) if scored else 0.0
+        for rollout, advantage in zip(scored, self._advantage.function(self._group(scored)), strict=True):
+            of_turns = [advantage] * len(rollout.episode.turns)
+            for branch, value in zip(rollout.branches, self._of_branches(rollout, mean), strict=True):
                 of_turns[branch.first : branch.end] = [value] * (branch.end - branch.first)
             found.append(of_turns)
         return found
 
-    def _of_branches(self, one: Scored, mean: float) -> list[float]:
+    def _of_branches(self, rollout: Scored, mean: float) -> list[float]:
         """`mean`: the mean reward of the group."""
-        if not one.branches:
+        if not rollout.branches:
             return []
-        rewards, lengths = tuple(branch.reward for branch in one.branches), _branch_lengths(one)
+        rewards, lengths = tuple(branch.reward for branch in rollout.branches), _branch_lengths(rollout)
         if self._algo.length_penalty:
             rewards = penalised(rewards, lengths, self._algo.length_penalty, self._longest, mean=mean)
-        named = _by_name([branch.rewards for branch in one.branches])
+        named = _by_name([branch.rewards for branch in rollout.branches])
         return self._advantage.function(GroupRewards(rewards, lengths, named, self._weights))
 
     def barren(self, rows: Sequence[Row]) -> str:
@@ -417,51 +419,53 @@ class Algorithm:
         )
 
     def _group(self, scored: Sequence[Scored]) -> GroupRewards:
-        rewards = tuple(one.reward - self._kl(one) for one in scored)
-        lengths = tuple(one.episode.sampled for one in scored)
+        rewards = tuple(rollout.reward - self._kl(rollout) for rollout in scored)
+        lengths = tuple(rollout.episode.sampled for rollout in scored)
         if self._algo.length_penalty and rewards:
             # The reward of a rollout that branches is the mean of its branches, and so is its length.
-            paths = [fmean(_branch_lengths(one)) if one.branches else one.episode.sampled for one in scored]
+            paths = [
+                fmean(_branch_lengths(rollout)) if rollout.branches else rollout.episode.sampled for rollout in scored
+            ]
             rewards = penalised(rewards, paths, self._algo.length_penalty, self._longest)
-        return GroupRewards(rewards, lengths, _by_name([one.rewards for one in scored]), self._weights)
+        return GroupRewards(rewards, lengths, _by_name([rollout.rewards for rollout in scored]), self._weights)
 
-    def _kl(self, one: Scored) -> float:
+    def _kl(self, rollout: Scored) -> float:
         """coef · Σ_t of the rollout's divergence from the reference."""
-        return sum(self._kl_of_turns(one))
+        return sum(self._kl_of_turns(rollout))
 
-    def _kl_of_turns(self, one: Scored) -> list[float]:
+    def _kl_of_turns(self, rollout: Scored) -> list[float]:
         """The same for each turn; zeros if the divergence is not part of the reward, or is spread over tokens instead."""
         if not self._kl_in_reward or self._spreads:
-            return [0.0] * len(one.episode.turns)
-        _needs_references(one)
-        turns = zip(one.episode.turns, one.references, strict=True)
+            return [0.0] * len(rollout.episode.turns)
+        _needs_references(rollout)
+        turns = zip(rollout.episode.turns, rollout.references, strict=True)
         return [sum(self._penalties(turn.completion.logprobs, reference)) for turn, reference in turns]
 
     def _penalties(self, sampled: Sequence[float], reference: Sequence[float]) -> list[float]:
         coef = self._recipe.kl.coef
         return [coef * kl_penalty(s, r) for s, r in zip(sampled, reference, strict=True)]
 
-    def _spread(self, rows: Sequence[tuple[tuple[int, ...], Row]], one: Scored, reward: float) -> Iterator[Row]:
+    def _spread(self, rows: Sequence[tuple[tuple[int, ...], Row]], rollout: Scored, reward: float) -> Iterator[Row]:
         """Gives every token of a rollout its return. Turns follow each other in the order in which they were sampled, whatever rows they lie in:
         a turn's reward counts at its last token, what is left of `reward` at the end, and the divergence at each token in the loss."""
-        turns = one.episode.turns
-        given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(turns)
+        turns = rollout.episode.turns
+        given = [sum(rewards.values()) for rewards in rollout.turn_rewards] or [0.0] * len(turns)
         given[-1] += reward - sum(given)
-        trained = {turn for path, row in rows for turn in _in_loss(one.episode, path, row)}
+        trained = {turn for path, row in rows for turn in _in_loss(rollout.episode, path, row)}
         rewards: list[float] = []
         mask: list[bool] = []
         for number, turn in enumerate(turns):
             own = [0.0] * len(turn.completion.tokens)
             if self._kl_in_reward and number in trained:
-                _needs_references(one)
-                own = [-penalty for penalty in self._penalties(turn.completion.logprobs, one.references[number])]
+                _needs_references(rollout)
+                own = [-penalty for penalty in self._penalties(turn.completion.logprobs, rollout.references[number])]
             own[-1:] = [sum(own[-1:]) + given[number]]
             rewards += own
             mask += [number in trained] * len(own)
         returns = iter(return_to_go(rewards, mask, self._algo.gamma))
         of_turns = [list(islice(returns, max(len(turn.completion.tokens), 1))) for turn in turns]
         for path, row in rows:
-            pieces = _pieces(one.episode, path)
+            pieces = _pieces(rollout.episode, path)
             values = [of_turns[p.turn][: len(p.tokens)] if p.sampled else [0.0] * len(p.tokens) for p in pieces]
             yield replace(row, advantages=tuple(value for of_piece in values for value in of_piece))
 
@@ -476,21 +480,21 @@ def _in_loss(episode: Episode, path: Sequence[int], row: Row) -> Iterator[int]:
         start = end
 
 
-def _branch_lengths(one: Scored) -> tuple[int, ...]:
+def _branch_lengths(rollout: Scored) -> tuple[int, ...]:
     """Returns the sampled tokens of each path from the first turn to the end of a branch."""
-    counts = [len(turn.completion.tokens) for turn in one.episode.turns]
-    shared = sum(counts[: one.branches[0].first])
-    return tuple(shared + sum(counts[branch.first : branch.end]) for branch in one.branches)
+    counts = [len(turn.completion.tokens) for turn in rollout.episode.turns]
+    shared = sum(counts[: rollout.branches[0].first])
+    return tuple(shared + sum(counts[branch.first : branch.end]) for branch in rollout.branches)
 
 
 def _by_name(rewards: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, ...]]:
-    names = dict.fromkeys(name for one in rewards for name in one)
-    return {name: tuple(one.get(name, math.nan) for one in rewards) for name in names}
+    names = dict.fromkeys(name for reward in rewards for name in reward)
+    return {name: tuple(reward.get(name, math.nan) for reward in rewards) for name in names}
 
 
 def _taught(row: Row) -> bool:
     return row.teacher is not None and any(map(math.isfinite, row.teacher.logprobs))
 
 
-def _needs_references(one: Scored) -> None:
-    assert one.references, "algo.kl.place = reward: the scoring stage fills Scored.references"
+def _needs_references(rollout: Scored) -> None:
+    assert rollout.references, "algo.kl.place = reward: the scoring stage fills Scored.references"

@@ -49,21 +49,26 @@ def number_of(value: object) -> float | Unusable:
     return float(given)
 
 
-def usable(one: Scored) -> Scored | Failure:
+def usable(rollout: Scored) -> Scored | Failure:
     """Returns the rollout, or the failure that it is if one of its rewards is not a number to calculate with."""
-    for name, value in _numbers(one):
+    for name, value in _numbers(rollout):
         if isinstance(number := number_of(value), Unusable):
             return Failure(f"reward_{number.reason}", f"{name} {number.said}")
-    return one
+    return rollout
 
 
-def _numbers(one: Scored) -> Iterator[tuple[str, float]]:
-    yield from ((f"the reward {name}", value) for name, value in one.rewards.items())
-    yield from ((f"the reward {name} of a turn", value) for turn in one.turn_rewards for name, value in turn.items())
-    for turn in one.segments:
+def _numbers(rollout: Scored) -> Iterator[tuple[str, float]]:
+    yield from ((f"the reward {name}", value) for name, value in rollout.rewards.items())
+    yield from (
+        (f"the reward {name} of a turn", value) for turn in rollout.turn_rewards for name, value in turn.items()
+    )
+    for turn in rollout.segments:
         yield from (("the return of a segment", value) for _, _, value in turn)
-    yield from (("the sum of the rewards of a branch", branch.reward) for branch in one.branches)
-    yield f"the weighted sum of {', '.join(f'{name} = {value:g}' for name, value in one.rewards.items())}", one.reward
+    yield from (("the sum of the rewards of a branch", branch.reward) for branch in rollout.branches)
+    yield (
+        f"the weighted sum of {', '.join(f'{name} = {value:g}' for name, value in rollout.rewards.items())}",
+        rollout.reward,
+    )
 
 
 def shown(value: object, most: int = 60) -> str:

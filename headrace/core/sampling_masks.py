@@ -45,7 +45,7 @@ def joined_masks(parts: Sequence[tuple[SamplingMask | None, int]]) -> SamplingMa
     for mask, count in parts:
         ids.append(mask.token_ids if mask else b"")
         counts.append(np.diff(np.frombuffer(mask.offsets, np.int64)) if mask else np.zeros(count, np.int64))
-        table = [place.setdefault(one, len(place)) for one in mask.sets] if mask else []
+        table = [place.setdefault(token_set, len(place)) for token_set in mask.sets] if mask else []
         own = np.frombuffer(mask.set_of, np.int32) if mask and table else np.full(count, -1, np.int32)
         set_of.append(np.array([*table, -1], np.int32)[own])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
@@ -63,5 +63,5 @@ def shortened_mask(mask: SamplingMask, count: int) -> SamplingMask:
     used = sorted(set(own.tolist()) - {-1})
     table = np.full(len(mask.sets) + 1, -1, np.int32)
     table[used] = np.arange(len(used))
-    sets = tuple(mask.sets[one] for one in used)
+    sets = tuple(mask.sets[place] for place in used)
     return SamplingMask(ids, offsets.tobytes(), sets, table[own].tobytes() if used else b"")

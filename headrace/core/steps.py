@@ -143,26 +143,28 @@ class Transcript:
         )
 
     def _top(self) -> TopLogprobs | None:
-        k = max([self.request.top_logprobs, *(len(one.top_tokens) // 4 for one in self.details)])
+        k = max([self.request.top_logprobs, *(len(detail.top_tokens) // 4 for detail in self.details)])
         if not k:
             return None
         nothing = array("i", [0] * k).tobytes(), array("f", [-math.inf] * k).tobytes()
-        rows = [(one.top_tokens, one.top_logprobs) for one in self._of_tokens()]
+        rows = [(detail.top_tokens, detail.top_logprobs) for detail in self._of_tokens()]
         padded = [[row + none[len(row) :] for row, none in zip(pair, nothing, strict=True)] for pair in rows]
         return TopLogprobs(k, b"".join(tokens for tokens, _ in padded), b"".join(logprobs for _, logprobs in padded))
 
     def _mask(self) -> SamplingMask | None:
         """Returns what was recorded, even if the request does not ask for it: a resumed run may have other settings."""
-        if not self.request.return_mask and not any(one.mask or one.set_name for one in self.details):
+        if not self.request.return_mask and not any(detail.mask or detail.set_name for detail in self.details):
             return None
         offsets, details = array("q", [0]), self._of_tokens()
-        for one in details:
-            offsets.append(offsets[-1] + len(one.mask) // 4)
+        for detail in details:
+            offsets.append(offsets[-1] + len(detail.mask) // 4)
         # an engine that continues the request sends its sets again
-        sets = {one.set_name: one.set for one in details if one.set}
+        sets = {detail.set_name: detail.set for detail in details if detail.set}
         place = {b"": -1} | {name: number for number, name in enumerate(sets)}
-        set_of = array("i", [place[one.set_name] for one in details]).tobytes() if sets else b""
-        return SamplingMask(b"".join(one.mask for one in details), offsets.tobytes(), tuple(sets.values()), set_of)
+        set_of = array("i", [place[detail.set_name] for detail in details]).tobytes() if sets else b""
+        return SamplingMask(
+            b"".join(detail.mask for detail in details), offsets.tobytes(), tuple(sets.values()), set_of
+        )
 
     def _of_tokens(self) -> list[TokenDetails]:
         """[T] the details of each token."""
@@ -172,7 +174,7 @@ class Transcript:
 def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> None:
     """Adds the output of a pass to the transcripts. Requests that `find` does not know were cancelled, and are skipped."""
     versions = output.versions or (output.version,) * len(output.tokens)
-    for request_id in {one.request_id for one in output.details}:
+    for request_id in {detail.request_id for detail in output.details}:
         if transcript := find(request_id):  # tokens before, sampled under other settings, may have none
             missing = len(transcript.tokens) - len(transcript.details)
             transcript.details += [TokenDetails(request_id)] * missing
@@ -202,7 +204,7 @@ def spans_of(
     """
     spans: list[VersionSpan] = []
     flags = [False] * len(versions) if mixed is None else mixed
-    for start, one in enumerate(zip(versions, kv_versions, flags, strict=True)):
-        if not spans or (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) != one:
-            spans.append(VersionSpan(start, *one))
+    for start, facts in enumerate(zip(versions, kv_versions, flags, strict=True)):
+        if not spans or (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) != facts:
+            spans.append(VersionSpan(start, *facts))
     return tuple(spans)

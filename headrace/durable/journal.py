@@ -158,8 +158,8 @@ class Damage:
 
     def add(self, place: str, problem: str) -> None:
         """Adds a place, once."""
-        if (said := f"{place} {problem}") not in self.places:
-            self.places.append(said)
+        if (message := f"{place} {problem}") not in self.places:
+            self.places.append(message)
 
     def missing(self, first: int, last: int) -> None:
         """Adds the records `first` to `last`, if there are any."""
@@ -623,7 +623,7 @@ class JournalReader:
 
     def _in_order(self, kinds: Collection[int], start: int = 0) -> Iterator[tuple[RecordPlace, _Segment]]:
         """The places of all records of these kinds, from record `start` on. Names gaps, and records that come twice."""
-        first = len(self._segments) - len(from_record([one.path for one in self._segments], start))
+        first = len(self._segments) - len(from_record([segment.path for segment in self._segments], start))
         order = InOrder(self.damage, None if first else 0)
         for segment in self._segments[first:]:
             self._load(segment)

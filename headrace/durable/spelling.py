@@ -47,9 +47,9 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _spelled(one) for key, one in value.items()}
+        return {key: _spelled(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_spelled(one) for one in value]
+        return [_spelled(element) for element in value]
     return value
 
 

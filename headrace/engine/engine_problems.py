@@ -49,7 +49,7 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
 
 
 def _named(kinds: Collection[str]) -> str:
-    *others, last = (f'"{one}"' for one in kinds)
+    *others, last = (f'"{kind}"' for kind in kinds)
     return f"{', '.join(others)} or {last}"
 
 

@@ -70,7 +70,7 @@ async def roll_out(
     alternative when it asks for no more turns."""
     players = _Players(kind, prompt, seeds, ask=ask, decode=decode, room=room, page=page, ended=ended)
     each = await asyncio.gather(*(players.family(rollout, forks) for rollout in range(len(seeds))))
-    return [one for family in each for one in family]
+    return [played_rollout for family in each for played_rollout in family]
 
 
 class _Players:
@@ -106,11 +106,17 @@ class _Players:
             return await self._play(number, rollout, self._page(number, before), ask)
 
         others = await asyncio.gather(*(alternative(first + i) for i in range(forks.alternatives)))
-        shared = [one for one in others if isinstance(one, Failure) or one.episode.turns[:pivot] == turns[:pivot]]
+        shared = [
+            played_rollout
+            for played_rollout in others
+            if isinstance(played_rollout, Failure) or played_rollout.episode.turns[:pivot] == turns[:pivot]
+        ]
         assert len(shared) == len(others), "an alternative has other turns before its fork"
         return [
-            one if isinstance(one, Failure) else dataclasses.replace(one, rollout=rollout, pivot=pivot)
-            for one in (done, *others)
+            played_rollout
+            if isinstance(played_rollout, Failure)
+            else dataclasses.replace(played_rollout, rollout=rollout, pivot=pivot)
+            for played_rollout in (done, *others)
         ]
 
     async def _play(self, number: int, rollout: int, page: NotebookPage, ask: Ask) -> Played | Failure:
@@ -138,18 +144,21 @@ class _Continued:
 
 def with_rewards(judged: Sequence[Scored | Failure], played: Sequence[Played]) -> list[Scored | Failure]:
     """Adds the environments' rewards to those of the scorer. The two never share a name. Fails rollouts that cannot be calculated with."""
-    both = [one if isinstance(one, Failure) else _with_rewards(one, of) for one, of in zip(judged, played, strict=True)]
-    return [one if isinstance(one, Failure) else usable(one) for one in both]
+    both = [
+        rollout if isinstance(rollout, Failure) else _with_rewards(rollout, of)
+        for rollout, of in zip(judged, played, strict=True)
+    ]
+    return [result if isinstance(result, Failure) else usable(result) for result in both]
 
 
 def as_trees(judged: Sequence[Scored | Failure], played: Sequence[Played]) -> list[Scored | Failure]:
     """Joins the rollouts that branch from one turn. Alternatives that failed are left out of their tree, and stay as failures."""
     families: dict[int, list[Scored]] = {}
     pivots = {of.rollout: of.pivot for of in played}
-    for one, of in zip(judged, played, strict=True):
-        if isinstance(one, Scored):
-            families.setdefault(of.rollout, []).append(one)
-    failures = [one for one in judged if isinstance(one, Failure)]
+    for rollout, of in zip(judged, played, strict=True):
+        if isinstance(rollout, Scored):
+            families.setdefault(of.rollout, []).append(rollout)
+    failures = [rollout for rollout in judged if isinstance(rollout, Failure)]
     return [*(as_tree(family, pivots[rollout]) for rollout, family in families.items()), *failures]
 
 

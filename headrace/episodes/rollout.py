@@ -214,15 +214,15 @@ def fork_problems(
     `algo.credit`; `per_rollout`: an algorithm that gives a rollout's tokens one weight by its whole reward; empty if it does not."""
     if not config.alternatives:
         return
-    said = f"rollout.forks.alternatives = {config.alternatives}"
+    message = f"rollout.forks.alternatives = {config.alternatives}"
     if turns == 1:
-        yield f"{said} branches at a turn, and the environment has one: set environment.function, or set it to 0"
+        yield f"{message} branches at a turn, and the environment has one: set environment.function, or set it to 0"
     if credit != "rollout":
-        yield f'{said} gives the turns behind a fork their own advantage, and so does algo.credit = "{credit}": keep one of them'
+        yield f'{message} gives the turns behind a fork their own advantage, and so does algo.credit = "{credit}": keep one of them'
     if kl_in_reward:
-        yield f'{said} compares rollouts that branch, whose divergences have no one sum: set algo.kl.place = "loss"'
+        yield f'{message} compares rollouts that branch, whose divergences have no one sum: set algo.kl.place = "loss"'
     if per_rollout:
-        yield f"{said} gives turns their own advantages, and {per_rollout} takes one for a rollout: choose another algo.name"
+        yield f"{message} gives turns their own advantages, and {per_rollout} takes one for a rollout: choose another algo.name"
 
 
 def pivot_of(episode: Episode, config: ForksConfig, seed: int) -> int:
@@ -264,19 +264,19 @@ def as_tree(leaves: Sequence[Scored], pivot: int) -> Scored:
     given = [dict(rewards) for rewards in _of_turns(first)[:pivot]]
     teachers, references = list(first.teachers[:pivot]), list(first.references[:pivot])
     branches = []
-    for one in leaves:
-        own, start = one.episode.turns[pivot:], len(turns)
+    for leaf in leaves:
+        own, start = leaf.episode.turns[pivot:], len(turns)
         turns += [moved(turn, partial(_place_of, pivot, start)) for turn in own]
-        given += [dict(rewards) for rewards in _of_turns(one)[pivot:]]
-        teachers += one.teachers[pivot:]
-        references += one.references[pivot:]
-        branches.append(Branch(start, len(turns), one.reward, one.rewards, one.episode.cut))
-    cuts = [one.episode.cut for one in leaves]
+        given += [dict(rewards) for rewards in _of_turns(leaf)[pivot:]]
+        teachers += leaf.teachers[pivot:]
+        references += leaf.references[pivot:]
+        branches.append(Branch(start, len(turns), leaf.reward, leaf.rewards, leaf.episode.cut))
+    cuts = [leaf.episode.cut for leaf in leaves]
     return replace(
         first,
         episode=Episode(tuple(turns), cuts[0] if all(cuts) else ""),
-        reward=fmean(one.reward for one in leaves),
-        rewards=_means([one.rewards for one in leaves]),
+        reward=fmean(leaf.reward for leaf in leaves),
+        rewards=_means([leaf.rewards for leaf in leaves]),
         turn_rewards=tuple(given) if any(given) else (),
         teachers=tuple(teachers),
         references=tuple(references),
@@ -284,8 +284,8 @@ def as_tree(leaves: Sequence[Scored], pivot: int) -> Scored:
     )
 
 
-def _of_turns(one: Scored) -> Sequence[Mapping[str, float]]:
-    return one.turn_rewards or ({},) * len(one.episode.turns)
+def _of_turns(rollout: Scored) -> Sequence[Mapping[str, float]]:
+    return rollout.turn_rewards or ({},) * len(rollout.episode.turns)
 
 
 def moved(turn: Turn, place: Callable[[int], int]) -> Turn:
@@ -299,5 +299,5 @@ def _place_of(pivot: int, start: int, number: int) -> int:
 
 
 def _means(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for one in rewards for name in one)
-    return {name: fmean(one[name] for one in rewards if name in one) for name in names}
+    names = dict.fromkeys(name for reward in rewards for name in reward)
+    return {name: fmean(reward[name] for reward in rewards if name in reward) for name in names}

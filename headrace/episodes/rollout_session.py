@@ -445,4 +445,4 @@ class RolloutSession:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""
         place = {number: index for index, number in enumerate(sorted(self._turns))}
         turns = (moved(turn, place.__getitem__) for _, turn in sorted(self._turns.items()))
-        return tuple(msgspec.structs.replace(one, trained=one.agent not in self._left_out) for one in turns)
+        return tuple(msgspec.structs.replace(turn, trained=turn.agent not in self._left_out) for turn in turns)

@@ -37,7 +37,7 @@ class Costs(RunSums):
         self.spent[ENGINE] += hours * self.engines * self.prices.get(ENGINE, 0.0)
         self.spent[TRAINER] += hours * self.prices.get(TRAINER, 0.0)
         if isinstance(fact, FleetSample):
-            self.engines = sum(one.state != "lost" and not one.lent for one in fact.members)
+            self.engines = sum(member.state != "lost" and not member.lent for member in fact.members)
 
     def end_step(self) -> None:
         self.of_step, self.before = self.total - self.before, self.total

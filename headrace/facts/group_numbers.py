@@ -100,29 +100,29 @@ class Tally(RunSums):
     talk: Counter[str] = counter()
     """The counts of `GroupEnded.talk`."""
 
-    def add(self, one: GroupEnded) -> None:
+    def add(self, group: GroupEnded) -> None:
         """Counts one group."""
-        self._count(one, 1)
+        self._count(group, 1)
 
     def change(self, was: GroupEnded, now: GroupEnded) -> None:
         """Counts a group anew that was ready and then was dropped."""
         self._count(was, -1)
         self._count(now, 1)
 
-    def _count(self, one: GroupEnded, sign: int) -> None:
-        failed = sum(one.failures.values())
+    def _count(self, group: GroupEnded, sign: int) -> None:
+        failed = sum(group.failures.values())
         self.groups += sign
-        self.rollouts += sign * (len(one.rewards) + failed)
-        self.truncated += sign * one.truncated
+        self.rollouts += sign * (len(group.rewards) + failed)
+        self.truncated += sign * group.truncated
         self.failed += sign * failed
-        self.outages += sign * sum(one.failures.get(reason, 0) for reason in OUTAGES)
-        for kind, count in (one.kinds or one.failures).items():
+        self.outages += sign * sum(group.failures.get(reason, 0) for reason in OUTAGES)
+        for kind, count in (group.kinds or group.failures).items():
             self.kinds[kind] += sign * count
-        for name, count in one.talk.items():
+        for name, count in group.talk.items():
             self.talk[name] += sign * count
-        if one.outcome == "dropped":
-            self.no_contrast += sign * (one.reason == NO_CONTRAST)
-            self.dropped += sign * (one.reason != NO_CONTRAST)
+        if group.outcome == "dropped":
+            self.no_contrast += sign * (group.reason == NO_CONTRAST)
+            self.dropped += sign * (group.reason != NO_CONTRAST)
 
     @property
     def scored(self) -> int:
@@ -172,9 +172,9 @@ class Recent(Tally):
     held: list[GroupEnded] = []
     """These groups, the oldest first: a few dozen."""
 
-    def add(self, one: GroupEnded) -> None:
-        super().add(one)
-        self.held.append(one)
+    def add(self, group: GroupEnded) -> None:
+        super().add(group)
+        self.held.append(group)
         while self.groups > self.prompts and self.rollouts - rollouts_of(self.held[0]) >= self.window:
             self._count(self.held.pop(0), -1)
 
@@ -184,9 +184,9 @@ class Recent(Tally):
             self.held[self.held.index(was)] = now
 
 
-def rollouts_of(one: GroupEnded) -> int:
+def rollouts_of(group: GroupEnded) -> int:
     """Returns the number of rollouts, with or without a reward."""
-    return len(one.rewards) + sum(one.failures.values())
+    return len(group.rewards) + sum(group.failures.values())
 
 
 class Shares(RunSums):
@@ -200,19 +200,19 @@ class Shares(RunSums):
     ready: dict[int, GroupEnded] = {}
     """The groups that wait to be trained, by ticket."""
 
-    def end(self, one: GroupEnded) -> None:
+    def end(self, group: GroupEnded) -> None:
         """Counts the end of a group. A group that was cancelled before it had a rollout counts only as dropped."""
-        was = self.ready.pop(one.ticket, None)
-        lost = one.outcome == "failed" and set(one.failures) <= set(
+        was = self.ready.pop(group.ticket, None)
+        lost = group.outcome == "failed" and set(group.failures) <= set(
             OUTAGES
         )  # an outage says nothing about data and reward
         for tally in (self.total, self.recent, *(() if lost else (self.failing,))):
             if was:
-                tally.change(was, one)
+                tally.change(was, group)
             else:
-                tally.add(one)
-        if one.outcome == "ready":
-            self.ready[one.ticket] = one
+                tally.add(group)
+        if group.outcome == "ready":
+            self.ready[group.ticket] = group
 
     def train(self, tickets: tuple[int, ...]) -> None:
         for ticket in tickets:
@@ -286,20 +286,20 @@ class Fate(RunSums):
     rewards: Histogram = field(default_factory=Histogram)
     """Mean reward of each scored group: the solve rate of its prompt."""
 
-    def add(self, one: GroupEnded, group_size: int) -> None:
+    def add(self, group: GroupEnded, group_size: int) -> None:
         self.groups += 1
-        self.tokens += sum(one.lengths) + one.lost_tokens
-        if one.lengths:
-            self.lengths.add([round(sum(one.lengths) / len(one.lengths), 1)])
-            self.rewards.add(solve_rate(one))
-        elif one.lost_tokens:
+        self.tokens += sum(group.lengths) + group.lost_tokens
+        if group.lengths:
+            self.lengths.add([round(sum(group.lengths) / len(group.lengths), 1)])
+            self.rewards.add(solve_rate(group))
+        elif group.lost_tokens:
             self.unfinished += 1
-            self.lengths.add([round(one.lost_tokens / (one.rollouts or group_size), 1)])
+            self.lengths.add([round(group.lost_tokens / (group.rollouts or group_size), 1)])
 
 
-def solve_rate(one: GroupEnded) -> list[float]:
+def solve_rate(group: GroupEnded) -> list[float]:
     """Returns the mean reward of the rollouts as a list of one; empty if none was scored or the mean is not finite."""
-    mean = sum(one.rewards) / len(one.rewards) if one.rewards else math.nan
+    mean = sum(group.rewards) / len(group.rewards) if group.rewards else math.nan
     return [round(mean, 3)] if math.isfinite(mean) else []
 
 
@@ -403,16 +403,16 @@ class Choices(RunSums):
     """The pool by ticket, until its group has ended."""
 
     def choose(self, fact: PromptChosen) -> None:
-        one = fact.choice
+        choice = fact.choice
         self.draws += 1
-        self.known, self.most = one.known, max(self.most, one.drawn)
-        self.drawn[one.pool] += 1
-        self.offered.update(one.looked)
-        self.twins += 2 * (one.drawn - 1)
-        if math.isfinite(one.mean) and math.isfinite(one.offered):
+        self.known, self.most = choice.known, max(self.most, choice.drawn)
+        self.drawn[choice.pool] += 1
+        self.offered.update(choice.looked)
+        self.twins += 2 * (choice.drawn - 1)
+        if math.isfinite(choice.mean) and math.isfinite(choice.offered):
             count, drawn, offered = self.means
-            self.means = (count + 1, drawn + one.mean, offered + one.offered)
-        self.pending[fact.ticket] = one.pool
+            self.means = (count + 1, drawn + choice.mean, offered + choice.offered)
+        self.pending[fact.ticket] = choice.pool
 
     def end(self, fact: GroupEnded) -> None:
         pool = self.pending.pop(fact.ticket, None)

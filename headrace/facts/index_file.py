@@ -297,13 +297,13 @@ def fields_of(kind: type[RunSums]) -> int:
     names: list[str] = []
     todo, known = [kind], set[Any]()
     while todo:
-        one = todo.pop()
-        if not (isinstance(one, type) and issubclass(one, RunSums)):
-            todo += get_args(one)
-        elif one not in known:
-            known.add(one)
-            fields = msgspec.structs.fields(one)
-            names += [f"{one.__name__}.{field.name}" for field in fields]
+        sums = todo.pop()
+        if not (isinstance(sums, type) and issubclass(sums, RunSums)):
+            todo += get_args(sums)
+        elif sums not in known:
+            known.add(sums)
+            fields = msgspec.structs.fields(sums)
+            names += [f"{sums.__name__}.{field.name}" for field in fields]
             todo += [field.type for field in fields]
     return zlib.crc32("\n".join(sorted(names)).encode())
 
@@ -316,9 +316,10 @@ def thinned(state: RunState) -> RunState:
         whole=False,
         samples=(),
         rows=[row for row in state.rows[:-LAST] if row.report.step % stride == 0] + state.rows[-LAST:],
-        swaps=[one for one in state.swaps[:-LAST] if one.update.version % stride == 0] + state.swaps[-LAST:],
+        swaps=[swap for swap in state.swaps[:-LAST] if swap.update.version % stride == 0] + state.swaps[-LAST:],
         checks=state.checks[-LAST:],
-        checkpoints=[one for one in state.checkpoints[:-LAST] if one.error] + state.checkpoints[-LAST:],
+        checkpoints=[checkpoint for checkpoint in state.checkpoints[:-LAST] if checkpoint.error]
+        + state.checkpoints[-LAST:],
         engine=replace(state.engine, spans=state.engine.spans[-SPANS:]),
         tickets=replace(tickets, flying=sorted(tickets.flying), ready=sorted(tickets.ready)),  # equal sets, equal bytes
         naps=replace(state.naps, over=state.naps.over[-LAST:]),

@@ -244,7 +244,7 @@ class GroupTable:
             return
         if fact.reason not in self.reasons:
             self.reasons.append(fact.reason)
-        rewards = [one for one in fact.rewards if math.isfinite(one)]
+        rewards = [reward for reward in fact.rewards if math.isfinite(reward)]
         worst, best, mean = (min(rewards), max(rewards), sum(rewards) / len(rewards)) if rewards else (math.nan,) * 3
         outcome, reason = OUTCOMES.index(fact.outcome), self.reasons.index(fact.reason)
         lost, size, longest = sum(fact.failures.values()), len(fact.lengths), max(fact.lengths, default=0)
@@ -332,10 +332,10 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         "dropped_tokens",
     )
     values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
-    for one in report.lags:
-        numbers = {"kl": one.kl, "ratio": one.ratio, "ess": one.ess, "clipped": one.clipped, **one.gaps}
-        values |= {f"by_lag_{one.name}/{name}": value for name, value in numbers.items()}
-        values |= {f"by_lag_{one.name}/masked_{rule}": share for rule, share in one.masked.items()}
+    for stats in report.lags:
+        numbers = {"kl": stats.kl, "ratio": stats.ratio, "ess": stats.ess, "clipped": stats.clipped, **stats.gaps}
+        values |= {f"by_lag_{stats.name}/{name}": value for name, value in numbers.items()}
+        values |= {f"by_lag_{stats.name}/masked_{rule}": share for rule, share in stats.masked.items()}
     values |= {"reward/drawn": row.reward_drawn, "reward/trained": row.reward_mean, "reward/std": row.reward_std}
     values |= {f"reward/{name}": mean for name, mean in row.components.items()}
     tokens = sum(row.lags.values())

@@ -121,7 +121,7 @@ def held_out(evals: Iterable[facts.Evaluated]) -> dict[str, list[Any]]:
 
 def columns(values: Sequence[Step] | Sequence[Evaluation]) -> dict[str, list[Any]]:
     """Returns a column for each field, and for `rewards` one per function: `rewards.exact`. NaN where a step has no such value."""
-    rows = [_flat(one) for one in values]
+    rows = [_flat(entry) for entry in values]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name, math.nan) for row in rows] for name in names}
 

@@ -126,8 +126,8 @@ _metrics_decoder: msgspec.json.Decoder[MetricsFact] = msgspec.json.Decoder(Metri
 
 
 def summarise(fact: StepTrained) -> StepRow:
-    scored = [one for group in fact.groups for one in group.scored]
-    completions = [turn.completion for one in scored for turn in one.episode.turns]
+    scored = [rollout for group in fact.groups for rollout in group.scored]
+    completions = [turn.completion for rollout in scored for turn in rollout.episode.turns]
     return StepRow(
         t=fact.t,
         report=replace(fact.report, token_numbers=()),
@@ -167,27 +167,30 @@ def _tokens_of(completion: Completion, chosen: Callable[[VersionSpan], bool]) ->
 
 
 def _component_means(scored: list[Scored]) -> dict[str, float]:
-    counts = Counter(chain.from_iterable(one.rewards for one in scored))
-    return {name: sum(one.rewards.get(name, 0.0) for one in scored) / count for name, count in sorted(counts.items())}
+    counts = Counter(chain.from_iterable(rollout.rewards for rollout in scored))
+    return {
+        name: sum(rollout.rewards.get(name, 0.0) for rollout in scored) / count
+        for name, count in sorted(counts.items())
+    }
 
 
 def sample_of(step: int, group: Group, index: int) -> Sample:
     """Returns the last turn of the `index`-th rollout of a group."""
-    one = group.scored[index]
-    last: Completion = one.episode.last
+    rollout = group.scored[index]
+    last: Completion = rollout.episode.last
     versions = [span.version for span in last.spans] or [0]
     return Sample(
         step=step,
         prompt=group.prompt.text,
         text=last.text,
-        reward=one.reward,
-        rewards=one.rewards,
+        reward=rollout.reward,
+        rewards=rollout.rewards,
         tokens=len(last.tokens),
         stop=last.stop,
         first_version=versions[0],
         last_version=versions[-1],
         answer=answer_of(group.prompt),
-        extracted=one.extracted,
+        extracted=rollout.extracted,
     )
 
 
@@ -258,10 +261,10 @@ def decode_metrics(line: bytes) -> MetricsFact | None:
 def left_out(lines: Sequence[int], t: float) -> Warned:
     """Returns the warning about lines that cannot be read. `lines`: their numbers, counted from 1."""
     shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
-    one = len(lines) == 1
+    single = len(lines) == 1
     return Warned(
         t,
-        f"{len(lines)} line{'' if one else 's'} of {METRICS} cannot be read and {'is' if one else 'are'} left out (line {shown}): "
+        f"{len(lines)} line{'' if single else 's'} of {METRICS} cannot be read and {'is' if single else 'are'} left out (line {shown}): "
         "numbers and curves lack their content; checkpoints and journal are not affected",
     )
 

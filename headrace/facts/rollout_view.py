@@ -77,11 +77,11 @@ class TurnView(Struct, frozen=True, kw_only=True):
 
 def view_turns(step: JournalStep, group: Group, rollout: int) -> tuple[TurnView, ...]:
     """Returns the turns of one rollout."""
-    one = group.scored[rollout]
-    turns = one.episode.turns
-    placed, advantages = lanes(one.episode), _advantages(group, rollout)
-    given = [dict(rewards) for rewards in one.turn_rewards or ({},) * len(turns)]
-    for branch in one.branches:
+    scored_rollout = group.scored[rollout]
+    turns = scored_rollout.episode.turns
+    placed, advantages = lanes(scored_rollout.episode), _advantages(group, rollout)
+    given = [dict(rewards) for rewards in scored_rollout.turn_rewards or ({},) * len(turns)]
+    for branch in scored_rollout.branches:
         given[branch.end - 1] |= {
             name: value for name, value in branch.rewards.items() if name not in given[branch.end - 1]
         }
@@ -128,29 +128,29 @@ def calls_of(turn: Turn) -> tuple[str, ...]:
     return tuple(f"{call['name']}({clip(json.dumps(call['arguments']), LONG)})" for call in called)
 
 
-def story(one: Scored) -> Iterator[str]:
+def story(rollout: Scored) -> Iterator[str]:
     """Yields lines about the turns of a chat. Single completions have none."""
-    turns = one.episode.turns
-    for number, turn in enumerate(turns if len(turns) > 1 or one.turn_rewards else ()):
+    turns = rollout.episode.turns
+    for number, turn in enumerate(turns if len(turns) > 1 or rollout.turn_rewards else ()):
         begins = (f" of {turn.agent}" if turn.agent else "") + ("" if turn.trained else ", which is not trained")
         if _is_rewritten(turns, number):
             begins += ", on a path of its own: the chat template rewrites earlier messages"
         for message in map(_heard, turn.messages if number else ()):
             yield f"{message.who}{' returned' if message.tool else ''}: {clip(message.text, LONG)}"
-        called, said = [f"calls {call}" for call in calls_of(turn)], said_of(turn)
-        given = one.turn_rewards[number] if one.turn_rewards else {}
+        called, text = [f"calls {call}" for call in calls_of(turn)], said_of(turn)
+        given = rollout.turn_rewards[number] if rollout.turn_rewards else {}
         rewards = ", ".join(f"{name} {value:g}" for name, value in given.items())
         words = (
-            [clip(said, LONG)] * bool(said) + ["; ".join(called)] * bool(called) + [f"reward {rewards}"] * bool(rewards)
+            [clip(text, LONG)] * bool(text) + ["; ".join(called)] * bool(called) + [f"reward {rewards}"] * bool(rewards)
         )
         yield f"turn {number + 1}{begins}: {' · '.join(words) or '(nothing)'}"
-    if one.episode.cut:
-        yield f"cut off at its limit of {one.episode.cut}"
+    if rollout.episode.cut:
+        yield f"cut off at its limit of {rollout.episode.cut}"
 
 
 def _is_rewritten(turns: Sequence[Turn], number: int) -> bool:
     turn = turns[number]
-    return not turn.parents and turn.agent in {one.agent for one in turns[:number]}
+    return not turn.parents and turn.agent in {earlier.agent for earlier in turns[:number]}
 
 
 def _heard(message: Mapping[str, Any]) -> HeardMessage:
@@ -168,7 +168,7 @@ def _aged(done: Completion, step: int) -> Iterator[AgedTokens]:
 
 def _advantages(group: Group, rollout: int) -> dict[int, float]:
     """Returns the mean advantage of each turn that is trained. The rows of a group are in the order of its rollouts and their paths."""
-    paths = [list(paths_of(one.episode)) for one in group.scored]
+    paths = [list(paths_of(scored_rollout.episode)) for scored_rollout in group.scored]
     if sum(map(len, paths)) != len(group.rows):
         return {}
     first = sum(map(len, paths[:rollout]))
@@ -285,10 +285,10 @@ def view_rollout(
     trainer: Sequence[float] = (),
 ) -> RolloutView:
     """Returns the view of one rollout. `oldest`: the oldest version that stays in the loss (`staleness.overdue = "trim"`)."""
-    one = group.scored[rollout]
-    done, row = one.episode.last, row_of(group, rollout)
+    scored_rollout = group.scored[rollout]
+    done, row = scored_rollout.episode.last, row_of(group, rollout)
     numbers = _numbers_of(step.report, group, row)
-    path = _path(one.episode) if row else (_Piece(done.tokens, done),)
+    path = _path(scored_rollout.episode) if row else (_Piece(done.tokens, done),)
     tokens = tuple(token for piece in path for token in piece.tokens)
     texts = pieces(tokens) if pieces else [f"{token} " for token in tokens]
     return RolloutView(
@@ -297,10 +297,10 @@ def view_rollout(
         rollout=rollout,
         prompt_id=group.prompt.id,
         prompt=group.prompt.text,
-        reward=one.reward,
-        rewards=one.rewards,
+        reward=scored_rollout.reward,
+        rewards=scored_rollout.rewards,
         stop=done.stop,
-        turns=len(one.episode.turns),
+        turns=len(scored_rollout.episode.turns),
         spans=_spans(path),
         tokens=tokens,
         pieces=tuple(texts),
@@ -315,18 +315,18 @@ def view_rollout(
         entropies=_floats(numbers.entropies) if numbers else (),
         unrecorded="" if numbers else _unrecorded(step.report, row),
         answer=answer_of(group.prompt),
-        extracted=one.extracted,
-        story=tuple(story(one)),
+        extracted=scored_rollout.extracted,
+        story=tuple(story(scored_rollout)),
         graph=view_turns(step, group, rollout),
-        cut=one.episode.cut,
+        cut=scored_rollout.episode.cut,
     )
 
 
 def _numbers_of(report: TrainReport, group: Group, row: Row | None) -> TokenNumbers | None:
     """Finds what the trainer recorded of a row."""
-    place = next((number for number, one in enumerate(group.rows) if one is row), None)
+    place = next((number for number, other in enumerate(group.rows) if other is row), None)
     recorded = report.token_numbers or ()
-    return next((one for one in recorded if (one.ticket, one.row) == (group.ticket, place)), None)
+    return next((numbers for numbers in recorded if (numbers.ticket, numbers.row) == (group.ticket, place)), None)
 
 
 def _floats(data: bytes) -> tuple[float, ...]:
@@ -446,19 +446,19 @@ def settings_of(run_dir: Path) -> dict[str, object]:
     return tomllib.loads(path.read_text()) if path.is_file() else {}
 
 
-def token_details(one: RolloutView, place: int) -> str:
+def token_details(view: RolloutView, place: int) -> str:
     """Returns everything that is known about one token, for a tooltip."""
-    parts = [f"token {place}, id {one.tokens[place]}", f"log-prob {one.logprobs[place]:.4f}"]
-    if one.trainer and math.isfinite(one.trainer[place]):
-        difference = one.trainer[place] - one.logprobs[place]
+    parts = [f"token {place}, id {view.tokens[place]}", f"log-prob {view.logprobs[place]:.4f}"]
+    if view.trainer and math.isfinite(view.trainer[place]):
+        difference = view.trainer[place] - view.logprobs[place]
         parts.append(
-            f"trainer {one.trainer[place]:.4f} (difference {difference:+.4f}, ratio {ratio_words(difference)})"
+            f"trainer {view.trainer[place]:.4f} (difference {difference:+.4f}, ratio {ratio_words(difference)})"
         )
-    if one.entropies and math.isfinite(one.entropies[place]):
-        parts.append(f"entropy {one.entropies[place]:.4f}")
-    parts.append(f"lag {one.lags[place]}" + (", mixed weights" if one.mixed[place] else ""))
-    parts += [f"advantage {one.advantages[place]:+.3f}"] if one.advantages else []
-    parts += [f"not in the loss: {one.left_out[place]}"] if one.left_out[place] else []
+    if view.entropies and math.isfinite(view.entropies[place]):
+        parts.append(f"entropy {view.entropies[place]:.4f}")
+    parts.append(f"lag {view.lags[place]}" + (", mixed weights" if view.mixed[place] else ""))
+    parts += [f"advantage {view.advantages[place]:+.3f}"] if view.advantages else []
+    parts += [f"not in the loss: {view.left_out[place]}"] if view.left_out[place] else []
     return "\n".join(parts)
 
 
@@ -467,13 +467,13 @@ def ratio_words(difference: float) -> str:
     return f"{math.exp(difference):.4f}" if abs(difference) < 20 else f"exp({difference:.0f})"
 
 
-def span_list(one: RolloutView) -> str:
+def span_list(view: RolloutView) -> str:
     """Formats the versions of the tokens, and of the oldest KV entries they attended to."""
-    ends = [*(span.start for span in one.spans[1:]), len(one.tokens)]
+    ends = [*(span.start for span in view.spans[1:]), len(view.tokens)]
     return ", ".join(
         f"{span.start}-{end - 1} version {span.version}"
         + (f" over KV of {span.kv_version}" if span.kv_version != span.version else "")
         + (" (mixed)" if span.mixed else "")
-        for span, end in zip(one.spans, ends, strict=False)
+        for span, end in zip(view.spans, ends, strict=False)
         if end > span.start
     )

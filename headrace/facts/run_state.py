@@ -279,7 +279,7 @@ def phase(state: RunState) -> str:
     if state.rows and state.step >= state.started.steps:
         if state.checkpoints and state.checkpoints[-1].error:
             return "waiting for disk space for the last checkpoint"
-        measured_before = any(one.phase == "before" for one in state.evals)
+        measured_before = any(evaluation.phase == "before" for evaluation in state.evals)
         return "measuring held-out reward (after)" if measured_before else "finishing"
     running = state.engine.last.running if state.engine.last else 0
     return "measuring held-out reward (before)" if running else "starting"
@@ -287,7 +287,7 @@ def phase(state: RunState) -> str:
 
 def saved_step(state: RunState) -> int | None:
     """Returns the step of the newest checkpoint on the disk."""
-    return next((one.step for one in reversed(state.checkpoints) if not one.error), None)
+    return next((checkpoint.step for checkpoint in reversed(state.checkpoints) if not checkpoint.error), None)
 
 
 def cost_numbers(state: RunState) -> dict[str, float]:

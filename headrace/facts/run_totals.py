@@ -33,15 +33,15 @@ class LagSum(RunSums):
     masked: dict[str, float] = {}
     gaps: dict[str, float] = {}
 
-    def add(self, one: LagStats) -> None:
-        self.tokens += one.tokens
+    def add(self, stats: LagStats) -> None:
+        self.tokens += stats.tokens
         for name in ("ratio", "kl", "ess", "chi2", "clipped"):
-            self.sums[name] = self.sums.get(name, 0.0) + getattr(one, name) * one.tokens
-        for rule, share in one.masked.items():
-            self.masked[rule] = self.masked.get(rule, 0.0) + share * one.tokens
-        for key, value in one.gaps.items():
+            self.sums[name] = self.sums.get(name, 0.0) + getattr(stats, name) * stats.tokens
+        for rule, share in stats.masked.items():
+            self.masked[rule] = self.masked.get(rule, 0.0) + share * stats.tokens
+        for key, value in stats.gaps.items():
             known = self.gaps.get(key, 0.0)
-            self.gaps[key] = max(known, value) if key == "max" else known + value * one.tokens
+            self.gaps[key] = max(known, value) if key == "max" else known + value * stats.tokens
 
     def stats(self, name: str) -> LagStats:
         """Returns the means. `name`: of the lag."""
@@ -57,8 +57,8 @@ class LagSums(RunSums):
     of: dict[str, LagSum] = {}
 
     def add(self, row: StepRow) -> None:
-        for one in row.report.lags:
-            self.of.setdefault(one.name, LagSum()).add(one)
+        for stats in row.report.lags:
+            self.of.setdefault(stats.name, LagSum()).add(stats)
 
     def stats(self) -> list[LagStats]:
         """Returns the statistics of each lag that had tokens, `swapped` last."""
@@ -401,16 +401,16 @@ class ScorerUse(RunSums):
     failures: Counter[str] = counter()
     """Completions without a score, by reason."""
 
-    def add(self, one: ScorerAsked) -> None:
+    def add(self, call: ScorerAsked) -> None:
         self.calls += 1
-        self.completions += one.completions
-        self.attempts += one.attempts
-        self.retries += one.retries
-        self.tokens += one.tokens
-        self.seconds += one.seconds
-        self.waited += one.waited
-        self.longest = max(self.longest, one.seconds)
-        self.failures.update(one.failures)
+        self.completions += call.completions
+        self.attempts += call.attempts
+        self.retries += call.retries
+        self.tokens += call.tokens
+        self.seconds += call.seconds
+        self.waited += call.waited
+        self.longest = max(self.longest, call.seconds)
+        self.failures.update(call.failures)
 
     @property
     def words(self) -> str:

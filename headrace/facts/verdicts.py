@@ -35,8 +35,8 @@ class Failing(NamedTuple):
 def failings(state: RunState) -> list[Failing]:
     """Returns the ways in which rollouts failed, the commonest first."""
     counts = state.shares.total.kinds.copy()
-    for one in state.evals:
-        counts.update(one.kinds or one.failures)
+    for evaluation in state.evals:
+        counts.update(evaluation.kinds or evaluation.failures)
     return [Failing(kind, count, state.failures.get(kind)) for kind, count in counts.most_common() if count > 0]
 
 
@@ -54,13 +54,13 @@ def shares(tally: Tally) -> list[str]:
     return found
 
 
-def measured_on(one: Evaluated) -> str:
+def measured_on(evaluation: Evaluated) -> str:
     """Returns the prompts behind a held-out reward: `8 prompts`, `4 of 8 prompts, 4 failed: KeyError`."""
-    kinds = one.kinds or one.failures
-    if one.failed_prompts:
-        return f"{one.prompts} of {plural(one.asked, 'prompt')}, {one.failed_prompts} failed: {', '.join(kinds)}"
+    kinds = evaluation.kinds or evaluation.failures
+    if evaluation.failed_prompts:
+        return f"{evaluation.prompts} of {plural(evaluation.asked, 'prompt')}, {evaluation.failed_prompts} failed: {', '.join(kinds)}"
     failed = f", {plural(sum(kinds.values()), 'rollout')} failed: {', '.join(kinds)}" if kinds else ""
-    return f"{plural(one.prompts, 'prompt')}{failed}"
+    return f"{plural(evaluation.prompts, 'prompt')}{failed}"
 
 
 def judged(answer: str, extracted: Mapping[str, str]) -> str:
@@ -103,13 +103,13 @@ def travelled(state: RunState) -> tuple[str, str] | None:
     else:
         sent, of, versions, each = sums.offered, sums.nbytes, sums.versions, 1.0
     fleet = f" to {number(each)} engines" if each > 1 else ""
-    said = []
+    words = []
     if delta:
         whole = f"{sums.whole} of {sums.versions} whole"
-        said = [f"{_share(sent / of)} of {size(sums.nbytes / sums.versions)}{' each' if fleet else ''} ({whole})"]
-    said += [] if known or way.travels == "files" else ["as offered by the trainer"]
+        words = [f"{_share(sent / of)} of {size(sums.nbytes / sums.versions)}{' each' if fleet else ''} ({whole})"]
+    words += [] if known or way.travels == "files" else ["as offered by the trainer"]
     done = " written" if way.travels == "files" else ""
-    return f"{size(sent / versions)} a version{fleet}{done}", f"{name}, {form}{': ' * bool(said)}{', '.join(said)}"
+    return f"{size(sent / versions)} a version{fleet}{done}", f"{name}, {form}{': ' * bool(words)}{', '.join(words)}"
 
 
 def _way(state: RunState) -> WeightWay | None:
@@ -119,7 +119,7 @@ def _way(state: RunState) -> WeightWay | None:
         return way if way.words else replace(_EARLIER[way.transport], encoding=way.encoding)
     # Runs from before 2026-11-28 have it in words: `TCP: deltas, full every 50 (the reason)`.
     name, _, form = state.started.where.get("weights", "").partition(": ")
-    found = next((one for one in _EARLIER.values() if one.words == name), None)
+    found = next((earlier for earlier in _EARLIER.values() if earlier.words == name), None)
     return replace(found, encoding="delta" if form.startswith("deltas") else "full") if found else None
 
 
@@ -151,8 +151,8 @@ class Verdict(NamedTuple):
 
 def before_and_after(state: RunState) -> tuple[Evaluated | None, Evaluated | None]:
     """Returns the first evaluation before training, and the last one since, which may be from the middle of the run."""
-    before = next((one for one in state.evals if one.phase == "before"), None)
-    since = [one for one in state.evals if one.phase != "before"]
+    before = next((evaluation for evaluation in state.evals if evaluation.phase == "before"), None)
+    since = [evaluation for evaluation in state.evals if evaluation.phase != "before"]
     return before, since[-1] if since else None
 
 
@@ -163,12 +163,15 @@ def held_out(state: RunState) -> Verdict:
     if before is None and after is None:
         return Verdict(title, "not measured", "the run has no evaluation", "unknown")
     if before is None or after is None:
-        one = before or after
-        assert one is not None
+        evaluation = before or after
+        assert evaluation is not None
         missing = "after training: not measured" if after is None else "before training: not measured"
-        detail = f"{one.phase}, {measured_on(one)}; {missing}"
+        detail = f"{evaluation.phase}, {measured_on(evaluation)}; {missing}"
         return Verdict(
-            title, with_error(one.reward_mean, one.reward_sem), detail, "bad" if one.failed_prompts else "unknown"
+            title,
+            with_error(evaluation.reward_mean, evaluation.reward_sem),
+            detail,
+            "bad" if evaluation.failed_prompts else "unknown",
         )
     change = after.reward_mean - before.reward_mean
     # This treats the two as independent; they share prompts, so the true error of the difference is smaller.
@@ -238,10 +241,10 @@ def _by_age(state: RunState) -> Verdict:
     value = f"{percent(lost / (trained + lost))} discarded"
     unfinished = sum(fate.unfinished for fate in away)
     lengths, rewards = length_shift(state.fates), reward_shift(state.fates)
-    said = [_shifted("tokens", lengths, 1, unfinished > 0), _shifted("mean reward", rewards, 3)]
+    messages = [_shifted("tokens", lengths, 1, unfinished > 0), _shifted("mean reward", rewards, 3)]
     if unfinished:
-        said.append(f"{plural(unfinished, 'group')} cancelled before completion, with unknown rewards")
-    detail = "; ".join(part for part in said if part)
+        messages.append(f"{plural(unfinished, 'group')} cancelled before completion, with unknown rewards")
+    detail = "; ".join(part for part in messages if part)
     # Cancelled groups would have become longer, so a short length of theirs is no evidence.
     other = lengths and (lengths.errors <= -BIASED or (lengths.errors >= BIASED and not unfinished))
     if other or (rewards and abs(rewards.errors) >= BIASED):
@@ -284,18 +287,18 @@ def prompts(state: RunState) -> Verdict:
     """Says how far the draws of a run with a curriculum are from uniform ones."""
     title, chosen = "Prompts", state.choices
     assert chosen.distance is not None, "no prompt was chosen"
-    said = [f"drawn (offered): {', '.join(pool_shares(chosen))}"]
+    messages = [f"drawn (offered): {', '.join(pool_shares(chosen))}"]
     if chosen.rewards:
-        said.append("mean reward of their last groups {} ({})".format(*map(reward_text, chosen.rewards)))
+        messages.append("mean reward of their last groups {} ({})".format(*map(reward_text, chosen.rewards)))
     if chosen.effective:
-        said.append(
+        messages.append(
             f"as uneven as {chosen.effective:.0f} equally likely prompts, of {chosen.known}; one at most {chosen.most} times"
         )
     if chosen.sizes:
         shares = (f"{size} ({percent(chosen.sizes[size] / chosen.sizes.total())})" for size in sorted(chosen.sizes))
-        said.append(f"groups of {', '.join(shares)} rollouts")
-    said.append("the reward of what was drawn is that of chosen prompts, not of the policy")
-    return Verdict(title, f"chosen, {number(chosen.distance, 2)} from uniform", "; ".join(said), "plain")
+        messages.append(f"groups of {', '.join(shares)} rollouts")
+    messages.append("the reward of what was drawn is that of chosen prompts, not of the policy")
+    return Verdict(title, f"chosen, {number(chosen.distance, 2)} from uniform", "; ".join(messages), "plain")
 
 
 def accounting(state: RunState) -> Verdict:
@@ -357,8 +360,8 @@ def identity(state: RunState) -> Verdict:
 
 def _tried(trial: TrialChecked) -> str:
     seen = trial.kinds - len(trial.unseen)
-    said = f"trial: {seen} of {trial.kinds} kinds and blocks of weights proven to arrive"
-    return said + (f" (too weak to be told from rounding: {', '.join(trial.unseen[:3])})" if trial.unseen else "")
+    message = f"trial: {seen} of {trial.kinds} kinds and blocks of weights proven to arrive"
+    return message + (f" (too weak to be told from rounding: {', '.join(trial.unseen[:3])})" if trial.unseen else "")
 
 
 def weight_sync(state: RunState) -> Verdict:
@@ -431,11 +434,11 @@ def _failed(state: RunState) -> str | None:
     share = failing.failed_share
     if share is None or share <= UNUSUAL:
         return None
-    said = f"{percent(share)} of the last {failing.rollouts} rollouts failed ({counted(+failing.kinds)}) and are not trained"
+    message = f"{percent(share)} of the last {failing.rollouts} rollouts failed ({counted(+failing.kinds)}) and are not trained"
     return (
-        f"{said}: correct the reward, or the rows that it cannot read"
+        f"{message}: correct the reward, or the rows that it cannot read"
         if failing.faults
-        else f"{said}: look at the logs"
+        else f"{message}: look at the logs"
     )
 
 

@@ -150,9 +150,9 @@ class Waits:
     def lasting(self) -> list[Lasting]:
         """Returns the current waits, longest first. May be called from any thread."""
         now = self._clock()
-        named = [one for one in list(self._current) if not one.who]
-        waits = [Lasting(one.owner, one.what, now - one.since, one.endless) for one in named]
-        return sorted(waits, key=lambda one: -one.seconds)
+        named = [wait for wait in list(self._current) if not wait.who]
+        waits = [Lasting(wait.owner, wait.what, now - wait.since, wait.endless) for wait in named]
+        return sorted(waits, key=lambda wait: -wait.seconds)
 
     def picture(self) -> str:
         """Returns one line with all current waits, longest first, equal ones once."""
@@ -177,8 +177,8 @@ class Waits:
     def overdue(self) -> list[Lasting]:
         """The waits that should have been stopped. May be called from any thread."""
         now = self._clock()
-        late = [one for one in list(self._current) if not one.endless and self._left(one, now) < 0]
-        return [self._seen(one) for one in late]
+        late = [wait for wait in list(self._current) if not wait.endless and self._left(wait, now) < 0]
+        return [self._seen(wait) for wait in late]
 
     def _left(self, wait: _Wait, now: float) -> float:
         """Seconds to its second deadline."""
@@ -207,9 +207,9 @@ class Waits:
         """Warns of a wait and of all like it, unless one of them has. (Hundreds of groups may wait for one thing.)"""
         if wait.told:
             return
-        alike = [one for one in self._current if (one.owner, one.what) == (wait.owner, wait.what)]
-        for one in alike:
-            one.told = True
+        alike = [other for other in self._current if (other.owner, other.what) == (wait.owner, wait.what)]
+        for other in alike:
+            other.told = True
         times = f" (× {len(alike)})" if len(alike) > 1 else ""
         then = "" if wait.endless else f" (the run stops at {self._stop_after:.0f} s)"
         self._record(Warned(self._clock(), f"{self._seen(wait)}{times}{then}"))
@@ -223,10 +223,10 @@ class Waits:
             wait.seen, wait.spared = seen, now - wait.since + wait.allows
         if (
             not wait.who
-            and (calls := [one for one in self._current if one.who])
+            and (calls := [call for call in self._current if call.who])
             and (late := -self._left(wait, now)) >= 0
         ):
-            wait.spared += late + max(0.0, *(self._left(one, now) for one in calls)) + AFTER_ANSWERS
+            wait.spared += late + max(0.0, *(self._left(call, now) for call in calls)) + AFTER_ANSWERS
         if wait.spared and (left := self._left(wait, now)) > 0:
             wait.alarms.append(asyncio.get_running_loop().call_later(left, self._stop, wait))
             return
@@ -257,8 +257,8 @@ def _hangs(call: str, seconds: float, testimony: Testimony) -> str:
     known = "; ".join(
         [*filter(None, [testimony.brief]), *testimony.lines[-1:]]
     )  # the last line says where all stacks are
-    said = f"hangs: no answer to {call} for {seconds:.0f} s{f' ({known})' if known else ''}"
-    return f"{said}. If it can take that long, raise watch.stop_after"
+    message = f"hangs: no answer to {call} for {seconds:.0f} s{f' ({known})' if known else ''}"
+    return f"{message}. If it can take that long, raise watch.stop_after"
 
 
 def picture(waits: Iterable[Lasting]) -> str:
@@ -268,11 +268,11 @@ def picture(waits: Iterable[Lasting]) -> str:
 def counted(waits: Iterable[Lasting]) -> list[tuple[str, Lasting]]:
     """Returns one sentence for all waits of one owner for one thing, in the given order, each with the first of these waits."""
     waits = list(waits)
-    times = Counter((one.owner, one.what) for one in waits)
+    times = Counter((wait.owner, wait.what) for wait in waits)
     first: dict[tuple[str, str], Lasting] = {}
-    for one in waits:
-        first.setdefault((one.owner, one.what), one)
-    return [(f"{one} (× {times[key]})" if times[key] > 1 else str(one), one) for key, one in first.items()]
+    for wait in waits:
+        first.setdefault((wait.owner, wait.what), wait)
+    return [(f"{wait} (× {times[key]})" if times[key] > 1 else str(wait), wait) for key, wait in first.items()]
 
 
 def _silence(wait: _Wait) -> None:

@@ -300,8 +300,8 @@ class Snapshots:
                 await moment.save(directory)
 
         path, failure = "", ""
-        if said := self._checkpoints.clear():
-            self._telemetry.warn(said)
+        if message := self._checkpoints.clear():
+            self._telemetry.warn(message)
         try:
             path = str(await self._checkpoints.save(step, write))
             self.saved_step = step
@@ -317,7 +317,7 @@ class Snapshots:
     def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:
         buffer = parts.buffer.state()
         so_far = parts.interrupts.tokens.so_far()
-        begun = {name: one for name, one in so_far.items() if self._in_flight(name, buffer)}
+        begun = {name: completion for name, completion in so_far.items() if self._in_flight(name, buffer)}
         task, position = dict(parts.curriculum.task.state()), parts.journal.position
         return ControllerState(
             step=step,
@@ -370,15 +370,15 @@ def carried_over(
 ) -> tuple[ControllerState, list[str]]:
     """Returns the state with what of its rollouts goes on, and sentences about the rest. `max_tokens`: the most tokens of a completion now."""
     if why := changed.anew or changed.prompts:
-        tokens = sum(len(one.tokens) for one in state.begun.values())
-        said = f"rollouts under way begin anew, because of changes in {' and '.join(why)}; {tokens} tokens of theirs are lost"
+        tokens = sum(len(completion.tokens) for completion in state.begun.values())
+        message = f"rollouts under way begin anew, because of changes in {' and '.join(why)}; {tokens} tokens of theirs are lost"
         is_said = bool(changed.prompts)  # where the groups are dropped
-        return replace(state, begun={}, notes={}), [said] if (state.begun or state.notes) and not is_said else []
+        return replace(state, begun={}, notes={}), [message] if (state.begun or state.notes) and not is_said else []
     longer = {key.ticket for key in _keys(state) if len(state.begun[str(key)].tokens) > max_tokens}
     if not longer:
         return state, []
     begun, cut = {}, set()
-    for key in sorted(_keys(state), key=lambda one: one.turn):
+    for key in sorted(_keys(state), key=lambda key: key.turn):
         done = state.begun[str(key)]
         if (key.ticket, key.index) in cut:
             continue  # it came after a turn that is another now

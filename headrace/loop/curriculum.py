@@ -176,7 +176,7 @@ def observation_of(record: AnyRecord) -> Observation | None:
     """Returns None for a record that ends no group."""
     match record:
         case ReadyRecord(group=group):
-            return Observation(group.ticket, "mixed", tuple(one.reward for one in group.scored))
+            return Observation(group.ticket, "mixed", tuple(rollout.reward for rollout in group.scored))
         case GoneRecord(ticket=ticket, outcome="dropped", reason="no_contrast"):
             return Observation(ticket, "flat", record.rewards)
         case GoneRecord(ticket=ticket, reason=reason):
@@ -386,11 +386,11 @@ class Chooser:
 
     def _choice(self, key: int, looked: Sequence[Prompt]) -> PromptChoice:
         candidates = [self._beliefs.get(key_of(prompt), NEW) for prompt in looked]
-        means = [one.mean for one in candidates if math.isfinite(one.mean)]
+        means = [candidate.mean for candidate in candidates if math.isfinite(candidate.mean)]
         chosen = self._beliefs.get(key, NEW)
         return PromptChoice(
             pool=chosen.pool,
-            looked=dict(Counter(one.pool for one in candidates)),
+            looked=dict(Counter(candidate.pool for candidate in candidates)),
             drawn=chosen.drawn + 1,
             known=len(self._beliefs) + (not chosen.drawn),
             mean=chosen.mean,

@@ -69,11 +69,11 @@ class CurriculumConfig:
                 f"in the order of the task; after a group without contrast a prompt rests for {self.rest} draws if it was solved, and for "
                 f"{self.wait} if not, each time for twice as long; a draw looks at {self.candidates} prompts at most"
             )
-        said = (
+        message = (
             f"the first whose group has contrast with a probability of {self.least_chance:g}, or the best of {self.candidates}; what a group "
             f"showed counts half after {self.half_life} draws"
         )
-        return f"{said}; a group grows to {self.largest_group} rollouts for it" if self.largest_group else said
+        return f"{message}; a group grows to {self.largest_group} rollouts for it" if self.largest_group else message
 
     def largest(self, group_size: int) -> int:
         """The most rollouts of a group. `group_size`: the least."""

@@ -54,10 +54,10 @@ class Evaluator:
         clock = self._telemetry.clock
         started, number = clock(), next(self._numbers)
         results = await asyncio.gather(*(self._one(number, i, prompt) for i, prompt in enumerate(self._prompts)))
-        scored = [one for group in results for one in group if isinstance(one, Scored)]
-        failures = [one for group in results for one in group if isinstance(one, Failure)]
+        scored = [rollout for group in results for rollout in group if isinstance(rollout, Scored)]
+        failures = [rollout for group in results for rollout in group if isinstance(rollout, Failure)]
         # The standard error is over prompts, because samples of one prompt are not independent.
-        means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
+        means = [_mean([rollout.reward for rollout in group if isinstance(rollout, Scored)]) for group in results]
         kept = [mean for mean in means if not math.isnan(mean)]
         fact = Evaluated(
             t=clock(),
@@ -66,12 +66,12 @@ class Evaluator:
             prompts=len(kept),
             reward_mean=_mean(kept),
             reward_sem=_standard_error(kept),
-            length_mean=_mean([one.episode.sampled for one in scored]),
-            failures=dict(Counter(one.reason for one in failures)),
+            length_mean=_mean([rollout.episode.sampled for rollout in scored]),
+            failures=dict(Counter(failure.reason for failure in failures)),
             seconds=clock() - started,
             asked=len(self._prompts),
-            kinds=dict(Counter(one.kind for one in failures)),
-            truncated=sum(one.episode.truncated for one in scored),
+            kinds=dict(Counter(failure.kind for failure in failures)),
+            truncated=sum(rollout.episode.truncated for rollout in scored),
         )
         self._telemetry.record(fact)
         return fact
@@ -159,7 +159,7 @@ class Missing(NamedTuple):
     def of(cls, found: Sequence[float], expected: Sequence[float], rounding: float = 0.0) -> Missing | None:
         """None where no change is expected. Both are differences from the same log-probs of the trainer, so that these log-probs' own `rounding`
         (its mean square) is in both, and would be taken for a share of a half where there is no other change."""
-        square = sum(one * one for one in expected)
+        square = sum(x * x for x in expected)
         if square == 0 or len(expected) < 2:
             return None
         shared = rounding * len(expected)
@@ -322,7 +322,7 @@ def beyond_doubt(found: Sequence[float], scores: TrialScores, rounding: Rounding
     gap = math.sqrt(_square([a - b for a, b in zip(found, scores.changed, strict=True)]))
     shares = shares_of(found, scores, rounding)
     effects = (_square([a - b for a, b in zip(kept, scores.changed, strict=False)]) for kept in scores.kept.values())
-    return all(one and one.is_seen and not one.is_stale for one in shares.values()) and all(
+    return all(share and share.is_seen and not share.is_stale for share in shares.values()) and all(
         gap <= STALE / 2 * math.sqrt(effect) for effect in effects
     )
 
@@ -335,7 +335,7 @@ def shares_of(found: Sequence[float], scores: TrialScores, rounding: Rounding) -
         label: [a - b for a, b in zip(kept, scores.changed[:few], strict=True)] for label, kept in scores.kept.items()
     }
     # The rounding of the trainer's log-probs is no larger than any of these, and than what it can be in any model.
-    seen = [_square(gaps), *(_square(one) / 2 for one in changes.values() if any(one))]
+    seen = [_square(gaps), *(_square(change) / 2 for change in changes.values() if any(change))]
     own = min(*seen, rounding.most**2)
     return {label: Missing.of(gaps, change, own) for label, change in changes.items()}
 
@@ -353,7 +353,7 @@ def _certainty(share: Missing) -> float:
 
 def _square(values: Sequence[float]) -> float:
     """The mean square."""
-    return sum(one * one for one in values) / len(values)
+    return sum(x * x for x in values) / len(values)
 
 
 def _mean_of_probe(found: Sequence[float], expected: Sequence[float]) -> float:

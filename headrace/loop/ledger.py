@@ -64,7 +64,7 @@ class Ledger:
         assert outcome != "ready"
         failures = rolled.failures if outcome == "dropped" else ()
         reasons = tuple(failure.reason for failure in failures)
-        rewards = tuple(one.reward for one in rolled.scored)
+        rewards = tuple(rollout.reward for rollout in rolled.scored)
         self._enter(GoneRecord(self._clock(), rolled.ticket, outcome, reason, failures=reasons, rewards=rewards))
         return self._ended(rolled, outcome, reason)
 
@@ -136,14 +136,14 @@ class Rolled:
             outcome=outcome,
             reason=reason,
             detail=self.detail,
-            rewards=tuple(one.reward for one in self.scored),
-            lengths=tuple(one.episode.sampled for one in self.scored),
-            truncated=sum(one.episode.truncated for one in self.scored),
+            rewards=tuple(rollout.reward for rollout in self.scored),
+            lengths=tuple(rollout.episode.sampled for rollout in self.scored),
+            truncated=sum(rollout.episode.truncated for rollout in self.scored),
             failures=dict(Counter(failure.reason for failure in self.failures)),
             seconds=self.seconds,
             lost_tokens=self.lost_tokens,
             kinds=dict(Counter(failure.kind for failure in self.failures)),
-            talk=talk_of([one.episode for one in self.scored]),
+            talk=talk_of([rollout.episode for rollout in self.scored]),
             rollouts=self.prompt.rollouts,
             times=self._moments(),
             **self._paces(),
@@ -151,12 +151,12 @@ class Rolled:
 
     def _paces(self) -> dict[str, Any]:
         """The fields of `GroupEnded` about several turns; none if every rollout has one."""
-        episodes = [one.episode for one in self.scored]
-        if all(len(one.turns) == 1 for one in episodes):
+        episodes = [rollout.episode for rollout in self.scored]
+        if all(len(episode.turns) == 1 for episode in episodes):
             return {}
-        read = (sum(len(turn.context) for turn in one.turns if turn.parents) for one in episodes)
+        read = (sum(len(turn.context) for turn in episode.turns if turn.parents) for episode in episodes)
         return {
-            "turns": tuple(len(one.turns) for one in episodes),
+            "turns": tuple(len(episode.turns) for episode in episodes),
             "read": tuple(read),
             "between": tuple(round(seconds, 3) for seconds in self.between),
         }
@@ -164,8 +164,8 @@ class Rolled:
     def _moments(self) -> tuple[tuple[float, ...], ...]:
         """`GroupEnded.times`. A rollout with forks has none: its turns are those of several rollouts."""
         kept = tuple(
-            tuple(round(moment, 3) for moment in moments) if len(moments) == 2 * len(one.episode.turns) else ()
-            for one, moments in zip(self.scored, self.times, strict=False)
+            tuple(round(moment, 3) for moment in moments) if len(moments) == 2 * len(rollout.episode.turns) else ()
+            for rollout, moments in zip(self.scored, self.times, strict=False)
         )
         return kept if any(kept) else ()
 
@@ -197,10 +197,10 @@ class Firsts:
         self._kinds: set[str] = set()
 
     def report(self, failures: Iterable[Failure], prompt_id: str) -> None:
-        for one in failures:
-            if one.kind not in self._kinds:
-                self._kinds.add(one.kind)
-                values = (one.reason, one.kind, one.detail, one.traceback, prompt_id, self._held_out)
+        for failure in failures:
+            if failure.kind not in self._kinds:
+                self._kinds.add(failure.kind)
+                values = (failure.reason, failure.kind, failure.detail, failure.traceback, prompt_id, self._held_out)
                 self._record(FirstFailure(self._clock(), *values))
 
 
@@ -213,8 +213,8 @@ class FirstTexts:
 
     def report(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:
         self._of_specials(episodes)
-        for one in episodes if not self._shown else ():
-            last, self._shown = one.last, True
+        for episode in episodes if not self._shown else ():
+            last, self._shown = episode.last, True
             version = last.spans[0].version if last.spans else 0
             self._record(
                 FirstText(
@@ -230,13 +230,13 @@ class FirstTexts:
 
     def _of_specials(self, episodes: Sequence[Episode]) -> None:
         messages = (message for episode in episodes for turn in episode.turns for message in turn.messages)
-        if not self._warned and (held := next((one for one in messages if SPECIALS in one), None)):
+        if not self._warned and (held := next((message for message in messages if SPECIALS in message), None)):
             self._warned = True
-            said = (
+            sentence = (
                 f"a message of the role {held.get('role')} holds the text of special tokens ({', '.join(held[SPECIALS][:5])}), which the "
                 'model reads as text; set task.specials_in_text = "allow" if they are meant as tokens'
             )
-            self._record(Warned(self._clock(), said))
+            self._record(Warned(self._clock(), sentence))
 
 
 def rolled_of(group: Group) -> Rolled:
@@ -250,7 +250,7 @@ def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: f
     lags = Counter(
         report.step - version for row in rows for version, kept in zip(row.versions, row.mask, strict=True) if kept
     )
-    rewards = [one.reward for group in groups for one in group.scored]
+    rewards = [rollout.reward for group in groups for rollout in group.scored]
     mean = sum(rewards) / len(rewards)
     std = math.dist(rewards, [mean] * len(rewards)) / math.sqrt(
         len(rewards)

@@ -204,8 +204,8 @@ class Openings:
         return self._needed([*counted, newcomer]) <= SHARE * self._cache.tokens
 
     def _needed(self, rollouts: list[_Open]) -> float:
-        prompts = {one.ticket: one.prompt for one in rollouts}
-        return sum(prompts.values()) + sum(max(one.tokens, self._mean) for one in rollouts)
+        prompts = {rollout.ticket: rollout.prompt for rollout in rollouts}
+        return sum(prompts.values()) + sum(max(rollout.tokens, self._mean) for rollout in rollouts)
 
     def _advise(self) -> None:
         """Says once that the cache is what limits the number of rollouts: when their length is known, and at least as many wait as are open."""

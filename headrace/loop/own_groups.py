@@ -114,7 +114,7 @@ class OwnGroups:
         if not (played := _played(results, seen)):
             return _group(results)
         async with waits.named("rollouts", "the scorer"):
-            judged = await self.scorer.score(prompt, [one.episode for one in played])
+            judged = await self.scorer.score(prompt, [played_rollout.episode for played_rollout in played])
         return _group(results, played, judged)
 
     async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
@@ -133,7 +133,7 @@ class OwnGroups:
         if not (played := _played(results, seen)):
             return _group(results)
         async with waits.named("evaluation", "the scorer"):
-            judged = await self.evaluated_by.score(prompt, [one.episode for one in played])
+            judged = await self.evaluated_by.score(prompt, [played_rollout.episode for played_rollout in played])
         return _group(results, played, judged)
 
     def forget(self, ticket: int) -> None:
@@ -170,7 +170,7 @@ class OwnGroups:
 
 def _played(results: Sequence[Played | Failure], seen: Seen) -> list[Played]:
     played = [result for result in results if isinstance(result, Played)]
-    seen([one.episode for one in played])
+    seen([played_rollout.episode for played_rollout in played])
     return played
 
 
@@ -178,9 +178,13 @@ def _group(
     results: Sequence[Played | Failure], played: Sequence[Played] = (), scores: Sequence[Scored | Failure] = ()
 ) -> PlayedGroup:
     judged = with_rewards(scores, played)
-    between = {of.rollout: of.between for one, of in zip(judged, played, strict=True) if isinstance(one, Scored)}
+    between = {
+        of.rollout: of.between for rollout, of in zip(judged, played, strict=True) if isinstance(rollout, Scored)
+    }
     now = asyncio.get_running_loop().time()
-    times = {of.rollout: _before(now, of) for one, of in zip(judged, played, strict=True) if isinstance(one, Scored)}
+    times = {
+        of.rollout: _before(now, of) for rollout, of in zip(judged, played, strict=True) if isinstance(rollout, Scored)
+    }
     joined = as_trees(judged, played)
     return PlayedGroup(
         scored=tuple(result for result in joined if isinstance(result, Scored)),
@@ -240,8 +244,8 @@ class Suspects:
                 found.append(ticket)
                 if self._finished:
                     self._finished = False
-                    for one in charged:
-                        one()
+                    for tell in charged:
+                        tell()
         return found
 
     @property
@@ -266,8 +270,8 @@ class Suspects:
             self._in_hand.discard(name)
             if not self._in_hand:
                 self._turn = ""
-                for one in self._waiting:
-                    one()
+                for waiting in self._waiting:
+                    waiting()
 
     def listen(self, turn_is_free: Callable[[], None]) -> None:
         """`turn_is_free`: called when another suspect may begin."""

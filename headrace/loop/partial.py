@@ -146,7 +146,7 @@ class TokenStore:
 
     def count(self, among: Iterable[str]) -> int:
         """Returns the number of tokens of these requests."""
-        return sum(len(one.tokens) for one in self.so_far(among).values())
+        return sum(len(completion.tokens) for completion in self.so_far(among).values())
 
     def so_far(self, among: Iterable[str] | None = None) -> dict[str, Completion]:
         """Returns finished and partial completions by request, of all requests or of those named. A partial one has the stop
@@ -182,11 +182,11 @@ class TokenStore:
         """Returns the version of the oldest token of these requests, or None if no token is sampled yet."""
         request_ids = list(request_ids)
         transcripts = self._engine.unfinished(request_ids)
-        versions = [kept.spans[0].version for one in request_ids if (kept := self.kept.get(one)) and kept.spans]
+        versions = [kept.spans[0].version for name in request_ids if (kept := self.kept.get(name)) and kept.spans]
         versions += [
-            running.versions[0] for one in request_ids if (running := transcripts.get(one)) and running.versions
+            running.versions[0] for name in request_ids if (running := transcripts.get(name)) and running.versions
         ]
-        versions += [done.spans[0].version for one in request_ids if (done := self._unheard(one)) and done.spans]
+        versions += [done.spans[0].version for name in request_ids if (done := self._unheard(name)) and done.spans]
         return min(versions, default=None)
 
 
@@ -379,7 +379,7 @@ def joined(first: Completion, second: Completion) -> Completion:
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
         prompt_top=first.prompt_top or second.prompt_top,
         top=_joined_top(first, second),
-        mask=joined_masks([(one.mask, len(one.tokens)) for one in (first, second)]),
+        mask=joined_masks([(completion.mask, len(completion.tokens)) for completion in (first, second)]),
         routing=second.routing
         or first.routing,  # the later one covers all positions, with the KV entries in use at its end
     )

@@ -105,7 +105,7 @@ class EarlierMetrics:
 
 
 def earlier_metrics(state: RunState) -> EarlierMetrics:
-    during = [one.step for one in state.evals if one.phase == "during"]
+    during = [evaluation.step for evaluation in state.evals if evaluation.phase == "during"]
     drawn = state.rows[-1].reward_drawn if state.rows else math.nan
     return EarlierMetrics(state.step, max(during, default=0), drawn, tuple(state.drawn_rewards))
 
@@ -262,7 +262,7 @@ class Pipeline:
     def _judge(self, group: Group) -> Group | None:
         """The part of a ready group that the next step may train (`staleness.judge`); None for a group that it has ended."""
         # A group of an earlier process may hold what was no failure in its version of headrace.
-        if failed := next((one for one in map(usable, group.scored) if isinstance(one, Failure)), None):
+        if failed := next((rollout for rollout in map(usable, group.scored) if isinstance(rollout, Failure)), None):
             self._warn(f"the finished group {group.ticket} is dropped ({failed.reason}): {failed.detail}")
             self._parts.ledger.ended(rolled_of(group), "dropped", failed.reason)
             return None
@@ -489,7 +489,7 @@ class Rolling:
         """Mean reward of all groups that ended since the last step, or the previous value if none did. If the metrics of a killed process
         are lost, it is the mean of `groups`, which this step takes."""
         if not self._rewards and math.isnan(self._mean_drawn):
-            self._rewards = [one.reward for group in groups for one in group.scored]
+            self._rewards = [rollout.reward for group in groups for rollout in group.scored]
         if self._rewards:
             self._mean_drawn = sum(self._rewards) / len(self._rewards)
             self._rewards.clear()
@@ -528,7 +528,7 @@ class Rolling:
                 between=group.between,
                 times=group.times,
             )
-            self._rewards += [one.reward for one in group.scored]
+            self._rewards += [rollout.reward for rollout in group.scored]
             self._judge(rolled)
         except asyncio.CancelledError:
             if ticket not in self._cancelled:
@@ -559,7 +559,7 @@ class Rolling:
     def _not_asked_again(self, ticket: int) -> int:
         """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""
         parts = self._parts
-        lost = sum(len(one.tokens) for one in parts.interrupts.tokens.unused(ticket).values())
+        lost = sum(len(completion.tokens) for completion in parts.interrupts.tokens.unused(ticket).values())
         if lost and parts.environment.resumes != "restarted" and not self._diverged:
             self._diverged = True
             parts.telemetry.warn(

@@ -75,7 +75,7 @@ class SavedRun:
     @property
     def step(self) -> int:
         """Number of optimizer steps done when the run was killed."""
-        done = [one.report.version for one in self.records if isinstance(one, SteppedRecord)]
+        done = [record.report.version for record in self.records if isinstance(record, SteppedRecord)]
         return max([self.saved_step, *done])
 
     @property
@@ -149,23 +149,23 @@ def read_saved_run(
             records = tuple(read_journal(run_dir, position))
     except JournalDamaged as error:
         behind, damage = [str(error)], Damage()  # reported once is enough
-    said = [f"{complaint}: {_from_where(state)}, and everything after it is set aside" for complaint in behind]
+    messages = [f"{complaint}: {_from_where(state)}, and everything after it is set aside" for complaint in behind]
     if nothing:
-        said = []
+        messages = []
     if lost:
-        said.append(_lost(run_dir, state, lost))
+        messages.append(_lost(run_dir, state, lost))
     elif damage:
-        said.append(
+        messages.append(
             f"the journal in {run_dir / JOURNAL} is damaged: {damage}. The run itself is complete; only replay, inspect and diff will lack these records"
         )
     if state:
         state, more = carried_over(state, changed, max_tokens)
-        said += more
+        messages += more
     return SavedRun(
         run_dir=run_dir,
         state=state,
         records=records,
-        complaints=tuple(said),
+        complaints=tuple(messages),
         rewinds=bool(behind or lost),
         lost=lost,
         changed=changed,

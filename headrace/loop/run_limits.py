@@ -296,8 +296,10 @@ class Minutes:
             return
         self._allowance.begin(self._clock())
         if step and not self._allowance.another(self._clock()):
-            said = "the time of train.minutes is over, so no more steps are done; to continue, raise it, or set it to 0"
-            self._record(Warned(self._clock(), said))
+            message = (
+                "the time of train.minutes is over, so no more steps are done; to continue, raise it, or set it to 0"
+            )
+            self._record(Warned(self._clock(), message))
 
     def measured(self, evaluation: float = 0.0, save: float = 0.0) -> None:
         """Takes measured seconds of an evaluation or a checkpoint."""
@@ -336,13 +338,15 @@ class Minutes:
         assert self._allowance is not None
         left = self._allowance.end - self._clock()
         rest = f"need the remaining {duration(left)}" if left > 0 else "are still done, although the time is over"
-        said = f"no more steps: the last evaluation and the checkpoint {rest} ({_instead(step, self._allowance.steps)})"
-        self.changed(step, step, said)
+        message = (
+            f"no more steps: the last evaluation and the checkpoint {rest} ({_instead(step, self._allowance.steps)})"
+        )
+        self.changed(step, step, message)
 
-    def changed(self, step: int, steps: int, said: str) -> None:
+    def changed(self, step: int, steps: int, message: str) -> None:
         """Saves and reports a new number of steps. It is on the disk before anything acts on it."""
         self._keep(steps, step)
-        self._record(Planned(self._clock(), steps, said))
+        self._record(Planned(self._clock(), steps, message))
 
 
 def _instead(steps: int, before: int) -> str:

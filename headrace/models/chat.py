@@ -154,7 +154,7 @@ class ChatEncoder:
         continues: bool,
     ) -> str:
         roles = ", ".join(str(message.get("role")) for message in messages)
-        said = f"the chat template of {self.directory} refuses messages with the roles {roles}: {error}"
+        sentence = f"the chat template of {self.directory} refuses messages with the roles {roles}: {error}"
 
         def accepts(changed: Sequence[Message], tools: Sequence[Mapping[str, Any]] = tools) -> bool:
             try:
@@ -164,17 +164,17 @@ class ChatEncoder:
             return bool(changed)
 
         pairs = zip(messages, [{}, *messages], strict=False)
-        joined = [one for one, before in pairs if one.get("role") != before.get("role")]
-        system = [one for one in messages if one.get("role") != "system"]
+        joined = [message for message, before in pairs if message.get("role") != before.get("role")]
+        system = [message for message in messages if message.get("role") != "system"]
         if len(joined) < len(messages) and accepts(joined):
-            return f"{said}. It wants users and assistants to take turns: make one message of those that follow each other with the same role"
+            return f"{sentence}. It wants users and assistants to take turns: make one message of those that follow each other with the same role"
         if len(system) < len(messages) and accepts(system):
-            return f"{said}. It has no system role: put that text (task.system) into the first question"
+            return f"{sentence}. It has no system role: put that text (task.system) into the first question"
         if tools and accepts(messages, ()):
-            return f'{said}. It shows no tools: set environment.tools = "hermes", which writes them into the system message'
+            return f'{sentence}. It shows no tools: set environment.tools = "hermes", which writes them into the system message'
         if continues:
-            return f"{said}. The last message is one of the assistant, which the answer continues; some templates cannot begin an answer so"
-        return said
+            return f"{sentence}. The last message is one of the assistant, which the answer continues; some templates cannot begin an answer so"
+        return sentence
 
     def encode(self, written: Written) -> tuple[int, ...]:
         """Returns the tokens of what `write` returned, or of a part of it. The template has already written the special tokens: adding
@@ -335,7 +335,11 @@ class ChatEncoder:
     @cached_property
     def special(self) -> Mapping[int, str]:
         """The tokenizer's special tokens, by id."""
-        added = {token: one.content for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        added = {
+            token: added_token.content
+            for token, added_token in self._tokenizer.added_tokens_decoder.items()
+            if added_token.special
+        }
         return added | dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
 
     @cached_property

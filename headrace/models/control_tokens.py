@@ -115,9 +115,17 @@ class ControlTokens:
     def __init__(self, tokenizer: Any, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> None:
         """`render`: writes messages with the template, without opening a turn."""
         self._tokenizer = tokenizer
-        added = {token: one for token, one in tokenizer.added_tokens_decoder.items() if one.content.strip()}
+        added = {
+            token: added_token
+            for token, added_token in tokenizer.added_tokens_decoder.items()
+            if added_token.content.strip()
+        }
         # Not every model calls them special: DeepSeek's <｜User｜> is not. Words that somebody added stand in templates too.
-        known = {token: one.content for token, one in added.items() if one.special or _BRACKETED.fullmatch(one.content)}
+        known = {
+            token: added_token.content
+            for token, added_token in added.items()
+            if added_token.special or _BRACKETED.fullmatch(added_token.content)
+        }
         written = set(tokenizer(_probed(render), add_special_tokens=False)["input_ids"]) if known else set()
         written |= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
         self._turn = {text: token for token, text in known.items() if token in written and not _THOUGHT.search(text)}
@@ -148,7 +156,7 @@ class ControlTokens:
         hidden = Hidden((messages, tools, arguments))
         return (
             hidden,
-            [hidden.hide_message(one, self.in_message(one.get("role"))) for one in messages],
+            [hidden.hide_message(message, self.in_message(message.get("role"))) for message in messages],
             hidden.hide(list(tools), self.all),
             hidden.hide(arguments, self.all),
         )
@@ -195,8 +203,8 @@ class ControlTokens:
         if own is None or not hasattr(own, "to_str"):
             raise _CannotEncode
         spec, names = json.loads(own.to_str()), self._stand_ins
-        for one in spec["added_tokens"]:
-            one["content"] = names.get(one["content"], one["content"])
+        for added_token in spec["added_tokens"]:
+            added_token["content"] = names.get(added_token["content"], added_token["content"])
         model, vocabulary = spec["model"], spec["model"]["vocab"]
         if isinstance(vocabulary, dict):
             model["vocab"] = {names.get(text, text): number for text, number in vocabulary.items()}

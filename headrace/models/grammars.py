@@ -76,8 +76,8 @@ class Trials:
                 process.stdin.write(json.dumps([constraint.kind, constraint.text]).encode() + b"\n")
                 process.stdin.flush()
                 there, _, _ = select.select([process.stdout], [], [], TRIAL_SECONDS)
-                if there and (said := process.stdout.readline()):
-                    return str(json.loads(said))
+                if there and (answer := process.stdout.readline()):
+                    return str(json.loads(answer))
                 how = "" if there else f"it took longer than {TRIAL_SECONDS:g} s"
             except BrokenPipeError:
                 how = ""
@@ -180,8 +180,8 @@ def _compiled(tokenizer: Any, constraint: Constraint) -> Any:
         if matcher.is_error() or not (matcher.is_accepting() or any(mask)):
             raise ValueError(f"{_NAMES[constraint.kind]} is not satisfied by any text; correct it")
         return matcher
-    said = matcher.get_error().strip().split("\n<state>")[0]
-    raise ValueError(f"{_NAMES[constraint.kind]} cannot be followed: {_shortened(said)}")
+    problem = matcher.get_error().strip().split("\n<state>")[0]
+    raise ValueError(f"{_NAMES[constraint.kind]} cannot be followed: {_shortened(problem)}")
 
 
 _NAMES = {
@@ -206,7 +206,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
         case "choice":
             choices = json.loads(constraint.text)
             # JSON's escapes are Lark's
-            return str(make.grammar_from_lark(f"start: {' | '.join(json.dumps(one) for one in choices)}"))
+            return str(make.grammar_from_lark(f"start: {' | '.join(json.dumps(choice) for choice in choices)}"))
         case "grammar":
             return str(make.grammar_from_lark(constraint.text))
 

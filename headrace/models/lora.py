@@ -125,7 +125,9 @@ def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taugh
     version of the student is a teacher."""
     if not config.rank:
         usual = LoraConfig()
-        if given := [one.name for one in fields(config) if getattr(config, one.name) != getattr(usual, one.name)]:
+        if given := [
+            field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)
+        ]:
             yield f"lora.{given[0]} is set, but lora.rank = 0 trains all weights; set lora.rank, 16 say, or remove lora.{given[0]}"
         return
     if importlib.util.find_spec("peft") is None:

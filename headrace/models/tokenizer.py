@@ -32,9 +32,9 @@ def load_tokenizer(directory: Path) -> Any:
 
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, TypeError, ... for the same mistake
-        said = (str(error).strip().splitlines() or [""])[0]
+        message = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"{directory} has no tokenizer that can be loaded ({type(error).__name__}: {said}); save it beside the model with "
+            f"{directory} has no tokenizer that can be loaded ({type(error).__name__}: {message}); save it beside the model with "
             "tokenizer.save_pretrained(directory)"
         ) from None
 
@@ -172,7 +172,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     _, found, behind = text.rpartition(ANSWER)
     if not found:
         return None
-    special = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+    special = {token for token, added_token in tokenizer.added_tokens_decoder.items() if added_token.special}
     for token in tokenizer(behind, add_special_tokens=False)["input_ids"]:
         if token in special or token in tokenizer.all_special_ids:
             return int(token)

@@ -27,7 +27,7 @@ def own_pages(tensors: Iterable[torch.Tensor]) -> None:
     shorter. So lie tensors of safetensors files that are loaded in the file's dtype. Others stay as they are."""
     files = _mapped_files()
     for tensor in tensors:
-        if tensor.device.type == "cpu" and any(tensor.data_ptr() in one for one in files):
+        if tensor.device.type == "cpu" and any(tensor.data_ptr() in file for file in files):
             tensor.data = tensor.data.clone()
 
 

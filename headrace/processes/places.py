@@ -12,7 +12,7 @@ from headrace.processes.worker_place import WorkerPlace
 _ALL: tuple[WorkerPlace, ...] = (LocalPlace(), JoinPlace(), RayPlace())
 """All places, a line each."""
 
-PLACES = {one.name: one for one in _ALL}
+PLACES = {place.name: place for place in _ALL}
 """The places by the value of `orchestration.kind`."""
 
 
@@ -22,7 +22,7 @@ def kinds_elsewhere() -> str:
     >>> kinds_elsewhere()
     'orchestration.kind = "join" or "ray"'
     """
-    return f"orchestration.kind = {quoted(one.name for one in PLACES.values() if one.elsewhere)}"
+    return f"orchestration.kind = {quoted(place.name for place in PLACES.values() if place.elsewhere)}"
 
 
 def quoted(names: Iterable[str]) -> str:

@@ -189,7 +189,7 @@ def build_scorer(
     if config.environment.rewards and not given:
         return NoReward()
     if config.teachers and not given:
-        if config.eval.prompts and all(one.mode == "tokens" for one in config.teachers):
+        if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
             raise ConfigError(
                 f"eval.prompts = {config.eval.prompts} measures a reward, and nothing gives one; set reward.function (the "
                 f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"

@@ -178,8 +178,8 @@ def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: 
     return dataclasses.replace(settled, config=config, notes=notes)
 
 
-def _planned(config: RunConfig, values: Mapping[str, Any], said: str, speeds: dict[str, float]) -> RunConfig:
-    config = with_chosen(config, values, {"minutes": said})
+def _planned(config: RunConfig, values: Mapping[str, Any], message: str, speeds: dict[str, float]) -> RunConfig:
+    config = with_chosen(config, values, {"minutes": message})
     return dataclasses.replace(config, chosen=dataclasses.replace(config.chosen, speeds=speeds))
 
 

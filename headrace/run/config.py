@@ -149,7 +149,10 @@ class RunConfig:
     @property
     def reward_weights(self) -> dict[str, float]:
         """The weight of every named reward: those of functions, and those of teachers that score text."""
-        return {**self.reward.weights, **{one.name: one.weight for one in self.teachers if one.mode == "text"}}
+        return {
+            **self.reward.weights,
+            **{teacher.name: teacher.weight for teacher in self.teachers if teacher.mode == "text"},
+        }
 
     @property
     def longest_rollout(self) -> int:
@@ -193,13 +196,17 @@ def read_tree(source: Source, sets: Sequence[str] = ()) -> Tree:
 
 def _unreached(sets: Sequence[str], tables: Any) -> Iterator[str]:
     """Yields a sentence for each `--set` of a setting of which adapters have their own values: it would change the other adapters alone."""
-    own = {one["name"]: one for one in tables or () if isinstance(one, Mapping) and isinstance(one.get("name"), str)}
+    own = {
+        entry["name"]: entry
+        for entry in tables or ()
+        if isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
+    }
     named = parse_sets(sets).get("adapters")
     for text in sets:
         ((section, table),) = parse_sets([text]).items()
         if section == "adapters" or not isinstance(table, Mapping):
             continue
-        theirs = [name for name, one in own.items() if _has_own(one, section, table)]
+        theirs = [name for name, own_table in own.items() if _has_own(own_table, section, table)]
         theirs = [
             name
             for name in theirs
@@ -544,7 +551,7 @@ def _user_code_problems(config: RunConfig) -> Iterator[str]:
                 f"orchestration.scorers run functions in files, and {', '.join(passed)} was passed from Python; put it into a file, and name that in "
                 "reward.function, or remove orchestration.scorers"
             )
-        elif not reward.specs and not any(one.reward for one in config.adapters):
+        elif not reward.specs and not any(adapter.reward for adapter in config.adapters):
             yield (
                 "orchestration.scorers run reward functions, and the settings name none (services and judges are asked over HTTP, environments give "
                 "their own rewards); set reward.function, or remove orchestration.scorers"
@@ -638,7 +645,7 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
     names = [adapter.name for adapter in config.adapters]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"two adapters are called {twice[0]}; give each a name of its own"
-    if config.train.minutes or any(one.train.get("minutes") for one in config.adapters):
+    if config.train.minutes or any(adapter.train.get("minutes") for adapter in config.adapters):
         yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
     if config.orchestration.bus:
         yield "orchestration.bus serves one policy; remove it, or train the adapters in runs of their own"

@@ -49,8 +49,8 @@ def _paths(value: Any) -> Iterator[Path]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for one in value:
-            yield from _paths(one)
+        for element in value:
+            yield from _paths(element)
     elif isinstance(value, str) and value.startswith("/"):
         file, colon, _ = value.rpartition(":")
         path = Path(file if colon and file.endswith(".py") else value)
@@ -62,12 +62,12 @@ def _add(digest: xxhash.xxh3_128, path: Path) -> None:
     if not path.is_dir():
         _read(digest, path)
         return
-    for one in sorted(path.iterdir()):
-        if one.name.endswith(_WEIGHTS):
-            digest.update(f"{one.name} {one.stat().st_size}")
-        elif one.name.endswith(_READ):
-            digest.update(one.name)
-            _read(digest, one)
+    for file in sorted(path.iterdir()):
+        if file.name.endswith(_WEIGHTS):
+            digest.update(f"{file.name} {file.stat().st_size}")
+        elif file.name.endswith(_READ):
+            digest.update(file.name)
+            _read(digest, file)
 
 
 def _read(digest: xxhash.xxh3_128, path: Path) -> None:

@@ -83,7 +83,7 @@ def open_lanes(config: RunConfig, directory: RunDirectory, resume: bool) -> Iter
             return
         if resume:
             check_resumable(meaning(read_config(config_of_run(directory.path))), meaning(config))
-        board = undo.enter_context(open_board(config.observe, [one.name for one in config.adapters]))
+        board = undo.enter_context(open_board(config.observe, [adapter.name for adapter in config.adapters]))
         lanes = {}
         for run in adapter_runs(config):
             path = directory.path / run.name

@@ -67,7 +67,7 @@ NEEDS = {
         'set partial.mode = "inflight"',
     ),
     "spans": EngineNeed(
-        lambda run: any(one.partial.mode not in ONE_VERSION for one in (run, *adapter_runs(run))),
+        lambda run: any(config.partial.mode not in ONE_VERSION for config in (run, *adapter_runs(run))),
         lambda engine, run: engine.spans,
         "report which version of the weights sampled each token, when they are swapped in the middle of a completion",
         'set partial.mode = "abort_resume" (or save_resume, drain, barrier)',

@@ -56,7 +56,7 @@ def evaluate(
     `checkpoint_of`). With `run`, `config` must be that run's config. `inputs`: functions and rows that the config names but cannot
     hold. `measurer`: chooses what a config without a run leaves open, as at the start of a run; a run has chosen already."""
     if config.adapters:
-        names = ", ".join(one.name for one in config.adapters)
+        names = ", ".join(adapter.name for adapter in config.adapters)
         raise ConfigError(
             f"the config trains several adapters ({names}); evaluate one of them by its directory, such as RUN/{config.adapters[0].name}"
         )
@@ -170,8 +170,8 @@ def export(
         raise ConfigError(f"{to} exists already: name a directory that is new or empty")
     checkpoint = checkpoint_of(run, step)
     if config.lora.quantise and not merge:
-        said = f"the adapter was trained on base weights in {config.lora.quantise}; with the exact ones the policy differs slightly"
-        echo(f"{said}: --merge writes the policy that was trained", err=True)
+        message = f"the adapter was trained on base weights in {config.lora.quantise}; with the exact ones the policy differs slightly"
+        echo(f"{message}: --merge writes the policy that was trained", err=True)
     # Torch is imported here only: an evaluation's controller does without it.
     from headrace.trainer.step.learner import Assignment
     from headrace.trainer.step.trainer import export_weights

@@ -71,14 +71,14 @@ async def open_parts(
                 files = await load_files(lane.config, encoder, inputs.rows) if encoder else tried[name]
                 loaded[name] = await _load(lane, name, files, inputs, sites=sites, telemetry=telemetry[name])
                 undo.push_async_callback(loaded[name].ending.aclose)
-        restore = {one.adapter: at for one in loaded.values() if (at := one.storage.checkpoint)}
+        restore = {lane.adapter: at for lane in loaded.values() if (at := lane.storage.checkpoint)}
         model_dir = files.encoder.directory
         pools = await undo.enter_async_context(open_pools(config, model_dir, logs, shared, restore, sites=sites))
         if "" not in lanes:
             first = next(iter(loaded.values())).telemetry  # one record of the base weights is enough
             await _serve_base(pools, dataclasses.replace(shared, record=first.record))
-        joined = {name: await one.join(pools) for name, one in loaded.items()}
-        yield {name: one.begin for name, one in joined.items()}
+        joined = {name: await lane.join(pools) for name, lane in loaded.items()}
+        yield {name: lane.begin for name, lane in joined.items()}
 
 
 async def _serve_base(pools: Pools, telemetry: Telemetry) -> None:
@@ -132,7 +132,7 @@ async def _load(
             "a function that was passed from Python cannot be called by rollout hosts (orchestration.bus); put it into a file, and name it there and "
             'here: reward.function = "my_rewards.py:exact"'
         )
-    scores = ScoreLog({one.name: one.mark for one in config.reward.endpoints})
+    scores = ScoreLog({endpoint.name: endpoint.mark for endpoint in config.reward.endpoints})
     async with AsyncExitStack() as ending:
         opening = open_players(
             config,

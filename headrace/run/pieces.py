@@ -31,7 +31,7 @@ def pieces_of(run_dir: Path) -> Pieces | None:
 def _on_this_machine(path: str) -> Path | None:
     if path and Path(path).expanduser().is_dir():
         return Path(path).expanduser()
-    ready = {one.model.name: one.path for one in model_states() if one.state == "ready"}
+    ready = {model_state.model.name: model_state.path for model_state in model_states() if model_state.state == "ready"}
     if path in ready:
         return ready[path]
     try:

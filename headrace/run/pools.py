@@ -140,7 +140,7 @@ async def open_pools(
 
 
 async def _close(started: Collection[Engine | Trainer], waits: Waits) -> None:
-    await close_within(waits, asyncio.gather(*(one.close() for one in started)))
+    await close_within(waits, asyncio.gather(*(engine.close() for engine in started)))
 
 
 async def close_within(waits: Waits, closing: Awaitable[Any]) -> None:

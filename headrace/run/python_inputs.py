@@ -104,12 +104,12 @@ def _adapters(tree: Tree) -> list[Any]:
 
 
 def _without_own_rewards(tree: Tree) -> Tree:
-    adapters = [{**one, "reward": {}} if isinstance(one, dict) else one for one in _adapters(tree)]
+    adapters = [{**adapter, "reward": {}} if isinstance(adapter, dict) else adapter for adapter in _adapters(tree)]
     return {**tree, "adapters": adapters} if adapters else tree
 
 
 def _refuse_own_tasks(tree: Tree) -> None:
-    if own := [one["name"] for one in _adapters(tree) if isinstance(one, dict) and one.get("task")]:
+    if own := [adapter["name"] for adapter in _adapters(tree) if isinstance(adapter, dict) and adapter.get("task")]:
         raise ConfigError(
             f"dataset= gives the same rows to all adapters, but {', '.join(map(str, own))} has its own task; remove one of "
             "the two"

@@ -139,12 +139,12 @@ class Rehearsal:
     def agree(self, findings: Sequence[Finding], model_dir: Path) -> None:
         """Takes what the preflight of a model found: contradictions are refused, remarks noted."""
         self.findings = [*findings]
-        for one in findings:
+        for finding in findings:
             with self.part():
-                if one.verdict == "refused":
-                    self.doubt(f"{model_dir}: {one.text}", certain=True)
-            if one.verdict == "remark" and one.text not in self.notes:
-                self.notes.append(one.text)
+                if finding.verdict == "refused":
+                    self.doubt(f"{model_dir}: {finding.text}", certain=True)
+            if finding.verdict == "remark" and finding.text not in self.notes:
+                self.notes.append(finding.text)
 
 
 async def rehearse(
@@ -242,8 +242,8 @@ def _rate(found: Rehearsal, name: str, train: TrainConfig, resume: Path | None) 
     own = resume / name if resume and several else resume
     if own and (own / CONFIG).exists():  # an adapter's is missing if the run was killed at its start
         before, done = read_config(own / CONFIG).train, count_steps(own)
-        if said := change_of_rate(before, train, done):
-            found.notes.append(f"{name}: {said}" if several else said)
+        if message := change_of_rate(before, train, done):
+            found.notes.append(f"{name}: {message}" if several else message)
     curve = drawn(train, before, done).splitlines()
     lines = [f"{name}: {curve[0]}" if several else curve[0], *curve[1:]]
     return [("" if number else "rate", line) for number, line in enumerate(lines)]
@@ -367,8 +367,8 @@ def _sight(
     given = None
     if len(reward.specs) == 1 and (kind := reward.specs[0].extract) and not episode:
         given = Extractor(kind)(Completion(completion, (), (), "stop", encoder.decode(completion)))
-    said = tried.words if tried else ""
-    return sight_of(encoder, prompt, completion, system=task.system, given=given, reward=said)
+    message = tried.words if tried else ""
+    return sight_of(encoder, prompt, completion, system=task.system, given=given, reward=message)
 
 
 def _own_functions(algo: AlgoConfig) -> None:
@@ -394,11 +394,11 @@ def _prompts(
     found.prompt_tokens = seen.median
     if problem := length_problem(seen, most, context, shape.positions):
         found.doubt(problem, certain=seen.too_long == seen.looked_at)
-    said = f"{seen.shortest} to {seen.longest} tokens, median {seen.median}; there is room for {room}"
+    message = f"{seen.shortest} to {seen.longest} tokens, median {seen.median}; there is room for {room}"
     first = encoder.written(prompts[0].tokens)
     return [
         ("next", f"{curriculum.words} (curriculum.kind = {curriculum.kind})"),
-        ("lengths", f"{said} ({seen.looked_at} looked at)"),
+        ("lengths", f"{message} ({seen.looked_at} looked at)"),
         ("the first", first),
         ("", f"({prompts[0].id})"),
     ]
@@ -437,8 +437,8 @@ async def _reward(
 ) -> tuple[Lines, RewardTrial | None]:
     """`begun`: the process of the functions, if they are of files."""
     if any(map(is_async, rewards)):  # an open connection belongs to the run's event loop, where `prepare` calls it
-        said = "an async function from Python: it is called once when the run starts, before the model is loaded"
-        return [("", said)], None
+        message = "an async function from Python: it is called once when the run starts, before the model is loaded"
+        return [("", message)], None
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
         scorer = await asyncio.to_thread(
@@ -469,7 +469,7 @@ async def _reward(
                 encode=encoder.encode_completion,
                 episode=episode,
                 compares=bool(config.reward.comparing),
-                services=[one.name for one in config.reward.endpoints],
+                services=[endpoint.name for endpoint in config.reward.endpoints],
             )
         finally:
             await scorer.close()

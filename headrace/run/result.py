@@ -65,16 +65,16 @@ class RunResult:
         """The best and the worst rollout of one group, for some steps spread over the run, as in the report."""
         looks = sampled(self._first_directory)
         return {
-            "step": [one.step for one in looks],
-            "prompt": [one.prompt for one in looks],
-            "completion": [one.text for one in looks],
-            "answer": [one.answer for one in looks],
-            "extracted": [one.extracted for one in looks],
-            "reward": [one.reward for one in looks],
-            "rewards": [one.rewards for one in looks],
-            "length": [len(one.tokens) for one in looks],
-            "stop": [one.stop for one in looks],
-            "lag": [max(one.lags, default=0) for one in looks],
+            "step": [view.step for view in looks],
+            "prompt": [view.prompt for view in looks],
+            "completion": [view.text for view in looks],
+            "answer": [view.answer for view in looks],
+            "extracted": [view.extracted for view in looks],
+            "reward": [view.reward for view in looks],
+            "rewards": [view.rewards for view in looks],
+            "length": [len(view.tokens) for view in looks],
+            "stop": [view.stop for view in looks],
+            "lag": [max(view.lags, default=0) for view in looks],
         }
 
     @property
@@ -98,8 +98,8 @@ class RunResult:
         words.append(f"{self.reason} at step {self.step}" + (f" of {started.steps}" if started else ""))
         if self.before and self.after:
             words.append(f"held-out reward {self.before.reward_mean:.3f} → {_mean(self.after)}")
-        elif one := self.after or self.before:
-            words.append(f"held-out reward {_mean(one)}")
+        elif evaluation := self.after or self.before:
+            words.append(f"held-out reward {_mean(evaluation)}")
         if self.adapters:
             words.append(f"adapters {', '.join(self.adapters)}")
         return f"<headrace run {self.directory}: {', '.join(words)}>"
@@ -115,8 +115,8 @@ class RunResult:
         return f'{title}{frame}srcdoc="{escape(page)}"></iframe>'
 
 
-def _mean(one: Evaluated) -> str:
-    return with_error(one.reward_mean, one.reward_sem)
+def _mean(evaluation: Evaluated) -> str:
+    return with_error(evaluation.reward_mean, evaluation.reward_sem)
 
 
 def result_of(directory: Path, lanes: Mapping[str, Lane]) -> RunResult:

@@ -69,12 +69,12 @@ def _functions(config: RunConfig) -> Any:
     """A single function from Python with weight 1 counts as nothing: earlier versions recorded nothing of it."""
     reward = config.reward
     only = len(reward.specs) == 1 and reward.specs[0].from_python and reward.specs[0].weight == 1.0
-    specs = [] if only else [dataclasses.asdict(one) for one in reward.specs]
+    specs = [] if only else [dataclasses.asdict(spec) for spec in reward.specs]
     return {"functions": specs, "extract_truncated": reward.extract_truncated}
 
 
 def _marks(endpoints: str, config: RunConfig) -> Any:
-    return [one.mark for one in getattr(config.reward, endpoints)]
+    return [endpoint.mark for endpoint in getattr(config.reward, endpoints)]
 
 
 def _punishment(config: RunConfig) -> Any:
@@ -107,7 +107,7 @@ RULES = (
         "adapters",
         "refused",
         why="their names; the settings of each are a run's",
-        value=lambda c: [one.name for one in c.adapters],
+        value=lambda c: [adapter.name for adapter in c.adapters],
     ),
     CarryRule(
         "task.*", "set aside", "dropped", "dropped", "a prompt is text, tokens and columns; other questions are refused"
@@ -152,7 +152,7 @@ RULES = (
         "set aside",
         "dropped",
         why="without their engines",
-        value=lambda c: [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in c.teachers],
+        value=lambda c: [dataclasses.asdict(dataclasses.replace(teacher, engine={})) for teacher in c.teachers],
     ),
     CarryRule("rollout.temperature", "set aside", "kept", "begun anew", "a row carries its temperature"),
     CarryRule(
@@ -221,7 +221,7 @@ def settings_of(section: Any, before: str = "") -> Iterator[tuple[str, Any]]:
         if dataclasses.is_dataclass(value):
             yield from settings_of(value, f"{name}.")
         elif isinstance(value, tuple):
-            yield name, [dataclasses.asdict(one) if dataclasses.is_dataclass(one) else one for one in value]  # type: ignore[arg-type]
+            yield name, [dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part for part in value]  # type: ignore[arg-type]
         else:
             yield name, value
 

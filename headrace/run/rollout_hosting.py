@@ -198,9 +198,9 @@ def _without_folders(value: Any) -> Any:
         case str() if value.startswith("/"):
             return value.rpartition("/")[2]
         case list() | tuple():
-            return [_without_folders(one) for one in value]
+            return [_without_folders(element) for element in value]
         case dict():
-            return {name: _without_folders(one) for name, one in value.items()}
+            return {name: _without_folders(element) for name, element in value.items()}
     return value
 
 

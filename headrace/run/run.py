@@ -168,8 +168,8 @@ class Callbacks:
             self._stop(f"{name} asked to stop" + (f" ({asked})" if str(asked) else ""), "interrupted")
         except BaseException as error:
             self._error = error
-            said = f"{name} raised {one_line(error)}"
-            self._stop(said, said)
+            message = f"{name} raised {one_line(error)}"
+            self._stop(message, message)
 
     def _stop(self, why: str, reason: str) -> None:
         self.stopped = True
@@ -222,8 +222,8 @@ def _through_deaths(call: TrainCall) -> RunResult:
         except WorkerDied as error:
             if not call.outlives(error):
                 raise
-            said = f"death no. {call.deaths.counted} of train.max_deaths = {call.deaths.most}"
-            say(f"{error}; {said}: the run goes on from its last checkpoint and its journal")
+            message = f"death no. {call.deaths.counted} of train.max_deaths = {call.deaths.most}"
+            say(f"{error}; {message}: the run goes on from its last checkpoint and its journal")
 
 
 def _until_it_ends(call: TrainCall) -> RunResult:

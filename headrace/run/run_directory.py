@@ -50,7 +50,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self._made = [one for one in (path, *path.parents) if not one.exists()]
+        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         with _writable(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path / LOCK)
@@ -110,7 +110,7 @@ class RunDirectory:
 
     def _vanish(self, keeps: Callable[[Path], bool]) -> None:
         """Removes everything that was created for a run that never began. `keeps`: which log files stay, if they are not empty."""
-        for path in sorted(self.path.rglob("*"), key=lambda one: -len(one.parts)):
+        for path in sorted(self.path.rglob("*"), key=lambda path_: -len(path_.parts)):
             with suppress(OSError):
                 if path.is_dir():
                     path.rmdir()
@@ -155,7 +155,7 @@ def _writable(path: Path) -> Iterator[None]:
 def configs_until(path: Path) -> list[tuple[int, Path]]:
     """The earlier settings of a run, in order. Each pair is (n, file): the settings of the steps before n, from the previous n on."""
     found = path.glob("config.until-step-*.toml")
-    return sorted((int(one.stem.removeprefix("config.until-step-")), one) for one in found)
+    return sorted((int(file.stem.removeprefix("config.until-step-")), file) for file in found)
 
 
 def config_at(path: Path, step: int) -> Path:
@@ -252,10 +252,12 @@ class Storage:
             self.checkpoints.root.mkdir(exist_ok=True)
             if outlived:
                 self.recorder.record(Warned(seconds, _OUTLIVED))
-            if said := self.checkpoints.clear():
-                self.recorder.record(Warned(seconds, said))
+            if message := self.checkpoints.clear():
+                self.recorder.record(Warned(seconds, message))
             journal = open_journal(self.run_dir, self._flush, saved, self._segment)
-            passes = PassLog(self.run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
+            passes = PassLog(
+                self.run_dir, step, lambda sentence: self.recorder.record(Warned(seconds, sentence)), number
+            )
             self._open = journal, passes
             self._keep_settings()
         except OSError as error:

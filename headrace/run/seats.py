@@ -55,7 +55,7 @@ def user_sites(place: OrchestrationConfig, telemetry: Telemetry) -> UserSites:
     sites: dict[Kind, Sites] = {}
     for kind, names in place.hosts.items():
         own = [HostedSite(Job(kind, name), telemetry) for name in names]
-        hosts += [(kind, one) for one in own]
+        hosts += [(kind, site) for site in own]
         sites[kind] = _sites(kind, own, place.also_here, telemetry)
     return UserSites(sites.get("scorer", HERE), sites.get("environment", HERE), hosts)
 
@@ -100,8 +100,8 @@ def _files(config: RunConfig, kind: Kind) -> Iterator[str]:
         named = [spec.function for spec in run.reward.specs]
         if kind == "environment":
             named = [run.environment.function or run.environment.name]
-        for one in named:
-            path = one if one.endswith(".py") else one.rpartition(":")[0]
+        for name in named:
+            path = name if name.endswith(".py") else name.rpartition(":")[0]
             if path.endswith(".py"):
                 yield path
 

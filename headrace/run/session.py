@@ -136,8 +136,8 @@ class Notices:
         self._tell(f"SIGTERM was sent {self._grace:g} s ago (orchestration.grace): leaving now")
         self._interrupt("SIGTERM", "")
 
-    def _tell(self, said: str) -> None:
-        say(said)
+    def _tell(self, message: str) -> None:
+        say(message)
 
 
 class Session:
@@ -166,7 +166,7 @@ class Session:
 
     def recall(self) -> None:
         """Takes the evaluations of a finished run from its metrics."""
-        known = {one.phase: one for one in self._recorder.state.evals}
+        known = {evaluation.phase: evaluation for evaluation in self._recorder.state.evals}
         self.before, self.after = known.get("before"), known.get("after")
 
     def loads(self) -> None:
@@ -200,13 +200,13 @@ class Session:
         await self._redo(built)
         earlier, started = self._recorder.state.started, built.started(built.pipeline.step)
         self._recorder.record(started)
-        if earlier and (said := machine_change(earlier, started)):
-            built.parts.telemetry.warn(said)
+        if earlier and (message := machine_change(earlier, started)):
+            built.parts.telemetry.warn(message)
         await built.go_live()
         if not self._recorder.state.evals and built.pipeline.step == 0:
             self.before = await built.parts.evaluator.measure("before", 0)
-        for one in self._recorder.state.evals:
-            built.parts.minutes.measured(evaluation=one.seconds)
+        for evaluation in self._recorder.state.evals:
+            built.parts.minutes.measured(evaluation=evaluation.seconds)
         await built.utilisation.start()
         self._training, patience = True, math.inf
         try:
@@ -228,8 +228,8 @@ class Session:
         if not built.redo:
             return
         first, last = built.redo[0].step, built.redo[-1].step
-        said = f"steps {first} to {last} are repeated from the journal: they were done after the checkpoint"
-        built.parts.telemetry.warn(said)
+        message = f"steps {first} to {last} are repeated from the journal: they were done after the checkpoint"
+        built.parts.telemetry.warn(message)
         await built.pipeline.redo(built.redo)
 
     def interrupt(self, why: str, again: str, *, asked: bool = True) -> None:
@@ -238,8 +238,8 @@ class Session:
         self._interrupts += 1
         self.asked = self.asked or asked
         if self._interrupts == 1 and self._training and self._built:
-            said = f"{why}: finishing this step, writing a checkpoint{again}"
-            self._built.parts.telemetry.warn(said)
+            message = f"{why}: finishing this step, writing a checkpoint{again}"
+            self._built.parts.telemetry.warn(message)
             self._built.pipeline.interrupt()
         elif self._main and not self.over:
             self._main.cancel()

@@ -79,18 +79,20 @@ def start_engine(
     """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print."""
     suspects, routing = Suspects(config.engine.ticket_deaths), config.rollout.keep_routing
 
-    def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
+    def start(engine_config: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         if config.orchestration.elsewhere:  # its machine has cores of its own
-            one = dataclasses.replace(one, threads=threads_elsewhere(config))
-        if one.is_server:
-            member = dataclasses.replace(config, engine=one)
+            engine_config = dataclasses.replace(engine_config, threads=threads_elsewhere(config))
+        if engine_config.is_server:
+            member = dataclasses.replace(config, engine=engine_config)
             return _server(
                 member, name, model_dir=model_dir, transport=transport, logs=logs, telemetry=member_telemetry
             )
         who = f"engine {name}".rstrip()
         engine = functools.partial(ProcessEngine, launcher, telemetry=member_telemetry, suspects=suspects)
         asleep = config.orchestration.placement == "shared"
-        return _process(one, who, engine, model_dir=model_dir, transport=transport, asleep=asleep, routing=routing)
+        return _process(
+            engine_config, who, engine, model_dir=model_dir, transport=transport, asleep=asleep, routing=routing
+        )
 
     def start_lent(member_telemetry: Telemetry) -> Starting[MemberEngine]:
         own = settings_of_lent(config.engine, config.train)

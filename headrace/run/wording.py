@@ -42,7 +42,9 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
         ),
         "weights": _weights(config.weight_sync, config.way, config.ends.adapters),
         "scorer": _scorer(config.reward),
-        **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
+        **{
+            f"teacher {teacher.name}": f"own process, {teacher.asked}, by {teacher.mode}" for teacher in config.teachers
+        },
     }
 
 
@@ -84,7 +86,9 @@ def _engine(engine: EngineConfig, place: OrchestrationConfig, path: str) -> str:
 
 def _scorer(reward: RewardConfig) -> str:
     processes = plural(reward.workers, "worker") if reward.specs or not reward.endpoints else ""
-    return ", ".join(filter(None, [processes, *(f"{one.name} at {one.url}" for one in reward.endpoints)]))
+    return ", ".join(
+        filter(None, [processes, *(f"{endpoint.name} at {endpoint.url}" for endpoint in reward.endpoints)])
+    )
 
 
 def weight_way(way: Way, encoding: str) -> WeightWay:

@@ -146,7 +146,7 @@ def of_completions(serving: Serving, body: Completions, name: str) -> list[Reque
     refuse_unserved(body)
     given = given_prompts(body)
     serving.room_for(len(given) * body.n)
-    prompts = [_tokens_of(serving, one) for one in given]
+    prompts = [_tokens_of(serving, prompt) for prompt in given]
     most = 16 if body.max_tokens is None else body.max_tokens
     scores = body.echo and (body.logprobs is not None or not most)
     if constraint := of_format(body.response_format, body.structured_outputs):
@@ -162,9 +162,9 @@ def given_prompts(body: Completions) -> list[str | Sequence[int]]:
     prompt = body.prompt
     if prompt == []:
         raise Refused(400, "prompt is an empty list; send a text, tokens, or a list of several of them")
-    if isinstance(prompt, str) or all(isinstance(one, int) for one in prompt):
+    if isinstance(prompt, str) or all(isinstance(element, int) for element in prompt):
         return [prompt]  # type: ignore[list-item]
-    if any(isinstance(one, int) for one in prompt):
+    if any(isinstance(element, int) for element in prompt):
         raise Refused(400, "prompt mixes tokens and texts; give each a request of its own")
     return list(prompt)  # type: ignore[arg-type]
 
@@ -231,8 +231,8 @@ def _arguments(serving: Serving, body: Chat) -> dict[str, Any]:
     given = body.chat_template_kwargs or {}
     arguments = with_effort(given, body.reasoning_effort, serving.encoder.variables)
     if arguments is None:
-        said = f"reasoning_effort = {body.reasoning_effort} is not served: the chat template does not know it; leave it out"
-        raise Refused(400, said, "unsupported_parameter")
+        message = f"reasoning_effort = {body.reasoning_effort} is not served: the chat template does not know it; leave it out"
+        raise Refused(400, message, "unsupported_parameter")
     if given and (problem := serving.encoder.argument_problem(given)):
         raise Refused(400, f"chat_template_kwargs: {problem}", "unsupported_parameter")
     return arguments
@@ -281,6 +281,6 @@ def begins_thinking(encoder: ChatEncoder, prompt: Sequence[int], chat: Chat) -> 
     if chat.continue_final_message:
         content = chat.messages[-1].content
         return is_open_in(
-            content if isinstance(content, str) else "".join(one.get("text", "") for one in content or ())
+            content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
         )
     return is_open_in(encoder.written(prompt[-_LAST:]))

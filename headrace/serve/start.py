@@ -92,8 +92,8 @@ async def _serve(config: ServeConfig, sock: socket.socket, say: Callable[[str], 
         lost = asyncio.ensure_future(serving.engine.watch())
         lost.add_done_callback(lambda _: setattr(server, "should_exit", True))
         if (room := room_for_connections()) < config.limits.requests:
-            said = f"{room} connections fit into the open files that this process may have, fewer than the {config.limits.requests} completions"
-            say(f"{said} that it would serve at once: raise the hard limit (ulimit -Hn) before you start it")
+            message = f"{room} connections fit into the open files that this process may have, fewer than the {config.limits.requests} completions"
+            say(f"{message} that it would serve at once: raise the hard limit (ulimit -Hn) before you start it")
         say(f"{serving.name} ({serving.engine.capabilities.path}, {serving.dtype}) at {address_of(sock)}")
         await serve_until_asked(server, sock)
         if lost.done():

@@ -88,7 +88,7 @@ def install(extra: str) -> str:
     """Returns the command, such as `pip install 'peft>=0.18,<1'`; quoted, because a shell would take < and > as redirections. It installs for
     this interpreter, whose environment need not be active."""
     found = EXTRAS[extra]
-    return f"{pip_install()} " + " ".join(f"'{one}'" for one in (found.requirement, *found.beside))
+    return f"{pip_install()} " + " ".join(f"'{requirement}'" for requirement in (found.requirement, *found.beside))
 
 
 def pip_install() -> str:
@@ -177,8 +177,8 @@ def look_into(python: str, modules: Sequence[Sequence[str]], setting: str, group
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{setting} = {python} cannot be run: {error}") from None
     except ValueError:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise ConfigError(f"{setting} = {python} is no Python interpreter; it said: {said}") from None
+        message = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise ConfigError(f"{setting} = {python} is no Python interpreter; it said: {message}") from None
     _, distribution, version = answer[modules[0][0]]
     missing = tuple(name for name, (here, *_) in answer.items() if not here)
     return Found(python, version, distribution, missing, tuple(plugins))

@@ -34,22 +34,24 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         files = {k: _absolute(way[k], base) for k in ("cert", "key") if _names_file(way.get(k))}
         changed["weight_sync"] = {**way, **files}
     if (teachers := tree.get("teachers")) is not None:
-        changed["teachers"] = _each(teachers, lambda one: _teacher_paths(one, base))
+        changed["teachers"] = _each(teachers, lambda teacher: _teacher_paths(teacher, base))
     if isinstance(algo, dict):
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
     if isinstance(place := tree.get("environment"), dict):
         changed["environment"] = _environment_paths(place, base)
     if (adapters := tree.get("adapters")) is not None:
-        changed["adapters"] = _each(adapters, lambda one: resolve_paths(one, base) if isinstance(one, dict) else one)
+        changed["adapters"] = _each(
+            adapters, lambda adapter: resolve_paths(adapter, base) if isinstance(adapter, dict) else adapter
+        )
     return {**tree, **changed}
 
 
 def _each(tables: Any, resolve: Callable[[Any], Any]) -> Any:
     """Resolves each table of a list, or of a table of such by their names (`--set adapters.NAME.task.path=...`)."""
     if isinstance(tables, dict):
-        return {name: resolve(one) for name, one in tables.items()}
-    return [resolve(one) for one in tables] if isinstance(tables, list) else tables
+        return {name: resolve(table) for name, table in tables.items()}
+    return [resolve(table) for table in tables] if isinstance(tables, list) else tables
 
 
 def _reward_paths(reward: Tree, base: Path) -> Tree:
@@ -60,7 +62,7 @@ def _reward_paths(reward: Tree, base: Path) -> Tree:
     if isinstance(reward.get("functions"), list):
         resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
     scorers = {name: value for name, value in reward.items() if name not in ("function", "functions")}
-    return resolved | {name: _each(value, lambda one: _token_path(one, base)) for name, value in scorers.items()}
+    return resolved | {name: _each(value, lambda scorer: _token_path(scorer, base)) for name, value in scorers.items()}
 
 
 def _token_path(scorer: Any, base: Path) -> Any:

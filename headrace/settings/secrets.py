@@ -29,6 +29,6 @@ def read_token(path: Path, setting: str) -> str:
 
 def check_token(token: str, where: str) -> str:
     """Returns the token. Raises ConfigError if it cannot be one. `where`: its place, for the message, which never holds the token."""
-    if not token or not token.isascii() or any(one.isspace() for one in token):
+    if not token or not token.isascii() or any(character.isspace() for character in token):
         raise ConfigError(f"{where} must hold one token: a line of ASCII without spaces (openssl rand -hex 32)")
     return token

@@ -94,13 +94,13 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
 def names_in(value: Any) -> list[str]:
     """Returns the names of the tables in a list, which are those of `[[adapters]]` or `[[teachers]]`; empty for anything else."""
     tables = value if isinstance(value, (list, tuple)) else ()
-    return [one["name"] for one in tables if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
+    return [table["name"] for table in tables if isinstance(table, Mapping) and isinstance(table.get("name"), str)]
 
 
 def _merge_named(key: str, old: Sequence[Any], above: Mapping[str, Any], *, names: Sequence[str]) -> list[Any]:
     if strange := next((name for name in above if name not in names), ""):
         raise ConfigError(f"{key}.{strange}: none of {key} is called {strange}; there are {', '.join(names)}")
-    return [merge(one, above.get(one["name"], {})) if names_in([one]) else one for one in old]
+    return [merge(entry, above.get(entry["name"], {})) if names_in([entry]) else entry for entry in old]
 
 
 def build(kind: type[T], tree: Mapping[str, Any], elsewhere: Callable[[str], str] = lambda name: "") -> T:

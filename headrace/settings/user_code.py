@@ -121,8 +121,8 @@ def _outside(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _headline(error: BaseException) -> str:
-    said = (said_by(error).strip().splitlines() or [""])[0][:300]
-    return encodable(f"{type(error).__name__}{': ' if said else ''}{said}")
+    message = (said_by(error).strip().splitlines() or [""])[0][:300]
+    return encodable(f"{type(error).__name__}{': ' if message else ''}{message}")
 
 
 _PACKAGE = str(PACKAGE)

@@ -39,8 +39,10 @@ class FakeArrivals:
         self._match()
 
     def _match(self) -> None:
-        self._expected = deque(one for one in self._expected if not one[-1].done())
+        self._expected = deque(seat for seat in self._expected if not seat[-1].done())
         for kind, seat, arrival in self._expected:
-            if found := next((one for one in self._spares if (one.hello.kind, one.hello.seat) == (kind, seat)), None):
+            if found := next(
+                (spare for spare in self._spares if (spare.hello.kind, spare.hello.seat) == (kind, seat)), None
+            ):
                 self._spares.remove(found)
                 arrival.set_result(found)

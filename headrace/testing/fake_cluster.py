@@ -33,7 +33,7 @@ class FakeMachine(InstantNetwork):
 
     def fits(self, bundle: NodeShare) -> bool:
         taken = [sum(column) for column in zip(*self.bundles, strict=True)] or [0, 0]
-        return all(has - used >= one for has, used, one in zip(self.node.has, taken, bundle, strict=True))
+        return all(has - used >= wanted for has, used, wanted in zip(self.node.has, taken, bundle, strict=True))
 
 
 class FakeHosted:
@@ -122,7 +122,7 @@ class FakeCluster:
     def _place(self) -> None:
         """Each in turn on the node with the fewest bundles; in the order in which they were asked for."""
         for berth in list(self._waiting):
-            for machine in sorted(self.machines.values(), key=lambda one: len(one.bundles)):
+            for machine in sorted(self.machines.values(), key=lambda machine: len(machine.bundles)):
                 if machine.node.id not in berth.avoid and machine.fits(berth.bundle):
                     machine.bundles.append(berth.bundle)
                     berth.machine.set_result(machine)

@@ -213,7 +213,9 @@ class FakeEngine(_Presence):
         if k:
             rest = [-math.inf] * (k - 1)
             ids = array("i", [token for right in tokens[1:] for token in (right, *range(1, k))])
-            top = TopLogprobs(k, ids.tobytes(), array("f", [p for one in opinions for p in (one, *rest)]).tobytes())
+            top = TopLogprobs(
+                k, ids.tobytes(), array("f", [p for opinion in opinions for p in (opinion, *rest)]).tobytes()
+            )
         scores = PromptScores(request.id, self._live(request), opinions, top, self._mixed)
         self._tell(StepOutput(self.version, scores=(scores,), mixed=self._mixed))
         return Finished(request.id, "length")

@@ -38,20 +38,20 @@ class ScriptedTurns:
     """Whether it keeps what it said: then `reply` is not asked again after a kill."""
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
-        said = [msgspec.msgpack.decode(note) for note in agent.kept]
+        replies = [msgspec.msgpack.decode(note) for note in agent.kept]
         done = await agent.turn(self.prompt.tokens)
         for number in range(self.turns - 1):
-            if number == len(said):
-                said.append(await self._reply(agent, done))
-            done = await agent.turn(said[number])
+            if number == len(replies):
+                replies.append(await self._reply(agent, done))
+            done = await agent.turn(replies[number])
         return {"scripted": self.reward}
 
     async def _reply(self, agent: Agent, done: Completion) -> Sequence[int]:
         await asyncio.sleep(self.seconds)
-        said = self.reply(done, self.seed)
+        reply = self.reply(done, self.seed)
         if self.keeps:
-            agent.keep(msgspec.msgpack.encode(said))
-        return said
+            agent.keep(msgspec.msgpack.encode(reply))
+        return reply
 
 
 def scripted(

@@ -24,9 +24,9 @@ def completion(tokens: Sequence[int], version: int = 0, stop: Stop = "stop") -> 
     return Completion(tuple(tokens), (-1.0,) * len(tokens), (VersionSpan(0, version, version),), stop)
 
 
-def scored(one: Completion, reward: float = 1.0, context: Sequence[int] = (1, 2)) -> Scored:
+def scored(sampled: Completion, reward: float = 1.0, context: Sequence[int] = (1, 2)) -> Scored:
     """An episode of one turn."""
-    return Scored(Episode((Turn(tuple(context), one),)), reward, {"reward": reward})
+    return Scored(Episode((Turn(tuple(context), sampled),)), reward, {"reward": reward})
 
 
 def row(tokens: Sequence[int], versions: Sequence[int] | int = 0, *, advantage: float = 1.0, **more: Any) -> Row:

@@ -59,10 +59,10 @@ class Ring:
 
         with ThreadPoolExecutor(self.ranks) as pool:
             done = [pool.submit(guarded, rank) for rank in range(self.ranks)]
-        failed = [one.exception() for one in done]
+        failed = [future.exception() for future in done]
         for error in sorted(filter(None, failed), key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error
-        return [one.result() for one in done]
+        return [future.result() for future in done]
 
 
 class Simulated:
@@ -114,7 +114,7 @@ class Simulated:
                 loss.backward()
             self._scatter(self._held)
         for parameter in work.parameters:
-            given = [one for one in self._exchange("gradient", parameter.grad) if one is not None]
+            given = [tensor for tensor in self._exchange("gradient", parameter.grad) if tensor is not None]
             if given:
                 parameter.grad = self._own(torch.stack(given).sum(0))
 
@@ -126,7 +126,7 @@ class Simulated:
 
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
         given = self._exchange("join", columns)
-        start = sum(one.shape[1] for one in given[: self._rank])
+        start = sum(tensor.shape[1] for tensor in given[: self._rank])
         return torch.cat(given, 1), slice(start, start + columns.shape[1])
 
     def of_head(self, values: Tensor) -> Tensor:

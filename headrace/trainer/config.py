@@ -231,7 +231,7 @@ def change_of_rate(before: TrainConfig, now: TrainConfig, done: int) -> str:
     """Returns a sentence for a run that is resumed after `done` steps, where its schedule goes on otherwise than it would have; else an
     empty string. Constant rates are what the settings say."""
     parts = ("learning_rate", "schedule", "steps", "warmup_steps")
-    if all(getattr(before, one) == getattr(now, one) for one in parts) or not 0 < done < now.steps:
+    if all(getattr(before, part) == getattr(now, part) for part in parts) or not 0 < done < now.steps:
         return ""
     if before.schedule == now.schedule == "constant":
         return ""
@@ -240,9 +240,9 @@ def change_of_rate(before: TrainConfig, now: TrainConfig, done: int) -> str:
     then = f", then to {learning_rate(now.steps - 1, now):.3g} at step {now.steps}" if now.steps > done + 1 else ""
     told = f'train.schedule = "{now.schedule}"'
     told += f" now ends at train.steps = {now.steps} instead of {before.steps}" if before.steps != now.steps else ""
-    said = (
+    message = (
         f"the learning rate {how}: {last:.3g} at step {done}, {following:.3g} at step {done + 1}{then}, because {told}"
     )
     if how != "rises again":
-        return said
-    return f'{said}. To keep {last:.3g}, set train.schedule = "constant" and train.learning_rate = {last:.3g}'
+        return message
+    return f'{message}. To keep {last:.3g}, set train.schedule = "constant" and train.learning_rate = {last:.3g}'

@@ -56,8 +56,10 @@ class Guard:
             given = [hmac.compare_digest(headers.get(name, b""), value) for name, value in self._expected.items()]
             if any(given):
                 return None
-            said = "this server asks for a token: send the header `Authorization: Bearer TOKEN` (or `X-API-Key: TOKEN`)"
-            return Refused(401, said, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+            message = (
+                "this server asks for a token: send the header `Authorization: Bearer TOKEN` (or `X-API-Key: TOKEN`)"
+            )
+            return Refused(401, message, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
         host = headers.get(b"host", b"").decode("latin-1")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if host and not is_loopback(name):

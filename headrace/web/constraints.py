@@ -31,7 +31,11 @@ class CallEncoder(Protocol):
 
 def of_format(response_format: Mapping[str, Any] | None, outputs: Mapping[str, Any] | None) -> Constraint | None:
     """`response_format` as OpenAI has it, `outputs`: vLLM's `structured_outputs`. Raises Refused for forms that are none of theirs."""
-    asked = [one for one in (_of_response_format(response_format or {}), _of_outputs(outputs or {})) if one is not None]
+    asked = [
+        constraint
+        for constraint in (_of_response_format(response_format or {}), _of_outputs(outputs or {}))
+        if constraint is not None
+    ]
     if len(asked) > 1:
         raise _refused("response_format and structured_outputs exclude each other; leave one out")
     return asked[0] if asked else None
@@ -68,7 +72,7 @@ def _of_outputs(given: Mapping[str, Any]) -> Constraint | None:
             return Constraint("json_schema", json.dumps(value))
         case [("json_object", True)]:
             return Constraint("json_schema", _OBJECT)
-        case [("choice", [*texts])] if all(isinstance(one, str) for one in texts):
+        case [("choice", [*texts])] if all(isinstance(choice, str) for choice in texts):
             return Constraint("choice", json.dumps(texts))
         case [("regex", str(text))]:
             return Constraint("regex", text)
@@ -116,8 +120,8 @@ def of_tools(
     format = encoder.call_format
     special = {text: token for token, text in encoder.special.items()}
     made = [
-        call_grammar(format, chosen, forced=forced, several=several is not False and not name, special=one)
-        for one in (special, {})
+        call_grammar(format, chosen, forced=forced, several=several is not False and not name, special=marks)
+        for marks in (special, {})
     ]
     if made[0]:
         # a special token is spelled out for the check, whose tokenizer has none
@@ -162,5 +166,5 @@ def of_answer(
     return Constraint(constraint.kind, constraint.text, after=CLOSING)
 
 
-def _refused(said: str) -> Refused:
-    return Refused(400, said, "invalid_constraint")
+def _refused(message: str) -> Refused:
+    return Refused(400, message, "invalid_constraint")

@@ -108,9 +108,9 @@ async def answer_error(request: HttpRequest, error: Exception) -> Response:
 
 def _unrouted(request: HttpRequest, error: HTTPException) -> Exception:
     """The refusal of a path or a method that no route has."""
-    routes = [one for one in request.app.routes if isinstance(one, Route)]
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
     if error.status_code == 404:
-        path, paths = request.url.path[:_LONGEST_PATH], [one.path for one in routes if "{" not in one.path]
+        path, paths = request.url.path[:_LONGEST_PATH], [route.path for route in routes if "{" not in route.path]
         return Refused(404, f"{path} is not served here{nearest(path, paths)}")
     if error.status_code == 405:
         methods = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))  # of a set

@@ -64,8 +64,8 @@ def continues_last(body: Chat) -> bool:
     """Whether the answer continues the last message. Raises Refused for fields that do not fit together."""
     if not body.continue_final_message:
         if body.add_generation_prompt is False:
-            said = "add_generation_prompt = false is served with continue_final_message = true only; leave it out"
-            raise Refused(400, said, "unsupported_parameter")
+            message = "add_generation_prompt = false is served with continue_final_message = true only; leave it out"
+            raise Refused(400, message, "unsupported_parameter")
         return False
     if body.add_generation_prompt:
         raise Refused(400, "continue_final_message and add_generation_prompt exclude each other; leave one out")
@@ -99,8 +99,8 @@ _HARMLESS |= {"prompt_cache_key", "prompt_cache_retention"}
 
 def _of_other_routes() -> dict[str, tuple[Any, ...]]:
     """Fields of the routes for text, each of which is unknown on other routes, with the values with which they ask for nothing."""
-    fields = [one for body in (Responses, Messages, Chat, Completions) for one in msgspec.structs.fields(body)]
-    there = {one.name: one.default for one in fields if one.name not in _HARMLESS}
+    fields = [field for body in (Responses, Messages, Chat, Completions) for field in msgspec.structs.fields(body)]
+    there = {field.name: field.default for field in fields if field.name not in _HARMLESS}
     return {name: (*_EMPTY, default, *NEUTRAL.get(name, ())) for name, default in there.items()} | {
         "top_k": (None, 0, -1),
         "text": (None, {}, {"format": {"type": "text"}}),
@@ -158,8 +158,8 @@ def note_unknown(scope: Scope, read: object, body: bytes) -> None:
         if listed and not _asks_for_nothing(own, value):
             raise Refused(400, f"{_shown(name)} is not served; leave it out", "unsupported_parameter")
         if not listed and (like := _resembling(own, known)):
-            said = f"there is no field {_shown(name)}; did you mean {like}?"
-            raise Refused(400, said, "unsupported_parameter")
+            message = f"there is no field {_shown(name)}; did you mean {like}?"
+            raise Refused(400, message, "unsupported_parameter")
         names.append(_shown(name))
     if names:
         scope[HEADER] = names
@@ -192,14 +192,16 @@ def _asks_for_nothing(name: str, value: msgspec.Raw) -> bool:
         read = msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError):
         return False
-    return any(type(read) is type(one) and read == one for one in CHANGING.get(name, _EMPTY))  # False is no 0
+    return any(
+        type(read) is type(neutral) and read == neutral for neutral in CHANGING.get(name, _EMPTY)
+    )  # False is no 0
 
 
 def _resembling(name: str, known: Collection[str]) -> str:
     """The known field that the name is almost written like; empty if there is none."""
     if len(name) > LONGEST_NAME:
         return ""
-    plain = {_plain(one): one for one in known}
+    plain = {_plain(known_name): known_name for known_name in known}
     found = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=ALIKE)
     return plain[found[0]] if found else ""
 

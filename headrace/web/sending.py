@@ -79,8 +79,8 @@ async def read_bytes(request: HttpRequest, media: str, limits: ServerLimits) -> 
                 if len(body) > limits.body_bytes:
                     raise _too_large(limits)
     except TimeoutError:
-        said = f"the body did not arrive within {limits.body_seconds:g} seconds"
-        raise Refused(408, said, headers={"Connection": "close"}) from None
+        message = f"the body did not arrive within {limits.body_seconds:g} seconds"
+        raise Refused(408, message, headers={"Connection": "close"}) from None
     request.scope[_SIZE] = len(body)
     return bytes(body)
 

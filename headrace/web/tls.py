@@ -105,11 +105,11 @@ async def _relay(plain: socket.socket, where: tuple[str, int], context: ssl.SSLC
         asyncio.ensure_future(_copy(inner_reader, writer)),
     ]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    for one in (writer, inner_writer):  # each end is told of the other's end
+    for end in (writer, inner_writer):  # each end is told of the other's end
         with contextlib.suppress(OSError, TimeoutError):
-            one.close()
+            end.close()
             async with asyncio.timeout(1.0):
-                await one.wait_closed()
+                await end.wait_closed()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -327,13 +327,13 @@ class BroadcastServer:
         """Waits until somebody asks, and for those who may still do."""
         since = 0.0
         while True:
-            asking = [one for one in self._members if one.asked]
-            missing = [one for one in self._members if not one.asked and one.waited_for]
+            asking = [member for member in self._members if member.asked]
+            missing = [member for member in self._members if not member.asked and member.waited_for]
             since = (since or time.monotonic()) if asking else 0.0
             left = since + GATHER - time.monotonic()
             if asking and (not missing or left <= 0):
-                for one in missing:
-                    one.waited_for = False
+                for member in missing:
+                    member.waited_for = False
                 return _together(asking)
             with suppress(queue.Empty):
                 self._note(*self._events.get(timeout=left if asking else None))
@@ -380,13 +380,13 @@ class BroadcastServer:
 
     def _joined(self, members: Sequence[GroupMember]) -> StandingGroup:
         """Returns the group of these members: the one that is there, or a new one that they have yet to join."""
-        standing, held = self._group, {one.asked.group for one in members if one.asked}
+        standing, held = self._group, {member.asked.group for member in members if member.asked}
         if standing and standing.members == tuple(members) and held == {standing.number}:
             return standing
         self._leave_group()
         self._groups += 1
         number = self._groups
-        gpus = {own_gpu(), *(one.gpu for one in members)}
+        gpus = {own_gpu(), *(member.gpu for member in members)}
         backend: Backend = "nccl" if len(gpus) > len(members) and "" not in gpus else "gloo"
         carrier = BucketGroup(
             GroupStore(self._keys, number, self._patience),
@@ -451,9 +451,9 @@ class BroadcastServer:
 def _together(asking: Sequence[GroupMember]) -> list[GroupMember]:
     """Returns whoever has waited the longest, with all who want the same. Not what most want: engines that are served ask again for each
     version, and would keep one that has come back and needs the whole waiting for ever. Those who are served alone come last."""
-    many = [one for one in asking if not one.alone]
-    first = min(many or asking, key=lambda one: one.question)
-    return [one for one in many if _wanted(one) == _wanted(first)] or [first]
+    many = [member for member in asking if not member.alone]
+    first = min(many or asking, key=lambda member: member.question)
+    return [member for member in many if _wanted(member) == _wanted(first)] or [first]
 
 
 def _wanted(member: GroupMember) -> Any:

@@ -120,7 +120,9 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
 def _fitting(ends: WeightEnds, encrypts: bool = False) -> list[str]:
     """Names of the transports that reach the engines. Any server will do where it is a server."""
     reach = "server" if ends.server else ends.reach
-    return [name for name, one in TRANSPORTS.items() if reach in one.reaches and one.encrypts >= encrypts]
+    return [
+        name for name, transport in TRANSPORTS.items() if reach in transport.reaches and transport.encrypts >= encrypts
+    ]
 
 
 def _out_of_reach(way: Way, ends: WeightEnds) -> Iterator[str]:
@@ -137,7 +139,8 @@ def _out_of_reach(way: Way, ends: WeightEnds) -> Iterator[str]:
         )
     elif ends.bus:
         named = [
-            f'({TRANSPORTS[one].condition}) "{one}"' if TRANSPORTS[one].condition else f'"{one}"' for one in fitting
+            f'({TRANSPORTS[name].condition}) "{name}"' if TRANSPORTS[name].condition else f'"{name}"'
+            for name in fitting
         ]
         yield (
             f'weight_sync.kind = "{way.kind}" does not reach rollout hosts, which come and go (orchestration.bus); use weight_sync.kind = '

@@ -56,7 +56,7 @@ class Offers:
         before = self._offers[name][-1] if self._offers[name] else None
         number = (before.number + 1) % self.slots.count(name) if before else 0
         with self._lock:
-            self._offers[name] = [one for one in self._offers[name] if one.number != number]
+            self._offers[name] = [other for other in self._offers[name] if other.number != number]
         packed = self.slots.packed(name, number)
         packed.fill(parameters)
 
@@ -91,7 +91,7 @@ class Offers:
         """Returns the bytes of a version, or those of its difference; None if it has none (any more)."""
         with self._lock:
             offers = self._offers.get(name, ())
-            offer = next((one for one in reversed(offers) if one.fingerprint == fingerprint), None)
+            offer = next((offer for offer in reversed(offers) if offer.fingerprint == fingerprint), None)
         if offer is None or (part == "delta" and not offer.delta):
             return None
         return memoryview(offer.delta) if part == "delta" else self.slots.buffer(name, offer.number)

@@ -213,7 +213,7 @@ class FilesSender(WeightSender):
         return update
 
     def _prune(self, written: list[tuple[Path, bool]], newest: Path, whole: bool) -> None:
-        written[:] = [*(one for one in written if one[0] != newest), (newest, whole)]
+        written[:] = [*(entry for entry in written if entry[0] != newest), (newest, whole)]
         start = max((number for number, (_, full) in enumerate(written[: 1 - KEPT]) if full), default=0)
         for path, _ in written[:start]:
             shutil.rmtree(path, ignore_errors=True)

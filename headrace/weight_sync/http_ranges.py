@@ -76,7 +76,9 @@ class Relays:
         """Forgets who has other versions of the same."""
         kept, other = path_to(name, newest), path_to(name, "")
         with self._change:
-            self._peers = {path: one for path, one in self._peers.items() if path == kept or not path.startswith(other)}
+            self._peers = {
+                path: peers for path, peers in self._peers.items() if path == kept or not path.startswith(other)
+            }
 
     @contextmanager
     def turn(self, path: str, direct: bool) -> Iterator[str]:

@@ -59,10 +59,10 @@ def make_up(manifest: Manifest, parts: Sequence[Sequence[ByteRange]]) -> bool:
     for spec in manifest.tensors:
         at = spec.offset
         while at < spec.offset + spec.nbytes:
-            one = next(left, None)
-            if one is None or one.offset != at:
+            part = next(left, None)
+            if part is None or part.offset != at:
                 return False
-            at += one.nbytes
+            at += part.nbytes
         if at != spec.offset + spec.nbytes:
             return False
     return next(left, None) is None
@@ -77,7 +77,7 @@ def parts_of(
     """Returns the share of a rank (`RankParts` describes the arguments); None if the values of all ranks do not make up the whole."""
     own = {name: ranges_of(manifest, values(name)) for name, manifest in manifests.items()}
     everyone = exchange(own)
-    whole = all(make_up(manifest, [one[name] for one in everyone]) for name, manifest in manifests.items())
+    whole = all(make_up(manifest, [held[name] for held in everyone]) for name, manifest in manifests.items())
     return RankParts(rank, everyone, values, exchange) if whole else None
 
 

@@ -177,12 +177,12 @@ class TcpSource:
         for place, own in zip(places, ranges, strict=True):
 
             def read(connection: socket.socket, nbytes: int, own: list[ByteRange] = own) -> None:
-                if nbytes != sum(one.nbytes for one in own):
+                if nbytes != sum(part.nbytes for part in own):
                     raise IdentityError(
                         f"a part of version {update.version} has {nbytes} bytes, which is another length"
                     )
-                for one in own:
-                    receive_into(connection, into[one.offset : one.offset + one.nbytes])
+                for part in own:
+                    receive_into(connection, into[part.offset : part.offset + part.nbytes])
 
             self._asked(update, place, str(update.where["label"]), read)
         return manifest.payload
@@ -199,7 +199,9 @@ class TcpSource:
             found = [msgspec.msgpack.decode(answer, type=list[ByteRange]) for answer in answers]
             if not make_up(manifest, found):
                 raise IdentityError(f"the parts of version {update.version} do not make up this engine's weights")
-            self._ranges = {key: found} | {other: one for other, one in self._ranges.items() if other[1:] == key[1:]}
+            self._ranges = {key: found} | {
+                other: ranges for other, ranges in self._ranges.items() if other[1:] == key[1:]
+            }
         return self._ranges[key]
 
     def _asked(
@@ -335,22 +337,22 @@ class TcpPartSender(WeightSender):
                 else:
                     connection = stack.enter_context(reach(address, INTRODUCTION, self._tls))
                     readers.append(_rank_reader(connection, Question(self._token, name, label, "full")))
-            order = sorted((one, rank) for rank, ranges in enumerate(self._ranks.ranges) for one in ranges[name])
+            order = sorted((part, rank) for rank, ranges in enumerate(self._ranks.ranges) for part in ranges[name])
             left = iter(order)
 
             def bytes_of(spec: TensorSpec) -> Iterator[memoryview]:
                 at = spec.offset
                 while at < spec.offset + spec.nbytes:
-                    one, rank = next(left)
-                    for start in range(0, one.nbytes, PIECE):
-                        yield readers[rank](min(PIECE, one.nbytes - start))
-                    at += one.nbytes
+                    part, rank = next(left)
+                    for start in range(0, part.nbytes, PIECE):
+                        yield readers[rank](min(PIECE, part.nbytes - start))
+                    at += part.nbytes
 
             return fingerprint_of(self._manifests[name], bytes_of)
 
 
 def _length(ranges: Sequence[ByteRange]) -> int:
-    return sum(one.nbytes for one in ranges)
+    return sum(part.nbytes for part in ranges)
 
 
 def _room(ranges: Sequence[ByteRange]) -> Manifest:

@@ -20,7 +20,7 @@ from headrace.weight_sync.tcp import Tcp
 _ALL: tuple[type[TransportKind], ...] = (SharedMemory, Tcp, Http, Files, Broadcast, CudaIpc)
 """All transports, a line each. Sentences recommend the first that fits."""
 
-TRANSPORTS = {str(one.__struct_config__.tag): one for one in _ALL}
+TRANSPORTS = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 """The transports by the value of `weight_sync.kind`, which is the tag of their messages too."""
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
 class SumsEnv(vf.Env[vf.SingleAgentEnvConfig]):
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as talk:
-            said = await talk.turn()
-            if not said.terminated and not said.last_reply.isdigit():
+            answer = await talk.turn()
+            if not answer.terminated and not answer.last_reply.isdigit():
                 await talk.turn("Answer with the number alone.")
 
 

@@ -44,7 +44,7 @@ from headrace.core.types import Completion, Episode, Prompt, Scored, TeacherTrac
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=12)
 
-COMPARING = [name for name, one in ADVANTAGES.items() if one.compares]
+COMPARING = [name for name, advantage in ADVANTAGES.items() if advantage.compares]
 
 
 def group(*values: float, lengths: tuple[int, ...] = ()) -> GroupRewards:
@@ -202,7 +202,7 @@ def test_each_turn_gets_the_return_from_it_on_and_its_tokens_that_advantage():
 
     one = Scored(episode(2), 1.75, {"won": 1.0, "form": 0.75}, turn_rewards=({"form": 0.5}, {"form": 0.25}))
     other = Scored(episode(3), 0.5, {"won": 0.0, "form": 0.5}, turn_rewards=({}, {"form": 0.5}, {}))
-    of = lambda *scored: turn_returns([rewards_of_turns(one) for one in scored])  # noqa: E731
+    of = lambda *scored: turn_returns([rewards_of_turns(rollout) for rollout in scored])  # noqa: E731
     assert of(one, other) == [[1.75, 1.25], [0.5, 0.5, 0.0]]
     assert of(Scored(episode(2), 1.0, {"won": 1.0})) == [[1.0, 1.0]], "the end alone: every turn has it"
     prompt = Prompt("p", "?", (1, 2))

@@ -79,10 +79,14 @@ def test_constants_are_those_of_the_papers():
     }
     assert {name for name, recipe in of.items() if recipe.old == "trainer"} == {"tis", "icepop", "mis", "mis_geometric"}
     assert {name for name, recipe in of.items() if recipe.old == "loglinear"} == {"decoupled_ppo"}
-    assert {name for name, one in ADVANTAGES.items() if one.whitened} == {"return_to_go", "group_baseline", "gdpo"}
-    alone = {name for name, one in ADVANTAGES.items() if not one.compares}
+    assert {name for name, advantage in ADVANTAGES.items() if advantage.whitened} == {
+        "return_to_go",
+        "group_baseline",
+        "gdpo",
+    }
+    alone = {name for name, advantage in ADVANTAGES.items() if not advantage.compares}
     assert alone == {"raw", "return_to_go", "zero"}
-    assert {name for name, one in ADVANTAGES.items() if not one.reads_sum} == {"gdpo", "zero"}
+    assert {name for name, advantage in ADVANTAGES.items() if not advantage.reads_sum} == {"gdpo", "zero"}
     assert (of["opd"].distill.kind, of["opd"].distill.coef, of["opd_topk"].distill.kind) == ("sampled", 1.0, "reverse")
 
 

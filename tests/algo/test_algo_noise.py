@@ -145,18 +145,20 @@ def result(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRes
 
 
 def test_a_run_says_that_its_bound_lies_inside_rounding(result: RunResult) -> None:
-    said = [fact.message for fact in of(result.directory, Warned)]
-    assert any("algo.clip_low = 1e-06 and algo.clip_high = 1e-06 will stop about" in one for one in said), said
-    assert any("algo.clip_low = 1e-06 and algo.clip_high = 1e-06 lies inside rounding" in one for one in said), said
+    messages = [fact.message for fact in of(result.directory, Warned)]
+    assert any("algo.clip_low = 1e-06 and algo.clip_high = 1e-06 will stop about" in one for one in messages), messages
+    assert any("algo.clip_low = 1e-06 and algo.clip_high = 1e-06 lies inside rounding" in one for one in messages), (
+        messages
+    )
     assert "inside rounding" in result.report.read_text()
 
 
 def test_a_run_names_the_punishment_among_its_rewards_and_measures_without_it(result: RunResult) -> None:
     (step,) = read_steps(result.directory)
-    for one in (one for group in step.groups for one in group.scored):
-        punishment = soft_overlong_punishment(len(one.episode.last.tokens), 16, 8)
-        assert one.rewards["soft_overlong_punishment"] == punishment
-        assert one.reward == pytest.approx(one.rewards["share_of_e"] + 0.5 * punishment)
+    for rollout in (rollout for group in step.groups for rollout in group.scored):
+        punishment = soft_overlong_punishment(len(rollout.episode.last.tokens), 16, 8)
+        assert rollout.rewards["soft_overlong_punishment"] == punishment
+        assert rollout.reward == pytest.approx(rollout.rewards["share_of_e"] + 0.5 * punishment)
     (row,) = of(result.directory, StepRow)
     assert -1 <= row.components["soft_overlong_punishment"] < 0
     assert result.before is not None and result.before.reward_mean >= 0  # share_of_e alone

@@ -119,7 +119,7 @@ def test_sampling_masks_are_laid_end_to_end_with_nothing_cut_in_between():
 
 
 def traced(*experts: int) -> RoutingTrace:
-    return RoutingTrace(1, 2, 1, bytes(number for one in experts for number in (one, one + 100)))
+    return RoutingTrace(1, 2, 1, bytes(number for expert in experts for number in (expert, expert + 100)))
 
 
 def test_each_position_has_the_experts_of_the_request_that_forwarded_it_first():

@@ -87,7 +87,7 @@ def test_every_recipe_takes_a_step(model_dir, name):
     assert math.isfinite(report.loss) and math.isfinite(report.grad_norm)
     if not name.startswith("mis"):  # which drop everything that is this far off policy, and rightly
         assert report.grad_norm > 0
-    assert sum(one.tokens for one in report.lags) == report.loss_tokens
+    assert sum(lag.tokens for lag in report.lags) == report.loss_tokens
 
 
 REJECTING = {"correction": {"mode": "mask", "low": 0.7, "high": 1.4}, "old": "trainer"}
@@ -100,7 +100,7 @@ def test_microbatches_do_not_change_the_denominator_of_what_is_kept(model_dir, a
     assert whole.microbatches == 1 and split.microbatches > 1
     assert whole.loss == pytest.approx(split.loss, abs=1e-5)
     assert whole.grad_norm == pytest.approx(split.grad_norm, rel=1e-4)
-    taken = sum(one.masked["mask"] * one.tokens for one in whole.lags)
+    taken = sum(lag.masked["mask"] * lag.tokens for lag in whole.lags)
     assert 0 < taken < whole.loss_tokens
     everything = step(model_dir, AlgoConfig(aggregation=aggregation, **REJECTING).with_length(8), 10_000)
     if aggregation == "token_mean":  # the same step, longer
@@ -114,7 +114,7 @@ def test_a_step_of_which_everything_was_rejected_is_skipped_by_name(model_dir):
     correction = {"mode": "mask", "low": 50.0, "high": 60.0}
     report = step(model_dir, AlgoConfig(old="trainer", correction=correction), 16)
     assert (report.skipped, report.version, report.grad_norm) == ("all_rejected", 0, 0.0)
-    assert all(one.masked == {"mask": 1.0} for one in report.lags)
+    assert all(lag.masked == {"mask": 1.0} for lag in report.lags)
     again = step(model_dir, AlgoConfig(old="trainer", correction=correction), 16, skippable=False)
     assert (again.skipped, again.version) == ("", 1)  # a step of an earlier version, done again
 
@@ -134,7 +134,7 @@ def test_microbatches_do_not_change_the_step(model_dir, name):
     assert whole.loss == pytest.approx(split.loss, abs=1e-5) and whole.grad_norm == pytest.approx(
         split.grad_norm, rel=1e-4
     )
-    assert [one.name for one in whole.lags] == [one.name for one in split.lags]
+    assert [lag.name for lag in whole.lags] == [lag.name for lag in split.lags]
 
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k2", False), ("k3", False), ("k3", True)])
@@ -181,7 +181,7 @@ def test_without_advantages_the_divergence_brings_the_trainer_back_from_far_away
 
 def test_selected_tokens_are_in_the_report(model_dir):
     report = step(model_dir, AlgoConfig("clip_cov", select={"fraction": 0.3}), 32)
-    taken = sum(one.masked.get("clip_cov", 0) * one.tokens for one in report.lags)
+    taken = sum(lag.masked.get("clip_cov", 0) * lag.tokens for lag in report.lags)
     assert taken == pytest.approx(int(0.3 * report.loss_tokens))
 
 
@@ -215,7 +215,7 @@ def test_the_tokens_of_largest_entropy_are_trained_alone(model_dir):
         step(model_dir, AlgoConfig(select={"kind": "entropy", "fraction": 0.25}), budget) for budget in (10_000, 16)
     ]
     for report in reports:
-        taken = sum(one.masked.get("entropy", 0) * one.tokens for one in report.lags)
+        taken = sum(lag.masked.get("entropy", 0) * lag.tokens for lag in report.lags)
         assert report.loss_tokens - taken == pytest.approx(int(0.25 * report.loss_tokens))
     assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-4)
 

@@ -127,22 +127,26 @@ def make(directory: Path, algo: AlgoConfig, placement: Any = None, budget: int =
     return TorchTrainer(directory, config, algo, seed=0, placement=placement)
 
 
-def gradient_after_a_step(one: TorchTrainer) -> tuple[float, dict[str, torch.Tensor], int, Any]:
+def gradient_after_a_step(trainer: TorchTrainer) -> tuple[float, dict[str, torch.Tensor], int, Any]:
     """The policy is then not the reference any more."""
-    algo = one._learners[""].algo
-    one.step(Batch(0, groups(algo, seed=1)))
+    algo = trainer._learners[""].algo
+    trainer.step(Batch(0, groups(algo, seed=1)))
     given = Batch(1, groups(algo))
-    plan = one._plan(given)
-    sums = one._gradients(plan, 1.0, pairs=pairs_of(given))
-    found = {name: one._placement.whole(p.grad) for name, p in one._model.named_parameters() if p.grad is not None}
+    plan = trainer._plan(given)
+    sums = trainer._gradients(plan, 1.0, pairs=pairs_of(given))
+    found = {
+        name: trainer._placement.whole(p.grad) for name, p in trainer._model.named_parameters() if p.grad is not None
+    }
     return sums.loss, found, len(plan.packs), sums.pairs
 
 
-def plain(directory: Path, one: TorchTrainer, given: Batch, loss: PairLoss) -> tuple[float, dict[str, torch.Tensor]]:
+def plain(
+    directory: Path, trainer: TorchTrainer, given: Batch, loss: PairLoss
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Each row by itself through Hugging Face's own model, in float64, and the formulas over its sums."""
     load = lambda: transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()  # noqa: E731
     policy, reference = load(), load()
-    policy.load_state_dict({name: p.detach().double() for name, p in one._model.state_dict().items()})
+    policy.load_state_dict({name: p.detach().double() for name, p in trainer._model.state_dict().items()})
 
     def likelihood(model: Any, row: Any) -> torch.Tensor:
         logits = model(input_ids=torch.tensor([row.prompt + row.tokens])).logits[0]

@@ -228,10 +228,10 @@ def test_silent_connections_do_not_keep_an_honest_worker_out(
     monkeypatch.setattr(listening, "STRANGERS", 32)
     cert, key = certificate(tmp_path) if over_tls else (None, None)
     tls = server_context(cert, key) if cert and key else None
-    said: list[str] = []
+    messages: list[str] = []
 
     async def go() -> None:
-        listener = Listener(KEY, tls=tls, say=said.append)
+        listener = Listener(KEY, tls=tls, say=messages.append)
         await listener.open()
         try:
             async with asyncio.timeout(300):
@@ -247,7 +247,7 @@ def test_silent_connections_do_not_keep_an_honest_worker_out(
         assert listener.turned_away["crowd"] >= 100 - 32
 
     asyncio.run(go())
-    assert sum("too many connections" in one for one in said) == 1, said
+    assert sum("too many connections" in one for one in messages) == 1, messages
 
 
 def test_silent_connections_are_counted_and_leave_nothing() -> None:

@@ -98,7 +98,7 @@ def talked(kind: str, text: str, stream: bool = False) -> None:
                 return
             message = json.loads(await chat([user("?")]), parse_constant=pytest.fail)["choices"][0]["message"]
             calls = message.get("tool_calls", [])
-            results = [{"role": "tool", "tool_call_id": one["id"], "content": "12"} for one in calls]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "12"} for call in calls]
             await chat([user("?"), message, *(results or [user("go on")])])
 
     found = played(model, case, limits=Limits(turns=5))

@@ -222,4 +222,4 @@ def test_no_route_tells_where_the_server_keeps_things(tiny_tokenizer: Path, tmp_
 
 
 def methods_of(app: Starlette) -> list[tuple[str, set[str]]]:
-    return [(one.path, set(one.methods or ())) for one in app.routes if isinstance(one, Route)]
+    return [(route.path, set(route.methods or ())) for route in app.routes if isinstance(route, Route)]

@@ -101,7 +101,7 @@ def test_threads_are_compared_by_the_clock_and_few_are_enough_where_many_bring_n
     assert choose_threads((4,), Figures()) == 4
 
 
-@given(st.dictionaries(st.sampled_from([one.name for one in CANDIDATES]), st.floats(1, 1e6)))
+@given(st.dictionaries(st.sampled_from([candidate.name for candidate in CANDIDATES]), st.floats(1, 1e6)))
 def test_no_choice_is_much_slower_than_the_best_and_all_of_them_were_measured(tokens: dict[str, float]):
     for part, config in (("engine", EngineConfig()), ("trainer", TrainConfig())):
         mine = {name: rate for name, rate in tokens.items() if name.startswith(part)}
@@ -110,9 +110,9 @@ def test_no_choice_is_much_slower_than_the_best_and_all_of_them_were_measured(to
             assert choice.rate >= {"engine": 0.95, "trainer": 0.9}[part] * max(mine.values())
             path = choice.path if choice.path != "auto" else None
             assert any(
-                Candidate(part, choice.dtype, one.path).name in mine
-                for one in CANDIDATES
-                if one.part == part and path in (None, one.path)
+                Candidate(part, choice.dtype, candidate.path).name in mine
+                for candidate in CANDIDATES
+                if candidate.part == part and path in (None, candidate.path)
             )
         else:
             assert choice.rate == 0
@@ -152,7 +152,7 @@ def test_other_cores_measure_only_the_threads_and_each_set_once(tmp_path, monkey
 
     def ask(config, candidates, threads):
         asked.append((len(candidates), tuple(threads)))
-        tokens = {one.name: 100.0 - number for number, one in enumerate(candidates)}
+        tokens = {candidate.name: 100.0 - number for number, candidate in enumerate(candidates)}
         return Figures(tokens, threads={count: 1 / count for count in threads})
 
     monkeypatch.setattr(measurer, "_ask", ask)
@@ -245,7 +245,7 @@ def test_a_fast_machine_does_all_of_it_and_a_slow_one_gives_up_evaluations_then_
 
 def test_a_longer_time_never_does_less():
     counts = [fit(DEMO, at(100, 80), 60 * minutes) for minutes in range(3, 60)]
-    work = [one.steps * one.groups for one in counts]
+    work = [count.steps * count.groups for count in counts]
     assert all(after >= before - 8 for before, after in itertools.pairwise(work)) and counts[-1].steps == 60
 
 

@@ -186,9 +186,9 @@ def test_no_control_token_comes_from_data(kind: str, data: st.DataObject) -> Non
     text, tokens = encoder.encode_messages(messages, continues=False)
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == whole, "the template wrote something else"
-    empty = [{**one, "content": "x"} for one in messages]
+    empty = [{**message, "content": "x"} for message in messages]
     _, frame = encoder.encode_messages(empty, continues=False)
-    thinks = sum(one["content"].count("<think>") for one in messages if one["role"] == "assistant")
+    thinks = sum(message["content"].count("<think>") for message in messages if message["role"] == "assistant")
     for special in specials:
         id = tokenizer.convert_tokens_to_ids(special)
         assert tokens.count(id) == frame.count(id) + (thinks if special == "<think>" else 0), special

@@ -33,8 +33,8 @@ def _said(request: Request, prompt: str) -> str:
     if "Ann" in asked:
         return f'<tool_call>\n{{"name": "{tools[-1]}", "arguments": {PERSON}}}\n</tool_call>' if tools else PERSON
     if "weather" in asked and tools:
-        said = "" if "Use the tool." in prompt else "Let me see.\n"
-        return f'{said}<tool_call>\n{{"name": "{tools[0]}", "arguments": {{"place": "Paris"}}}}\n</tool_call>'
+        message = "" if "Use the tool." in prompt else "Let me see.\n"
+        return f'{message}<tool_call>\n{{"name": "{tools[0]}", "arguments": {{"place": "Paris"}}}}\n</tool_call>'
     if "settings" in asked:
         drawn = request.sampling
         return f"{drawn.seed} {drawn.temperature:g} {drawn.top_p:g} {drawn.max_tokens} {len(drawn.stop)}"

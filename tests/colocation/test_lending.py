@@ -208,7 +208,7 @@ def cases() -> list[Any]:
     """An engine or the trainer dies or hangs before some of its turns; the controller is killed at some writes."""
     kinds = [("engine_dies", 4), ("engine_hangs", 16), ("trainer_dies", 12), ("engine_slow", 16)]
     faults = [Fault(kind, 0, at) for kind, every in kinds for at in range(0, 80, every)]  # type: ignore[arg-type]
-    found = [pytest.param((one,), id=f"{one.kind}-{one.at}") for one in faults]
+    found = [pytest.param((fault,), id=f"{fault.kind}-{fault.at}") for fault in faults]
     for at in range(5, 95, 15):
         killed = Fault("kill", 0, at, 0.5), Fault("kill", 1, at // 2, 0.5)
         found.append(pytest.param(killed, id=f"kill-{at}"))

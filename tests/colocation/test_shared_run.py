@@ -45,8 +45,8 @@ def run_dir(directory: Path) -> Path:
     return directory / "runs" / "tiny"
 
 
-def same(one: Path, other: Path) -> bool:
-    mine, theirs = weights_of(run_dir(one)), weights_of(run_dir(other))
+def same(path: Path, other: Path) -> bool:
+    mine, theirs = weights_of(run_dir(path)), weights_of(run_dir(other))
     return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
@@ -184,5 +184,5 @@ def test_killed_while_devices_are_lent_it_loses_nothing(
     if whom == "controller":
         headrace.train(resume=run_dir(tmp_path))
     assert same(tmp_path, lends_nothing)
-    said = [fact.message for fact in of(run_dir(tmp_path), Warned)]
-    assert any("has not given the trainer's devices back within 3 s" in one for one in said) == (whom == "hangs")
+    messages = [fact.message for fact in of(run_dir(tmp_path), Warned)]
+    assert any("has not given the trainer's devices back within 3 s" in one for one in messages) == (whom == "hangs")

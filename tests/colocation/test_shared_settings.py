@@ -101,10 +101,12 @@ def test_memory_is_needed_by_one_at_a_time(tiny_llama: Path) -> None:
 def test_what_leaves_a_gpu_is_counted_on_the_host(tiny_llama: Path) -> None:
     shape = read_shape(tiny_llama)
     on_host = {
-        one.what: one.bytes for one in needs(shape, plan(True, "cuda")) if one.who == "trainer" and one.where == "cpu"
+        need.what: need.bytes
+        for need in needs(shape, plan(True, "cuda"))
+        if need.who == "trainer" and need.where == "cpu"
     }
     assert on_host["weights and AdamW while the engine has the GPU"] == 12 * shape.parameters
-    assert not [one for one in needs(shape, plan(False, "cuda")) if "while the engine" in one.what]
+    assert not [need for need in needs(shape, plan(False, "cuda")) if "while the engine" in need.what]
 
 
 # -- lending ----------------------------------------------------------------------------------------------------------------

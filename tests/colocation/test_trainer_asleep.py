@@ -47,7 +47,7 @@ def test_steps_and_checkpoints_are_those_of_a_trainer_that_never_sleeps(
         nap()
         made.restore(tmp_path / str(naps))
         reports.append(made.step(batch(1, 1)))
-        numbers = [(one.loss, one.grad_norm, one.kl) for one in reports]
+        numbers = [(report.loss, report.grad_norm, report.kl) for report in reports]
         found.append((numbers, made.score([5, 9, 3, 7]), [tensor.clone() for _, tensor in made.parameters()]))
     (numbers, scores, weights), (others, other_scores, other_weights) = found
     assert numbers == others and scores == other_scores

@@ -190,7 +190,7 @@ def test_no_place_of_the_machine_and_no_secret_is_inside(
         facts = json.loads(archive.read(FACTS))
     texts_of_settings = list(strings(facts["settings"]))
     assert "reward.py:share_of_e" in texts_of_settings and facts["model"] == tiny_llama.name
-    assert not [one for one in texts_of_settings if "/" in one or "~" in one]
+    assert not [text for text in texts_of_settings if "/" in text or "~" in text]
 
 
 def strings(value: Any) -> Iterator[str]:

@@ -38,10 +38,10 @@ def parting(tmp_path: Path, other: list[AnyRecord]) -> RunComparison:
 
 def changed(ticket: int, change: Callable[[Group], Group]) -> list[AnyRecord]:
     return [
-        msgspec.structs.replace(one, group=change(one.group))
-        if isinstance(one, ReadyRecord) and one.group.ticket == ticket
-        else one
-        for one in RECORDS
+        msgspec.structs.replace(record, group=change(record.group))
+        if isinstance(record, ReadyRecord) and record.group.ticket == ticket
+        else record
+        for record in RECORDS
     ]
 
 
@@ -59,12 +59,12 @@ def with_completion(rollout: int, **fields: object) -> Callable[[Group], Group]:
 
 TICKET = STEPS[2].tickets[1]
 """The second group of step 3."""
-GROUP = next(one.group for one in RECORDS if isinstance(one, ReadyRecord) and one.group.ticket == TICKET)
+GROUP = next(record.group for record in RECORDS if isinstance(record, ReadyRecord) and record.group.ticket == TICKET)
 DONE = GROUP.scored[1].episode.last
 
 
 def test_a_run_does_not_part_from_itself(tmp_path: Path) -> None:
-    found = parting(tmp_path, [msgspec.structs.replace(one, t=one.t + 5) for one in RECORDS])
+    found = parting(tmp_path, [msgspec.structs.replace(record, t=record.t + 5) for record in RECORDS])
     assert found.earliest is None and found.steps == 4 and not found.settings
 
 
@@ -119,13 +119,14 @@ def test_reports_are_compared_but_for_time(tmp_path: Path) -> None:
             one, report=msgspec.structs.replace(seconds, loss=loss) if one.report.step == 1 else seconds
         )
 
-    found = parting(tmp_path, [slower(one, 0.5) for one in RECORDS])
+    found = parting(tmp_path, [slower(record, 0.5) for record in RECORDS])
     assert [(one.step, one.what) for one in found.first.values()] == [(2, "loss")] and found.counts == {"report": 1}
 
 
 def test_groups_taken_otherwise_and_prompts_and_ends(tmp_path: Path) -> None:
     other: list[AnyRecord] = [
-        msgspec.structs.replace(one, tickets=one.tickets[::-1]) if one is STEPS[1] else one for one in RECORDS
+        msgspec.structs.replace(record, tickets=record.tickets[::-1]) if record is STEPS[1] else record
+        for record in RECORDS
     ]
     other[0] = DrawnRecord(0.1, 3, Prompt("p3", "", (1, 9)))
     other.append(GoneRecord(9.0, 5, "dropped", "no_contrast"))
@@ -151,12 +152,12 @@ def test_what_is_printed_and_the_exit_code(tmp_path: Path, capsys: pytest.Captur
     b = make(tmp_path / "b", changed(TICKET, with_completion(1, tokens=(7, *DONE.tokens[1:]))), changed_config)
     console = Console(file=io.StringIO(), width=160)
     assert report(a, b, console) == 1
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    output = console.file.getvalue()  # type: ignore[attr-defined]
     assert (
         f"The first difference is at step 3, ticket {TICKET} ({GROUP.prompt.id}), rollout 1, token 0: tokens, 100 | 7"
-        in said
+        in output
     )
-    assert "train.learning_rate" in said and "0.02" in said and "two" not in said
+    assert "train.learning_rate" in output and "0.02" in output and "two" not in output
     assert cli.main(["diff", str(a), str(a)]) == 0
     assert "are the same" in " ".join(capsys.readouterr().out.split())
 
@@ -177,5 +178,5 @@ def test_what_cannot_be_read_is_not_compared_and_said(tmp_path: Path) -> None:
     assert found.steps == len(STEPS) - 1 and not found.first, "the other steps are compared, each with its own"
     console = Console(file=io.StringIO(), width=300)
     assert report(a, b, console) == 1
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "are not compared" in said and "The readable parts of both are the same" in said and "checksum" in said
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "are not compared" in output and "The readable parts of both are the same" in output and "checksum" in output

@@ -107,9 +107,9 @@ def test_matrices_are_bfloat16_and_queries_are_in_the_order_of_llama_cpp(tmp_pat
     source = model_at(tmp_path / "model", "llama")
     write_gguf(source, tmp_path / "m.gguf", name="mine", dtype="bfloat16")
     reader = GGUFReader(tmp_path / "m.gguf")
-    found = {one.name: one for one in reader.tensors}
+    found = {tensor.name: tensor for tensor in reader.tensors}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    assert len(found) == 2 * 9 + 3 and {one.tensor_type.name for one in reader.tensors} == {"BF16", "F32"}
+    assert len(found) == 2 * 9 + 3 and {tensor.tensor_type.name for tensor in reader.tensors} == {"BF16", "F32"}
     query, key = (getattr(model.model.layers[1].self_attn, one).weight.detach() for one in ("q_proj", "k_proj"))
     for name, weight, heads in (("attn_q", query, 4), ("attn_k", key, 2)):
         stored = found[f"blk.1.{name}.weight"]

@@ -52,19 +52,19 @@ def printed(run: Path, **more: object) -> str:
 def test_a_look_has_every_rollout_with_its_own_columns(run: Path) -> None:
     step = list(read_steps(run))[2]
     views = view_step(step)
-    assert [(one.ticket, one.rollout) for one in views] == [(g.ticket, i) for g in step.groups for i in range(3)]
-    for one in views:
-        group = next(group for group in step.groups if group.ticket == one.ticket)
-        done, row = group.scored[one.rollout].episode.last, group.rows[one.rollout]
-        assert one.step == 3 and one.tokens == done.tokens and one.logprobs == done.logprobs
-        assert one.lags == tuple(2 - version for version in done.versions())
-        assert one.advantages == row.advantages and set(one.left_out) == {""}
-        count = len(one.tokens)
+    assert [(view.ticket, view.rollout) for view in views] == [(g.ticket, i) for g in step.groups for i in range(3)]
+    for view in views:
+        group = next(group for group in step.groups if group.ticket == view.ticket)
+        done, row = group.scored[view.rollout].episode.last, group.rows[view.rollout]
+        assert view.step == 3 and view.tokens == done.tokens and view.logprobs == done.logprobs
+        assert view.lags == tuple(2 - version for version in done.versions())
+        assert view.advantages == row.advantages and set(view.left_out) == {""}
+        count = len(view.tokens)
         if group is step.groups[0]:  # whose numbers the trainer recorded (`FactStream`)
-            assert one.entropies == pytest.approx([i / 10 for i in range(count)]) and not one.unrecorded
-            assert one.gap == pytest.approx(sum(range(count)) / 100 / count, abs=1e-5)
+            assert view.entropies == pytest.approx([i / 10 for i in range(count)]) and not view.unrecorded
+            assert view.gap == pytest.approx(sum(range(count)) / 100 / count, abs=1e-5)
         else:
-            assert math.isnan(one.gap) and one.entropies == () and "of some of its rollouts" in one.unrecorded
+            assert math.isnan(view.gap) and view.entropies == () and "of some of its rollouts" in view.unrecorded
 
 
 def test_why_a_token_is_not_in_the_loss(run: Path) -> None:
@@ -158,20 +158,20 @@ def test_a_character_of_several_tokens_goes_to_the_last_and_special_tokens_show_
 
 
 def test_the_last_step_by_default_and_another_one_on_request(run: Path) -> None:
-    said = printed(run)
-    assert said.startswith("Step 4: 2 groups, 6 rollouts, made version 4")
-    assert said.count("prompt: State the result") == 3, "three of them token by token"
-    assert "tokens are shown as ids" in said and "--rescore computes the trainer" in said
+    output = printed(run)
+    assert output.startswith("Step 4: 2 groups, 6 rollouts, made version 4")
+    assert output.count("prompt: State the result") == 3, "three of them token by token"
+    assert "tokens are shown as ids" in output and "--rescore computes the trainer" in output
     assert printed(run, step=2).startswith("Step 2")
 
 
 def test_one_group_by_its_ticket_with_a_line_for_each_token(run: Path) -> None:
     step = list(read_steps(run))[1]
     ticket = step.groups[1].ticket
-    said = printed(run, ticket=ticket, worst=1, tokens=True)
-    assert said.startswith("Step 2: 1 group, 3 rollouts")
+    output = printed(run, ticket=ticket, worst=1, tokens=True)
+    assert output.startswith("Step 2: 1 group, 3 rollouts")
     worst = min(step.groups[1].scored, key=lambda one: (one.reward, -len(one.episode.last.tokens))).episode.last
-    assert all(f"{value:.4f}" in said for value in worst.logprobs)
+    assert all(f"{value:.4f}" in output for value in worst.logprobs)
 
 
 def test_what_is_not_there_is_refused_with_the_reason(run: Path, tmp_path: Path) -> None:
@@ -193,8 +193,11 @@ def test_a_damaged_journal_shows_what_can_be_read_and_names_the_rest(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(run, 2)
-    said = " ".join(printed(run, step=3).split())
-    assert said.startswith("Step 3") and "of the journal cannot be read: record 2 does not match its checksum" in said
+    message = " ".join(printed(run, step=3).split())
+    assert (
+        message.startswith("Step 3")
+        and "of the journal cannot be read: record 2 does not match its checksum" in message
+    )
     assert cli.main(["inspect", str(run), "--step", "3", "--json"]) == 0
     assert "record 2 does not match its checksum" in json.loads(capsys.readouterr().out)["unreadable"]
     with pytest.raises(ConfigError, match=r"step 1 of .* cannot be read \(.*record 2 does not match its checksum"):
@@ -215,7 +218,7 @@ def test_log_probs_of_a_tempered_distribution_are_not_compared(run: Path) -> Non
 
 
 def test_text_of_a_model_is_no_markup(run: Path) -> None:
-    ready = next(one for one in RECORDS if isinstance(one, ReadyRecord))
+    ready = next(record for record in RECORDS if isinstance(record, ReadyRecord))
     found = view_rollout(next(read_steps(run)), ready.group, 0, pieces=lambda tokens: ["[bold]"] * len(tokens))
     console = Console(file=io.StringIO(), width=100)
     console.print(rollout(found))

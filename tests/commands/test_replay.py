@@ -94,10 +94,10 @@ def rewrite(run: Path, change: Any) -> None:
 
 
 def test_every_step_from_the_beginning_is_bit_for_bit(finished: Path) -> None:
-    code, said = replayed(finished, 1, STEPS)
-    assert code == 0, said
-    assert said.count("bit for bit") == STEPS and f"{STEPS} steps gave the same result" in said
-    assert "from the run's beginning" in said
+    code, output = replayed(finished, 1, STEPS)
+    assert code == 0, output
+    assert output.count("bit for bit") == STEPS and f"{STEPS} steps gave the same result" in output
+    assert "from the run's beginning" in output
 
 
 def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
@@ -115,17 +115,17 @@ def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
 
     monkeypatch.setattr(rerun_module, "trainer_start", noted)
     assert machine_mark(())["threads"] == "7" and here
-    code, said = replayed(finished, 5)
-    assert code == 0 and "bit for bit" in said and "tolerance" not in said, said
+    code, output = replayed(finished, 5)
+    assert code == 0 and "bit for bit" in output and "tolerance" not in output, output
     assert begun == [int(threads)]
 
 
 def test_a_replay_says_what_of_the_machine_differs(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = machine_mark(())["cpu"]
     monkeypatch.setattr("headrace.facts.machine_mark.cpu_model", lambda: "Another 3000")
-    code, said = replayed(finished, 5)
-    assert code == 0 and f"another machine (cpu was {cpu}, here Another 3000): means are compared" in said, said
-    assert "GPU" not in said and "threads" not in said
+    code, output = replayed(finished, 5)
+    assert code == 0 and f"another machine (cpu was {cpu}, here Another 3000): means are compared" in output, output
+    assert "GPU" not in output and "threads" not in output
 
 
 def test_parts_with_other_cores_are_repeated_each_with_its_own_threads(
@@ -152,23 +152,23 @@ def test_a_forged_advantage_and_a_forged_fingerprint_are_caught_at_their_steps(r
         return msgspec.structs.replace(record, group=group)
 
     rewrite(run, forge)
-    code, said = replayed(run, 1, STEPS)
-    assert code == 1 and "step 2 is the first whose result differs" in said, said
-    assert f"instead of {'0' * 32}" in said
+    code, output = replayed(run, 1, STEPS)
+    assert code == 1 and "step 2 is the first whose result differs" in output, output
+    assert f"instead of {'0' * 32}" in output
     verdicts = [
         "DIFFERS" if "DIFFERS" in line else "same"
-        for line in said.splitlines()
+        for line in output.splitlines()
         if "bit for" in line or "DIFFERS" in line
     ]
-    assert verdicts == ["same", "DIFFERS", "same", "DIFFERS", "DIFFERS"], said
+    assert verdicts == ["same", "DIFFERS", "same", "DIFFERS", "DIFFERS"], output
 
 
 def test_another_learning_rate_is_caught_at_the_first_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("learning_rate = 0.01", "learning_rate = 0.011"))
     assert cli.main(["replay", str(run), "--step", "5"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "from the checkpoint of step 4" in said and "step 5 is the first" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "from the checkpoint of step 4" in message and "step 5 is the first" in message
 
 
 def test_a_checkpoint_with_other_weights_is_caught_before_any_step(run: Path) -> None:
@@ -186,8 +186,8 @@ def test_a_checkpoint_with_other_weights_is_caught_before_any_step(run: Path) ->
 def test_a_damaged_checkpoint_is_passed_over(run: Path) -> None:
     weights = run / "checkpoints/step-000004/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    code, said = replayed(run, 5)
-    assert code == 0 and "truncated" in said and "from the run's beginning, after repeating 4 steps" in said
+    code, output = replayed(run, 5)
+    assert code == 0 and "truncated" in output and "from the run's beginning, after repeating 4 steps" in output
 
 
 @pytest.mark.slow
@@ -196,8 +196,8 @@ def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_th
     (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", here)))
     headrace.train(load_config(run / "config.toml", ["train.steps=7", "train.learning_rate=0.02"]), resume=run)
     assert (run / "config.until-step-5.toml").exists()
-    code, said = replayed(run, 5, 7)
-    assert code == 0 and said.count("bit for bit") == 3, said
+    code, output = replayed(run, 5, 7)
+    assert code == 0 and output.count("bit for bit") == 3, output
 
 
 @pytest.mark.slow
@@ -255,8 +255,8 @@ def test_a_run_that_was_killed_is_replayed_over_the_kill(tiny_llama: Path, tmp_p
     done = count_steps(run)
     config["train"]["steps"] = done + 3
     assert headrace.train(config, resume=run).reason == "finished"
-    code, said = replayed(run, 1, done + 3)
-    assert code == 0 and said.count("bit for bit") == done + 3, said
+    code, output = replayed(run, 1, done + 3)
+    assert code == 0 and output.count("bit for bit") == done + 3, output
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_a_curriculum_over_prompts_that_never_come_back_is_advised_against():
     facts: list[Fact] = [STARTED]
     for ticket in range(512):
         facts += [chosen(ticket, "new", {"new": 4}), ended(ticket, ticket % 2 == 0)]
-    (advice,) = [one for one in advices(state_of(facts)) if one.name == "curriculum"]
+    (advice,) = [advice for advice in advices(state_of(facts)) if advice.name == "curriculum"]
     assert "512 of 512 draws were of prompts that had not been drawn before" in advice.sentence
     assert not [one for one in advices(state_of(facts[:-40])) if one.name == "curriculum"], "too few draws"
 

@@ -143,7 +143,9 @@ def test_a_prompt_in_flight_is_passed_over():
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.97, 1.0])
 def test_the_chance_of_contrast_is_that_of_all_outcomes_counted(rate: float):
     outcomes = itertools.product([0, 1], repeat=4)
-    counted = sum(rate ** sum(one) * (1 - rate) ** (4 - sum(one)) for one in outcomes if len(set(one)) > 1)
+    counted = sum(
+        rate ** sum(outcome) * (1 - rate) ** (4 - sum(outcome)) for outcome in outcomes if len(set(outcome)) > 1
+    )
     assert contrast(rate, 4) == pytest.approx(counted)
 
 

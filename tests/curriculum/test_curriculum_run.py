@@ -57,8 +57,8 @@ def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(
     killed_after(again, run_dir, count_steps(run_dir) + 3)
     end = f"train.steps={count_steps(run_dir) + 3}"
     last = preloaded_python.Program([*again, "--set", end], stderr=subprocess.PIPE, text=True)
-    said = last.communicate(timeout=PATIENCE)[1]
-    assert last.returncode == 0, said
+    output = last.communicate(timeout=PATIENCE)[1]
+    assert last.returncode == 0, output
     task = build_task(config.task, ChatEncoder(tiny_llama), config.seed)
     reader = open_curriculum(task, config.curriculum, config.rollout.group_size)
     drawn, sizes = [], set[int]()

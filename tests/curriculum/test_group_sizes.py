@@ -60,7 +60,7 @@ def test_a_group_has_the_fewest_rollouts_that_are_expected_to_differ(ease: float
     source._beliefs[key] = belief = Belief(pool="mixed", ease=ease, doubt=0.2, drawn=3)
     prompt, _ = source.draw(0)
     chances = {n: integral(ease, belief.doubt, lambda one, n=n: contrast(rate(one), n)) for n in (4, 8, 16)}
-    assert prompt.rollouts == size == next((n for n, one in chances.items() if one >= 0.7), 16), (
+    assert prompt.rollouts == size == next((n for n, chance in chances.items() if chance >= 0.7), 16), (
         "30 is no doubling of 4"
     )
 
@@ -95,8 +95,8 @@ def test_killed_runs_go_on_in_groups_of_the_size_that_they_had(at: int) -> None:
     """The simulation compares every draw with the journal's, every group's outcome with that of its size, and every token with those before."""
     faults = (Fault("kill", 0, at), Fault("kill", 1, at // 2), Fault("kill", 2, at))
     history = trial(Case(at, steps=5, checkpoint_every=2, curriculum="contrast", grows=True, faults=faults))
-    sizes = {one.rollouts for one in history.outcomes}
-    ended = [one for one in history.outcomes if one.outcome == "ready"]
+    sizes = {outcome.rollouts for outcome in history.outcomes}
+    ended = [outcome for outcome in history.outcomes if outcome.outcome == "ready"]
     assert history.killed >= 2 and 4 in sizes <= {2, 4}
     assert all(len(one.rewards) + sum(one.failures.values()) == one.rollouts for one in ended)
 
@@ -127,7 +127,7 @@ def test_a_prompt_that_is_too_long_fails_all_its_rollouts() -> None:
     others = dict.fromkeys(("interrupts", "environment", "scorer", "evaluated_by", "notebook", "decode", "waits"))
     groups = OwnGroups(plan=plan, evaluation=EvalConfig(), context_length=8, **others)  # type: ignore[arg-type]
     group = asyncio.run(groups.trained(0, Prompt("p", "", (1,) * 9, rollouts=16), lambda episodes: None))
-    assert [one.reason for one in group.failures] == ["prompt_too_long"] * 16
+    assert [failure.reason for failure in group.failures] == ["prompt_too_long"] * 16
 
 
 def test_alternatives_are_counted_with_the_size_of_their_group() -> None:

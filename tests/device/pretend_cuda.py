@@ -57,7 +57,7 @@ class PretendedCuda(TorchFunctionMode):
             return True
         if func == T.data.__set__:
             return _set_data(*args)
-        here = any(isinstance(one, OnDevice) for one in _leaves((args, kwargs)))
+        here = any(isinstance(leaf, OnDevice) for leaf in _leaves((args, kwargs)))
         if kwargs.get("device") is not None:
             here = _is_device(kwargs["device"])
             if here:
@@ -132,8 +132,8 @@ def _refuse_mixtures(func: Any, args: Any, kwargs: Any) -> None:
     if func is T.copy_:
         return
     checked = (args[0], *args[2:]) if func in INDEXED else args
-    tensors = [one for one in _leaves((checked, kwargs)) if isinstance(one, torch.Tensor)]
-    strangers = [one for one in tensors if not isinstance(one, OnDevice) and T.dim(one) > 0]
+    tensors = [leaf for leaf in _leaves((checked, kwargs)) if isinstance(leaf, torch.Tensor)]
+    strangers = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and T.dim(tensor) > 0]
     if strangers and len(strangers) < len(tensors):
         raise RuntimeError(
             f"{getattr(func, '__name__', func)}: a tensor of shape {tuple(strangers[0].shape)} is on the CPU, and others are on {DEVICE}"

@@ -57,7 +57,7 @@ def same(directory: Path, place: Path, cuda: PretendedCuda, *way: Any) -> None:
     assert cuda.calls == 0
     made = trainer(directory, "cuda", *way)
     assert made.path == on_cpu.path  # a trainer that finds trees wrong goes row by row
-    assert all(isinstance(one, OnDevice) for one in made._model.parameters())
+    assert all(isinstance(parameter, OnDevice) for parameter in made._model.parameters())
     found = numbers(made, place / "cuda")
     assert cuda.calls > 100
     low = way[0].get("dtype") == "bfloat16"  # in which a CPU computes short attention in float32
@@ -89,7 +89,7 @@ def test_every_way_of_training_is_that_of_the_cpu(
 
 def on_device(made: TorchTrainer) -> list[torch.Tensor]:
     """What lies on the device, of weights and of optimizer state."""
-    states = [one.optimizer.state for one in made._learners.values()]
+    states = [learner.optimizer.state for learner in made._learners.values()]
     kept = [value for state in states for of_one in state.values() for value in of_one.values()]
     models = [made._model, *([made._reference.forward.model] if made._reference else [])]
     kept += [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]

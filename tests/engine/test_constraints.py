@@ -221,7 +221,10 @@ def test_what_a_pass_says_of_a_set_is_said_once(saved):
     engine.add(request)
     while engine.has_work():
         details += engine.step().details
-    assert len(details) == 21 and sum(bool(one.set) for one in details) == len({one.set_name for one in details}) == 2
+    assert (
+        len(details) == 21
+        and sum(bool(detail.set) for detail in details) == len({detail.set_name for detail in details}) == 2
+    )
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------

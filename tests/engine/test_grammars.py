@@ -54,8 +54,8 @@ def test_what_is_long_or_grows_is_refused_within_bounded_work(
     try_all()
     threading.stack_size(stack)
     assert time.process_time() - began < 30
-    said = capfd.readouterr().out.splitlines()
-    assert len(said) == len(hostile) and all(len(one) < 600 for one in said)
+    output = capfd.readouterr().out.splitlines()
+    assert len(output) == len(hostile) and all(len(one) < 600 for one in output)
 
 
 CHAIN = {f"a{place}": {"$ref": f"#/$defs/a{place + 1}"} for place in range(2500)} | {"a2500": {}}

@@ -47,6 +47,6 @@ def test_a_trainer_keeps_the_weights_that_it_does_not_train(tiny_llama: Path, tm
 def test_memory_that_processes_share_is_not_copied(tmp_path: Path) -> None:
     names = ("weights.safetensors", "of another process")
     tensors = [torch.from_file(str(tmp_path / name), shared=True, size=4) for name in names]
-    places = [one.data_ptr() for one in tensors]
+    places = [tensor.data_ptr() for tensor in tensors]
     own_pages(tensors)
-    assert [one.data_ptr() == place for one, place in zip(tensors, places, strict=True)] == [False, True]
+    assert [tensor.data_ptr() == place for tensor, place in zip(tensors, places, strict=True)] == [False, True]

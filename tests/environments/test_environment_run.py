@@ -105,17 +105,19 @@ def test_a_function_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path
     steps = list(read_steps(directory))
     assert len(steps) == 2
     for group in (group for step in steps for group in step.groups):
-        for row, one in zip(group.rows, group.scored, strict=True):
-            first, second = one.episode.turns
+        for row, rollout in zip(group.rows, group.scored, strict=True):
+            first, second = rollout.episode.turns
             assert row.prompt == group.prompt.tokens == first.context, "the template, as the task applies it"
             said, more = first.completion, second.completion
             assert row.tokens == said.tokens + second.context + more.tokens
             assert row.mask == (True,) * len(said.tokens) + (False,) * len(second.context) + (True,) * len(more.tokens)
             sampled = [p for p, kept in zip(row.logprobs, row.mask, strict=True) if kept]
             assert sampled == [*said.logprobs, *more.logprobs]
-            assert one.rewards.keys() == {"e", "length"} and one.reward == pytest.approx(sum(one.rewards.values()))
-            assert one.turn_rewards == ({"length": one.rewards["length"]}, {})
-            assert [turn.messages[0]["role"] for turn in one.episode.turns] == ["user"] * 2
+            assert rollout.rewards.keys() == {"e", "length"} and rollout.reward == pytest.approx(
+                sum(rollout.rewards.values())
+            )
+            assert rollout.turn_rewards == ({"length": rollout.rewards["length"]}, {})
+            assert [turn.messages[0]["role"] for turn in rollout.episode.turns] == ["user"] * 2
             assert first.reply == {"role": "assistant", "content": said.text}
     assert all(not fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
@@ -145,8 +147,8 @@ def test_a_run_killed_in_the_middle_of_episodes_goes_on_there(tiny_llama: Path, 
     assert {seed for _, seed in first} & set(again), "an episode was under way"
     steps = list(read_steps(directory))
     assert len(steps) == 4 and not any(fact.lost_tokens or fact.failures for fact in of(directory, GroupEnded))
-    for one in (one for step in steps for group in step.groups for one in group.scored):
-        said, more = one.episode.turns
+    for rollout in (rollout for step in steps for group in step.groups for rollout in group.scored):
+        said, more = rollout.episode.turns
         assert more.messages[0]["content"] == f"{len(said.completion.text)}?" and more.parents == (0,)
 
 
@@ -166,11 +168,11 @@ def test_a_class_that_exports_its_state_goes_on_in_its_turn(tiny_llama: Path, tm
     assert not twice & over, "a step was taken again, though a later one had begun"
     steps = list(read_steps(directory))
     assert len(steps) == 4 and not any(fact.lost_tokens or fact.failures for fact in of(directory, GroupEnded))
-    for one in (one for step in steps for group in step.groups for one in group.scored):
-        assert [turn.parents for turn in one.episode.turns] == [(), (0,), (1,)]
-        looks = [int(turn.messages[0]["content"].rstrip("?")) for turn in one.episode.turns[1:]]
-        assert one.rewards["Exported"] == sum(looks) / 1e12, "the state has what the model was shown"
-        assert one.turn_rewards == ({"look": 1.0}, {"look": 2.0}, {})
+    for rollout in (rollout for step in steps for group in step.groups for rollout in group.scored):
+        assert [turn.parents for turn in rollout.episode.turns] == [(), (0,), (1,)]
+        looks = [int(turn.messages[0]["content"].rstrip("?")) for turn in rollout.episode.turns[1:]]
+        assert rollout.rewards["Exported"] == sum(looks) / 1e12, "the state has what the model was shown"
+        assert rollout.turn_rewards == ({"look": 1.0}, {"look": 2.0}, {})
 
 
 def test_the_rehearsal_plays_an_episode(tiny_llama: Path, tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def episode(parents: tuple[int, ...] = (0,), result: dict[str, Any] = RESULT, cu
     return Episode((first, second), cut)
 
 
-def view(one: Scored) -> Any:
-    rows = tuple(row for _, row in rows_of(PROMPT, one, 0.5))
-    step = JournalStep(5, 1.0, 6, (Group(0, PROMPT, (one,), rows),), TrainReport(5, 6))
+def view(scored_rollout: Scored) -> Any:
+    rows = tuple(row for _, row in rows_of(PROMPT, scored_rollout, 0.5))
+    step = JournalStep(5, 1.0, 6, (Group(0, PROMPT, (scored_rollout,), rows),), TrainReport(5, 6))
     return view_rollout(step, step.groups[0], 0, pieces=lambda tokens: [f"<{token}>" for token in tokens])
 
 
@@ -145,7 +145,7 @@ def test_reward_functions_see_all_messages() -> None:
         return [1.0] * len(completions)
 
     messages = transcript_of(episode())
-    assert [one["role"] for one in messages] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     job = ScoringJob(
         prompt="?", completions=("It is 12.",), completion_tokens=((20,),), columns={}, transcripts=(messages,)
     )

@@ -168,7 +168,7 @@ def test_environments_of_skyrl_gym(encoder: ChatEncoder) -> None:
     says = ("70 or so<|im_end|>", "#### 71<|im_end|>", "#### 72<|im_end|>")
     (found,) = play_said(encoder, config, [(row, says)])
     assert isinstance(found, Played), found
-    rewards = [one.get("gym") for one in found.turn_rewards]
+    rewards = [turn_reward.get("gym") for turn_reward in found.turn_rewards]
     assert rewards == [0.0, pytest.approx(0.2 / 3), 1.0], "max_turns is the run's"
     assert "Now provide only the final numeric answer" in found.episode.turns[2].messages[0]["content"]
 

@@ -53,14 +53,14 @@ def test_a_run_trains_on_an_environment_of_a_library(tiny_llama: Path, tmp_path:
     assert headrace.train(config).reason == "finished"
     directory = tmp_path / "runs" / "tiny"
     (step,) = read_steps(directory)
-    firsts = [{one.episode.turns[0].messages[0]["content"] for one in group.scored} for group in step.groups]
+    firsts = [{rollout.episode.turns[0].messages[0]["content"] for rollout in group.scored} for group in step.groups]
     seeds = [group.prompt.columns["seed"] for group in step.groups]
     assert [len(one) for one in firsts] == [1] * 4, "the rollouts of a group begin alike"
     assert [first.split()[1] for (first,) in firsts] == list(map(str, seeds)) and len(set(seeds)) == 4
-    for one in (one for group in step.groups for one in group.scored):
-        assert len(one.episode.turns) == 2 and [turn.keys() for turn in one.turn_rewards] == [{"gym"}, {"gym"}]
-        assert one.rewards["gym"] == sum(turn["gym"] for turn in one.turn_rewards) == one.reward
-        assert one.episode.turns[1].parents == (0,)
+    for rollout in (rollout for group in step.groups for rollout in group.scored):
+        assert len(rollout.episode.turns) == 2 and [turn.keys() for turn in rollout.turn_rewards] == [{"gym"}, {"gym"}]
+        assert rollout.rewards["gym"] == sum(turn["gym"] for turn in rollout.turn_rewards) == rollout.reward
+        assert rollout.episode.turns[1].parents == (0,)
     assert not any(fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
@@ -95,15 +95,15 @@ def test_games_branch_and_go_on_after_a_kill(tiny_llama: Path, tmp_path: Path) -
     steps = list(read_steps(directory))
     assert len(steps) == 3 and not any(fact.lost_tokens or fact.failures for fact in of(directory, GroupEnded))
     for group in (group for step in steps for group in step.groups):
-        for one in group.scored:
-            assert len(one.branches) == 3
-            for end in ends_of(one):
+        for rollout in group.scored:
+            assert len(rollout.branches) == 3
+            for end in ends_of(rollout):
                 check_game(end, group.prompt.columns["seed"])
 
 
-def ends_of(one: Scored) -> list[list[Turn]]:
-    shared = one.episode.turns[: one.branches[0].first]
-    return [[*shared, *one.episode.turns[branch.first : branch.end]] for branch in one.branches]
+def ends_of(rollout: Scored) -> list[list[Turn]]:
+    shared = rollout.episode.turns[: rollout.branches[0].first]
+    return [[*shared, *rollout.episode.turns[branch.first : branch.end]] for branch in rollout.branches]
 
 
 def check_game(turns: list[Turn], seed: int) -> None:

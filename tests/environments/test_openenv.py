@@ -132,7 +132,7 @@ def test_a_rollout_without_a_seed_has_its_own_and_one_without_a_turn_has_no_rewa
     none, first, over = play_said(encoder, config, [({"seed": 19}, said), ({}, said), ({"seed": 11}, said)])
     assert isinstance(none, Failure) and (none.reason, "no reward" in none.detail) == ("environment_reward", True)
     assert isinstance(first, Played) and [
-        one["seed"] for one in countdown.resets if one["seed"] not in (0, 19, 11)
+        reset["seed"] for reset in countdown.resets if reset["seed"] not in (0, 19, 11)
     ] == [1]
     assert isinstance(over, Played) and over.turn_rewards == ({"openenv": 1.0},)
     said_first = over.episode.turns[0].messages[0]["content"]

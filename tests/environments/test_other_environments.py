@@ -77,7 +77,7 @@ def test_a_run_of_another_game_has_its_results(name: str, roomy: Path, tmp_path:
     environment = {"kind": "textarena", "name": name, "max_turns": 12, "options": {"unfinished": 0.0}}
     assert run("game", roomy, tmp_path, environment=environment)
     groups = [group for step in read_steps(tmp_path / "game") for group in step.groups]
-    for prompt, one in ((group.prompt, one) for group in groups for one in group.scored):
+    for prompt, one in ((group.prompt, rollout) for group in groups for rollout in group.scored):
         turns = one.episode.turns
         numbers = [int(turn.agent.rpartition(" ")[2]) if turn.agent else 0 for turn in turns]
         moves: dict[int, list[str]] = {}
@@ -133,10 +133,10 @@ def test_sessions_of_an_openenv_server_are_those_of_their_rollouts(roomy: Path, 
     seen = 0
     for group in (group for step in read_steps(tmp_path / "openenv") for group in step.groups):
         seed = int(group.prompt.columns["seed"])
-        for one in group.scored:
-            earned = [next(iter(turn.values()), None) for turn in one.turn_rewards]
+        for rollout in group.scored:
+            earned = [next(iter(turn.values()), None) for turn in rollout.turn_rewards]
             assert earned == pytest.approx([place + seed % 89 / 100 for place in range(1, 2 + seed % 3)])
-            told = [turn.messages[-1]["content"] for turn in one.episode.turns if turn.messages]
+            told = [turn.messages[-1]["content"] for turn in rollout.episode.turns if turn.messages]
             assert (
                 told[-len(earned) + 1 :] == [f"{seed}: {place}" for place in range(1, len(earned))] or len(earned) == 1
             )
@@ -174,7 +174,7 @@ def test_a_run_of_another_family_has_its_scores(family: str, roomy: Path, tmp_pa
     for group in groups:
         problem = problems[int(group.prompt.id.partition("/")[2])]
         assert group.prompt.text == problem["question"]
-        for one in group.scored:
-            assert one.rewards["reasoning_gym"] == pytest.approx(
-                problems.score_answer(answer=one.episode.last.text.strip(), entry=problem)
+        for rollout in group.scored:
+            assert rollout.rewards["reasoning_gym"] == pytest.approx(
+                problems.score_answer(answer=rollout.episode.last.text.strip(), entry=problem)
             )

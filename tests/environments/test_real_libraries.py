@@ -72,13 +72,13 @@ def run(recipe: str, model: Path, place: Path, *sets: str, **tables: Any) -> lis
     assert result.reason == "finished"
     steps = list(read_steps(result.directory))
     assert len(steps) == 2 and not any(fact.failures for fact in of(result.directory, GroupEnded))
-    return [one for step in steps for group in step.groups for one in group.scored]
+    return [rollout for step in steps for group in step.groups for rollout in group.scored]
 
 
 def check(rollouts: list[Any], reward: str, most: int) -> None:
-    for one in rollouts:
-        assert any(name.endswith(reward) for name in one.rewards), one.rewards
-        assert 1 <= len(one.episode.turns) <= most and all(turn.completion.tokens for turn in one.episode.turns)
+    for rollout in rollouts:
+        assert any(name.endswith(reward) for name in rollout.rewards), rollout.rewards
+        assert 1 <= len(rollout.episode.turns) <= most and all(turn.completion.tokens for turn in rollout.episode.turns)
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_recipe_trains(recipe: str, reward: str, turns: int, roomy: Path, tmp_
     rollouts = run(recipe, roomy, tmp_path)
     check(rollouts, reward, turns)
     if recipe == "self_play":
-        agents = {turn.agent for one in rollouts for turn in one.episode.turns}
+        agents = {turn.agent for rollout in rollouts for turn in rollout.episode.turns}
         assert agents and agents <= {"player 0", "player 1"}, "who begins may lose by two moves that are not allowed"
 
 

@@ -74,8 +74,10 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
     return ChatEncoder(tool_chats.save_tokenizer(tmp_path_factory.mktemp("tokens"), tool_chats.HERMES))
 
 
-def played(env: Path, encoder: ChatEncoder, function: str, *said: str, **config: Any) -> tuple[Played, WrittenEngine]:
-    engine = WrittenEngine(*(f"{one}<|im_end|>" for one in said))
+def played(
+    env: Path, encoder: ChatEncoder, function: str, *message: str, **config: Any
+) -> tuple[Played, WrittenEngine]:
+    engine = WrittenEngine(*(f"{one}<|im_end|>" for one in message))
     (found,) = play_all(env, encoder, [({}, engine)], function=function, **config)
     assert isinstance(found, Played), found
     return found, engine

@@ -60,33 +60,33 @@ def test_experts_lengths_and_texts_of_all_turns_count(mixture: Path, tiny_llama:
     assert len(steps) == 2 and not any(fact.failures for fact in of(directory, GroupEnded))
     critic = (ChatEncoder(tiny_llama), LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))
     for group in (group for step in steps for group in step.groups):
-        lengths = [sum(len(turn.completion.tokens) for turn in one.episode.turns) for one in group.scored]
-        rewards = [one.rewards["long"] + 0.01 * one.rewards["critic"] for one in group.scored]
-        assert [one.reward for one in group.scored] == pytest.approx(rewards)
+        lengths = [sum(len(turn.completion.tokens) for turn in rollout.episode.turns) for rollout in group.scored]
+        rewards = [rollout.rewards["long"] + 0.01 * rollout.rewards["critic"] for rollout in group.scored]
+        assert [rollout.reward for rollout in group.scored] == pytest.approx(rewards)
         mean = sum(rewards) / len(rewards)
         paid = [
             reward - mean * PENALTY * n / (MOST * TURNS) for reward, n in zip(rewards, lengths, strict=True) if mean > 0
         ]
-        for place, (row, one) in enumerate(zip(group.rows, group.scored, strict=True)):
+        for place, (row, rollout) in enumerate(zip(group.rows, group.scored, strict=True)):
             others = [value for other, value in enumerate(paid) if other != place]
             assert row.advantages[0] == pytest.approx(paid[place] - sum(others) / len(others), abs=1e-9)
-            check_experts(row, one)
-            assert one.rewards["critic"] == pytest.approx(read_by(*critic, one), abs=1e-4)
+            check_experts(row, rollout)
+            assert rollout.rewards["critic"] == pytest.approx(read_by(*critic, rollout), abs=1e-4)
 
 
-def check_experts(row: Row, one: Scored) -> None:
-    first, last = (turn.completion.routing for turn in one.episode.turns)
+def check_experts(row: Row, rollout: Scored) -> None:
+    first, last = (turn.completion.routing for turn in rollout.episode.turns)
     assert row.routing and first and last
     size = first.layers * first.k * first.width
-    own = (len(row.prompt) + len(one.episode.turns[0].completion.tokens) - 1) * size
+    own = (len(row.prompt) + len(rollout.episode.turns[0].completion.tokens) - 1) * size
     assert row.routing.experts == first.experts + last.experts and len(first.experts) == own == last.start * size
     assert len(row.routing.experts) == (len(row.prompt) + len(row.tokens) - 1) * size
 
 
-def read_by(encoder: ChatEncoder, model: torch.nn.Module, one: Scored) -> float:
+def read_by(encoder: ChatEncoder, model: torch.nn.Module, rollout: Scored) -> float:
     """The mean log-prob per byte, by transformers, a turn at a time."""
     messages, total, count = [{"role": "system", "content": "Judge."}], 0.0, 0
-    for turn in one.episode.turns:
+    for turn in rollout.episode.turns:
         done = turn.completion
         messages += [dict(message) for message in turn.messages]
         front, ended = encoder.encode_messages(messages)[1], done.stop == "stop"
@@ -126,9 +126,9 @@ def test_a_message_that_holds_a_control_token_is_counted_and_said(
     ended = of(run, GroupEnded)
     assert ended and all(one.talk["specials"] == len(one.rewards) for one in ended)
     assert [
-        one.message
-        for one in of(run, Warned)
-        if "special tokens (<user>)" in one.message and "role user" in one.message
+        warning.message
+        for warning in of(run, Warned)
+        if "special tokens (<user>)" in warning.message and "role user" in warning.message
     ]
     summary = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"{sum(len(one.rewards) for one in ended)} messages with the text of special tokens" in summary

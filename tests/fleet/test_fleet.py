@@ -336,7 +336,7 @@ def test_all_members_are_asked_at_once_and_one_that_fails_stays() -> None:
             return 0.5
 
         found, errors = await flock.fleet.ask_serving(check)
-        assert list(found.values()) == [0.5, 0.5] and [str(one) for one in errors.values()] == ["kept old weights"]
+        assert list(found.values()) == [0.5, 0.5] and [str(error) for error in errors.values()] == ["kept old weights"]
         assert all(member.serves for member in flock.fleet.members)
 
     run(case, engine(), engine(), engine())

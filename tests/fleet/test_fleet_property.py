@@ -135,14 +135,16 @@ def is_lost(engine: Unlike) -> bool:
 async def life(world: World, s: dict[str, Any], engines: list[Unlike]) -> None:
     clock, record = asyncio.get_running_loop().time, world.observer.record
     telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 1e6))
-    parts, lent = {str(i): one for i, one in enumerate(engines)}, engines[-1]
+    parts, lent = {str(i): engine for i, engine in enumerate(engines)}, engines[-1]
     patience, last = FleetPatience(1e5, SILENCE), str(len(engines) - 1)
     world.engine = fleet = Fleet(parts, patience, telemetry, last if s["lent"] else None)
     if isinstance(lent, OnLentDevices):
         lends(world, fleet, lent, GIVE_WAY)
     await fleet.open()
-    for one in engines:
-        one.is_kept = lambda asked, one=one: asked.version >= fleet._rotation.wanted[""].version - 1 or is_lost(one)  # type: ignore[misc]
+    for engine in engines:
+        engine.is_kept = lambda asked, one=engine: (
+            asked.version >= fleet._rotation.wanted[""].version - 1 or is_lost(one)
+        )  # type: ignore[misc]
     fleet.listen(Witness(world).listen)
     for one in s["misfortunes"]:
         number = one["member"] % len(engines)
@@ -188,7 +190,7 @@ def test_no_member_serves_older_tokens_than_the_bound_allows(
     assert not [fact for fact in world.facts.of(GroupEnded) if fact.lost_tokens]
     for batch in batches:
         for group in batch.groups:
-            found = sorted(one.episode.last.tokens for one in group.scored)
+            found = sorted(rollout.episode.last.tokens for rollout in group.scored)
             drawn = [tokens_of(engines[0], str(RolloutKey(group.ticket, i))) for i in range(2)]
             assert all(tokens in drawn for tokens in found), "C5: other tokens than those of a run without misfortunes"
     moves = world.facts.of(MemberMoved)

@@ -125,4 +125,4 @@ def test_a_resumed_run_may_have_another_number_of_members(tiny_llama: Path, tmp_
         "train": {**config["train"], "steps": 6},
     }
     assert headrace.train(longer, resume=run).step == 6
-    assert [one.accounting.balance() for one in of(run, RunEnded)] == [0, 0]
+    assert [end.accounting.balance() for end in of(run, RunEnded)] == [0, 0]

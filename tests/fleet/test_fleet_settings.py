@@ -39,7 +39,7 @@ def test_every_member_has_its_share() -> None:
 
 def test_every_server_is_a_member_and_one_engine_is_no_fleet() -> None:
     members = members_of(SERVERS)
-    assert list(members) == [ONE, TWO] and [one.urls for one in members.values()] == [(ONE,), (TWO,)]
+    assert list(members) == [ONE, TWO] and [member.urls for member in members.values()] == [(ONE,), (TWO,)]
     assert members_of(EngineConfig()) == {"": EngineConfig()} and not EngineConfig().is_fleet
     assert replace(REPLICAS, member_patience=5.0).for_worker == EngineConfig()
 
@@ -83,7 +83,7 @@ def test_replicas_that_would_take_the_same_cores_or_gpus_are_refused(
 
 def test_servers_of_a_run_share_gpus_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(REPLICAS, kind="vllm", gpus=(0, 1, 3))
-    shares = [one.gpus for one in members_of(config).values()]
+    shares = [member.gpus for member in members_of(config).values()]
     assert shares == [(0, 1), (3,)]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [visible(gpus) for gpus in (*shares, ())] == [

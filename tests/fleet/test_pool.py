@@ -63,7 +63,7 @@ async def asked(directory: Path, do: str, member: str = "") -> PoolAnswer:
 
 
 def names(answer: PoolAnswer) -> list[str]:
-    return [one.name for one in answer.members]
+    return [member.name for member in answer.members]
 
 
 def test_a_server_is_added_and_another_removed_while_requests_run(tmp_path: Path) -> None:

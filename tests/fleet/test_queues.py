@@ -297,7 +297,7 @@ def _away(one: FakeEngine) -> None:
 async def _watch(members: list[Member]) -> None:
     while True:
         await asyncio.sleep(0.05)
-        serving = [one for one in members if one.serves]
+        serving = [member for member in members if member.serves]
         queued = [one.name for one in serving if any(attempt.waits for attempt in one.attempts.values()) and one.queue]
         idle = [one.name for one in serving if not one.attempts]
         assert not (queued and idle), f"{idle} idle beside the queues of {queued}"

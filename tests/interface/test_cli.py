@@ -246,7 +246,7 @@ def test_doctor_knows_the_extras_of_the_package():
 
 def test_an_option_that_takes_several_words_may_be_given_several_times() -> None:
     """argparse keeps only the last, without a word."""
-    (commands,) = (one for one in cli.front_parser()._actions if one.choices)
+    (commands,) = (action for action in cli.front_parser()._actions if action.choices)
     several = [
         (name, option)
         for name, parser in commands.choices.items()

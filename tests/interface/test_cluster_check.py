@@ -208,11 +208,12 @@ def test_without_ranks_elsewhere_nothing_is_shared(tiny_llama: Path, tmp_path: P
 
 def test_the_same_versions_are_the_same() -> None:
     there = {
-        one.what: one.value for one in versions(dict.fromkeys(("headrace", "Python", "torch", "transformers"), ""))
+        version.what: version.value
+        for version in versions(dict.fromkeys(("headrace", "Python", "torch", "transformers"), ""))
     }
     assert set(there.values()) == {"none"}
     here = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info), "torch": "1", "transformers": "1"}
-    assert [one.state for one in versions(here)] == ["ok", "ok", "bad", "bad"]
+    assert [version.state for version in versions(here)] == ["ok", "ok", "bad", "bad"]
 
 
 # --- workers that join ---------------------------------------------------------------------------------------------------------
@@ -230,11 +231,11 @@ def examined(directory: Path, model: Path, come: Any, ranks: bool = False, more:
     config = load_config(tiny_config(directory, model, engine=engine, orchestration=place, out=str(directory)))
     seats = config.engine.replicas + ranks
     threads = [threading.Thread(target=come, args=(address,), daemon=True) for _ in range(seats)]
-    for one in threads:
-        one.start()
+    for thread in threads:
+        thread.start()
     found = asyncio.run(findings_of_joining(config))
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.join()
     return found
 
 

@@ -116,7 +116,9 @@ def test_a_model_that_ends_as_its_template_does_ends_in_the_engine(tmp_path: Pat
     weights["model.embed_tokens.weight"][:, 0] = 6.0
     weights["lm_head.weight"] *= 0.01
     weights["lm_head.weight"][2, 0] = 5.0
-    save_file({name: torch.clone(one) for name, one in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: torch.clone(weight) for name, weight in weights.items()}, model / "model.safetensors", {"format": "pt"}
+    )
     config = tiny_config(tmp_path, model, train={"steps": 1, "learning_rate": 1e-9}, rollout={"max_tokens": 32})
     (tmp_path / "counts.py").write_text(
         "def counts(completions, **columns):\n    return [float(n) for n in range(len(completions))]\n"

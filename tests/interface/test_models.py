@@ -98,8 +98,8 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, gone: str, wor
 
 
 def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
-    said = refusal(tmp_path, need_chat_template=True)
-    assert "no config.json" in said and "no weights" in said and "no tokenizer" in said
+    message = refusal(tmp_path, need_chat_template=True)
+    assert "no config.json" in message and "no weights" in message and "no tokenizer" in message
 
 
 def test_a_chat_template_is_needed_only_for_messages(tmp_path: Path) -> None:

@@ -296,8 +296,8 @@ def test_the_command_shows_a_row_of_a_file_and_what_the_reward_gives(
         "def right(completions, answer, **columns):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
     )
     assert main(["preflight", str(model), "--rows", str(rows), "--reward", f"{reward}:right"]) == 0
-    said = capsys.readouterr()
-    assert "→ right = 1" in said.out and "template and weights agree" in said.out and not said.err
+    output = capsys.readouterr()
+    assert "→ right = 1" in output.out and "template and weights agree" in output.out and not output.err
     assert main(["preflight", str(model), "--rows", str(tmp_path / "gone.jsonl")]) == 2
     assert "gone.jsonl" in capsys.readouterr().err
 

@@ -87,20 +87,24 @@ def test_it_trains_inside_a_running_loop(trained):
 
 def test_callbacks_see_every_step_and_evaluation_in_the_callers_thread(trained):
     assert trained.threads == {threading.main_thread()}
-    assert [one.step for one in trained.steps] == [1, 2, 3, 4, 5, 6]
-    assert {(one.phase, one.step) for one in trained.evaluations} == {("before", 0), ("during", 3), ("after", 6)}
+    assert [step.step for step in trained.steps] == [1, 2, 3, 4, 5, 6]
+    assert {(evaluation.phase, evaluation.step) for evaluation in trained.evaluations} == {
+        ("before", 0),
+        ("during", 3),
+        ("after", 6),
+    }
     assert trained.steps[0].run == "tiny" and set(trained.steps[0].rewards) == {"e", "brief"}
 
 
 def test_the_history_is_what_the_callbacks_saw(trained):
     history = trained.result.history
     for name in ("step", "reward", "loss", "lag_max", "length_mean", "tokens", "truncated"):
-        assert history[name] == [asdict(one)[name] for one in trained.steps]
+        assert history[name] == [asdict(step)[name] for step in trained.steps]
     frame = pandas.DataFrame(history)
-    assert len(frame) == 6 and list(frame["rewards.brief"]) == [one.rewards["brief"] for one in trained.steps]
+    assert len(frame) == 6 and list(frame["rewards.brief"]) == [step.rewards["brief"] for step in trained.steps]
     both = frame["rewards.e"] + 0.1 * frame["rewards.brief"]
     assert all(abs(both - frame["reward_trained"]) < 1e-9), "the weights count"
-    assert trained.result.held_out["reward"] == [one.reward for one in trained.evaluations]
+    assert trained.result.held_out["reward"] == [evaluation.reward for evaluation in trained.evaluations]
 
 
 def test_the_object_has_samples_paths_and_a_report(trained):
@@ -124,7 +128,10 @@ def test_it_exports(trained, tmp_path):
 
 def test_the_settings_say_what_was_passed(trained):
     kept = load_config(trained.result.directory / "config.toml")
-    assert [(one.function, one.weight) for one in kept.reward.functions] == [("python:e", 1.0), ("python:brief", 0.1)]
+    assert [(function.function, function.weight) for function in kept.reward.functions] == [
+        ("python:e", 1.0),
+        ("python:brief", 0.1),
+    ]
     assert " · 100 rows · " in trained.result.state.started.headline
     assert kept.task.kind == "python" and kept.task.rows.endswith("(100 rows)")
     assert (kept.task.held_out, kept.reward.workers) == (16, 3), "what no object replaces stays"
@@ -165,8 +172,8 @@ def test_the_command_line_says_what_it_cannot_pass(trained, command, capsys):
     from headrace.cli import main
 
     assert main([*command, str(trained.result.directory)]) == 2
-    said = capsys.readouterr().err
-    assert "the reward e, the reward brief, its rows" in said and "headrace.train(resume=...)" in said
+    output = capsys.readouterr().err
+    assert "the reward e, the reward brief, its rows" in output and "headrace.train(resume=...)" in output
 
 
 # -- stopping ---------------------------------------------------------------------------------------------------------------
@@ -182,7 +189,7 @@ def test_a_callback_stops_a_run_and_another_one_breaks_it(tmp_path, tiny_llama):
     result = headrace.train(config, [share_of_e, brief], dataset=ROWS, on_step=enough)
     assert result.reason == "interrupted" and 2 <= result.step < 100_000
     assert [int(path.name[5:]) for path in result.checkpoints] == [result.step]
-    assert any("on_step asked to stop (two are enough)" in one.message for one in of(result.directory, Warned))
+    assert any("on_step asked to stop (two are enough)" in warning.message for warning in of(result.directory, Warned))
 
     def broken(step: headrace.Step) -> None:
         {}["no such column"]
@@ -400,7 +407,7 @@ def test_a_file_cannot_ask_for_rows_of_python(task, said):
 )
 def test_one_or_several_functions(reward, specs):
     config, inputs = taken(reward=reward)
-    assert [(one.function, one.weight) for one in config.reward.specs] == specs
+    assert [(spec.function, spec.weight) for spec in config.reward.specs] == specs
     assert len(inputs.rewards) == len(specs)
     assert load_config(json.loads(json.dumps(asdict(config)))) == config
 
@@ -408,7 +415,7 @@ def test_one_or_several_functions(reward, specs):
 def test_functions_take_the_place_of_those_of_the_settings():
     settings = {**CONFIG, "reward": {"function": "a.py:b", "extract": "last_number", "timeout": 7}}
     config, _ = with_python_inputs(settings, (), brief, ROWS)
-    assert [one.function for one in config.reward.specs] == ["python:brief"] and config.reward.timeout == 7
+    assert [spec.function for spec in config.reward.specs] == ["python:brief"] and config.reward.timeout == 7
 
 
 @pytest.mark.parametrize(

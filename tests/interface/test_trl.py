@@ -64,7 +64,7 @@ def test_a_function_without_the_mark_gets_strings_as_before():
 def test_what_a_function_changes_is_its_own():
     def spoil(prompts, completions):
         prompts[0].clear()
-        return [float(len(one)) for one in prompts]
+        return [float(len(prompt)) for prompt in prompts]
 
     assert call(headrace.trl_reward(spoil), CHAT) == [0.0, 2.0]
     assert len(MESSAGES) == 2
@@ -146,7 +146,9 @@ def test_a_list_that_is_missing_is_a_failure_for_both():
     def forgotten(completions, **columns):
         [1.0 for _ in completions]
 
-    assert all(isinstance(one, Failure) for one in scored([("f", headrace.trl_reward(forgotten), 1.0)], "4", "5"))
+    assert all(
+        isinstance(rollout, Failure) for rollout in scored([("f", headrace.trl_reward(forgotten), 1.0)], "4", "5")
+    )
 
 
 def test_advantages_by_reward_compare_those_that_have_it():

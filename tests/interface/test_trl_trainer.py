@@ -59,12 +59,12 @@ def test_the_page_has_the_table_of_all_fields() -> None:
 
 
 def test_every_field_has_one_fate_and_a_reason() -> None:
-    assert {one.fate for one in FIELDS.values()} == {"honoured", "no meaning", "refused"}
-    assert all(one.words for one in FIELDS.values()) and len(FIELDS) > 150
+    assert {field.fate for field in FIELDS.values()} == {"honoured", "no meaning", "refused"}
+    assert all(field.words for field in FIELDS.values()) and len(FIELDS) > 150
     assert next(field.name for field in dataclasses.fields(GRPOConfig)) == "output_dir"
 
 
-@pytest.mark.parametrize("name", [name for name, one in FIELDS.items() if one.fate == "refused"])
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.fate == "refused"])
 def test_each_refused_field_is_named(name: str) -> None:
     default = FIELDS[name].default
     other = (not default) if isinstance(default, bool) else 7 if default is None else default + 1
@@ -100,7 +100,7 @@ OF_THE_TRAINER = {
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, one in FIELDS.items() if one.fate == "honoured" and name not in OF_THE_TRAINER]
+    "name", [name for name, field in FIELDS.items() if field.fate == "honoured" and name not in OF_THE_TRAINER]
 )
 def test_each_honoured_field_changes_the_settings(name: str) -> None:
     beside = BESIDE.get(name, {})
@@ -362,7 +362,7 @@ def test_a_model_in_memory_and_conversations(tmp_path: Path, tiny_llama: Path) -
 
     def about(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
         seen.append((prompts[0], completions[0]))
-        return [float(len(one[0]["content"]) % 3) for one in completions]
+        return [float(len(completion[0]["content"]) % 3) for completion in completions]
 
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
@@ -381,7 +381,7 @@ def test_a_model_in_memory_and_conversations(tmp_path: Path, tiny_llama: Path) -
 
 
 def share_of_e_of_chats(completions: list[Any], **columns: Any) -> list[float]:
-    return [one[0]["content"].count("e") / 8 for one in completions]
+    return [completion[0]["content"].count("e") / 8 for completion in completions]
 
 
 # -- the real TRL -----------------------------------------------------------------------------------------------------------

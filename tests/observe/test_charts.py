@@ -198,7 +198,7 @@ def test_colours_that_stand_side_by_side_can_be_told_apart(page: str, theme: str
     together = [[name for name, _ in keys] for keys in legends(page)] + [[f"lag{lag}" for lag in range(6)] + ["over"]]
     assert max(map(len, together)) >= 7
     for classes in together:
-        used = {names[one] for one in classes}
+        used = {names[kind] for kind in classes}
         for a, b in itertools.combinations([*used, "panel"], 2):
             assert math.dist(lab(colours[a]), lab(colours[b])) > 20, (a, b)
 
@@ -226,13 +226,13 @@ def test_loss_lengths_shares_throughput_and_held_out_have_their_charts(page: str
 def test_what_ended_between_two_steps_is_counted_once(tmp_path: Path) -> None:
     facts = list(FactStream(steps=25).facts())
     report(tmp_path, facts)
-    ended = [one.ended for one in load(tmp_path).bins]
+    ended = [point.ended for point in load(tmp_path).bins]
     groups = [fact for fact in facts[: _last_step(facts)] if isinstance(fact, GroupEnded)]
     assert sum(one.groups for one in ended) == len(groups)
-    assert sum(one.no_contrast for one in ended) == sum(one.reason == NO_CONTRAST for one in groups) > 0
-    assert sum(one.failed for one in ended) == sum(sum(one.failures.values()) for one in groups) > 0
-    assert sum(one.truncated for one in ended) == sum(one.truncated for one in groups)
-    assert sum(one.tokens for one in ended) == sum(sum(one.lengths) for one in groups)
+    assert sum(one.no_contrast for one in ended) == sum(group.reason == NO_CONTRAST for group in groups) > 0
+    assert sum(one.failed for one in ended) == sum(sum(group.failures.values()) for group in groups) > 0
+    assert sum(one.truncated for one in ended) == sum(group.truncated for group in groups)
+    assert sum(one.tokens for one in ended) == sum(sum(group.lengths) for group in groups)
 
 
 def _last_step(facts: list[Fact]) -> int:

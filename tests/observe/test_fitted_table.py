@@ -121,7 +121,7 @@ def test_drawn_tables_fit_and_keep_every_number_whole(data: st.DataObject) -> No
     columns = [TableColumn(title="name"), *data.draw(st.lists(COLUMN, min_size=1, max_size=7))]
     numbers = st.integers(0, 10**9).map(lambda value: f"{value:,}")
     rows = [
-        [f"row{place}", *(data.draw(numbers if one.number else TEXT) for one in columns[1:])]
+        [f"row{place}", *(data.draw(numbers if column.number else TEXT) for column in columns[1:])]
         for place in range(data.draw(st.integers(1, 4)))
     ]
     width = data.draw(st.integers(28, 130))

@@ -98,13 +98,13 @@ def test_the_rest_of_the_screen_has_samples(state: RunState, width: int, height:
 
 
 def test_samples_are_of_several_prompts_and_of_the_last_step(state: RunState) -> None:
-    assert len(state.samples) == len({one.prompt for one in state.samples}) == 6
-    assert {one.step for one in state.samples} == {state.rows[-1].report.step}
+    assert len(state.samples) == len({sample.prompt for sample in state.samples}) == 6
+    assert {sample.step for sample in state.samples} == {state.rows[-1].report.step}
 
 
 def test_a_sample_shows_the_right_answer_and_what_the_extractor_saw(state: RunState) -> None:
     more = {"answer": "42", "extracted": {"exact": "41"}}
-    state.samples = [msgspec.structs.replace(one, **more) for one in state.samples]
+    state.samples = [msgspec.structs.replace(sample, **more) for sample in state.samples]
     for width, height in SIZES:
         assert "extracted '41', right answer 42" in live(state, width, height)
 

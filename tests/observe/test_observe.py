@@ -466,7 +466,7 @@ def test_what_was_not_measured_is_not_claimed() -> None:
     assert "not measured" in text_of(summary(state))
     half = folded([Evaluated(1.0, "before", 0, 64, 0.2, 0.02, 9.0)])
     assert "after training: not measured" in verdicts.held_out(half).detail
-    assert [one.mood for one in verdicts.all_verdicts(RunState())] == ["unknown"] * 6
+    assert [verdict.mood for verdict in verdicts.all_verdicts(RunState())] == ["unknown"] * 6
 
 
 def test_a_lag_above_the_bound_is_loud() -> None:

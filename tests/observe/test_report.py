@@ -179,8 +179,8 @@ def test_each_rollout_is_shown_with_its_own_advantage(tmp_path: Path) -> None:
     samples = load(tmp_path).samples
     assert len(samples) == 16
     # The stream's advantages are reward minus the group's mean: the best is above it, the worst below.
-    assert all(one.advantage > 0 for one in samples if one.reward == 1)
-    assert all(one.advantage < 0 for one in samples if one.reward == 0)
+    assert all(sample.advantage > 0 for sample in samples if sample.reward == 1)
+    assert all(sample.advantage < 0 for sample in samples if sample.reward == 0)
 
 
 def test_each_agent_has_a_curve_of_its_own_rewards(tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def game(group: Group, won: float) -> Group:
     """White wins `won`, and gets 0.5 for its manners; black loses as much."""
     rewards = {"white.won": won, "white.manners": 0.5, "black.won": -won}
     scored = [
-        msgspec.structs.replace(one, rewards=rewards, reward=0.5, episode=of_agents(one.episode))
-        for one in group.scored
+        msgspec.structs.replace(rollout, rewards=rewards, reward=0.5, episode=of_agents(rollout.episode))
+        for rollout in group.scored
     ]
     return msgspec.structs.replace(group, scored=tuple(scored))
 
@@ -280,11 +280,11 @@ def test_sampler_against_trainer_by_lag_is_weighted_by_tokens(tmp_path):
     facts = list(FactStream(steps=12).facts())
     html = report(tmp_path, facts)
     steps = [fact.report.lags for fact in facts if isinstance(fact, StepTrained)]
-    zeros = [one for lags in steps for one in lags if one.name == "0"]
-    tokens = sum(one.tokens for one in zeros)
+    zeros = [lag for lags in steps for lag in lags if lag.name == "0"]
+    tokens = sum(zero.tokens for zero in zeros)
     (joined, *_) = over_steps(load(tmp_path).state.rows)
     assert (joined.name, joined.tokens) == ("0", tokens)
-    assert joined.kl == pytest.approx(sum(one.kl * one.tokens for one in zeros) / tokens)
-    assert joined.gaps["max"] == max(one.gaps["max"] for one in zeros)
+    assert joined.kl == pytest.approx(sum(zero.kl * zero.tokens for zero in zeros) / tokens)
+    assert joined.gaps["max"] == max(zero.gaps["max"] for zero in zeros)
     table = html[html.index('<table class="lags">') :]
     assert re.search(rf"<td[^>]*>lag 0</td><td[^>]*>{tokens:,}</td>", table) and "masked: veto" in table

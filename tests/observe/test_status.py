@@ -99,11 +99,11 @@ def test_a_follower_reads_what_was_added_and_starts_over_when_a_resume_has_cut_i
     lines = [encode(fact) + b"\n" for fact in (STARTED, Warned(1.0, "one"), Warned(2.0, "two"))]
     metrics.write_bytes(lines[0] + lines[1] + lines[2][:10])  # torn, or still being written
     follower.look(True, 0.0)
-    assert [one.message for one in follower.state.warnings] == ["one"]
+    assert [warning.message for warning in follower.state.warnings] == ["one"]
     with metrics.open("ab") as file:
         file.write(lines[2][10:])
     follower.look(True, 0.0)
-    assert [one.message for one in follower.state.warnings] == ["one", "two"]
+    assert [warning.message for warning in follower.state.warnings] == ["one", "two"]
     (tmp_path / "part").write_bytes(lines[0])
     (tmp_path / "part").replace(metrics)
     follower.look(True, 0.0)

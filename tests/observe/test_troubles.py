@@ -180,7 +180,7 @@ def test_the_right_answer_and_what_was_extracted() -> None:
 
 def test_every_view_says_what_failed_and_what_to_do(tmp_path: Path) -> None:
     state = half_failed()
-    assert [(one.kind, one.rollouts) for one in failings(state)] == [("KeyError", 96)]
+    assert [(failing.kind, failing.rollouts) for failing in failings(state)] == [("KeyError", 96)]
     for shown in (printed(frame(state)), printed(summary(state))):
         assert "failed 50 % (KeyError" in shown and "return table[key]" in shown and "correct the reward" in shown, (
             shown
@@ -262,7 +262,9 @@ def test_metrics_of_before_are_still_read(tmp_path: Path) -> None:
     state = RunState()
     for fact in records.read_metrics(tmp_path):
         state.fold(fact)
-    assert [(one.kind, one.rollouts, one.first) for one in failings(state)] == [("reward_raised", 3, None)]
+    assert [(failing.kind, failing.rollouts, failing.first) for failing in failings(state)] == [
+        ("reward_raised", 3, None)
+    ]
     assert state.shares.total.failed_share == 1.0
     assert measured_on(state.evals[0]) == "3 prompts, 1 rollout failed: reward_raised"
     assert "failed" in printed(summary(state))

@@ -261,8 +261,8 @@ def check_rows(world: FakeWorld, *others: FakeWorld) -> int:
     rows, asked = 0, requests_of(world, *others)
     for batch in world.trainer.batches:
         for group in batch.groups:
-            for row, one in zip(group.rows, group.scored, strict=True):
-                first, second = one.episode.turns
+            for row, rollout in zip(group.rows, group.scored, strict=True):
+                first, second = rollout.episode.turns
                 said, answer, more = first.completion.tokens, second.context, second.completion.tokens
                 assert row.prompt == group.prompt.tokens and row.tokens == said + answer + more
                 assert row.mask == (True,) * len(said) + (False,) * len(answer) + (True,) * len(more)
@@ -270,7 +270,7 @@ def check_rows(world: FakeWorld, *others: FakeWorld) -> int:
                     "a turn was sampled after other tokens than those of its row"
                 )
                 assert list(row.versions) == sorted(row.versions), "C4"
-                assert one.rewards["scripted"] == 0.5 and one.reward == one.rewards["fake"] + 0.5
+                assert rollout.rewards["scripted"] == 0.5 and rollout.reward == rollout.rewards["fake"] + 0.5
                 rows += 1
     return rows
 
@@ -279,11 +279,15 @@ def test_two_turns_are_one_row_in_training_journal_and_packing(tmp_path: Path) -
     world = FakeWorld(tmp_path, environment=scripted(2, seconds=0.05), steps=4)
     virtual_time.run(world.run())
     assert check_rows(world) == 4 * 3 * 2
-    requests = [one for one in world.engine.requests if one.id.startswith("t")]
-    assert len({one.sampling.seed for one in requests}) == len(requests), "each turn has random numbers of its own"
+    requests = [request for request in world.engine.requests if request.id.startswith("t")]
+    assert len({request.sampling.seed for request in requests}) == len(requests), (
+        "each turn has random numbers of its own"
+    )
     ended = world.facts.of(GroupEnded)
     sampled = {
-        group.ticket: [one.episode.sampled for one in group.scored] for b in world.trainer.batches for group in b.groups
+        group.ticket: [rollout.episode.sampled for rollout in group.scored]
+        for b in world.trainer.batches
+        for group in b.groups
     }
     assert all(list(fact.lengths) == sampled[fact.ticket] for fact in ended if fact.ticket in sampled)
     assert not any(fact.lost_tokens for fact in ended)
@@ -343,8 +347,8 @@ def test_where_the_environment_goes_another_way_its_old_turns_are_lost_and_count
     assert sum(fact.lost_tokens for fact in ended) == vain
     assert {request.id for request in second.engine.requests}.isdisjoint(name for name in begun if keys[name].turn == 1)
     assert check_rows(second, first), "C5"
-    said = [fact.message for fact in second.facts.of(Warned) if "declares resumes" in fact.message]
-    assert len(said) == (resumes == "replayed"), "one that says it can be replayed is warned of, once"
+    messages = [fact.message for fact in second.facts.of(Warned) if "declares resumes" in fact.message]
+    assert len(messages) == (resumes == "replayed"), "one that says it can be replayed is warned of, once"
 
 
 def test_an_exported_state_is_what_the_episode_goes_on_from(tmp_path: Path) -> None:
@@ -367,8 +371,8 @@ def test_an_exported_state_is_what_the_episode_goes_on_from(tmp_path: Path) -> N
         turn.context
         for group in groups
         if group.ticket in tickets
-        for one in group.scored
-        for turn in one.episode.turns[1:]
+        for rollout in group.scored
+        for turn in rollout.episode.turns[1:]
     ]
     assert said.count((91,)) >= sum(map(len, state.notes.values())) and (92,) in said
     assert not second.parts.notebook.state(range(1000)), "notes are kept for nobody"

@@ -91,7 +91,7 @@ def test_each_measurement_draws_the_same_numbers_as_the_first() -> None:
     assert first == second and len(first) == half, "the same numbers for the same prompts, and other ones for each turn"
     assert len({request.id for request in engine.requests}) == 2 * half
     assert sorted(worlds[:6]) == sorted(worlds[6:]) and len(set(worlds)) == 6
-    assert {(one.sampling.temperature, one.adapter) for one in engine.requests} == {(0.25, "south")}
+    assert {(request.sampling.temperature, request.adapter) for request in engine.requests} == {(0.25, "south")}
 
 
 # --- what counts ---------------------------------------------------------------------------------------------------------
@@ -147,9 +147,11 @@ def test_without_a_reward_there_is_no_mean() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.none() | st.floats(-2, 2), min_size=1, max_size=4), min_size=1, max_size=6))
 def test_each_prompt_weighs_the_same_and_no_failure_is_a_number(rewards: list[list[float | None]]) -> None:
-    means = [sum(known) / len(known) for one in rewards if (known := [value for value in one if value is not None])]
+    means = [
+        sum(known) / len(known) for reward in rewards if (known := [value for value in reward if value is not None])
+    ]
     found = measured(rewards)
-    assert found.prompts == len(means) and sum(found.failures.values()) == sum(one.count(None) for one in rewards)
+    assert found.prompts == len(means) and sum(found.failures.values()) == sum(reward.count(None) for reward in rewards)
     assert (
         found.reward_mean == pytest.approx(sum(means) / len(means), abs=1e-12)
         if means

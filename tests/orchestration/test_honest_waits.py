@@ -134,15 +134,15 @@ def slow(kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
 def test_rollouts_that_take_longer_than_a_wait_may_stand_still() -> None:
     made = world(slow(), steps=2)
     virtual_time.run(made.run())
-    assert max(one.seconds for one in made.facts.of(Waited) if one.owner == "rollouts") > 3 * STOP
-    assert max(one.seconds for one in made.facts.of(Waited) if one.owner == "trainer") > 3 * STOP
+    assert max(wait.seconds for wait in made.facts.of(Waited) if wait.owner == "rollouts") > 3 * STOP
+    assert max(wait.seconds for wait in made.facts.of(Waited) if wait.owner == "trainer") > 3 * STOP
 
 
 def test_groups_that_wait_for_their_turn_at_a_busy_engine() -> None:
     engine = FakeEngine(seconds_per_token=STOP / 8, length=lambda rng: 8, rows=1)
     made = world(engine, steps=2)
     virtual_time.run(made.run())
-    assert max(one.seconds for one in made.facts.of(Waited) if one.owner == "rollouts") > 3 * STOP
+    assert max(wait.seconds for wait in made.facts.of(Waited) if wait.owner == "rollouts") > 3 * STOP
 
 
 def test_an_engine_that_hangs_is_stopped() -> None:
@@ -169,9 +169,9 @@ def test_one_lost_rollout_is_noticed_beside_others_that_go_on() -> None:
             async with asyncio.timeout(100 * STOP):
                 await made.run()
         except* StalledError as found:
-            said = str(found.exceptions[0])
+            message = str(found.exceptions[0])
         assert loop.time() < 5 * STOP
-        return said
+        return message
 
     assert "rollouts has waited" in virtual_time.run(case())
 

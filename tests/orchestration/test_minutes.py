@@ -249,8 +249,8 @@ def test_what_is_otherwise_than_at_the_beginning_is_said():
         return RunStarted(0.0, "a", "b", 0, 5, 2, 2, 4, 1, 1, where, machine={"cpu": cpu, "threads": "2"})
 
     assert machine_change(started("Xeon", "kernels llama"), started("Xeon", "kernels llama")) == ""
-    said = machine_change(started("Xeon", "kernels llama"), started("EPYC", "fused llama"))
-    assert "cpu was Xeon, now EPYC" in said and "engine: it was kernels llama, now fused llama" in said
+    message = machine_change(started("Xeon", "kernels llama"), started("EPYC", "fused llama"))
+    assert "cpu was Xeon, now EPYC" in message and "engine: it was kernels llama, now fused llama" in message
 
 
 def test_the_learning_rate_falls_to_the_end_that_is_planned_now():

@@ -51,10 +51,10 @@ def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFac
     assert len(trained) == len(set(trained)), "a group was trained twice"
     for batch in world.trainer.batches:
         for group in batch.groups:
-            for row, one in zip(group.rows, group.scored, strict=True):
+            for row, rollout in zip(group.rows, group.scored, strict=True):
                 assert list(row.versions) == sorted(row.versions), "C4: versions of a completion decrease"
-                assert row.prompt == group.prompt.tokens and row.tokens == one.episode.last.tokens, "C5"
-                assert all(span.kv_version <= span.version for span in one.episode.last.spans)
+                assert row.prompt == group.prompt.tokens and row.tokens == rollout.episode.last.tokens, "C5"
+                assert all(span.kv_version <= span.version for span in rollout.episode.last.spans)
 
 
 def test_the_bound_is_reached(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_what_was_in_flight_goes_on_from_its_tokens(tmp_path: Path) -> None:
     for name, one in unfinished.items():
         assert asked[name].prefix[: len(one.tokens)] == one.tokens
     trained = {
-        (one.ticket, i): row for b in second.trainer.batches for one in b.groups for i, row in enumerate(one.rows)
+        (group.ticket, i): row for b in second.trainer.batches for group in b.groups for i, row in enumerate(group.rows)
     }
     for name, one in unfinished.items():
         ticket, index = name.removeprefix("t").split("/")
@@ -306,9 +306,9 @@ def test_steps_of_which_everything_was_rejected_end_the_run_with_their_remedy(tm
         TrainingError, match=r"3 steps in a row were skipped \(all_rejected\).*algo.correction.*widen them"
     ):
         virtual_time.run(world.run())
-    said = [fact.message for fact in world.facts.of(Warned)]
-    assert "algo.correction.opsm = 0.0001 lies inside rounding: it stopped 100 % of 500 tokens" in said[0]
-    assert "step 0 was skipped: all_rejected; the weights are unchanged" in said[1] and len(said) == 4
+    messages = [fact.message for fact in world.facts.of(Warned)]
+    assert "algo.correction.opsm = 0.0001 lies inside rounding: it stopped 100 % of 500 tokens" in messages[0]
+    assert "step 0 was skipped: all_rejected; the weights are unchanged" in messages[1] and len(messages) == 4
 
 
 def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Path) -> None:
@@ -340,8 +340,8 @@ def test_the_last_checkpoint_is_tried_again_until_it_is_on_the_disk(tmp_path: Pa
     world = FakeWorld(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt < 3))
     virtual_time.run(world.run())
     assert [path.name for path in world.checkpoints.all()] == ["step-000006"]
-    said = [one.message for one in world.facts.of(Warned) if "not finished before" in one.message]
-    assert len(said) == 3 and "free disk space; it is tried again in 4 s" in said[2]
+    messages = [warning.message for warning in world.facts.of(Warned) if "not finished before" in warning.message]
+    assert len(messages) == 3 and "free disk space; it is tried again in 4 s" in messages[2]
 
 
 def test_a_run_whose_last_checkpoint_is_never_written_has_not_finished(tmp_path: Path) -> None:
@@ -464,16 +464,16 @@ def test_an_evaluation_that_was_due_at_the_killed_step_is_done_after_the_resume(
     assert first.trainer.version == 4 and not first.facts.of(Evaluated)
     second = world(first.in_metrics())
     _killed(second, lambda: second.trainer.version == 5 and bool(second.facts.of(Evaluated)), resume=True)
-    assert [one.step for one in second.facts.of(Evaluated)] == [4]
-    assert not any("evaluation was due" in one.message for one in second.facts.of(Warned))
+    assert [evaluation.step for evaluation in second.facts.of(Evaluated)] == [4]
+    assert not any("evaluation was due" in warning.message for warning in second.facts.of(Warned))
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     third = world(first.in_metrics(), "other")  # as if that had been killed before it was over
     virtual_time.run(third.run(resume=True))
-    assert [one.step for one in third.facts.of(Evaluated)] == [5, 8]
-    assert any("evaluation was due at step 4" in one.message for one in third.facts.of(Warned))
+    assert [evaluation.step for evaluation in third.facts.of(Evaluated)] == [5, 8]
+    assert any("evaluation was due at step 4" in warning.message for warning in third.facts.of(Warned))
     last = world(second.in_metrics())
     virtual_time.run(last.run(resume=True))
-    assert [one.step for one in last.facts.of(Evaluated)] == [8], "what was done is not done twice"
+    assert [evaluation.step for evaluation in last.facts.of(Evaluated)] == [8], "what was done is not done twice"
 
 
 def test_two_evaluations_at_one_instant_do_not_collide(tmp_path: Path) -> None:

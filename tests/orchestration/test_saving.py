@@ -19,7 +19,7 @@ SLOW = {"seconds_per_step": 1.0, "capture_seconds": 0.25}
 
 
 def said(world: FakeWorld, words: str) -> list[str]:
-    return [one.message for one in world.facts.of(Warned) if words in one.message]
+    return [warning.message for warning in world.facts.of(Warned) if words in warning.message]
 
 
 def assert_of_one_moment(world: FakeWorld) -> None:
@@ -32,7 +32,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     world = FakeWorld(tmp_path, steps=40, trainer=FakeTrainer(**SLOW, save_seconds=15.0), checkpoint_every=20)
     virtual_time.run(world.run())
     first, last = world.facts.of(CheckpointSaved)
-    meanwhile = [one for one in world.facts.of(StepTrained) if first.t - first.seconds < one.t < first.t]
+    meanwhile = [step for step in world.facts.of(StepTrained) if first.t - first.seconds < step.t < first.t]
     assert first.seconds >= 15.0 and first.stopped == first.held == 0.25 and len(meanwhile) >= 10
     assert [first.step, last.step] == [20, 40], "the last one is waited for"
     assert world.facts.facts.index(first) > world.facts.facts.index(meanwhile[-1])
@@ -44,10 +44,10 @@ def test_the_next_one_waits_for_the_one_before_and_the_remedy_is_to_make_fewer(t
     slow = FakeTrainer(**SLOW, save_seconds=15.0)  # which refuses two at once
     world = FakeWorld(tmp_path / "often", steps=12, trainer=slow, checkpoint_every=3)
     virtual_time.run(world.run())
-    assert [one.step for one in world.facts.of(CheckpointSaved)] == [3, 6, 9, 12]
+    assert [checkpoint.step for checkpoint in world.facts.of(CheckpointSaved)] == [3, 6, 9, 12]
     (told,) = said(world, "training waited")
     assert "until the checkpoint of step 3 was written, before that of step 6: raise checkpoint.every" in told
-    assert any(one.what == "the checkpoint of step 3 to be written" for one in world.facts.of(Waited))
+    assert any(wait.what == "the checkpoint of step 3 to be written" for wait in world.facts.of(Waited))
     assert_of_one_moment(world)
     seldom = FakeWorld(
         tmp_path / "seldom", steps=60, trainer=FakeTrainer(**SLOW, save_seconds=15.0), checkpoint_every=30
@@ -64,7 +64,7 @@ def test_a_trainer_without_room_for_a_copy_stands_still_and_says_so_once(tmp_pat
     assert said(world, "stands still") == [f"training stands still while checkpoints are written: {short}. Free memory"]
     for saved in world.facts.of(CheckpointSaved):
         assert saved.held == saved.seconds >= 15.0
-        assert not [one for one in world.facts.of(StepTrained) if saved.t - saved.seconds < one.t < saved.t]
+        assert not [step for step in world.facts.of(StepTrained) if saved.t - saved.seconds < step.t < saved.t]
     assert_of_one_moment(world)
 
 
@@ -76,14 +76,17 @@ def test_training_goes_on_beside_the_next_one_when_memory_was_freed(tmp_path: Pa
 
     world = FakeWorld(tmp_path, steps=20, trainer=Freed(**SLOW, save_seconds=5.0, short="no room"), checkpoint_every=10)
     virtual_time.run(world.run())
-    assert [one.held for one in world.facts.of(CheckpointSaved)] == [pytest.approx(5.25), 0.25]
+    assert [checkpoint.held for checkpoint in world.facts.of(CheckpointSaved)] == [pytest.approx(5.25), 0.25]
 
 
 def test_one_that_cannot_be_written_beside_training_warns_and_training_goes_on(tmp_path: Path) -> None:
     full = FakeTrainer(**SLOW, save_seconds=5.0, full=lambda attempt: attempt == 0)
     world = FakeWorld(tmp_path, steps=20, trainer=full, checkpoint_every=10)
     virtual_time.run(world.run())
-    assert [(one.step, bool(one.error)) for one in world.facts.of(CheckpointSaved)] == [(10, True), (20, False)]
+    assert [(checkpoint.step, bool(checkpoint.error)) for checkpoint in world.facts.of(CheckpointSaved)] == [
+        (10, True),
+        (20, False),
+    ]
     assert "No space left" in said(world, "could not write the checkpoint of step 10")[0]
 
 
@@ -149,5 +152,5 @@ def test_an_interrupt_waits_for_the_one_that_is_written_and_for_its_own(tmp_path
         await running
 
     virtual_time.run(scenario())
-    assert [one.step for one in world.facts.of(CheckpointSaved)] == [20, world.trainer.version]
+    assert [checkpoint.step for checkpoint in world.facts.of(CheckpointSaved)] == [20, world.trainer.version]
     assert_of_one_moment(world)

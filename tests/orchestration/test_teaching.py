@@ -111,13 +111,13 @@ def test_a_run_without_any_reward_learns_from_a_teacher_that_is_killed_on_the_wa
     assert np.mean(gaps[-5:]) < 0.9 * np.mean(gaps[:3]), f"the policy did not come nearer to its teacher: {gaps}"
     exact = said_by(other_llama)
     for group in groups_of(directory)[:4]:
-        for one, row in zip(group.scored, group.rows, strict=True):
-            turn = one.episode.turns[0]
+        for rollout, row in zip(group.scored, group.rows, strict=True):
+            turn = rollout.episode.turns[0]
             wanted = exact(turn.context, turn.completion.tokens)
             wanted = wanted.gather(1, torch.tensor(turn.completion.tokens)[:, None])[:, 0]
-            assert one.teachers[0].logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
-            assert one.rewards == {} and row.teacher == one.teachers[0]
-            assert set(one.teachers[0].versions) == {0}
+            assert rollout.teachers[0].logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+            assert rollout.rewards == {} and row.teacher == rollout.teachers[0]
+            assert set(rollout.teachers[0].versions) == {0}
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_teachers_are_routed_by_row_and_compared_by_their_most_probable_tokens(
     exact = {"evens": said_by(other_llama), "odds": said_by(tiny_llama)}
     names = set()
     for group in groups_of(tmp_path / "runs" / "taught"):
-        for one in group.scored:
-            turn, trace = one.episode.turns[0], one.teachers[0]
+        for rollout in group.scored:
+            turn, trace = rollout.episode.turns[0], rollout.teachers[0]
             names.add(trace.name)
             assert trace.name == {"even": "evens", "odd": "odds"}[group.prompt.columns["kind"]]
             assert trace.top is not None and trace.top.k == 5
@@ -183,14 +183,14 @@ def test_the_reference_in_the_reward_is_the_initial_model_and_its_kl_is_taken_of
     exact, moved = said_by(tiny_llama), 0.0
     for group in groups_of(directory):
         shaped = []
-        for one in group.scored:
-            turn = one.episode.turns[0]
+        for rollout in group.scored:
+            turn = rollout.episode.turns[0]
             tokens = torch.tensor(turn.completion.tokens)
             wanted = exact(turn.context, turn.completion.tokens).gather(1, tokens[:, None])[:, 0]
-            assert one.references[0] == pytest.approx(wanted.tolist(), abs=1e-4)
+            assert rollout.references[0] == pytest.approx(wanted.tolist(), abs=1e-4)
             gap = sum(turn.completion.logprobs) - float(wanted.sum())  # k1, summed over the rollout
             moved = max(moved, abs(gap))
-            shaped.append(one.reward - 0.5 * gap)
+            shaped.append(rollout.reward - 0.5 * gap)
         for i, row in enumerate(group.rows):  # leave-one-out
             others = [value for j, value in enumerate(shaped) if j != i]
             assert row.advantages[0] == pytest.approx(shaped[i] - sum(others) / len(others), abs=1e-3)
@@ -217,8 +217,8 @@ def test_the_student_of_some_steps_ago_teaches_itself_also_after_a_resume(
     seen = set()
     for entry in read_steps(directory):
         for group in entry.groups:
-            for one in group.scored:
-                turn, trace = one.episode.turns[0], one.teachers[0]
+            for rollout in group.scored:
+                turn, trace = rollout.episode.turns[0], rollout.teachers[0]
                 (version,) = set(trace.versions)
                 assert version % 3 == 0 and version <= entry.step
                 assert entry.step - version <= 3 + 2, "older than a snapshot's period and the lag of the rollout"
@@ -259,13 +259,13 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_token_and_a_reward_by_tex
     encoder = ChatEncoder(stranger)
     for group in groups_of(directory):
         _, front = encoder.encode_messages([{"role": "user", "content": group.prompt.text}])
-        for one in group.scored:
-            done = one.episode.last
+        for rollout in group.scored:
+            done = rollout.episode.last
             ended = done.stop == "stop"
             behind = (*encoder.encode_completion(done.text, False), *((2,) if ended else ()))
             total = float(exact(front, behind).gather(1, torch.tensor(behind)[:, None]).sum())
-            assert one.rewards == {"critic": pytest.approx(total / (len(done.text) + ended), abs=1e-4)}
-            assert one.reward == 2 * one.rewards["critic"]
+            assert rollout.rewards == {"critic": pytest.approx(total / (len(done.text) + ended), abs=1e-4)}
+            assert rollout.reward == 2 * rollout.rewards["critic"]
     evaluated = of(directory, Evaluated)
     again = headrace.evaluate(config, run=directory, prompts=4)
     assert again.reward_mean == pytest.approx(evaluated[-1].reward_mean, abs=1e-4), "eval asks the critic too"

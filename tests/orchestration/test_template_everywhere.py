@@ -54,7 +54,7 @@ def test_prompts_of_a_run_and_of_its_evaluation_have_the_argument(moody: Path, t
 
     def reward(prompts: Any, completions: Any, chat_template_kwargs: Any) -> list[float]:
         seen.append(str(chat_template_kwargs[0]))
-        return [float(len(set(one))) for one in completions]
+        return [float(len(set(completion))) for completion in completions]
 
     result = headrace.train(config, reward=reward)
     encoder = ChatEncoder(moody)

@@ -104,12 +104,12 @@ def test_every_value_changes_and_is_what_it_was_afterwards(
         size = (rows, columns) if rows else (columns,)
         values = torch.zeros(size) if zero else torch.randn(size, generator=draw) + 0.01
         parameters[f"layers.{number}.w"] = torch.nn.Parameter(values.to(dtype))
-    before = {name: one.detach().clone() for name, one in parameters.items()}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     same = lambda name: torch.equal(parameters[name], before[name])  # noqa: E731
     trial = Trial(parameters)
-    for name, one in parameters.items():
-        assert bool((one != before[name]).all()) and bool(one.isfinite().all())
-        relative = ((one - before[name]) / before[name]).abs()[before[name] != 0]
+    for name, parameter in parameters.items():
+        assert bool((parameter != before[name]).all()) and bool(parameter.isfinite().all())
+        relative = ((parameter - before[name]) / before[name]).abs()[before[name] != 0]
         assert bool((relative < 0.13).all()), "a model under trial is still a model"
     for label in trial.kept():
         kept = hypotheses(list(parameters))[label]

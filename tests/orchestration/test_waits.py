@@ -168,8 +168,8 @@ def test_an_endless_wait_is_reported_again_and_again_and_never_stopped():
             await asyncio.sleep(35)
 
     virtual_time.run(main())
-    said = [fact.message for fact in facts if isinstance(fact, Warned)]
-    assert said == [f"start has waited {n}0 s for a download" for n in (1, 2, 3)]
+    messages = [fact.message for fact in facts if isinstance(fact, Warned)]
+    assert messages == [f"start has waited {n}0 s for a download" for n in (1, 2, 3)]
 
 
 def test_a_process_that_stood_still_blames_nobody():
@@ -637,8 +637,8 @@ def test_a_stall_where_things_are_fetched_is_said_again_and_again(tmp_path: Path
 
     with pytest.raises(TimeoutError):
         virtual_time.run(main())
-    said = [fact.message for fact in facts.of(Warned)]
-    assert said == [f"{owner} has waited {seconds} s for {what}" for seconds in range(120, 1000, 120)]
+    messages = [fact.message for fact in facts.of(Warned)]
+    assert messages == [f"{owner} has waited {seconds} s for {what}" for seconds in range(120, 1000, 120)]
 
 
 def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -905,18 +905,18 @@ def test_a_swap_in_the_teacher_that_fails_is_raised_when_it_fails(tmp_path: Path
 
 
 def test_what_nobody_awaits_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def fails() -> None:
         raise RuntimeError("in a callback")
 
     async def main() -> None:
-        report_unhandled(said.append)
+        report_unhandled(messages.append)
         asyncio.get_running_loop().call_soon(fails)
         await asyncio.sleep(0.01)
 
     asyncio.run(main())
-    assert len(said) == 1 and "RuntimeError('in a callback')" in said[0] and "fails" in said[0]
+    assert len(messages) == 1 and "RuntimeError('in a callback')" in messages[0] and "fails" in messages[0]
     assert "in a callback" in caplog.text, "with its traceback, in the log"
 
 
@@ -1031,8 +1031,8 @@ def test_a_run_that_was_stopped_and_continued_goes_on(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(14)  # longer than the deadline, which is eight times what the process itself needs
     os.kill(process.pid, signal.SIGCONT)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 0, said
+    _, output = process.communicate(timeout=600)
+    assert process.returncode == 0, output
 
 
 def test_nothing_ends_the_watchdog(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -56,8 +56,8 @@ def test_headraces_own_server_returns_the_sets_also_of_what_goes_on_from_a_prefi
                 assert remote.capabilities.constraints
                 await remote.load(sender.send(0, parameters.items()))
 
-                async def both(one: Request) -> Completion:
-                    here, there = await serving.engine.generate(one), await remote.generate(one)
+                async def both(request: Request) -> Completion:
+                    here, there = await serving.engine.generate(request), await remote.generate(request)
                     assert msgspec.structs.replace(here, spans=()) == msgspec.structs.replace(there, spans=())
                     return there
 

@@ -29,7 +29,7 @@ def config_for(directory: Path, model: Path, kind: str, **tables: Any) -> dict[s
 def checked(run: Path, deaths: int) -> None:
     (ended,) = of(run, RunEnded)
     assert ended.reason == "finished" and ended.accounting.balance() == 0
-    assert of(run, IdentityChecked) and all(one.ok for one in of(run, IdentityChecked))
+    assert of(run, IdentityChecked) and all(probe.ok for probe in of(run, IdentityChecked))
     rows = of(run, StepRow)
     assert len(rows) == 4 and max(lag for row in rows for lag in row.lags) <= 1
     assert len(of(run, WorkerLost)) == deaths
@@ -73,9 +73,9 @@ def test_two_servers_that_the_run_started_of_which_one_is_killed(kind: str, tiny
     assert sorted(path.name for path in run.rglob("engine-*.log")) == ["engine-1.log", "engine-2.log"]
 
 
-def log_in(said: str) -> str:
+def log_in(message: str) -> str:
     """The log that a message names, which must be there when it is read."""
-    (path,) = re.findall(r"its output is in ([^,)]+)", said)
+    (path,) = re.findall(r"its output is in ([^,)]+)", message)
     return Path(path).read_text()
 
 

@@ -29,7 +29,7 @@ def test_a_run_over_http_trains_and_a_server_that_is_killed_costs_nothing(tiny_l
         killer = at_steps(config, {2: kill_and_start_again})
         result = headrace.train(config)
         killer.join()
-        assert all(one.update.where["path"].startswith(shared) for one in of(run, WeightsLive))
+        assert all(update.update.where["path"].startswith(shared) for update in of(run, WeightsLive))
         assert not list(Path(shared).iterdir()), "nothing is left there"
     assert result.step == 6
     checked_run(run, 6)

@@ -180,9 +180,9 @@ def test_a_vllm_that_fetches_over_http_needs_headrace_beside_it(
         return code, capsys.readouterr().err
 
     python = fake_servers.interpreter(tmp_path)
-    code, said = rehearsed("http")
-    assert code == 2 and f"engine.python = {python} has no headrace installed" in said
-    (remedy,) = re.findall(r"install it \((.*?)\), or set (.*)", said)
+    code, output = rehearsed("http")
+    assert code == 2 and f"engine.python = {python} has no headrace installed" in output
+    (remedy,) = re.findall(r"install it \((.*?)\), or set (.*)", output)
     assert remedy[1] == 'weight_sync.kind = "files"' and rehearsed("files") == (0, "")
     subprocess.run(shlex.split(remedy[0]), check=True)
     assert rehearsed("http") == (0, "")
@@ -205,7 +205,9 @@ def test_another_version_of_headrace_at_the_server_is_refused(kind: str, tmp_pat
 
 def test_the_doctor_says_which_interpreter_has_which_engine(tmp_path: Path, monkeypatch) -> None:
     def found(*pythons: str) -> dict[str, tuple[str, str, str]]:
-        return {one.what: (one.state, one.value, one.remedy) for one in engine_findings(places(pythons))}
+        return {
+            finding.what: (finding.state, finding.value, finding.remedy) for finding in engine_findings(places(pythons))
+        }
 
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert found()["native"][0] == "ok" and sys.executable in found()["headrace"][1]

@@ -203,8 +203,8 @@ def test_a_server_that_others_reach_is_warned_of_if_it_has_no_key(key: str, tiny
     async def go() -> None:
         async with served(tiny_tokenizer, api_key=key) as (url, _):
             stranger = Connection(url)
-            said = await open_control("sglang", "http://10.1.2.3:1", stranger, 60)
-            assert ("start SGLang with --api-key" in said) == (not key)
+            answer = await open_control("sglang", "http://10.1.2.3:1", stranger, 60)
+            assert ("start SGLang with --api-key" in answer) == (not key)
             assert not await open_control("sglang", "http://127.0.0.1:1", stranger, 60)
             assert not await open_control("headrace", "http://10.1.2.3:1", stranger, 60)
             await stranger.close()

@@ -113,8 +113,10 @@ def test_a_server_that_others_reach_is_warned_of_if_its_control_routes_are_open(
             async with served(tiny_tokenizer, api_key="secret", absent=absent) as (url, _):
                 stranger = Connection(url)
                 for other in ("http://8.8.8.8:1", "http://10.1.2.3:1", "http://gpu.example.com:1"):
-                    said = await open_control("vllm", other, stranger, 60)
-                    assert ("answer without a token" in said and "--api-key does not change that" in said) == is_open
+                    answer = await open_control("vllm", other, stranger, 60)
+                    assert (
+                        "answer without a token" in answer and "--api-key does not change that" in answer
+                    ) == is_open
                 for here in ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"):
                     assert not await open_control("vllm", here, stranger, 60)
                 await stranger.close()

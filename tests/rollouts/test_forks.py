@@ -80,10 +80,12 @@ def test_every_turn_of_a_tree_keeps_what_it_was_given() -> None:
 
     leaves = [given(10.0, 1, 11, 12), given(20.0, 1, 21), given(30.0, 1, 31, 32)]
     tree, values = as_tree(leaves, pivot=1), [0.0, 10.0, 11.0, 20.0, 30.0, 31.0]
-    assert [one["step"] for one in tree.turn_rewards] == values
-    assert [(one.versions, one.logprobs) for one in tree.teachers] == [((int(value),), (-value,)) for value in values]
+    assert [turn_reward["step"] for turn_reward in tree.turn_rewards] == values
+    assert [(teacher.versions, teacher.logprobs) for teacher in tree.teachers] == [
+        ((int(value),), (-value,)) for value in values
+    ]
     assert list(tree.references) == [(-value / 2,) for value in values]
-    plain = as_tree([replace(one, turn_rewards=(), teachers=(), references=()) for one in leaves], pivot=1)
+    plain = as_tree([replace(leaf, turn_rewards=(), teachers=(), references=()) for leaf in leaves], pivot=1)
     assert (plain.turn_rewards, plain.teachers, plain.references) == ((), (), ())
     some = as_tree([replace(leaves[0], turn_rewards=()), *leaves[1:]], pivot=1)
     assert some.turn_rewards == ({}, {}, {}, *({"step": value} for value in values[3:])), "a branch without rewards"
@@ -223,11 +225,11 @@ def world(directory: Path, life: int, **more: Any) -> FakeWorld:
     return FakeWorld(directory, environment=kind, rollout=rollout, **more)
 
 
-def check(one: Scored) -> None:
-    turns = one.episode.turns
+def check(rollout: Scored) -> None:
+    turns = rollout.episode.turns
     assert [turn.parents for turn in turns] == [(), (0,), (1,), (1,), (1,)]
-    assert [(branch.first, branch.end) for branch in one.branches] == [(2, 3), (3, 4), (4, 5)]
-    assert one.reward == pytest.approx(sum(branch.reward for branch in one.branches) / 3)
+    assert [(branch.first, branch.end) for branch in rollout.branches] == [(2, 3), (3, 4), (4, 5)]
+    assert rollout.reward == pytest.approx(sum(branch.reward for branch in rollout.branches) / 3)
 
 
 def test_a_run_trains_trees_and_goes_on_in_them(tmp_path: Path) -> None:
@@ -242,12 +244,12 @@ def test_a_run_trains_trees_and_goes_on_in_them(tmp_path: Path) -> None:
     groups = [group for batch in (*first.trainer.batches, *second.trainer.batches) for group in batch.groups]
     for group in groups:
         assert len(group.scored) == 2 and len(group.rows) == 6
-        for one in group.scored:
-            check(one)
-        sampled = sum(one.episode.sampled for one in group.scored)
+        for rollout in group.scored:
+            check(rollout)
+        sampled = sum(rollout.episode.sampled for rollout in group.scored)
         assert sum(sum(row.mask) for row in group.rows) == sampled, "each sampled token is trained once"
     assert second.trainer.version == 20 and not any(fact.lost_tokens for fact in second.facts.of(GroupEnded))
-    seeds = [one.sampling.seed for one in first.engine.requests if one.id.startswith("t")]
+    seeds = [request.sampling.seed for request in first.engine.requests if request.id.startswith("t")]
     assert len(set(seeds)) == len(seeds), "each alternative has random numbers of its own"
     steps = list(read_steps(tmp_path))
     again = [second.plan.batch_again(step, second.parts.algorithm) for step in steps]

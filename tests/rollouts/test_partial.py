@@ -33,11 +33,15 @@ MODES = (
 
 
 def _completions(world: FakeWorld) -> list[Completion]:
-    return [one.episode.last for batch in world.trainer.batches for group in batch.groups for one in group.scored]
+    return [
+        rollout.episode.last for batch in world.trainer.batches for group in batch.groups for rollout in group.scored
+    ]
 
 
 def _groups(world: FakeWorld) -> list[list[Completion]]:
-    return [[one.episode.last for one in group.scored] for batch in world.trainer.batches for group in batch.groups]
+    return [
+        [rollout.episode.last for rollout in group.scored] for batch in world.trainer.batches for group in batch.groups
+    ]
 
 
 def _busy(tmp: Path, mode: Any, **other: Any) -> FakeWorld:
@@ -73,9 +77,11 @@ def test_every_mode_keeps_the_contracts_in_every_schedule(
         assert 0 <= min(world.trained_lags()) <= max(world.trained_lags()) <= s["max_lag"]
         counted = world.buffer.accounting()
         assert counted.balance() == 0 and counted.in_pipeline == 0 and counted.trained == world.steps * s["groups"]
-        for one in _completions(world):
-            assert one.stop in ("stop", "length") and len(one.versions()) == len(one.tokens) == len(one.logprobs)
-            assert one.versions() == sorted(one.versions())
+        for completion in _completions(world):
+            assert completion.stop in ("stop", "length") and len(completion.versions()) == len(
+                completion.tokens
+            ) == len(completion.logprobs)
+            assert completion.versions() == sorted(completion.versions())
 
     keeps_them()
 
@@ -87,15 +93,15 @@ def test_what_goes_on_over_a_swap_has_the_tokens_it_would_have_had(tmp_path: Pat
     for one in (world, calm):
         virtual_time.run(one.run())
     tokens = {
-        (group.ticket, i): one.episode.last.tokens
-        for batch in calm.trainer.batches for group in batch.groups for i, one in enumerate(group.scored)
+        (group.ticket, i): rollout.episode.last.tokens
+        for batch in calm.trainer.batches for group in batch.groups for i, rollout in enumerate(group.scored)
     }  # fmt: skip
     spread = 0
     for batch in world.trainer.batches:
         for group in batch.groups:
-            for i, one in enumerate(group.scored):
-                assert one.episode.last.tokens == tokens.get((group.ticket, i), one.episode.last.tokens)
-                spread += len(set(one.episode.last.versions())) > 1
+            for i, rollout in enumerate(group.scored):
+                assert rollout.episode.last.tokens == tokens.get((group.ticket, i), rollout.episode.last.tokens)
+                spread += len(set(rollout.episode.last.versions())) > 1
     assert spread > 3, "no rollout met a swap: choose other speeds"
 
 
@@ -103,7 +109,7 @@ def test_what_goes_on_over_a_swap_has_the_tokens_it_would_have_had(tmp_path: Pat
 def test_these_modes_sample_each_rollout_under_one_version(tmp_path: Path, mode: Any) -> None:
     world = _busy(tmp_path, mode)
     virtual_time.run(world.run())
-    assert all(len(one.spans) == 1 for one in _completions(world))
+    assert all(len(completion.spans) == 1 for completion in _completions(world))
     if mode != "drain":
         assert all(len({v for one in group for v in one.versions()}) == 1 for group in _groups(world))
 
@@ -140,7 +146,7 @@ def test_what_was_set_aside_goes_on_behind_what_is_new(tmp_path: Path) -> None:
 def test_streamed_weights_mark_what_they_were_mixed_for(tmp_path: Path) -> None:
     world = _busy(tmp_path, "stream", load_seconds=0.3)
     virtual_time.run(world.run())
-    spans = [span for one in _completions(world) for span in one.spans]
+    spans = [span for completion in _completions(world) for span in completion.spans]
     assert any(span.mixed for span in spans) and not all(span.mixed for span in spans)
 
 

@@ -72,7 +72,9 @@ def _heavy(tmp: Path, **staleness: Any) -> FakeWorld:
 
 
 def _mean_length(world: FakeWorld) -> float:
-    lengths = [len(one.episode.last.tokens) for b in world.trainer.batches for g in b.groups for one in g.scored]
+    lengths = [
+        len(rollout.episode.last.tokens) for b in world.trainer.batches for g in b.groups for rollout in g.scored
+    ]
     return sum(lengths) / len(lengths)
 
 

@@ -50,7 +50,7 @@ def played(whole: list[Completion]) -> Played:
 def test_positions_of_a_long_rollout_are_kept_once() -> None:
     whole: list[Completion] = []
     turns = played(whole).episode.turns
-    kept = [one.completion.routing for one in turns[:TURNS]]
+    kept = [turn.completion.routing for turn in turns[:TURNS]]
     assert sum(len(one.experts) for one in kept if one) == len(whole[TURNS - 1].routing.experts)  # type: ignore[union-attr]
     assert [one.start for one in kept if one] == [0, *(4 * number for number in range(1, TURNS))]
     assert sum(len(one.routing.experts) for one in whole[:TURNS]) > 5 * len(whole[TURNS - 1].routing.experts)  # type: ignore[union-attr]

@@ -104,15 +104,15 @@ def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path)
     steps = list(read_steps(directory))
     assert len(steps) == 2
     for group in (group for step in steps for group in step.groups):
-        for row, one in zip(group.rows, group.scored, strict=True):
-            first, second = one.episode.turns
+        for row, rollout in zip(group.rows, group.scored, strict=True):
+            first, second = rollout.episode.turns
             assert row.prompt == group.prompt.tokens == first.context, "the template, as the task applies it"
             said, more = first.completion, second.completion
             assert row.tokens == said.tokens + second.context + more.tokens
             assert row.mask == (True,) * len(said.tokens) + (False,) * len(second.context) + (True,) * len(more.tokens)
-            assert one.rewards.keys() == {"e", "length", "pieces"}
-            assert one.rewards["length"] == pytest.approx(0.01 * len(second.reply["content"]))
-    pieces = [one.rewards["pieces"] * 1e9 for step in steps for group in step.groups for one in group.scored]
+            assert rollout.rewards.keys() == {"e", "length", "pieces"}
+            assert rollout.rewards["length"] == pytest.approx(0.01 * len(second.reply["content"]))
+    pieces = [rollout.rewards["pieces"] * 1e9 for step in steps for group in step.groups for rollout in group.scored]
     assert max(pieces) > 1.5, "the engine's passes, and not one piece at the end of each turn"
     assert all(not fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
@@ -124,8 +124,8 @@ def test_the_same_command_is_trained_against_vllm(tiny_llama: Path, tmp_path: Pa
         tables = {name: own[name] for name in ("environment", "reward", "train")}
         assert headrace.train(config_for(tmp_path, tiny_llama, server, **tables)).reason == "finished"
     steps = list(read_steps(tmp_path / "runs" / "tiny"))
-    scored = [one for step in steps for group in step.groups for one in group.scored]
-    assert len(steps) == 2 and {len(one.episode.turns) for one in scored} == {2}
+    scored = [rollout for step in steps for group in step.groups for rollout in group.scored]
+    assert len(steps) == 2 and {len(rollout.episode.turns) for rollout in scored} == {2}
     assert not any(fact.failures for fact in of(tmp_path / "runs" / "tiny", GroupEnded))
 
 
@@ -147,8 +147,8 @@ def test_agents_that_nobody_starts_take_the_rollouts_of_a_run(tiny_llama: Path, 
     agents.join()
     assert ended == [0] and not address.exists()
     steps = list(read_steps(directory))
-    scored = [one for step in steps for group in step.groups for one in group.scored]
-    assert len(steps) == 2 and {len(one.episode.turns) for one in scored} == {2}
+    scored = [rollout for step in steps for group in step.groups for rollout in group.scored]
+    assert len(steps) == 2 and {len(rollout.episode.turns) for rollout in scored} == {2}
     assert not any(fact.failures for fact in [*of(directory, GroupEnded), *of(directory, Evaluated)])
 
 
@@ -178,5 +178,5 @@ def test_a_run_killed_in_the_middle_of_episodes_starts_them_again(tiny_llama: Pa
     steps = list(read_steps(directory))
     assert len(steps) == 4 and not any(fact.failures for fact in of(directory, GroupEnded))
     assert not any(fact.lost_tokens for fact in of(directory, GroupEnded)), "the agent asked for the same turns"
-    for one in (one for step in steps for group in step.groups for one in group.scored):
-        assert one.episode.turns[1].parents == (0,)
+    for rollout in (rollout for step in steps for group in step.groups for rollout in group.scored):
+        assert rollout.episode.turns[1].parents == (0,)

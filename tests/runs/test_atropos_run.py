@@ -90,7 +90,7 @@ def play(directory: Path, not_at: str = "") -> None:
 
 
 def scored_of(directory: Path) -> list[Scored]:
-    return [one for step in read_steps(directory) for group in step.groups for one in group.scored]
+    return [rollout for step in read_steps(directory) for group in step.groups for rollout in group.scored]
 
 
 def test_an_environment_that_draws_its_own_problems_plays_a_run(tiny_llama: Path, tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_an_environment_that_draws_its_own_problems_plays_a_run(tiny_llama: Path
     assert headrace.train(config_of(tmp_path, tiny_llama)).reason == "finished"
     scored = scored_of(directory)
     assert len(list(read_steps(directory))) == 3
-    for one in scored:
-        (turn,) = one.episode.turns
+    for rollout in scored:
+        (turn,) = rollout.episode.turns
         assert turn.context[0] == 3 and turn.context[2:] == (2, 4), "the environment's prompt, not the task's"
-        assert one.rewards == {"score": len(set(turn.completion.tokens)) / 8}
-    assert {version for one in scored for version in one.episode.turns[0].completion.versions()} > {0}
+        assert rollout.rewards == {"score": len(set(turn.completion.tokens)) / 8}
+    assert {version for rollout in scored for version in rollout.episode.turns[0].completion.versions()} > {0}
     assert not any(fact.failures for fact in of(directory, GroupEnded))
 
 

@@ -122,21 +122,21 @@ def schema(kind: type = RunConfig, before: str = "") -> Iterator[Setting]:
 
 
 def _values(options: list[Any], field: Any) -> Iterator[Any]:
-    for one in options:
-        if typing.get_origin(one) is Literal:
-            yield from typing.get_args(one)
-        elif one is bool:
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            yield from typing.get_args(option)
+        elif option is bool:
             yield from (False, True)
-        elif one in (int, float):
+        elif option in (int, float):
             now = None if field.is_required() else field.get_default(call_default_factory=True)
-            yield from (one(value) for value in ((now or 0), (now or 0) * 2 + 1, (now or 1) / 2, 0.5, 1, 3))
+            yield from (option(value) for value in ((now or 0), (now or 0) * 2 + 1, (now or 1) / 2, 0.5, 1, 3))
 
 
 SETTINGS = [
     one for one in schema() if len(one.values) > 1 and not any(fnmatchcase(one.name, p) for p in ELSEWHERE.split())
 ]
 SETTINGS += [Setting(name, values) for name, values in OWN.items() if name.startswith(CONTENTS)]
-MEANT = [one for one in SETTINGS if not rule_of(one.name).is_free]
+MEANT = [setting for setting in SETTINGS if not rule_of(setting.name).is_free]
 
 
 class Place:
@@ -260,8 +260,8 @@ def check(tried: Tried, run: Path) -> None:
 def drawn(chance: random.Random) -> Setting:
     """A setting of a section that is drawn first: there are so many of the trainer, whose tokens mean the same."""
     settings = MEANT if chance.random() < 0.85 else SETTINGS
-    section = chance.choice(sorted({one.name.split(".")[0] for one in settings}))
-    return chance.choice([one for one in settings if one.name.split(".")[0] == section])
+    section = chance.choice(sorted({setting.name.split(".")[0] for setting in settings}))
+    return chance.choice([setting for setting in settings if setting.name.split(".")[0] == section])
 
 
 def try_some(count: int, seed: int, directory: Path, tokenizer: Path) -> list[Tried]:
@@ -313,14 +313,16 @@ def test_a_lower_max_tokens_cuts_what_is_under_way(tmp_path: Path, tiny_tokenize
     finished = {group.ticket for group in state.buffer.ready}
     groups = [group for step in read_steps(run) if step.step >= state.step for group in step.groups]
     later = {group.ticket: group for group in groups if group.ticket not in finished}
-    assert all(len(one.episode.last.tokens) <= 4 for group in later.values() for one in group.scored)
+    assert all(len(rollout.episode.last.tokens) <= 4 for group in later.values() for rollout in group.scored)
     seen = 0
     for name, tokens in long.items():
         if (key := RolloutKey.read(name)) and key.ticket in later:
-            of_group = [one.episode.last for one in later[key.ticket].scored]
+            of_group = [rollout.episode.last for rollout in later[key.ticket].scored]
             assert any(one.tokens == tokens[:4] and one.stop == "length" for one in of_group)
             seen += 1
-    assert seen and any("rollout.max_tokens = 4: they are cut off there" in one.message for one in of(run, Warned))
+    assert seen and any(
+        "rollout.max_tokens = 4: they are cut off there" in warning.message for warning in of(run, Warned)
+    )
 
 
 @pytest.mark.parametrize(
@@ -339,7 +341,7 @@ def test_what_becomes_of_it_is_said(
     first = live(place.config({}), run, resume=False, stop_after=3)
     assert first.ready and first.tokens
     live(place.config({setting: value}), run, resume=True, stop_after=2)
-    told = [one.message for one in of(run, Warned)]
+    told = [warning.message for warning in of(run, Warned)]
     for sentence in said:
         assert any(sentence in one for one in told), told
 

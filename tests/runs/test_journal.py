@@ -137,15 +137,17 @@ def test_records_are_printed_as_json(run: Path, capsys: pytest.CaptureFixture[st
         "kind": "Gone", "t": 0.9, "ticket": 1, "outcome": "failed", "reason": "reward_raised",
         "failures": ["reward_raised", "reward_raised"], "rewards": [],
     }  # fmt: skip
-    step = next(number for number, one in enumerate(RECORDS) if isinstance(one, SteppedRecord) and one.report.step == 1)
+    step = next(
+        number for number, record in enumerate(RECORDS) if isinstance(record, SteppedRecord) and record.report.step == 1
+    )
     tickets = RECORDS[step].tickets  # type: ignore[union-attr]
     about = printed("--step", "2")
     assert [line["n"] for line in about][-1] == step and len(about) == 1 + len(tickets)
     assert [line["record"]["kind"] for line in printed("--ticket", "1")][:2] == ["Drawn", "Gone"]
     spoil(run, 2)
     assert cli.main(["inspect", str(run), "--records"]) == 1
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == len(RECORDS) - 1 and "record 2 does not match its checksum" in said.err
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == len(RECORDS) - 1 and "record 2 does not match its checksum" in output.err
 
 
 def test_no_file_is_an_empty_journal(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_a_step_whose_group_is_missing_is_left_out_and_said(tmp_path: Path) -> N
     steps = SteppedRecord(3.0, TrainReport(0, 1), (9,)), SteppedRecord(4.0, TrainReport(1, 2), (8,))
     write_journal(tmp_path, [LiveRecord(1.0, 0, "f"), ReadyRecord(2.0, group), *steps])
     damage = Damage()
-    assert [one.step for one in read_steps(tmp_path, damage=damage)] == [1] and count_steps(tmp_path) == 2
+    assert [step.step for step in read_steps(tmp_path, damage=damage)] == [1] and count_steps(tmp_path) == 2
     assert str(damage) == "record 2 (step 1) trains ticket 9, whose group cannot be read"
 
 
@@ -268,14 +270,14 @@ def test_long_repetitions_are_stored_once(tmp_path: Path) -> None:
     """A training row repeats its episode, megabytes after it: 16 rollouts of 16,384 tokens, each token with a log-prob of 24 random bits."""
     group, rng = FactStream(seed=1, size=2).group(0, 0), np.random.default_rng(0)
     scored, rows = [], []
-    for one, row in zip(group.scored * 8, group.rows * 8, strict=True):
+    for rollout, row in zip(group.scored * 8, group.rows * 8, strict=True):
         tokens, values = (
             tuple(rng.integers(0, 50_000, 16384).tolist()),
             tuple(rng.random(16384).astype(np.float32).tolist()),
         )
-        done = msgspec.structs.replace(one.episode.last, tokens=tokens, logprobs=values)
-        turns = (msgspec.structs.replace(one.episode.turns[0], completion=done),)
-        scored.append(msgspec.structs.replace(one, episode=msgspec.structs.replace(one.episode, turns=turns)))
+        done = msgspec.structs.replace(rollout.episode.last, tokens=tokens, logprobs=values)
+        turns = (msgspec.structs.replace(rollout.episode.turns[0], completion=done),)
+        scored.append(msgspec.structs.replace(rollout, episode=msgspec.structs.replace(rollout.episode, turns=turns)))
         columns = {"advantages": (0.5,) * 16384, "mask": (True,) * 16384, "versions": (3,) * 16384}
         rows.append(msgspec.structs.replace(row, tokens=tokens, logprobs=values, **columns))
     group = msgspec.structs.replace(group, scored=tuple(scored), rows=tuple(rows))
@@ -635,7 +637,7 @@ def test_a_reader_follows_a_journal_that_is_written_and_cut(tmp_path: Path, segm
         reader.refresh(60.0)
         assert [one for _, one in reader.numbered()] == list(RECORDS[: number + 1])
     journal.close()
-    step = next(number for number, one in enumerate(RECORDS) if isinstance(one, SteppedRecord))
+    step = next(number for number, record in enumerate(RECORDS) if isinstance(record, SteppedRecord))
     cut_journal(tmp_path, step)
     reader.refresh(60.0)
     assert [one for _, one in reader.numbered()] == list(RECORDS[:step]) and reader.report(0) is None

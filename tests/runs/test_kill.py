@@ -152,7 +152,7 @@ def _check(directory: Path, undisturbed: Path) -> None:
 
 
 def _prompts(directory: Path) -> list[tuple[int, tuple[str, ...]]]:
-    return [(one.step, tuple(group.prompt.id for group in one.groups)) for one in read_steps(directory)]
+    return [(step.step, tuple(group.prompt.id for group in step.groups)) for step in read_steps(directory)]
 
 
 @pytest.fixture(scope="module")

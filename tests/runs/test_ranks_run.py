@@ -157,10 +157,10 @@ def test_ranks_that_die_or_are_stopped_cost_no_step(
     result = headrace.train(config)
     harm.join()
     assert result.reason == "finished" and not ranks_of(os.getpid())
-    said = capsys.readouterr().err
-    assert "the trainer process of rank 1 was killed by SIGKILL" in said and "trainer-rank-1.log" in said
-    assert "of rank 0 did not run for 5 seconds and was killed (trainer rank 0, pid" in said
-    assert "death no. 2 of train.max_deaths = 2" in said
+    output = capsys.readouterr().err
+    assert "the trainer process of rank 1 was killed by SIGKILL" in output and "trainer-rank-1.log" in output
+    assert "of rank 0 did not run for 5 seconds and was killed (trainer rank 0, pid" in output
+    assert "death no. 2 of train.max_deaths = 2" in output
     reasons = [fact.reason for fact in of(directory, RunEnded)]
     assert len(reasons) == 3 and "rank 1" in reasons[0] and "rank 0" in reasons[1] and reasons[2] == "finished"
     assert of(directory, RunEnded)[-1].accounting.balance() == 0

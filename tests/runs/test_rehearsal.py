@@ -319,8 +319,8 @@ def test_checkpointing_keeps_one_number_in_place_of_all_of_a_layer():
     ],
 )
 def test_what_cannot_fit_is_refused(plan: MemoryPlan, memory: float, words: str):
-    said = "\n".join(refusals(needs(BILLION, plan), BILLION, plan, machine_of(memory)))
-    assert words in said and bool(words) == bool(said)
+    message = "\n".join(refusals(needs(BILLION, plan), BILLION, plan, machine_of(memory)))
+    assert words in message and bool(words) == bool(message)
 
 
 def test_what_may_not_fit_is_a_note():

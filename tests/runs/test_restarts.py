@@ -54,7 +54,7 @@ def stopped_at_step(run: Path, step: int, wish: Callable[[], object]) -> Beside:
     def act() -> None:
         os.kill(trainer(), signal.SIGSTOP)
         wish()
-        until(lambda: any("finishing this step" in one.message for one in of(run, Warned)))
+        until(lambda: any("finishing this step" in warning.message for warning in of(run, Warned)))
         os.kill(trainer(), signal.SIGKILL)
 
     return when_step(run, step, act)
@@ -96,11 +96,11 @@ def test_so_does_the_trainer_of_several_adapters(
 # -- a wish to end ----------------------------------------------------------------------------------------------------------------
 
 
-def assert_left(result: headrace.RunResult, said: str) -> None:
+def assert_left(result: headrace.RunResult, message: str) -> None:
     assert result.reason == "interrupted"
-    assert [one.reason for one in of(result.directory, RunEnded)] == ["interrupted"], "it has not trained on"
-    assert f"headrace train --resume {result.directory} repeats the steps that are in no checkpoint" in said
-    assert "train.max_deaths" not in said
+    assert [end.reason for end in of(result.directory, RunEnded)] == ["interrupted"], "it has not trained on"
+    assert f"headrace train --resume {result.directory} repeats the steps that are in no checkpoint" in message
+    assert "train.max_deaths" not in message
 
 
 def test_a_trainer_that_dies_after_an_interrupt_is_not_started_again(
@@ -130,8 +130,8 @@ def test_nor_is_that_of_several_adapters(
     result = headrace.train(both)
     harm.join()
     assert "repeats the steps that are in no checkpoint" in capsys.readouterr().err
-    for one in result.adapters.values():
-        assert [fact.reason for fact in of(one.directory, RunEnded)] == ["interrupted"] == [one.reason]
+    for adapter in result.adapters.values():
+        assert [fact.reason for fact in of(adapter.directory, RunEnded)] == ["interrupted"] == [adapter.reason]
 
 
 def test_nor_after_a_callback_has_asked_to_stop(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,16 +186,16 @@ def test_a_trainer_that_hangs_is_started_again_and_named_with_what_it_does(
     harm = at_steps(config, {2: lambda: os.kill(trainer(), signal.SIGSTOP)})
     result = headrace.train(config)
     harm.join()
-    said = " ".join(capsys.readouterr().err.split())
+    message = " ".join(capsys.readouterr().err.split())
     assert re.search(
-        r"the trainer process hangs: no answer to \w+ for \d+ s \(trainer, pid \d+: does not answer", said
-    ), said
-    assert "stopped by a signal" in said and "death no. 1 of train.max_deaths = 3: the run goes on" in said
-    assert "admission" not in said.split("the trainer process hangs")[1].split("the run goes on")[0]
+        r"the trainer process hangs: no answer to \w+ for \d+ s \(trainer, pid \d+: does not answer", message
+    ), message
+    assert "stopped by a signal" in message and "death no. 1 of train.max_deaths = 3: the run goes on" in message
+    assert "admission" not in message.split("the trainer process hangs")[1].split("the run goes on")[0]
     assert result.reason == "finished" and result.step == 6 and list((result.directory / "logs").glob("stacks-*.txt"))
     assert (
         trained_steps(result.directory) >= 6
-        and [one.reason for one in of(result.directory, RunEnded)][-1] == "finished"
+        and [end.reason for end in of(result.directory, RunEnded)][-1] == "finished"
     )
 
 

@@ -115,10 +115,10 @@ def goes_on(path: Path, number: int = 1) -> None:
     while (code := live(path, CASE, number, None)) != FINISHED:
         assert code < 0 and number < 9
         number += 1
-    steps = [one.step for one in read_steps(path)]
+    steps = [step.step for step in read_steps(path)]
     assert steps == list(range(CASE.steps)), "the journal"
     assert [row.report.step for row in of(path, StepRow)] == steps, "the metrics"
-    prompts = [group.prompt.id for one in read_steps(path) for group in one.groups]
+    prompts = [group.prompt.id for step in read_steps(path) for group in step.groups]
     assert len(prompts) == len(set(prompts)), "a prompt was trained twice"
     ended = of(path, RunEnded)[-1]
     assert ended.reason == "finished" and ended.accounting.balance() == 0
@@ -286,9 +286,9 @@ def test_a_finished_run_says_so_and_how_to_go_on(
     before = bytes_of(path)
     result = headrace.train(killed.settings(), resume=path)
     assert (result.reason, result.step, result.directory) == ("finished", CASE.steps, path)
-    said = capsys.readouterr().out
-    assert f"{path} is finished: all of its 7 steps are done" in said
-    assert f"headrace train --resume {path} --set train.steps=14" in said
+    output = capsys.readouterr().out
+    assert f"{path} is finished: all of its 7 steps are done" in output
+    assert f"headrace train --resume {path} --set train.steps=14" in output
     assert bytes_of(path) == before
     with pytest.raises(ConfigError, match="has done 7 steps, and train.steps = 5 asks for fewer"):
         headrace.train(killed.settings(train={"steps": 5}), resume=path)
@@ -352,7 +352,7 @@ def test_a_journal_that_is_shorter_than_the_checkpoint_knows_is_repaired_at_once
         for _ in range(2):
             saved = begun(path).storage.saved
             assert saved is not None and saved.records == more and not saved.rewinds and saved.step == state.step + 1
-        assert [one.step for one in read_steps(path)][-1:] == [state.step], "with all of its groups"
+        assert [step.step for step in read_steps(path)][-1:] == [state.step], "with all of its groups"
         damage = Damage()
         list(read_steps(path, damage=damage))
         assert "cannot be found" in str(damage) and "trains ticket" not in str(damage)
@@ -380,7 +380,8 @@ def test_damage_before_the_checkpoint_is_said_and_costs_nothing(killed: Killed7,
     saved = lane.storage.saved
     assert saved is not None and saved.step == saved_of(killed.path).step and not saved.rewinds
     assert any(
-        "record 3 does not match its checksum. The run itself is complete" in one.message for one in of(path, Warned)
+        "record 3 does not match its checksum. The run itself is complete" in warning.message
+        for warning in of(path, Warned)
     )
 
 
@@ -411,9 +412,9 @@ def test_a_bad_byte_in_the_metrics_stops_nothing(killed: Killed7, tmp_path: Path
     behind = place < 0
     assert (damaged[:-1] in read_lines(path / "metrics.jsonl.discarded")) == behind
     assert (damaged[:-1] in read_lines(path / METRICS)) != behind
-    assert any("1 line of metrics.jsonl cannot" in one.message for one in state.warnings) == behind
+    assert any("1 line of metrics.jsonl cannot" in warning.message for warning in state.warnings) == behind
     assert behind or state.totals.tokens == sound
-    assert any("1 line of metrics.jsonl cannot be read" in one.message for one in of(path, Warned))
+    assert any("1 line of metrics.jsonl cannot be read" in warning.message for warning in of(path, Warned))
     goes_on(path)
 
 

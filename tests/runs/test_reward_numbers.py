@@ -197,8 +197,8 @@ def test_a_finished_group_with_an_enormous_reward_is_dropped_by_name(
     assert result.reason == "finished" and result.step == 3
     ended = of(result.directory, RunEnded)[-1]
     assert ended.accounting.balance() == 0 and ended.accounting.dropped["reward_too_large"]
-    said = "is dropped (reward_too_large): the reward mostly is 1e+300"
-    assert any(said in one.message for one in of(result.directory, Warned))
+    message = "is dropped (reward_too_large): the reward mostly is 1e+300"
+    assert any(message in warning.message for warning in of(result.directory, Warned))
 
 
 # --- sums, and texts that nothing can hold ------------------------------------------------------------------------------------

@@ -125,17 +125,17 @@ def test_a_run_whose_last_weights_are_not_on_the_disk_is_nowhere_called_finished
     obstacle.write_text("")
     toml.write_text(headrace_toml(config))
     assert cli.main(["train", str(toml)]) == 1
-    said = capsys.readouterr()
-    assert "all 6 steps are done, but the run is not finished" in said.err and "--resume" in said.err
-    assert "finished at step" not in said.out and "stopped at step 6 of 6" in said.out
-    assert "Resume with" in said.out and "--step 4" in said.out
-    assert any("free disk space" in one.message for one in of(directory, Warned))
+    output = capsys.readouterr()
+    assert "all 6 steps are done, but the run is not finished" in output.err and "--resume" in output.err
+    assert "finished at step" not in output.out and "stopped at step 6 of 6" in output.out
+    assert "Resume with" in output.out and "--step 4" in output.out
+    assert any("free disk space" in warning.message for warning in of(directory, Warned))
     assert cli.main(["status", str(directory)]) == 1 and "✗ all 6 steps are done" in capsys.readouterr().out
     assert "not finished" in (directory / "report.html").read_text()
     for refused in (["export", str(directory), "--to", str(tmp_path / "out")], ["eval", str(directory)]):
         assert cli.main(refused) == 2
-        said = capsys.readouterr()
-        assert "of step 4, and the run has done 6 steps" in said.err and "--step 4" in said.err
+        output = capsys.readouterr()
+        assert "of step 4, and the run has done 6 steps" in output.err and "--step 4" in output.err
     assert not (tmp_path / "out").exists()
     assert headrace.export(directory, tmp_path / "older", step=4).name == "step-000004"
     assert cli.main(["eval", str(directory), "--step", "4"]) == 0
@@ -202,9 +202,9 @@ def test_an_engine_that_hangs_stops_the_run_with_a_sentence(config: Config) -> N
     with pytest.raises(StalledError, match=r"has waited \d+ s for .*engine"):
         headrace.train(config, resume=directory)
     hang.join()
-    said = [fact.message for fact in of(directory, Warned)]
-    assert any("has waited" in one for one in said), "it was said before it was acted on"
-    assert not any("last word" in one for one in said), "nobody waits for it again"
+    messages = [fact.message for fact in of(directory, Warned)]
+    assert any("has waited" in one for one in messages), "it was said before it was acted on"
+    assert not any("last word" in one for one in messages), "nobody waits for it again"
     assert not workers_of(os.getpid())
 
 
@@ -322,7 +322,7 @@ def test_a_resume_with_another_algorithm_does_not_train_what_the_first_one_score
     headrace.train({**config, "algo": {"name": "dr_grpo"}}, resume=directory)
     ended = of(directory, RunEnded)[-1]
     assert ended.accounting.dropped["settings_changed"] == len(waiting) and ended.accounting.balance() == 0
-    assert any("finished groups of the checkpoint are dropped" in one.message for one in of(directory, Warned))
+    assert any("finished groups of the checkpoint are dropped" in warning.message for warning in of(directory, Warned))
     trained = {group.ticket for one in read_steps(directory) if one.step >= step for group in one.groups}
     assert trained and not trained & {group.ticket for group in waiting}
 
@@ -330,8 +330,8 @@ def test_a_resume_with_another_algorithm_does_not_train_what_the_first_one_score
 def test_an_exact_engine_beside_a_trainer_in_bfloat16_agrees_to_bfloat16(config: Config) -> None:
     config["train"] |= {"steps": 2, "dtype": "bfloat16"}
     checks = of(headrace.train(config).directory, IdentityChecked)
-    assert [one.version for one in checks] == [0, 1, 2] and checks[0].tolerance == ROUNDING["bfloat16"].most
-    assert all(ROUNDING["bfloat16"].least <= one.tolerance < ROUNDING["bfloat16"].most for one in checks[1:]), (
+    assert [check.version for check in checks] == [0, 1, 2] and checks[0].tolerance == ROUNDING["bfloat16"].most
+    assert all(ROUNDING["bfloat16"].least <= check.tolerance < ROUNDING["bfloat16"].most for check in checks[1:]), (
         "what the floor allows"
     )
 
@@ -522,8 +522,8 @@ def test_lag_without_a_trust_region_is_warned_of_at_the_start(config: Config) ->
     config["algo"] = {"loss": "ce"}
     result = headrace.train(config)
     assert result.reason == "finished", "warned of, not refused"
-    said = [warning.message for warning in of(result.directory, Warned)]
-    assert any("staleness.max_lag = 1" in one and "2 of 128" in one for one in said), said
+    messages = [warning.message for warning in of(result.directory, Warned)]
+    assert any("staleness.max_lag = 1" in one and "2 of 128" in one for one in messages), messages
 
 
 def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_what_an_interrupted_checkpoint_left_goes_at_the_next_start_and_big_ones
         file.truncate(84_000_000_000)  # of holes
     _start(config)
     assert not left.exists()
-    said = [fact.message for fact in read_metrics(config.run_dir) if isinstance(fact, Warned)]
-    assert any("removed 84.0 GB" in one for one in said)
+    messages = [fact.message for fact in read_metrics(config.run_dir) if isinstance(fact, Warned)]
+    assert any("removed 84.0 GB" in one for one in messages)
 
 
 def test_a_place_that_cannot_be_written_to_is_a_sentence(tmp_path: Path) -> None:

@@ -147,9 +147,9 @@ def test_a_finished_run_says_how_each_adapter_goes_on(two: Config, capsys: pytes
     directory = headrace.train(two).directory
     capsys.readouterr()
     assert cli.main(["train", "--resume", str(directory)]) == 0
-    said = capsys.readouterr().out
-    assert "is finished: all of its 2 steps are done" in said
-    remedy = said.split("for instance: headrace ")[1].split()
+    output = capsys.readouterr().out
+    assert "is finished: all of its 2 steps are done" in output
+    remedy = output.split("for instance: headrace ")[1].split()
     assert remedy[-4:] == ["--set", "adapters.e.train.steps=2", "--set", "adapters.o.train.steps=4"]
     assert cli.main(remedy) == 0
     assert {one: len(list(read_steps(directory / one))) for one in ("e", "o")} == {"e": 2, "o": 4}

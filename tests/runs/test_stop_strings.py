@@ -58,7 +58,10 @@ def test_a_reward_reads_the_stop_string_and_the_journal_has_its_tokens(tiny_llam
     result = headrace.train(config, reward=reward)
     assert of(result.directory, StepRow)
     stopped = [
-        one.episode.last for step in read_steps(result.directory) for group in step.groups for one in group.scored
+        rollout.episode.last
+        for step in read_steps(result.directory)
+        for group in step.groups
+        for rollout in group.scored
     ]
     said = [one for one in stopped if set(one.text) & set("70")]
     assert said
@@ -82,8 +85,8 @@ def test_in_a_conversation_the_template_ends_the_turn_behind_the_string(tiny_lla
     config["environment"] = {"function": f"{tmp_path / 'play.py'}:play", "max_turns": 2}
     config["engine"]["context_length"] = 128
     result = headrace.train(config)
-    scored = [one for step in read_steps(result.directory) for group in step.groups for one in group.scored]
-    stopped = [one for one in scored if "0" in one.episode.turns[0].completion.text]
+    scored = [rollout for step in read_steps(result.directory) for group in step.groups for rollout in group.scored]
+    stopped = [rollout for rollout in scored if "0" in rollout.episode.turns[0].completion.text]
     assert stopped
     for one in stopped:
         first, second = one.episode.turns

@@ -86,8 +86,8 @@ def test_an_environment_that_imports_the_tool_is_checked_when_it_is_loaded(tmp_p
 
 def test_what_is_missing_is_refused_unless_it_is_allowed_by_name():
     found = [IsolationFound(kind, kind not in ("network", "memory"), "how") for kind in KINDS]
-    said = isolation_problem(found, (), "the reward unit_tests")
-    assert "(network: how; memory: how)" in said and 'sandbox.allow = ["network", "memory"]' in said
+    message = isolation_problem(found, (), "the reward unit_tests")
+    assert "(network: how; memory: how)" in message and 'sandbox.allow = ["network", "memory"]' in message
     assert "memory" in isolation_problem(found, ("network",), "x")
     assert isolation_problem(found, ("network", "memory"), "x") == ""
 
@@ -108,7 +108,7 @@ def test_only_kinds_that_there_are_can_be_allowed():
 
 
 def test_the_doctor_names_each_kind():
-    found = {one.what: one.state for one in sandbox_findings()}
+    found = {finding.what: finding.state for finding in sandbox_findings()}
     assert found == dict.fromkeys([*KINDS, "cpu", "disk"], "ok")
 
 

@@ -37,14 +37,14 @@ def programs(style: dict[str, Any]) -> tuple[str, str]:
 @pytest.mark.parametrize("name", KEPT["judged"])
 def test_a_right_program_passes_and_a_wrong_one_fails(name, sandbox):
     style = KEPT["judged"][name]
-    right, wrong = (sandbox.test(one, style["test"]) for one in programs(style))
+    right, wrong = (sandbox.test(program, style["test"]) for program in programs(style))
     assert (right.reason, right.detail) == ("", "") and wrong.reason == "failed", (right, wrong)
 
 
 @pytest.mark.parametrize("name", KEPT["not_judged"])
 def test_a_right_program_that_cannot_be_judged_is_no_zero(name, sandbox):
     style = KEPT["not_judged"][name]
-    right, wrong = (sandbox.test(one, style["test"]) for one in programs(style))
+    right, wrong = (sandbox.test(program, style["test"]) for program in programs(style))
     assert right.reason == "unsupported" and right.detail and wrong.reason == "failed", (right, wrong)
 
 

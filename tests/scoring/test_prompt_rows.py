@@ -87,8 +87,8 @@ def test_the_begin_of_an_answer_is_continued(plain: Rows) -> None:
 
 def test_a_template_that_cannot_begin_an_answer_says_so(tmp_path: Path) -> None:
     cut = Rows(tmp_path, "{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
-    said = refusal(cut.task({"prompt": [USER, {"role": "assistant", "content": "so it is"}]}).draw)
-    assert said.startswith("prompt train/0/0: the chat template of") and "which the answer continues" in said
+    message = refusal(cut.task({"prompt": [USER, {"role": "assistant", "content": "so it is"}]}).draw)
+    assert message.startswith("prompt train/0/0: the chat template of") and "which the answer continues" in message
 
 
 # -- arguments of the template ----------------------------------------------------------------------------------------------
@@ -107,20 +107,22 @@ def test_arguments_of_the_run_and_of_a_row(thinking: Rows) -> None:
 
 @pytest.mark.parametrize("name", ["enable_thinkin", "tokenize", "bos_token", "messages", "continue_final_message"])
 def test_an_argument_that_the_template_does_not_read_is_refused(thinking: Rows, name: str) -> None:
-    said = thinking.refusal({"prompt": "a"}, template={name: False})
+    message = thinking.refusal({"prompt": "a"}, template={name: False})
     assert (
-        said.startswith(f"task.template: {name} is no argument of the chat template")
-        and "it reads enable_thinking" in said
+        message.startswith(f"task.template: {name} is no argument of the chat template")
+        and "it reads enable_thinking" in message
     )
-    said = thinking.refusal({"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {name: 1}})
-    assert said.startswith(f"dataset=, row 2: the column chat_template_kwargs: {name} is no argument")
+    message = thinking.refusal({"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {name: 1}})
+    assert message.startswith(f"dataset=, row 2: the column chat_template_kwargs: {name} is no argument")
     if name == "enable_thinkin":
-        assert "did you mean enable_thinking?" in said
+        assert "did you mean enable_thinking?" in message
 
 
 def test_a_column_of_arguments_that_are_none(thinking: Rows) -> None:
-    said = thinking.refusal({"prompt": "a", "chat_template_kwargs": 3})
-    assert said.startswith("dataset=, row 1: the column chat_template_kwargs is of type int") and "Rename it" in said
+    message = thinking.refusal({"prompt": "a", "chat_template_kwargs": 3})
+    assert (
+        message.startswith("dataset=, row 1: the column chat_template_kwargs is of type int") and "Rename it" in message
+    )
 
 
 def test_arguments_reach_examples_and_the_task_of_a_run(thinking: Rows) -> None:
@@ -149,24 +151,26 @@ def test_tools_reach_the_prompt(hermes: Rows) -> None:
 
 def test_tools_that_would_not_be_shown_are_refused(plain: Rows) -> None:
     row = {"prompt": "a", "tools": [ADD]}
-    said = plain.refusal(row)
-    assert "does not show tools to the model" in said and "rename the column tools" in said
+    message = plain.refusal(row)
+    assert "does not show tools to the model" in message and "rename the column tools" in message
     assert plain.drawn({"prompt": "a", "my_tools": [ADD]}).columns == {"my_tools": [ADD]}, "the remedy"
 
 
 @pytest.mark.parametrize("tools", [3, "search", [3], [{"description": "no name"}], {"name": "add"}])
 def test_tools_that_are_none(hermes: Rows, tools: Any) -> None:
-    said = hermes.refusal({"prompt": "a", "tools": tools})
-    assert said.startswith("dataset=, row 1: the column tools has no list of tools") and "Rename the column" in said
+    message = hermes.refusal({"prompt": "a", "tools": tools})
+    assert (
+        message.startswith("dataset=, row 1: the column tools has no list of tools") and "Rename the column" in message
+    )
 
 
 def test_images_are_refused_and_pairs_are_named(plain: Rows) -> None:
-    said = plain.refusal({"prompt": "a"}, {"prompt": "b", "images": ["x.png"]})
-    assert said.startswith("dataset=, row 2: the column images is for models that see or hear")
+    message = plain.refusal({"prompt": "a"}, {"prompt": "b", "images": ["x.png"]})
+    assert message.startswith("dataset=, row 2: the column images is for models that see or hear")
     assert plain.drawn({"prompt": "a", "images": []}).columns == {"images": []}
     assert plain.drawn({"prompt": "a", "pictures": ["x.png"]}).columns == {"pictures": ["x.png"]}, "the remedy"
-    (said,) = plain.task({"prompt": "a", "chosen": "b", "rejected": "c"}).remarks()
-    assert said.startswith("the columns chosen and rejected are given to the reward and not trained")
+    (message,) = plain.task({"prompt": "a", "chosen": "b", "rejected": "c"}).remarks()
+    assert message.startswith("the columns chosen and rejected are given to the reward and not trained")
 
 
 def test_columns_of_a_template_that_is_not_used_are_named(plain: Rows) -> None:
@@ -232,8 +236,8 @@ CALL: dict[str, Any] = {"role": "assistant", "content": ""}
     ],
 )
 def test_what_is_no_conversation_is_refused_by_its_row(plain: Rows, messages: Any, words: str) -> None:
-    said = plain.refusal({"prompt": "a"}, {"prompt": messages})
-    assert said.startswith("dataset=, row 2: the prompt in column prompt ") and words in said
+    message = plain.refusal({"prompt": "a"}, {"prompt": messages})
+    assert message.startswith("dataset=, row 2: the prompt in column prompt ") and words in message
 
 
 # -- control tokens ---------------------------------------------------------------------------------------------------------
@@ -312,8 +316,8 @@ def test_the_remedies_of_wrong_kinds_help(tmp_path: Path) -> None:
     assert refusal(lambda: read_rows("csv", path)).endswith("set task.kind = jsonl")
     assert read_rows("jsonl", path) == TABLE
     path = written(tmp_path / "r.json", json.dumps({"version": 1, "data": TABLE}, indent=1))
-    said = refusal(lambda: read_rows("jsonl", path))
-    assert said.endswith("The file is one object; save its list (data) alone as a JSON array")
+    message = refusal(lambda: read_rows("jsonl", path))
+    assert message.endswith("The file is one object; save its list (data) alone as a JSON array")
     assert (
         read_rows("jsonl", written(tmp_path / "data.json", json.dumps(json.loads(Path(path).read_text())["data"])))
         == TABLE
@@ -337,17 +341,18 @@ def as_text(mark: str) -> str:
 def test_other_packings_are_named(tmp_path: Path, pack: Callable[[bytes], bytes], how: str, unpack: str) -> None:
     path = tmp_path / "r.jsonl.x"
     path.write_bytes(pack(LINES.encode()))
-    said = refusal(lambda: read_rows("jsonl", str(path)))
-    assert said == f"{path} is packed by {how}; unpack it ({unpack} r.jsonl.x) and name what comes out"
+    message = refusal(lambda: read_rows("jsonl", str(path)))
+    assert message == f"{path} is packed by {how}; unpack it ({unpack} r.jsonl.x) and name what comes out"
 
 
 def test_broken_files(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(LINES.encode() * 99)[:-20])
     assert "cannot be unpacked" in refusal(lambda: read_rows("jsonl", str(path)))
-    said = refusal(lambda: read_rows("csv", written(tmp_path / "r.csv", "prompt,answer\na, b,1\n")))
+    message = refusal(lambda: read_rows("csv", written(tmp_path / "r.csv", "prompt,answer\na, b,1\n")))
     assert (
-        ":2: 3 values for 2 columns (prompt, answer); put values that hold the separator between double quotes" in said
+        ":2: 3 values for 2 columns (prompt, answer); put values that hold the separator between double quotes"
+        in message
     )
     assert read_rows("csv", written(tmp_path / "r.csv", 'prompt,answer\n"a, b",1\n')) == TABLE[:1], "the remedy"
     assert "not valid CSV" in refusal(lambda: read_rows("csv", written(tmp_path / "q.csv", 'a,b\n"x,1\n')))

@@ -63,9 +63,9 @@ def test_a_run_learns_from_preferences_of_a_service_and_a_judge(tiny_llama: Path
     assert sum(one.tokens for one in asked) > 0
     groups = [group for step in read_steps(run) for group in step.groups]
     for group in groups:
-        rewards = [one.reward for one in group.scored]
+        rewards = [rollout.reward for rollout in group.scored]
         assert group.pairs and all(rewards[chosen] > rewards[rejected] for chosen, rejected in group.pairs)
-        assert all(one.rewards.keys() == {"long", "short"} for one in group.scored)
+        assert all(rollout.rewards.keys() == {"long", "short"} for rollout in group.scored)
     assert len((run / SCORES).read_bytes().splitlines()) == len(asked)
     page = (run / "report.html").read_text()
     assert "What each part of the reward took" in page and ">judge<" in page

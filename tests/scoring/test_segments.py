@@ -180,7 +180,9 @@ def test_a_function_scores_steps(tmp_path):
 
 def rows_of(advantage: str, *scored: Scored | Failure) -> list[tuple[float, ...]]:
     algorithm = algorithm_of(AlgoConfig(advantage=advantage, credit="segment"), 16)
-    return [row.advantages for row in algorithm.rows(PROMPT, [one for one in scored if isinstance(one, Scored)])]
+    return [
+        row.advantages for row in algorithm.rows(PROMPT, [rollout for rollout in scored if isinstance(rollout, Scored)])
+    ]
 
 
 @pytest.mark.parametrize(

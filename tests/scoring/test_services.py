@@ -409,7 +409,7 @@ def test_each_call_is_a_fact_and_each_wait_is_named():
         return seen
 
     assert virtual_time.run(main()) == ["scoring has waited 1 s for the service checked"]
-    (fact,) = [one for one in facts.facts if isinstance(one, ScorerAsked)]
+    (fact,) = [fact for fact in facts.facts if isinstance(fact, ScorerAsked)]
     assert (fact.scorer, fact.what, fact.completions, fact.attempts, fact.retries) == ("checked", "service", 2, 2, 1)
     assert 6.0 < fact.seconds < 7.0 and fact.failures == {}
 
@@ -477,17 +477,17 @@ def test_no_changed_byte_changes_a_score(tmp_path: Path):
     whole = (tmp_path / SCORES).read_bytes()
     for place in range(len(whole) - 1):  # without the last newline a line is one that a kill cut off
         for byte in {*b'05"}1', whole[place] ^ 1} - {whole[place]}:
-            said: list[str] = []
+            messages: list[str] = []
             (tmp_path / SCORES).write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
-            log = opened(tmp_path, said.append)
-            assert log.find("one", job) is None and len(said) == 1, f"byte {place} is {bytes([byte])!r}"
+            log = opened(tmp_path, messages.append)
+            assert log.find("one", job) is None and len(messages) == 1, f"byte {place} is {bytes([byte])!r}"
             log.close()
             opened(tmp_path).close()  # which says it no more
 
 
 def test_a_log_that_cannot_be_written_warns_and_goes_on(tmp_path: Path):
-    said: list[str] = []
+    messages: list[str] = []
     log = ScoreLog({})
-    log.open(tmp_path / "gone", said.append)
+    log.open(tmp_path / "gone", messages.append)
     log.keep("one", ScoringJob("?", ("a",), ((1,),), {}), [1.0])
-    assert len(said) == 1 and "not recorded any more" in said[0] and os.listdir(tmp_path) == []
+    assert len(messages) == 1 and "not recorded any more" in messages[0] and os.listdir(tmp_path) == []

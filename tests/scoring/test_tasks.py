@@ -377,8 +377,8 @@ def test_values_of_parquet_become_json(tmp_path: Path) -> None:
     columns = rows(tmp_path / "r.parquet", kind="parquet", held_out=0).draw().columns
     assert columns == {"when": "2026-01-02T00:00:00", "price": 1.5, "tags": ["x"]}
     pq.write_table(pa.Table.from_pylist([{**row, "image": b"\x89PNG"}]), tmp_path / "r.parquet")
-    said = refusal(rows, tmp_path / "r.parquet", kind="parquet")
-    assert "row 1: the column image cannot be kept in the journal (bytes has no place in JSON); remove it" in said
+    message = refusal(rows, tmp_path / "r.parquet", kind="parquet")
+    assert "row 1: the column image cannot be kept in the journal (bytes has no place in JSON); remove it" in message
 
 
 def test_jsonable_leaves_nothing_that_an_encoder_refuses() -> None:
@@ -415,25 +415,25 @@ def test_a_byte_order_mark_and_empty_lines_do_no_harm(tmp_path: Path) -> None:
 
 def test_missing_files_name_the_nearest(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", table(3))
-    said = refusal(rows, tmp_path / "trian.jsonl")
-    assert f"there is no {tmp_path / 'trian.jsonl'}; did you mean {tmp_path / 'train.jsonl'}?" in said
+    message = refusal(rows, tmp_path / "trian.jsonl")
+    assert f"there is no {tmp_path / 'trian.jsonl'}; did you mean {tmp_path / 'train.jsonl'}?" in message
     assert "there is no" in refusal(rows, tmp_path / "no" / "such" / "dir.jsonl")
     assert "there is no" in refusal(rows, tmp_path / "train.jsonl", held_out_path=str(tmp_path / "gone.jsonl"))
 
 
 def test_a_missing_column_names_those_that_exist(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [{"promt": "a", "answer": 1}])
-    said = refusal(rows, path)
-    assert "there is no column prompt (task.prompt)" in said and "did you mean promt?" in said
-    assert "its columns are: promt, answer" in said
+    message = refusal(rows, path)
+    assert "there is no column prompt (task.prompt)" in message and "did you mean promt?" in message
+    assert "its columns are: promt, answer" in message
     later = write(tmp_path / "later.jsonl", [{"prompt": "a"}, {"prompt": "b"}, {"question": "c"}])
     assert f"{later}, row 3: there is no column prompt" in refusal(rows, later)
 
 
 def test_examples_need_answers(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [{"prompt": str(i), "solution": 1} for i in range(5)])
-    said = refusal(rows, path, examples=1)
-    assert "there is no column answer (task.answer)" in said and "It is needed for task.examples" in said
+    message = refusal(rows, path, examples=1)
+    assert "there is no column answer (task.answer)" in message and "It is needed for task.examples" in message
     assert rows(path, examples=1, answer="solution").draw()
     path = write(tmp_path / "null.jsonl", [{"prompt": str(i), "answer": None} for i in range(5)])
     assert "an example needs a prompt that is a string and an answer" in refusal(rows, path, examples=1)
@@ -457,8 +457,8 @@ def test_empty_parquet_and_datasets(tmp_path: Path) -> None:
 
 
 def test_nothing_left_to_train_on(tmp_path: Path) -> None:
-    said = refusal(rows, write(tmp_path / "r.jsonl", table(5)), held_out=64)
-    assert "has 5 rows, of which none is left to train on after task.held_out = 64" in said
+    message = refusal(rows, write(tmp_path / "r.jsonl", table(5)), held_out=64)
+    assert "has 5 rows, of which none is left to train on after task.held_out = 64" in message
     same = write(tmp_path / "same.jsonl", [{"prompt": "a"}] * 5)
     assert "they ask only 1 different question(s) in the column prompt" in refusal(rows, same, held_out=1)
 

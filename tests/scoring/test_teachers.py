@@ -269,7 +269,7 @@ def written(messages: Sequence[dict[str, Any]], prompt: Prompt = PROMPT) -> tupl
     """The teacher's template: its tokens of each message between 1 and 2, and 1 for the turn that is opened. Tools need a call."""
     if any("tool_calls" not in before for before, one in pairwise(messages) if one["role"] == "tool"):
         raise ConfigError("no call")
-    rendered = [f"{one['role'][0]}{one['content']}{one.get('tool_calls', '')}" for one in messages]
+    rendered = [f"{message['role'][0]}{message['content']}{message.get('tool_calls', '')}" for message in messages]
     return (*(token for text in rendered for token in (1, ord(text[0]), *pairs(text[1:], True))), 1, ord("a"))
 
 
@@ -504,7 +504,7 @@ def test_a_teachers_path_is_seen_from_the_config(tmp_path: Path):
         '[model]\npath = "m/m"\n[task]\nkind = "reasoning_gym"\nname = "chain_sum"\n[reward]\nfunction = "reasoning_gym"\n'
         '[algo]\nname = "opd"\n[[teachers]]\nname = "a"\npath = "../runs/taught"\n[[teachers]]\nname = "b"\npath = "org/name"\n'
     )
-    assert [one.path for one in load_config(tmp_path / "run.toml").teachers] == [
+    assert [teacher.path for teacher in load_config(tmp_path / "run.toml").teachers] == [
         str(tmp_path.parent / "runs/taught"),
         "org/name",
     ]

@@ -73,14 +73,14 @@ def test_an_echo_is_the_prompt_as_it_was_sent_and_streams(tmp_path: Path) -> Non
         for logprobs in (None, 0):
             more["logprobs"] = logprobs
             whole = await client_of(url).completions.create(model="tiny", **more)
-            assert [one.text for one in whole.choices] == ["a<s>bno"] * 2 + ["cno"] * 2
+            assert [choice.text for choice in whole.choices] == ["a<s>bno"] * 2 + ["cno"] * 2
             texts, scored = [""] * 4, [list[float | None]() for _ in range(4)]
             async for event in await client_of(url).completions.create(model="tiny", stream=True, **more):
                 (one,) = event.choices
                 texts[one.index] += one.text
                 scored[one.index] += (one.logprobs.token_logprobs or []) if one.logprobs else []
-            assert texts == [one.text for one in whole.choices]
-            own = [one.logprobs.token_logprobs if one.logprobs else [] for one in whole.choices]
+            assert texts == [choice.text for choice in whole.choices]
+            own = [choice.logprobs.token_logprobs if choice.logprobs else [] for choice in whole.choices]
             assert scored == own and len(own[3] or ()) == (3 if logprobs == 0 else 0)
         only = await client_of(url).completions.create(model="tiny", prompt="c", echo=True, max_tokens=0)
         assert only.choices[0].text == "c" and only.choices[0].logprobs is None
@@ -247,9 +247,9 @@ def test_an_answer_has_the_bytes_of_parts_of_characters(tmp_path: Path) -> None:
         assert answer["choices"][0]["text"] == "a🦊"
         assert logprobs["tokens"] == ["a", *(f"bytes:\\x{byte:02x}" for byte in "🦊".encode())]
         assert logprobs["text_offset"] == [0, 1, 1, 1, 1]
-        events = [one["choices"][0] for one in await client.events(TEXT, asked)]
-        assert len(events) > 2 and "".join(one["text"] for one in events) == "a🦊"
-        assert [place for one in events for place in one["logprobs"]["text_offset"]] == logprobs["text_offset"]
+        events = [event["choices"][0] for event in await client.events(TEXT, asked)]
+        assert len(events) > 2 and "".join(event["text"] for event in events) == "a🦊"
+        assert [place for event in events for place in event["logprobs"]["text_offset"]] == logprobs["text_offset"]
 
     asyncio.run(go())
 

@@ -156,12 +156,12 @@ def test_text_ends_at_a_stop_string_and_never_shows_a_part_of_it() -> None:
     def decode(tokens: Any) -> str:
         return bytes(tokens).decode("utf-8", errors="replace")
 
-    said = "grüße an alle ENDE und mehr".encode()
+    message = "grüße an alle ENDE und mehr".encode()
     for size in range(1, 9):
-        for stops, expected in (((), said.decode()), (("ENDE",), "grüße an alle "), (("NIE",), said.decode())):
+        for stops, expected in (((), message.decode()), (("ENDE",), "grüße an alle "), (("NIE",), message.decode())):
             text, pieces = StreamedText(decode, stops), []
-            for at in range(0, len(said), size):
-                pieces.append(text.push(said[at : at + size], last=at + size >= len(said)))
+            for at in range(0, len(message), size):
+                pieces.append(text.push(message[at : at + size], last=at + size >= len(message)))
             assert "".join(pieces) == text.whole == expected
             assert not any("\ufffd" in piece for piece in pieces)
 
@@ -393,7 +393,7 @@ def test_adapters_come_and_go_and_one_in_use_stays(tiny_tokenizer: Path, tmp_pat
         )
         await serving.load(update)
         models = (await client.get("/v1/models"))[1]["data"]
-        assert [(one["id"], one["parent"]) for one in models] == [("tiny", None), ("math", "tiny")]
+        assert [(model["id"], model["parent"]) for model in models] == [("tiny", None), ("math", "tiny")]
         assert models[0]["max_model_len"] == 100_000
         asking = asyncio.ensure_future(client.post(GENERATE, {**long(), "model": "math"}))
         await until(lambda: serving.counters.sampled_tokens > 3)

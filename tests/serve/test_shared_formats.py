@@ -70,8 +70,8 @@ def test_an_answer_says_where_strict_tools_hold_nothing(strict: bool, tmp_path: 
             assert one.headers.get("X-Headrace-Ignored") == ("tools.function.strict" if strict else None)
 
     run(GEMMA, tmp_path, saying("Good day.<|im_end|>", "Good day.<|im_end|>"), case)
-    said = "a request has the field tools.function.strict, which has no effect here and is ignored"
-    assert capsys.readouterr().err.count(said) == strict
+    message = "a request has the field tools.function.strict, which has no effect here and is ignored"
+    assert capsys.readouterr().err.count(message) == strict
 
 
 # --- OpenAI's responses ------------------------------------------------------------------------------------------------
@@ -161,8 +161,8 @@ def test_a_message_uses_a_tool_and_reads_its_result(tmp_path: Path) -> None:
         assert "".join(pieces) == second.content[0].text == "It rains." and second.stop_reason == "end_turn"  # type: ignore[union-attr]
         assert "Be brief." in prompt_of(serving, 1) and prompt_of(serving, 1).count("rain") == 1
         result["is_error"] = True
-        said = await anthropic_of(url).messages.with_raw_response.create(messages=talk, **more)
-        assert said.headers["X-Headrace-Ignored"] == "messages.content.is_error", "no template shows it"
+        answer = await anthropic_of(url).messages.with_raw_response.create(messages=talk, **more)
+        assert answer.headers["X-Headrace-Ignored"] == "messages.content.is_error", "no template shows it"
         assert prompt_of(serving, 2) == prompt_of(serving, 1)
 
     run(HERMES, tmp_path, saying(CALLS["hermes"], "It rains.", "It rains."), case)
@@ -194,9 +194,9 @@ def test_a_completion_that_fails_is_an_error_of_every_format(tmp_path: Path, str
                 ("/v1/responses", {"input": "?"}),
                 ("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": ASKING}),
             ):
-                status, said = await client.post(path, {**body, "stream": stream})
-                assert (status, stream) in ((500, False), (200, True)), said
-                text = said if stream else said["error"]["message"]
+                status, answer = await client.post(path, {**body, "stream": stream})
+                assert (status, stream) in ((500, False), (200, True)), answer
+                text = answer if stream else answer["error"]["message"]
                 assert "the completion has failed: injected failure" in text and ("event: error" in text) == stream
             assert serving.under_way == 0
 

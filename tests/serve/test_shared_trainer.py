@@ -320,8 +320,8 @@ def test_weights_that_are_no_numbers_are_neither_sampled_nor_saved(
     before = state(trainer, model)
     trainer.add("fresh", LORA)
     trainer.run(asked("fresh", "cross_entropy"))
-    said = "have made weights that are not finite; load_state what was saved before"
-    with pytest.raises(ValueError, match=said):
+    message = "have made weights that are not finite; load_state what was saved before"
+    with pytest.raises(ValueError, match=message):
         trainer.optim_step(AdamStep(model="fresh", **wild))
     for ask in (
         lambda: trainer.run(asked("fresh", "cross_entropy")),
@@ -329,7 +329,7 @@ def test_weights_that_are_no_numbers_are_neither_sampled_nor_saved(
         lambda: trainer.save(Checkpoint(model="fresh", directory=str(tmp_path / "after"))),
         lambda: list(trainer.parameters("fresh")),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             ask()
     assert trainer.restore(Checkpoint(model="fresh", directory=str(tmp_path / "before"))) == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in state(trainer, "fresh").items())

@@ -35,7 +35,7 @@ def test_a_chat_has_the_thinking_apart_and_takes_it_back(tmp_path: Path, templat
         whole = await create(messages=ASKING, **more)
         message: Any = whole.choices[0].message
         assert (message.content, message.reasoning_content) == ("Let me see.", "hm <tool_call>")
-        assert [one.function.arguments for one in message.tool_calls] == ['{"place": "Paris"}']
+        assert [tool_call.function.arguments for tool_call in message.tool_calls] == ['{"place": "Paris"}']
         assert whole.usage and whole.usage.completion_tokens_details
         assert whole.usage.completion_tokens_details.reasoning_tokens == len(
             tokens_of(begin + "hm <tool_call>\n</think>")

@@ -173,7 +173,9 @@ def test_weights_stay_what_they_were_when_they_were_saved(server: Running, clien
         asked = [sampler.compute_logprobs(whole) for sampler in samplers]
         for future, logprobs in zip(asked, expected, strict=True):
             np.testing.assert_allclose(future.result()[1:], logprobs, rtol=1e-3, atol=1e-3)
-    drawn = [one.sample(PROMPT, 2, types.SamplingParams(max_tokens=2)).result().sequences[1] for one in samplers]
+    drawn = [
+        sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=2)).result().sequences[1] for sampler in samplers
+    ]
     assert [one.sequence_id.rpartition("@")[2] for one in drawn] == ["base", "v2", "v4", "v6"]
     assert samplers[0].get_base_model() == "tiny"
     status, loaded = server.call("/headrace/state")

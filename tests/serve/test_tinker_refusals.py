@@ -126,7 +126,7 @@ async def refused(caller: Caller, path: str, body: Any, status: int, media: str 
     answer = await caller.post(path, body, media)
     assert answer.status_code == status, answer.text
     assert (await caller.step(2)).get("metrics") == {"grad_norm": 1.0, "version": 1}, answer.text
-    assert [one.learning_rate for one in caller.trainer.steps] == [0.5], "what was refused is not done"
+    assert [step.learning_rate for step in caller.trainer.steps] == [0.5], "what was refused is not done"
     late = await caller.step(1)
     assert "error" in late and late["category"] == "user", "its number is taken"
 
@@ -318,7 +318,7 @@ def test_another_request_with_a_number_that_was_used_is_refused_and_the_same_one
 def test_another_pass_with_a_number_that_was_used_is_refused_and_spoils_nothing(tmp_path: Path) -> None:
     async def case(caller: Caller) -> None:
         bodies = [whole_pass(caller.model, 1, token) for token in (3, 4)]
-        first, second = [await caller.post("forward_backward", one, PROTOBUF) for one in bodies]
+        first, second = [await caller.post("forward_backward", body, PROTOBUF) for body in bodies]
         assert first.status_code == 200, first.text
         assert second.status_code == 400 and second.json()["error"]["code"] == "number_used", second.text
         assert (await caller.post("forward_backward", bodies[0], PROTOBUF)).json() == first.json()

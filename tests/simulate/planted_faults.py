@@ -233,7 +233,7 @@ OF_PARTIAL = (
     ),
     _one(
         "unheard_is_young", "TokenStore.first_version", "C1", "such a completion is not looked at when old groups are cancelled",
-        "versions += [done.spans[0].version for one in request_ids if (done := self._unheard(one)) and done.spans]", "",
+        "versions += [done.spans[0].version for name in request_ids if (done := self._unheard(name)) and done.spans]", "",
     ),
     _one(
         "lost_with_the_error", "TokenStore.sampling", "C7", "what a request had sampled is lost when an error ends it",
@@ -254,7 +254,7 @@ OF_PARTIAL = (
     ),
     _one(
         "oldest_is_running", "TokenStore.first_version", "C1", "of a group's tokens only those of requests under way are looked at",
-        "versions = [kept.spans[0].version for one in request_ids if (kept := self.kept.get(one)) and kept.spans]",
+        "versions = [kept.spans[0].version for name in request_ids if (kept := self.kept.get(name)) and kept.spans]",
         "versions = []",
     ),
 )  # fmt: skip

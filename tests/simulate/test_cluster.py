@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_every_contract_holds_on_a_bad_day() -> None:
     """Months of failures in a few hours: workers, nodes, network, clock and controller."""
     bad = run_day(SMALL, 4.0, 0, 100.0)
-    kinds = {one.kind for one in bad.mishaps}
+    kinds = {mishap.kind for mishap in bad.mishaps}
     assert {"node_lost", "network_flap", "slow_link", "message_repeated", "controller_killed"} <= kinds
     assert bad.ends and bad.deaths and bad.absences and bad.steps > 5
     assert 0 < bad.lag <= SMALL.staleness.lag_bound
@@ -50,7 +50,7 @@ def test_equal_days_run_equally() -> None:
 
 def test_failures_come_at_their_rates() -> None:
     size, days = ClusterSize(), 2000
-    counts = Counter(one.kind for one in mishaps_of(size, days * DAY, 0))
+    counts = Counter(mishap.kind for mishap in mishaps_of(size, days * DAY, 0))
     for kind, per_day in PER_DAY.items():
         assert counts[kind] == pytest.approx(days * per_day, rel=0.3)
     gpus = sum(counts[kind] for kind in GPU_KINDS)

@@ -198,8 +198,10 @@ def test_a_ticket_that_ends_every_engine_is_given_up_and_is_the_only_one(members
     ]
     for case in cases:
         history = trial(case)
-        ended.update(one.reason for one in history.outcomes if one.ticket == 2)
-        innocent.update(one.ticket for one in history.outcomes if one.reason == "engine_died" and one.ticket != 2)
+        ended.update(outcome.reason for outcome in history.outcomes if outcome.ticket == 2)
+        innocent.update(
+            outcome.ticket for outcome in history.outcomes if outcome.reason == "engine_died" and outcome.ticket != 2
+        )
     assert ended["engine_died"] > len(cases) / 2 and sum(innocent.values()) < len(cases) / 8
 
 

@@ -301,11 +301,11 @@ def test_a_sweep_recommends_the_least_lag_that_is_nearly_as_fast(tmp_path: Path)
         question(tmp_path, sweep=True, config=config_of(staleness={"groups_per_step": 4, "max_lag": 4})), silent
     )
     assert found.recommended is not None
-    by_lag = {one.scenario.staleness.max_lag: one.prediction.tokens_per_second for one in found.choices}
+    by_lag = {choice.scenario.staleness.max_lag: choice.prediction.tokens_per_second for choice in found.choices}
     assert set(by_lag) == {0, 1, 2, 4}
     assert found.recommended.scenario.staleness.max_lag in (1, 2)
     assert found.recommended.prediction.tokens_per_second >= 0.98 * max(by_lag.values())
-    assert len({one.name for one in found.choices}) == len(found.choices), "nothing is tried twice"
+    assert len({choice.name for choice in found.choices}) == len(found.choices), "nothing is tried twice"
 
 
 def test_pools_are_split_where_neither_waits(tmp_path: Path):
@@ -319,10 +319,10 @@ def test_pools_are_split_where_neither_waits(tmp_path: Path):
     )
     found = answer(asked, silent)
     assert found.recommended is not None
-    pools = {(one.scenario.replicas, one.scenario.rates.trainer.gpus) for one in found.choices}
+    pools = {(choice.scenario.replicas, choice.scenario.rates.trainer.gpus) for choice in found.choices}
     assert len(pools) >= 6 and all(engines + trainer == 10 for engines, trainer in pools)
-    best = max(one.prediction.tokens_per_second for one in found.choices)
-    worst = min(one.prediction.tokens_per_second for one in found.choices)
+    best = max(choice.prediction.tokens_per_second for choice in found.choices)
+    worst = min(choice.prediction.tokens_per_second for choice in found.choices)
     assert found.recommended.prediction.tokens_per_second >= 0.98 * best > 1.5 * worst
 
 
@@ -460,10 +460,12 @@ def test_calibration_measures_a_tiny_model(tiny_llama: Path, tmp_path: Path):
             "eval": {"prompts": 4},
         }
     )
-    said: list[str] = []
-    rates = calibrate(config, said.append, lambda completions, **columns: list(map(float, map(len, completions))), 0.2)
+    messages: list[str] = []
+    rates = calibrate(
+        config, messages.append, lambda completions, **columns: list(map(float, map(len, completions))), 0.2
+    )
     assert [n for n, _ in rates.engine.decode] == [1.0, 2.0, 4.0] and min(s for _, s in rates.engine.decode) > 0
-    assert rates.trainer.token + rates.trainer.step > 0 and rates.trainer.publish > 0 and len(said) >= 4
+    assert rates.trainer.token + rates.trainer.step > 0 and rates.trainer.publish > 0 and len(messages) >= 4
     assert rates.engine_slowed >= 1 and rates.trainer_slowed >= 1
     assert rates.completions is not None and 1 <= rates.completions.values[0] <= rates.completions.values[-1] <= 8
     save_rates(rates, tmp_path / "rates.json")

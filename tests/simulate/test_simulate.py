@@ -383,7 +383,7 @@ def test_prompts_that_are_harder_are_solved_less_often_and_the_mean_is_as_asked(
         found = []
         for _ in range(3000):
             scored = await scorer.score(task.draw(), [None] * 4)  # type: ignore[list-item]
-            found.append(statistics.mean(one.reward for one in scored))  # type: ignore[union-attr]
+            found.append(statistics.mean(rollout.reward for rollout in scored))  # type: ignore[union-attr]
         return found
 
     means = virtual_time.run(rewards())

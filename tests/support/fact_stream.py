@@ -158,9 +158,9 @@ class FactStream:
         ticket, self.ticket = self.ticket, self.ticket + 1
         group = self.group(ticket, step)
         yield TicketDrawn(self.t, ticket, group.prompt.id)
-        rewards = tuple(one.reward for one in group.scored)
-        lengths = tuple(len(one.episode.last.tokens) for one in group.scored)
-        failures = Counter(one.reason for one in group.failures)
+        rewards = tuple(rollout.reward for rollout in group.scored)
+        lengths = tuple(len(rollout.episode.last.tokens) for rollout in group.scored)
+        failures = Counter(failure.reason for failure in group.failures)
         outcome, reason = "ready", ""
         if self.troubles and self.rng.random() < 0.02:
             outcome, reason = "failed", "reward_timeout"
@@ -170,7 +170,7 @@ class FactStream:
             self.dropped[reason] += 1
         if outcome != "failed":
             self.rollout_failures += failures
-        truncated = sum(one.episode.last.stop == "length" for one in group.scored)
+        truncated = sum(rollout.episode.last.stop == "length" for rollout in group.scored)
         yield GroupEnded(
             self.t,
             ticket,
@@ -191,9 +191,9 @@ class FactStream:
         a, b, c = (self.rng.randint(2, 99) for _ in range(3))
         prompt = Prompt(f"chain_sum/{ticket}", f"State the result and nothing else: {a} + {b} - {c} = ?", (1, 2, 3, 4))
         scored = tuple(self.rollout(prompt, a + b - c, step, ticket) for _ in range(self.size))
-        rewards = [one.reward for one in scored]
+        rewards = [rollout.reward for rollout in scored]
         mean = sum(rewards) / len(rewards)
-        rows = tuple(_row(prompt, one, one.reward - mean) for one in scored)
+        rows = tuple(_row(prompt, rollout, rollout.reward - mean) for rollout in scored)
         failed = self.troubles and self.rng.random() < 0.05
         failures = (Failure("reward_raised", "ZeroDivisionError: division by zero"),) if failed else ()
         return Group(ticket, prompt, scored, rows, failures)
@@ -217,7 +217,7 @@ class FactStream:
     def trained(self, step: int, batch: tuple[Group, ...], wait: float, seconds: float) -> StepTrained:
         rows = [row for group in batch for row in group.rows]
         lags = Counter(max(0, step - version) for row in rows for version in row.versions)
-        rewards = [one.reward for group in batch for one in group.scored]
+        rewards = [rollout.reward for group in batch for rollout in group.scored]
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         tokens = sum(len(row.tokens) for row in rows)

@@ -29,7 +29,7 @@ def put_frames(run_dir: Path, frames: Iterable[bytes]) -> Path:
 
 def spoil(run_dir: Path, number: int, in_head: bool = False) -> None:
     """Another bit in the body of a record, or in its head."""
-    path, place = next(one for one in places_of(run_dir) if one[1].number == number)
+    path, place = next(place for place in places_of(run_dir) if place[1].number == number)
     data = bytearray(path.read_bytes())
     data[place.offset + (9 if in_head else place.length - 1)] ^= 4
     path.write_bytes(data)

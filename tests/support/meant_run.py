@@ -195,16 +195,16 @@ class OwnScorer:
     def __init__(self, config: RunConfig) -> None:
         self._parts = [
             (
-                one.name,
-                one.weight,
-                load_function(one.function, "reward"),
-                Extractor(one.extract, config.reward.extract_truncated),
+                spec.name,
+                spec.weight,
+                load_function(spec.function, "reward"),
+                Extractor(spec.extract, config.reward.extract_truncated),
             )
-            for one in config.reward.specs
+            for spec in config.reward.specs
         ]
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
-        return [self._scored(prompt, one) for one in episodes]
+        return [self._scored(prompt, episode) for episode in episodes]
 
     def _scored(self, prompt: Prompt, episode: Episode) -> Scored | Failure:
         rewards = {
@@ -369,11 +369,13 @@ async def _check(life: Life, host: _Host) -> None:
         for group in batch.groups:
             if group.prompt != prompts[group.prompt.id]:
                 say(f"ticket {group.ticket} has an old prompt: {group.prompt.text}")
-            episodes = [one.episode for one in group.scored]
-            for one, again in zip(group.scored, await built.parts.scorer.score(group.prompt, episodes), strict=True):
-                expected = _expected(config, one.episode, again)
-                if abs(one.reward - expected) > 1e-9:
-                    say(f"ticket {group.ticket} has the reward {one.reward} instead of {expected}")
+            episodes = [rollout.episode for rollout in group.scored]
+            for rollout, again in zip(
+                group.scored, await built.parts.scorer.score(group.prompt, episodes), strict=True
+            ):
+                expected = _expected(config, rollout.episode, again)
+                if abs(rollout.reward - expected) > 1e-9:
+                    say(f"ticket {group.ticket} has the reward {rollout.reward} instead of {expected}")
             made = algorithm.rows(group.prompt, group.scored)
             if [row.advantages for row in made] != [row.advantages for row in group.rows]:
                 say(f"ticket {group.ticket} has advantages of another algorithm")
@@ -393,14 +395,14 @@ def _expected(config: RunConfig, episode: Episode, scored: Scored | Failure) -> 
 
 def _check_marks(config: RunConfig, episodes: Sequence[Episode], say: Callable[[str], None]) -> None:
     """The contexts between turns are those of the present environment, for the turns that they follow."""
-    turns = [len(one.turns) for one in episodes]
+    turns = [len(episode.turns) for episode in episodes]
     if not config.environment.function:
         if set(turns) != {1}:
             say(f"rollouts of {turns} turns of an environment that is gone")
         return
     marks = load_function(f"{config.environment.function.rpartition(':')[0]}:marks", "")
-    for one in episodes:
-        for number, (before, turn) in enumerate(zip(one.turns, one.turns[1:], strict=False)):
+    for episode in episodes:
+        for number, (before, turn) in enumerate(zip(episode.turns, episode.turns[1:], strict=False)):
             wanted = (*marks(number), len(before.completion.tokens) % 7 + 6)
             if turn.context != wanted:
                 say(f"turn {number + 1} came after {turn.context} instead of {wanted}")

@@ -230,10 +230,10 @@ def model_of(name: str) -> Any:
     return tiny_models.reference(name)
 
 
-def same_numbers(one: TrainReport, other: TrainReport) -> None:
+def same_numbers(report: TrainReport, other: TrainReport) -> None:
     """Checks that both recorded numbers of the same rows, and nearly the same ones."""
-    assert one.token_numbers and other.token_numbers
-    for mine, theirs in zip(one.token_numbers, other.token_numbers, strict=True):
+    assert report.token_numbers and other.token_numbers
+    for mine, theirs in zip(report.token_numbers, other.token_numbers, strict=True):
         assert (mine.ticket, mine.row) == (theirs.ticket, theirs.row)
         for a, b in ((mine.logprobs, theirs.logprobs), (mine.entropies, theirs.entropies)):
             np.testing.assert_allclose(np.frombuffer(a, np.float32), np.frombuffer(b, np.float32), rtol=1e-3, atol=1e-4)

@@ -91,9 +91,9 @@ def checked_run(directory: Path, steps: int, reason: str = "finished") -> None:
     rows = of(directory, StepRow)
     assert ended.reason == reason and ended.accounting.balance() == 0, ended.accounting
     assert len(rows) == steps and max(lag for row in rows for lag in row.lags) <= 1
-    assert of(directory, IdentityChecked) and all(one.ok for one in of(directory, IdentityChecked))
+    assert of(directory, IdentityChecked) and all(probe.ok for probe in of(directory, IdentityChecked))
     for kind in ("full", "adapter"):
-        live = [one.update.version for one in of(directory, WeightsLive) if one.update.kind == kind]
+        live = [update.update.version for update in of(directory, WeightsLive) if update.update.kind == kind]
         assert live == list(range(len(live)))
     delivered = len(live or of(directory, WeightsLive)) - 1
     assert delivered == steps or (reason != "finished" and steps - 2 <= delivered < steps)

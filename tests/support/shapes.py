@@ -28,7 +28,7 @@ SHAPES = ("Bool", "Float", "Int", "Shaped", "UInt8")
 @pytest.fixture(autouse=True, scope="module")
 def shapes_are_checked() -> Iterator[None]:
     """For the tests of a folder whose conftest.py imports it."""
-    functions = [one for room in ROOMS for module in modules_of(room) for one in functions_of(module)]
+    functions = [function for room in ROOMS for module in modules_of(room) for function in functions_of(module)]
     assert len(functions) > 60, f"only {len(functions)} functions state shapes"
     with checked(functions):
         yield
@@ -58,7 +58,7 @@ def functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
 @contextmanager
 def checked(functions: list[types.FunctionType]) -> Iterator[None]:
     """Replaces the code of functions by a call of their checked copies, and puts it back."""
-    before = [(one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in functions]
+    before = [(function, function.__code__, function.__defaults__, function.__kwdefaults__) for function in functions]
     for function in functions:
         copy = _checked_copy(function)
         function.__code__, function.__defaults__ = _call_of_copy.__code__, None

@@ -376,7 +376,7 @@ def check_layout(pack: Pack) -> None:
 def test_every_row_whole_once_with_its_own_context_and_numbers(rows, budget, share, least):
     plan = plan_of(rows, budget, share=share, least_saved=least)
     expected = Counter(tokens for one in rows if (tokens := expected_tokens(one)))
-    assert Counter(one for pack in plan.packs for one in packed_tokens(pack)) == expected
+    assert Counter(packed_token for pack in plan.packs for packed_token in packed_tokens(pack)) == expected
     for pack in plan.packs:
         check_layout(pack)
         leaves = set(range(len(pack.segments))) - {segment.parent for segment in pack.segments}
@@ -440,7 +440,7 @@ def test_ranks_have_the_whole_step_between_them_and_equally_many_microbatches(ro
     assert len(plans) == ranks and len({len(plan.packs) for plan in plans}) == 1
     packs = [pack for plan in plans for pack in plan.packs]
     expected = Counter(tokens for one in rows if (tokens := expected_tokens(one)))
-    assert Counter(one for pack in packs for one in packed_tokens(pack)) == expected
+    assert Counter(packed_token for pack in packs for packed_token in packed_tokens(pack)) == expected
     weights = sum(float(pack.weight.sum()) for pack in packs)
     assert math.isclose(weights, 1 if expected else 0, rel_tol=1e-5)
     assert (

@@ -114,13 +114,13 @@ def on_ranks(
     return Ring(ranks).run(lambda placement: work(make(directory, algo, placement, **config)))
 
 
-def whole_gradients(one: TorchTrainer) -> tuple[float, float, dict[str, torch.Tensor], int]:
+def whole_gradients(trainer: TorchTrainer) -> tuple[float, float, dict[str, torch.Tensor], int]:
     given = batch(4)
-    plan = one._plan(given)
-    sums = one._gradients(plan, given.temperature)
-    parameters = dict(one._model.named_parameters())
-    found = {name: one._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
-    norm = one._placement.norm([p for p in parameters.values() if p.grad is not None])
+    plan = trainer._plan(given)
+    sums = trainer._gradients(plan, given.temperature)
+    parameters = dict(trainer._model.named_parameters())
+    found = {name: trainer._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+    norm = trainer._placement.norm([p for p in parameters.values() if p.grad is not None])
     return sums.loss, float(norm), found, len(plan.packs)
 
 
@@ -146,9 +146,9 @@ def test_one_device_and_ranks_have_the_gradient_of_a_float64_reference(model_dir
         near(one, expected, 1e-5)
 
 
-def three_steps(one: TorchTrainer) -> tuple[list[Any], dict[str, torch.Tensor], list[float]]:
-    reports = [one.step(batch(step, step=step)) for step in range(3)]
-    return reports, {name: tensor.clone() for name, tensor in one.parameters()}, one.score([3, 1, 4, 1, 5])
+def three_steps(trainer: TorchTrainer) -> tuple[list[Any], dict[str, torch.Tensor], list[float]]:
+    reports = [trainer.step(batch(step, step=step)) for step in range(3)]
+    return reports, {name: tensor.clone() for name, tensor in trainer.parameters()}, trainer.score([3, 1, 4, 1, 5])
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -184,11 +184,11 @@ def test_a_norm_above_the_bound_is_clipped_by_the_whole_norm(model_dir):  # noqa
 def test_what_ranks_save_one_device_resumes_and_the_other_way_round(model_dir, tmp_path):  # noqa: F811
     directory = model_dir("llama")
 
-    def saved_after_two(one: TorchTrainer) -> None:
+    def saved_after_two(trainer: TorchTrainer) -> None:
         for step in range(2):
-            one.step(batch(step, step=step))
-        one.save(tmp_path / "ranks")
-        one.export(tmp_path / "export")
+            trainer.step(batch(step, step=step))
+        trainer.save(tmp_path / "ranks")
+        trainer.export(tmp_path / "export")
 
     on_ranks(directory, AlgoConfig(), saved_after_two)
     single = make(directory, AlgoConfig())
@@ -203,10 +203,10 @@ def test_what_ranks_save_one_device_resumes_and_the_other_way_round(model_dir, t
     for name, tensor in single.parameters():
         assert torch.equal(exported.get_parameter(name), tensor.bfloat16()), name
 
-    def third(one: TorchTrainer) -> dict[str, torch.Tensor]:
-        one.restore(tmp_path / "single")
-        one.step(batch(2, step=2))
-        return {name: tensor.clone() for name, tensor in one.parameters()}
+    def third(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+        trainer.restore(tmp_path / "single")
+        trainer.step(batch(2, step=2))
+        return {name: tensor.clone() for name, tensor in trainer.parameters()}
 
     expected = third(make(directory, AlgoConfig()))
     for found in on_ranks(directory, AlgoConfig(), third):
@@ -215,9 +215,9 @@ def test_what_ranks_save_one_device_resumes_and_the_other_way_round(model_dir, t
 
 
 def test_only_the_rank_that_leads_writes(model_dir, tmp_path):  # noqa: F811
-    def save(one: TorchTrainer) -> bool:
-        one.save(tmp_path / f"by-{one._placement.leads}")
-        return one._placement.leads
+    def save(trainer: TorchTrainer) -> bool:
+        trainer.save(tmp_path / f"by-{trainer._placement.leads}")
+        return trainer._placement.leads
 
     assert on_ranks(model_dir("llama"), AlgoConfig(), save) == [True, False]
     assert [path.name for path in tmp_path.iterdir()] == ["by-True"]
@@ -226,9 +226,9 @@ def test_only_the_rank_that_leads_writes(model_dir, tmp_path):  # noqa: F811
 def test_weights_read_outside_of_the_root_show(model_dir):  # noqa: F811
     """What the fake is for."""
 
-    def read(one: TorchTrainer) -> bool:
-        one.step(batch())
-        return all(bool(p.isfinite().all()) for p in one._model.parameters() if len(p) > 1)
+    def read(trainer: TorchTrainer) -> bool:
+        trainer.step(batch())
+        return all(bool(p.isfinite().all()) for p in trainer._model.parameters() if len(p) > 1)
 
     assert on_ranks(model_dir("llama"), AlgoConfig(), read) == [False, False]
 

@@ -54,8 +54,8 @@ def test_the_curve_is_drawn_with_the_rates_at_its_corners() -> None:
 )  # fmt: skip
 def test_a_schedule_that_goes_on_otherwise_is_told(now: dict[str, Any], words: str) -> None:
     given = {"learning_rate": 1.0, "warmup_steps": 4, "schedule": "cosine"}
-    said = change_of_rate(TrainConfig(steps=12, **given), TrainConfig(**{**given, **now}), 12)
-    assert words in said and bool(said) == bool(words), said
+    message = change_of_rate(TrainConfig(steps=12, **given), TrainConfig(**{**given, **now}), 12)
+    assert words in message and bool(message) == bool(words), message
 
 
 def test_constant_rates_and_a_run_that_has_not_begun_need_no_words() -> None:

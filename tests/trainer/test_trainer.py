@@ -61,9 +61,9 @@ def test_each_row_is_trained_at_the_temperature_that_it_was_sampled_at(tokens, m
     cold = batch(temperature=0.7)
     groups = [
         msgspec.structs.replace(
-            one, rows=tuple(msgspec.structs.replace(row, temperature=next(heat)) for row in one.rows)
+            group, rows=tuple(msgspec.structs.replace(row, temperature=next(heat)) for row in group.rows)
         )
-        for one in cold.groups
+        for group in cold.groups
     ]
     mixed = msgspec.structs.replace(cold, groups=tuple(groups))
     loss, grads = gradients(trainer(model_dir("llama"), microbatch_tokens=tokens), mixed)
@@ -206,7 +206,7 @@ def test_report_is_complete_and_right(model_dir):
 
 def test_numbers_of_single_tokens_are_those_of_plain_full_logits(model_dir):
     groups = batch(1, temperature=0.7).groups
-    given_batch = Batch(0, tuple(msgspec.structs.replace(one, ticket=40 + i) for i, one in enumerate(groups)), 0.7)
+    given_batch = Batch(0, tuple(msgspec.structs.replace(group, ticket=40 + i) for i, group in enumerate(groups)), 0.7)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32).eval()
     found = trainer(model_dir("llama"), microbatch_tokens=20).step(given_batch).token_numbers
     assert found is not None

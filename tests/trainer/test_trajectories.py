@@ -113,9 +113,11 @@ def batch_of(algo: AlgoConfig, seed: int, cut: bool) -> Batch:
             completions = [_completion(rng, ids) for _ in range(rng.randint(2, 4))]
             turns = [
                 Turn(
-                    prompt.tokens if cut or not number else (), one, parents=(number - 1,) if number and not cut else ()
+                    prompt.tokens if cut or not number else (),
+                    completion,
+                    parents=(number - 1,) if number and not cut else (),
                 )
-                for number, one in enumerate(completions)
+                for number, completion in enumerate(completions)
             ]
             reward = (1.0, 0.0, 0.5)[place] + ticket
             scored.append(Scored(Episode(tuple(turns)), reward, {"exact": reward}))

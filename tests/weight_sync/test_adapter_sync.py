@@ -40,7 +40,7 @@ class BothEnds:
     base: str = ""
 
     def publish(self, name: str = "", version: int = 0) -> WeightUpdate:
-        spec = next((one for one in self.trainer.adapters() if one.name == name), None)
+        spec = next((adapter for adapter in self.trainer.adapters() if adapter.name == name), None)
         if spec:
             spec = LORAS[name].spec(name, self.base)
         update = self.sender.send(version, self.trainer.parameters(name), spec)

@@ -132,8 +132,8 @@ def test_a_run_warns_and_its_remedies_end_that(
 ) -> None:
     assert headrace.train(config_of(tmp_path, tiny_llama, **tables)).reason == "finished"
     messages = [fact.message for fact in of(tmp_path / "runs" / "tiny", Warned) if "weight_sync" in fact.message]
-    assert sum(NOTED in one for one in messages) == noted
-    assert sum(MEASURED in one for one in messages) == measured
+    assert sum(NOTED in message for message in messages) == noted
+    assert sum(MEASURED in message for message in messages) == measured
     assert len(messages) == noted + measured
 
 

@@ -148,8 +148,8 @@ def test_engines_fetch_from_each_other(ends: Ends) -> None:
     with held_busy(ends):
         others = [ends.receiver() for _ in range(3)]
 
-        def fetch(one: HttpReceiver) -> None:
-            assert is_right(one, ends.update)
+        def fetch(receiver: HttpReceiver) -> None:
+            assert is_right(receiver, ends.update)
 
         fetching = [Beside(partial(fetch, one)) for one in others]
         for thread in fetching:

@@ -25,7 +25,9 @@ def written(model: Path, directory: Path, version: int) -> WeightUpdate:
     """A version whose weights are those of the model plus its number."""
     found = update(directory, version)
     tensors = load_file(model / "model.safetensors")
-    save_file({name: one + version for name, one in tensors.items()}, directory / f"{version}" / "model.safetensors")
+    save_file(
+        {name: tensor + version for name, tensor in tensors.items()}, directory / f"{version}" / "model.safetensors"
+    )
     return found
 
 
@@ -69,7 +71,7 @@ def test_a_server_that_never_had_the_weights_is_found_if_it_has_checksums(
     other.mkdir()
     torch.manual_seed(1)
     tensors = load_file(tiny_llama / "model.safetensors")
-    save_file({name: torch.randn_like(one) for name, one in tensors.items()}, other / "model.safetensors")
+    save_file({name: torch.randn_like(tensor) for name, tensor in tensors.items()}, other / "model.safetensors")
 
     async def go() -> None:
         how = {"weights": other, "absent": absent, "faults": ["weights_ignored"]}

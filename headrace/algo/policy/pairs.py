@@ -84,8 +84,8 @@ class PairLoss(Loss):
         there = (counts[tokens.pairs[0]] > 0) & (counts[tokens.pairs[1]] > 0)
         chosen, rejected = (numbers[there] for numbers in tokens.pairs)
         sides = (
-            Side(likelihood[one], None if reference is None else reference[one], counts[one])
-            for one in (chosen, rejected)
+            Side(likelihood[tensor], None if reference is None else reference[tensor], counts[tensor])
+            for tensor in (chosen, rejected)
         )
         return Compared(chosen, rejected, counts, *sides)
 

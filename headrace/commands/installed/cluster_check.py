@@ -87,7 +87,7 @@ def shared_places(config: RunConfig) -> list[SharedPlace]:
     kind, _, place = config.orchestration.bus.partition(":")
     if kind == "jsonl":
         found.append(SharedPlace(Path(place), "the bus", "orchestration.bus"))
-    return [one._replace(directory=one.directory.absolute()) for one in found]
+    return [shared_place._replace(directory=shared_place.directory.absolute()) for shared_place in found]
 
 
 class SharedCheck:
@@ -127,10 +127,10 @@ class SharedCheck:
 
     async def leave(self, who: str, machine: AskedMachine) -> None:
         """Has a machine write its files."""
-        said = {
+        problems = {
             place.directory: await machine.ask("leave", *self._file(who, place.directory)) for place in self._places
         }
-        self._left[who] = said
+        self._left[who] = problems
 
     async def findings(self, who: str, machine: AskedMachine) -> list[DoctorFinding]:
         """Has a machine read the files of all others that could write theirs, and remove its own where the run's machine does not see it."""
@@ -146,14 +146,14 @@ class SharedCheck:
         remedy = f"mount it under the same path on all machines (NFS, say), or set {place.setting} to one that all of them see"
         if own:
             return DoctorFinding(WHAT, "bad", f"{directory} ({place.use}): cannot write into it: {own}", remedy)
-        others = [one for one, said in self._left.items() if one != who and not said[directory]]
+        others = [name for name, problems in self._left.items() if name != who and not problems[directory]]
         waited = 0.0
         for other in others:
             problem, seconds = await machine.ask("find", *self._file(other, directory), self._within)
             waited += seconds
             if problem:
-                said = f"{directory} ({place.use}): what {other} wrote {problem} within {self._within:g} s"
-                return DoctorFinding(WHAT, "bad", said, remedy)
+                message = f"{directory} ({place.use}): what {other} wrote {problem} within {self._within:g} s"
+                return DoctorFinding(WHAT, "bad", message, remedy)
         seen = f"files of {len(others)} other{'' if len(others) == 1 else 's'} seen after {waited:.1f} s"
         return DoctorFinding(WHAT, "ok", f"{directory} ({place.use}): {seen}")
 
@@ -196,7 +196,7 @@ def examine_cluster(config: RunConfig) -> int:
     """Prints a table for every machine. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
     place = config.orchestration
     if not place.elsewhere and not place.hosts:
-        others = sorted((one.name for one in PLACES.values() if one.elsewhere), key=lambda name: PLACES[name].joins)
+        others = sorted((kind.name for kind in PLACES.values() if kind.elsewhere), key=lambda name: PLACES[name].joins)
         raise ConfigError(
             f'--cluster looks at other machines, and orchestration.kind = "{place.kind}" has none; set it to {quoted(others)}, or scorers or '
             "environments"
@@ -244,7 +244,7 @@ async def _cluster(config: RunConfig, cluster: Cluster) -> tuple[dict[str, Findi
         refusal(nodes, rank, ranks, cluster),
         await reach_problem(place, cluster),
     ]
-    said = [DoctorFinding("the run", "bad", one) for one in problems if one]
+    findings = [DoctorFinding("the run", "bad", problem) for problem in problems if problem]
     room = f"{sum(node.holds(bundle) for node in nodes)} engines of {bundle}; the run wants {config.engine.replicas}"
     ranks_room = f"{sum(node.holds(rank) for node in nodes)} ranks of {rank}; the run wants {len(ranks)}"
     trainer = DoctorFinding(
@@ -254,7 +254,7 @@ async def _cluster(config: RunConfig, cluster: Cluster) -> tuple[dict[str, Findi
     )
     held = [node for node in nodes if node.holds(bundle) or (ranks and node.holds(rank))]
     titles = {f"Node {node.address} ({node.has}), {node.id[:6]}": node for node in held}
-    return {"Cluster": [*(said or [DoctorFinding("room", "ok", room)]), trainer]}, titles
+    return {"Cluster": [*(findings or [DoctorFinding("room", "ok", room)]), trainer]}, titles
 
 
 async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[str, Findings]:
@@ -280,7 +280,7 @@ async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[s
                 raise ConfigError(f"orchestration.listen = {place.listen}: {error.strerror or error}") from None
             finally:
                 await listener.close()
-        strangers = (DoctorFinding("a stranger", "note", one) for one in away)
+        strangers = (DoctorFinding("a stranger", "note", words) for words in away)
         return {"Workers": [workers.came(), *await check.findings(HERE, ThisMachine()), *strangers], **workers.found}
 
 
@@ -404,9 +404,9 @@ def versions(there: Mapping[str, str]) -> Iterator[DoctorFinding]:
 def _clock(theirs: float, before: float, after: float) -> DoctorFinding:
     ahead, unsure = theirs - (before + after) / 2, (after - before) / 2
     far = abs(ahead) - unsure > CLOCKS
-    said = f"{abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'} (± {unsure:.3f} s)"
+    difference = f"{abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'} (± {unsure:.3f} s)"
     return DoctorFinding(
-        "clock", "note" if far else "ok", said, "times in its logs are not the run's: use NTP" if far else ""
+        "clock", "note" if far else "ok", difference, "times in its logs are not the run's: use NTP" if far else ""
     )
 
 

@@ -15,10 +15,10 @@ HOW = {
 
 
 def add_completion(commands: Commands) -> None:
-    one = add_command(commands, "completion", _completion, "a script that lets bash, zsh or fish complete a line")
-    one.add_argument("shell", choices=tuple(HOW), metavar="SHELL", help=" or ".join(HOW))
-    one.epilog = "\n".join(["to have it in every new shell:", *HOW.values()])
-    one.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = add_command(commands, "completion", _completion, "a script that lets bash, zsh or fish complete a line")
+    parser.add_argument("shell", choices=tuple(HOW), metavar="SHELL", help=" or ".join(HOW))
+    parser.epilog = "\n".join(["to have it in every new shell:", *HOW.values()])
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def _completion(arguments: argparse.Namespace) -> int:

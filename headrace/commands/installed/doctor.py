@@ -117,26 +117,30 @@ def engine_findings(interpreters: Sequence[str]) -> Iterator[DoctorFinding]:
     yield DoctorFinding("native", "ok", "headrace's own, in a process of the run")
     for kind, starts in startable_servers().items():
         found = [look(kind, python) for python in interpreters]
-        there = [f"{one.version or 'unknown version'} in {one.python}" for one in found if not one.missing]
+        there = [
+            f"{package.version or 'unknown version'} in {package.python}" for package in found if not package.missing
+        ]
         if there:
             yield DoctorFinding(
                 kind, "ok", "; ".join(there), "" if not found[0].missing else "name it in engine.python"
             )
         else:
-            lacking = "; ".join(f"no {', '.join(one.missing)} in {one.python}" for one in found)
+            lacking = "; ".join(f"no {', '.join(package.missing)} in {package.python}" for package in found)
             yield DoctorFinding(kind, "note", lacking, f"only for runs that start such a server: {starts.install}")
 
 
 def taskset_findings(interpreters: Sequence[str]) -> Iterator[DoctorFinding]:
     """The interpreters that have verifiers."""
     found = [look_for_verifiers(python) for python in interpreters]
-    there = [f"{one.version} in {one.python}" for one in found if not lacking(one)]
+    there = [f"{package.version} in {package.python}" for package in found if not lacking(package)]
     if there:
         named = "" if not lacking(found[0]) else "name it in environment.python"
         yield DoctorFinding("verifiers", "ok", "; ".join(there), named)
     else:
-        said = "; ".join(f"{lacking(one)} in {one.python}" for one in found)
-        yield DoctorFinding("verifiers", "note", said, f"only for tasksets (environment.kind = verifiers): {VERIFIERS}")
+        message = "; ".join(f"{lacking(package)} in {package.python}" for package in found)
+        yield DoctorFinding(
+            "verifiers", "note", message, f"only for tasksets (environment.kind = verifiers): {VERIFIERS}"
+        )
 
 
 def _version(distribution: str) -> str | None:
@@ -232,9 +236,13 @@ def sandbox_findings() -> Iterator[DoctorFinding]:
     except SandboxLost as error:
         yield DoctorFinding("all", "note", "no code can be run", str(error))
         return
-    for one in found:
-        remedy = "" if one.there else f'refused for code that a model writes, unless sandbox.allow has "{one.kind}"'
-        yield DoctorFinding(one.kind, "ok" if one.there else "note", one.how, remedy)
+    for isolation in found:
+        remedy = (
+            ""
+            if isolation.there
+            else f'refused for code that a model writes, unless sandbox.allow has "{isolation.kind}"'
+        )
+        yield DoctorFinding(isolation.kind, "ok" if isolation.there else "note", isolation.how, remedy)
 
 
 # --- models and placement --------------------------------------------------------------------------------------------

@@ -9,17 +9,19 @@ from headrace.core.errors import ConfigError
 
 
 def add_doctor(commands: Commands) -> None:
-    one = add_command(commands, "doctor", _doctor, "what is installed, what would run where, and what is missing")
-    one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
-    one.add_argument(
+    parser = add_command(commands, "doctor", _doctor, "what is installed, what would run where, and what is missing")
+    parser.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
+    parser.add_argument(
         "--python", action="append", default=[], metavar="PYTHON", help="look for engines and verifiers in it too"
     )
-    one.add_argument("--cluster", metavar="CONFIG", help="instead: can every machine of this run's cluster serve it?")
-    add_set(one)
-    one.add_argument(
+    parser.add_argument(
+        "--cluster", metavar="CONFIG", help="instead: can every machine of this run's cluster serve it?"
+    )
+    add_set(parser)
+    parser.add_argument(
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
     )
-    one.add_argument(
+    parser.add_argument(
         "--dtype",
         nargs="+",
         action="extend",

@@ -126,14 +126,14 @@ def _rows_of(published: _Published, engine: EngineCore, sampling: str, rows: Seq
         recorded["mask"] = "sampling_mask"
     variants: list[tuple[str, list[str]]] = [(" and ".join(recorded), [])]
     variants += [(_without(name, recorded), [column]) for name, column in recorded.items()]
-    for said, dropped in variants:
+    for replayed, dropped in variants:
         stripped = [msgspec.structs.replace(row, **dict.fromkeys(dropped)) for row in rows]
         differences = _differences(rows, published.rescore(stripped))
         yield ParityRow(
             dtype=published.dtype,
             path=engine.capabilities.path,
             sampling=sampling,
-            replayed=said,
+            replayed=replayed,
             judged=not dropped,
             tokens=len(differences),
             mean=sum(differences) / len(differences),
@@ -143,14 +143,14 @@ def _rows_of(published: _Published, engine: EngineCore, sampling: str, rows: Seq
 
 
 def _without(name: str, recorded: Iterable[str]) -> str:
-    kept = [one for one in recorded if one != name]
+    kept = [kind for kind in recorded if kind != name]
     return f"{' and '.join(kept)}, no {name}" if kept else f"no {name}"
 
 
 def _differences(rows: Sequence[Row], scored: Sequence[Sequence[float]]) -> list[float]:
     """Ascending; one that is no number comes last."""
     pairs = (pair for row, ours in zip(rows, scored, strict=True) for pair in zip(row.logprobs, ours, strict=True))
-    return sorted((abs(a - b) for a, b in pairs), key=lambda one: (one != one, one))
+    return sorted((abs(a - b) for a, b in pairs), key=lambda difference: (difference != difference, difference))
 
 
 # -- both sides -------------------------------------------------------------------------------------------------------------
@@ -289,8 +289,8 @@ def report(model: str, dtypes: Sequence[Dtype] = DTYPES, console: Console | None
     found: list[ParityRow] = []
     _silence_progress_bars()
     with console.status(Text(f"{Path(model).name}: publishing, sampling, scoring ...")) as status:
-        for one in measure(directory, dtypes):
-            found.append(one)
+        for row in measure(directory, dtypes):
+            found.append(row)
             _progress(status, found)
     console.print(
         Text("|Δ log-prob| between engine and trainer, nats", "bold").append(f" · {Path(model).name}", "not bold")
@@ -312,32 +312,32 @@ def _progress(status: Status, found: Sequence[ParityRow]) -> None:
 
 def table(found: Sequence[ParityRow]) -> FittedTable:
     drawn = FittedTable(COLUMNS)
-    for one in found:
-        drawn.add_row(*_cells(one), style="" if one.judged else "dim")
+    for row in found:
+        drawn.add_row(*_cells(row), style="" if row.judged else "dim")
     return drawn
 
 
-def _cells(one: ParityRow) -> tuple[str | Text, ...]:
-    if one.absent:
-        return (one.dtype, one.path, one.sampling, "", "", "", "", "", "not here")
-    numbers = (f"{value:.5f}" for value in (one.mean, one.p99, one.largest))
-    return (one.dtype, one.path, one.sampling, one.replayed, str(one.tokens), *numbers, _mark(one))
+def _cells(row: ParityRow) -> tuple[str | Text, ...]:
+    if row.absent:
+        return (row.dtype, row.path, row.sampling, "", "", "", "", "", "not here")
+    numbers = (f"{value:.5f}" for value in (row.mean, row.p99, row.largest))
+    return (row.dtype, row.path, row.sampling, row.replayed, str(row.tokens), *numbers, _mark(row))
 
 
-def _mark(one: ParityRow) -> str | Text:
-    if not one.judged:
+def _mark(row: ParityRow) -> str | Text:
+    if not row.judged:
         return "for comparison"
-    return Text("✓", "green") if one.ok else Text("✗ too far", "bold red")
+    return Text("✓", "green") if row.ok else Text("✗ too far", "bold red")
 
 
 def _verdict(found: Sequence[ParityRow], console: Console) -> int:
-    dtypes = dict.fromkeys(one.dtype for one in found)
+    dtypes = dict.fromkeys(row.dtype for row in found)
     limits = "; ".join(f"{name}: mean {LIMITS[name][0]:g}, p99 {LIMITS[name][1]:g}" for name in dtypes)
     console.print(Text(f"\nLimits of what rounding can cause: {limits}.", "dim"))
-    bad = [one for one in found if not one.ok]
-    judged = [one for one in found if one.judged]
+    bad = [row for row in found if not row.ok]
+    judged = [row for row in found if row.judged]
     if bad:
-        where = ", ".join(dict.fromkeys(f"{one.path} in {one.dtype}" for one in bad))
+        where = ", ".join(dict.fromkeys(f"{row.path} in {row.dtype}" for row in bad))
         console.print(
             Text("Engine and trainer do not compute the same policy:", "bold red").append(
                 f' {where}. Set engine.path to one that agrees ("hf" is Hugging Face\'s own forward), and please report it.',

@@ -332,13 +332,13 @@ def _nearest(split: Split, request: PlanRequest) -> Scenario:
             f"--trainer-gpus {request.trainer_gpus} of --gpus {request.gpus} leaves one of the pools too small for a "
             f"{request.model} model; choose another, or leave it out"
         )
-    found = [one for trainer in range(1, request.gpus) if (one := split(trainer))]
+    found = [scenario for trainer in range(1, request.gpus) if (scenario := split(trainer))]
     if not found:
         raise ConfigError(
             f"train.parallel.context = {request.config.train.parallel.context} divides no number of GPUs that --gpus {request.gpus} leaves "
             "to the trainer; choose another of the two"
         )
-    return min(found, key=lambda one: abs(one.rates.trainer.gpus - request.gpus / 2))
+    return min(found, key=lambda candidate: abs(candidate.rates.trainer.gpus - request.gpus / 2))
 
 
 def config_for(source: str, run: Path | None, sets: list[str]) -> RunConfig:

@@ -29,7 +29,7 @@ def draw(found: Answer, name: str, price: float) -> str:
             *figures,
         ]
     listed = _listed(found.choices, chosen, price) if found.recommended else ""
-    said = recommendation(chosen, found.choices) if found.recommended else bottleneck(chosen.prediction)
+    message = recommendation(chosen, found.choices) if found.recommended else bottleneck(chosen.prediction)
     scenario = chosen.scenario
     facts = [
         scenario.rates.source,
@@ -43,7 +43,7 @@ def draw(found: Answer, name: str, price: float) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · plan</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE.read_text()}</style></head><body><main><header><div class='top'><h1>{escape(name)}</h1></div>"
-        f'<p class="headline">{escape(said)}</p><p class="meta">{meta}</p></header>'
+        f'<p class="headline">{escape(message)}</p><p class="meta">{meta}</p></header>'
         f'<section><div class="figures">{"".join(figures)}</div>{listed}</section>'
         "<footer>Simulated by headrace plan: the real pipeline in virtual time.</footer></main></body></html>"
     )
@@ -71,16 +71,16 @@ def _listed(choices: Sequence[Option], best: Option, price: float) -> str:
 
 
 def _row(place: int, choice: Option, best: bool, price: float) -> list[str]:
-    one = choice.prediction
+    prediction = choice.prediction
     cells = [
         str(place),
         choice.name,
-        f"{one.tokens_per_second:,.0f}",
-        f"{one.seconds_per_step:,.2f}",
-        f"{one.engine_idle:.0%}",
-        f"{one.trainer_idle:.0%}",
-        f"{one.lag_mean:.2f}",
-        *([f"{one.cost(price, 1):,.2f}"] if price else []),
+        f"{prediction.tokens_per_second:,.0f}",
+        f"{prediction.seconds_per_step:,.2f}",
+        f"{prediction.engine_idle:.0%}",
+        f"{prediction.trainer_idle:.0%}",
+        f"{prediction.lag_mean:.2f}",
+        *([f"{prediction.cost(price, 1):,.2f}"] if price else []),
     ]
     return [f"<b>{escape(cell)}</b>" if best else escape(cell) for cell in cells]
 

@@ -53,7 +53,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
         *_piped(request, asked),
-        *(f"  {one.words}" for one in (found.turns, found.lending) if one),
+        *(f"  {alternative.words}" for alternative in (found.turns, found.lending) if alternative),
     ]
     if biased := bias(prediction):
         lines.append(f"  {biased}")
@@ -64,20 +64,20 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
 
 
 def _details(choice: Option, price: float, run_steps: int) -> list[str]:
-    one = choice.prediction
-    lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in one.lags.items())
-    total = one.seconds_per_step * run_steps
+    prediction = choice.prediction
+    lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in prediction.lags.items())
+    total = prediction.seconds_per_step * run_steps
     lines = [
         choice.name,
-        f"  {short_time(one.seconds_per_step)} a step, {number(one.tokens_per_second)} trained tokens/s"
-        + (f" ({number(one.tokens_per_gpu)} a GPU)" if one.gpus > 2 else ""),
-        f"  {bottleneck(one)}",
-        f"  an engine decodes {one.running:.1f} sequences at once while it works",
-        f"  lag of trained tokens {one.lag_mean:.2f} on average ({lags})",
+        f"  {short_time(prediction.seconds_per_step)} a step, {number(prediction.tokens_per_second)} trained tokens/s"
+        + (f" ({number(prediction.tokens_per_gpu)} a GPU)" if prediction.gpus > 2 else ""),
+        f"  {bottleneck(prediction)}",
+        f"  an engine decodes {prediction.running:.1f} sequences at once while it works",
+        f"  lag of trained tokens {prediction.lag_mean:.2f} on average ({lags})",
         f"  {run_steps} steps take {short_time(total)}" + _cost(choice, price, run_steps),
     ]
-    if one.dropped:
-        lines.append("  dropped: " + ", ".join(f"{count} × {reason}" for reason, count in one.dropped.items()))
+    if prediction.dropped:
+        lines.append("  dropped: " + ", ".join(f"{count} × {reason}" for reason, count in prediction.dropped.items()))
     return lines
 
 
@@ -180,12 +180,12 @@ def table(choices: Sequence[Option], price: float, best: Option) -> list[str]:
     )
     lines = [head]
     for choice in choices:
-        one = choice.prediction
+        prediction = choice.prediction
         line = (
-            f"{'>' if choice is best else ' '} {choice.name:<{width}}  {one.tokens_per_second:>8,.0f}  {one.seconds_per_step:>10,.2f}"
-            f"  {one.engine_idle:>11.0%}  {one.trainer_idle:>12.0%}  {one.lag_mean:>8.2f}"
+            f"{'>' if choice is best else ' '} {choice.name:<{width}}  {prediction.tokens_per_second:>8,.0f}  {prediction.seconds_per_step:>10,.2f}"
+            f"  {prediction.engine_idle:>11.0%}  {prediction.trainer_idle:>12.0%}  {prediction.lag_mean:>8.2f}"
         )
-        lines.append(line + (f"  {one.cost(price, 1):>9,.2f}" if price else ""))
+        lines.append(line + (f"  {prediction.cost(price, 1):>9,.2f}" if price else ""))
     return lines
 
 

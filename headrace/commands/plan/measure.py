@@ -169,7 +169,7 @@ class Gauge:
         match fact:
             case StepTrained():
                 assert self.pool is not None
-                self.trained.add(one.episode.sampled for group in fact.groups for one in group.scored)
+                self.trained.add(rollout.episode.sampled for group in fact.groups for rollout in group.scored)
                 self.steps.append(
                     _Step(fact.t, fact.report.loss_tokens, fact.lags, self._trainer, self.pool.snapshot())
                 )

@@ -37,15 +37,17 @@ def bias(prediction: Prediction) -> str:
 def recommendation(choice: Option, choices: Sequence[Option]) -> str:
     """Returns why this option is recommended, compared with the fastest one and with the synchronous one of its split."""
     best, own = fastest(choices), choice.prediction
-    said = f"{choice.name}: {own.tokens_per_second:,.0f} tokens/s"
-    synchronous = [one for one in choices if _same_pools(one.scenario, choice.scenario) and _is_synchronous(one)]
+    message = f"{choice.name}: {own.tokens_per_second:,.0f} tokens/s"
+    synchronous = [
+        option for option in choices if _same_pools(option.scenario, choice.scenario) and _is_synchronous(option)
+    ]
     if synchronous and not _is_synchronous(choice):
-        gain = own.tokens_per_second / max(one.prediction.tokens_per_second for one in synchronous)
-        said += f", {gain:.2f} times the synchronous run's"
+        gain = own.tokens_per_second / max(option.prediction.tokens_per_second for option in synchronous)
+        message += f", {gain:.2f} times the synchronous run's"
     if best is not choice:
         share = own.tokens_per_second / best.prediction.tokens_per_second
-        said += f", {share:.1%} of the fastest setting's ({best.name})"
-    return f"{said}; {bottleneck(own)}"
+        message += f", {share:.1%} of the fastest setting's ({best.name})"
+    return f"{message}; {bottleneck(own)}"
 
 
 def _is_synchronous(choice: Option) -> bool:

@@ -65,11 +65,11 @@ class Sweep:
 
     def explore(self, scenarios: Iterable[Scenario | None]) -> None:
         known = {_identity(choice.scenario) for choice in self.tried}
-        for one in scenarios:
-            if one is None or _identity(one) in known:
+        for scenario in scenarios:
+            if scenario is None or _identity(scenario) in known:
                 continue
-            known.add(_identity(one))
-            self.tried.append(choice := try_out(one))
+            known.add(_identity(scenario))
+            self.tried.append(choice := try_out(scenario))
             self._say(f"{choice.name}: {choice.prediction.tokens_per_second:,.0f} tokens/s")
 
 
@@ -86,7 +86,7 @@ def sweep(scenario: Scenario, split: Split | None, say: Callable[[str], None]) -
         own = fastest(found.tried).scenario.rates.trainer.gpus
         apart = max(1, scenario.gpus // (SPLITS + 1) // 2)
         near = (split(gpus) for gpus in (own - apart, own + apart))
-        found.explore(one and dataclasses.replace(one, staleness=best.staleness) for one in near)
+        found.explore(candidate and dataclasses.replace(candidate, staleness=best.staleness) for candidate in near)
     found.explore(wider(recommended(found.tried).scenario))
     return found.tried
 
@@ -94,8 +94,8 @@ def sweep(scenario: Scenario, split: Split | None, say: Callable[[str], None]) -
 def splits(split: Split, total: int, staleness: StalenessConfig) -> Iterable[Scenario]:
     apart = max(1, total // (SPLITS + 1))
     for trainer in range(apart, total, apart):
-        if one := split(trainer):
-            yield dataclasses.replace(one, staleness=staleness)
+        if scenario := split(trainer):
+            yield dataclasses.replace(scenario, staleness=staleness)
 
 
 def _identity(scenario: Scenario) -> tuple[object, ...]:

@@ -17,67 +17,67 @@ from headrace.core.printing import echo
 
 
 def add_export(commands: Commands) -> None:
-    one = add_command(commands, "export", _export, "save a run's model as a directory that transformers loads")
-    add_run(one)
-    one.add_argument(
+    parser = add_command(commands, "export", _export, "save a run's model as a directory that transformers loads")
+    add_run(parser)
+    parser.add_argument(
         "--to", metavar="DIR", help="where to save it; must not exist or be empty; may be left out with --push"
     )
-    one.add_argument(
+    parser.add_argument(
         "--format",
         choices=("transformers", "gguf"),
         default="transformers",
         help="gguf: one file for llama.cpp, --to FILE.gguf (llama, qwen2 and qwen3 models); default: %(default)s",
     )
-    one.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
-    add_step(one)
-    one.add_argument(
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    add_step(parser)
+    parser.add_argument(
         "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
     )
-    one.add_argument(
+    parser.add_argument(
         "--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, with a card made from the run"
     )
-    one.add_argument("--private", action="store_true", help="make the repository of --push a private one")
+    parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    one = arguments
-    run_dir = run_directory(one.run)
-    if not one.to and not one.push:
+    options = arguments
+    run_dir = run_directory(options.run)
+    if not options.to and not options.push:
         raise ConfigError("--to DIR says where to save the model, or --push ORG/NAME where to upload it")
-    if one.private and not one.push:
+    if options.private and not options.push:
         raise ConfigError("--private belongs to --push ORG/NAME")
-    if one.format == "gguf":
-        return _export_gguf(one, run_dir)
-    if one.push:
+    if options.format == "gguf":
+        return _export_gguf(options, run_dir)
+    if options.push:
         from headrace.commands.publishing.hub import check_name
 
-        check_name(one.push)
+        check_name(options.push)
     with ExitStack() as stack:
-        to = Path(one.to or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))) / "model")
-        checkpoint = headrace.export(run_dir, to, one.dtype, merge=one.merge, step=one.step)
-        if one.to:
+        to = Path(options.to or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))) / "model")
+        checkpoint = headrace.export(run_dir, to, options.dtype, merge=options.merge, step=options.step)
+        if options.to:
             adapter = (to / "adapter_config.json").exists()
             reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
-            echo(f"{one.to}: {checkpoint.name}, for {reader}.from_pretrained")
-        if one.push:
-            echo(push_run(run_dir, to, checkpoint, name=one.push, private=one.private))
+            echo(f"{options.to}: {checkpoint.name}, for {reader}.from_pretrained")
+        if options.push:
+            echo(push_run(run_dir, to, checkpoint, name=options.push, private=options.private))
     return 0
 
 
-def _export_gguf(one: argparse.Namespace, run_dir: Path) -> int:
+def _export_gguf(arguments: argparse.Namespace, run_dir: Path) -> int:
     from headrace.commands.publishing.gguf_file import write_gguf
 
-    if one.push or not one.to.endswith(".gguf"):
+    if arguments.push or not arguments.to.endswith(".gguf"):
         raise ConfigError("--format gguf writes a file: --to FILE.gguf, without --push")
-    to = Path(one.to)
+    to = Path(arguments.to)
     if to.exists():
         raise ConfigError(f"--to {to} exists; name another file, or remove it")
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".headrace-", dir=to.parent) as scratch:
         folder = Path(scratch) / "model"
-        checkpoint = headrace.export(run_dir, folder, one.dtype, merge=one.merge, step=one.step)
-        write_gguf(folder, to, name=run_dir.resolve().name, dtype=one.dtype)
-    echo(f"{to}: {checkpoint.name}, for llama.cpp ({one.dtype})")
+        checkpoint = headrace.export(run_dir, folder, arguments.dtype, merge=arguments.merge, step=arguments.step)
+        write_gguf(folder, to, name=run_dir.resolve().name, dtype=arguments.dtype)
+    echo(f"{to}: {checkpoint.name}, for llama.cpp ({arguments.dtype})")
     return 0
 
 

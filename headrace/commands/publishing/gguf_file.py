@@ -56,9 +56,9 @@ def read_tokenizer(directory: Path, rows: int) -> GgufTokenizer:
     splitting = _splitting(found)
     by_id = {number: token for token, number in model["vocab"].items()}
     kinds = dict.fromkeys(by_id, NORMAL)
-    for one in added:
-        by_id[one["id"]] = one["content"]
-        kinds[one["id"]] = CONTROL if one["special"] else USER_DEFINED
+    for token_ in added:
+        by_id[token_["id"]] = token_["content"]
+        kinds[token_["id"]] = CONTROL if token_["special"] else USER_DEFINED
     if max(by_id) >= rows:
         raise ConfigError(f"the tokenizer has a token {max(by_id)}, and the model's embedding only {rows} rows")
     settings = _read(directory / "tokenizer_config.json")
@@ -71,7 +71,7 @@ def read_tokenizer(directory: Path, rows: int) -> GgufTokenizer:
     return GgufTokenizer(
         tokens=[by_id.get(number, f"[PAD{number}]") for number in range(rows)],
         kinds=[kinds.get(number, UNUSED) for number in range(rows)],
-        merges=[one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
+        merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
         splitting=splitting,
         special=special,
         adds_bos=_adds_bos(path, special.get("bos")),
@@ -267,7 +267,7 @@ def _ordered(name: str, values: np.ndarray, config: Mapping[str, Any], family: G
     """Puts the rows of query and key into llama.cpp's order: of each head the first of either half, the second of either half, and so on."""
     queries = config["num_attention_heads"]
     heads = {"q_proj": queries, "k_proj": config.get("num_key_value_heads") or queries}
-    count = next((heads[one] for one in heads if f"self_attn.{one}." in name), None) if family.neighbours else None
+    count = next((heads[head] for head in heads if f"self_attn.{head}." in name), None) if family.neighbours else None
     if not count:
         return values
     halves = values.reshape(count, 2, len(values) // count // 2, *values.shape[1:])

@@ -47,10 +47,10 @@ def push(folder: Path, name: str, *, private: bool, message: str, token: str | N
         return str(hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url)
     except Exception as error:  # the client raises errors of several libraries
         code = getattr(getattr(error, "response", None), "status_code", 0)
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         remedy = (
             "hf auth login (or HF_TOKEN) with a token that may write there"
             if code in (401, 403)
             else "try again: nothing is lost"
         )
-        raise HeadraceError(f"{name} was not uploaded ({said}): {remedy}") from error
+        raise HeadraceError(f"{name} was not uploaded ({reason}): {remedy}") from error

@@ -49,7 +49,7 @@ Point = tuple[float, float]
 
 def curve_picture(line: Sequence[Point], dots: Sequence[Point] = ()) -> bytes:
     """Returns a PNG of a line and of dots above it, with numbers at the axes. Points that are not finite are left out."""
-    points = [one for one in (*line, *dots) if math.isfinite(one[1])]
+    points = [point for point in (*line, *dots) if math.isfinite(point[1])]
     xs = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=1.0)
     xs = xs if xs[0] < xs[1] else (xs[0] - 0.5, xs[0] + 0.5)
     ys = extent(y for _, y in points)
@@ -90,16 +90,16 @@ def _disc(canvas: np.ndarray, x: float, y: float, *, radius: float, colour: tupl
 
 
 def _width(text: str) -> int:
-    return sum(SCALE * (len(_FONT[one][0]) + 1) for one in text if one in _FONT)
+    return sum(SCALE * (len(_FONT[character][0]) + 1) for character in text if character in _FONT)
 
 
 def _write(canvas: np.ndarray, text: str, *, right: int, top: int) -> None:
     """Writes digits that end at the column `right`."""
     left = max(0, right - _width(text))
-    for one in text:
-        if one not in _FONT:
+    for character in text:
+        if character not in _FONT:
             continue
-        bits = np.array([[bit == "1" for bit in row] for row in _FONT[one]]).repeat(SCALE, 0).repeat(SCALE, 1)
+        bits = np.array([[bit == "1" for bit in row] for row in _FONT[character]]).repeat(SCALE, 0).repeat(SCALE, 1)
         patch = canvas[max(0, top) : max(0, top) + bits.shape[0], left : left + bits.shape[1]]
         patch[bits[: patch.shape[0], : patch.shape[1]]] = INK
         left += bits.shape[1] + SCALE
@@ -129,8 +129,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
     """Writes the card and its picture beside an exported model. `step`: that of the checkpoint; `name`: the model's title."""
     config, data = read_config(config_of_run(run_dir)), load(run_dir)
-    line = [(one.x, one.mean(lambda row: row.reward_drawn)) for one in data.bins]
-    held_out = [(float(one.step), one.reward_mean) for one in data.state.evals if math.isfinite(one.reward_mean)]
+    line = [(point.x, point.mean(lambda row: row.reward_drawn)) for point in data.bins]
+    held_out = [
+        (float(evaluation.step), evaluation.reward_mean)
+        for evaluation in data.state.evals
+        if math.isfinite(evaluation.reward_mean)
+    ]
     (folder / PICTURE).write_bytes(curve_picture(line, held_out))
     adapter = (folder / "adapter_config.json").exists()
     (folder / CARD).write_text(
@@ -216,16 +220,16 @@ def _sources(config: RunConfig) -> Iterator[str]:
     for spec in config.reward.specs:
         extract = f", given the {spec.extract.replace('_', ' ')}" if spec.extract else ""
         yield f"- Reward: `{spec.name}`, weight {spec.weight:g}{extract}."
-    for one in config.reward.endpoints:
-        yield f"- Reward: `{one.name}`, a service, weight {one.weight:g}."
+    for endpoint in config.reward.endpoints:
+        yield f"- Reward: `{endpoint.name}`, a service, weight {endpoint.weight:g}."
     for teacher in config.teachers:
         yield f"- Teacher: `{teacher.name}`, by {teacher.mode}."
 
 
 def _contracts(state: RunState) -> Iterator[str]:
     yield "| | | |\n|---|---|---|"
-    for one in all_verdicts(state):
-        cells = (f"{MARKS[one.mood]} {one.title}", one.value, one.detail)
+    for verdict in all_verdicts(state):
+        cells = (f"{MARKS[verdict.mood]} {verdict.title}", verdict.value, verdict.detail)
         yield f"| {' | '.join(text.replace('|', chr(92) + '|').replace(chr(10), ' ') for text in cells)} |"
 
 

@@ -135,8 +135,8 @@ def read_bundle(file: Path, folder: Path) -> Bundle:
     try:
         with zipfile.ZipFile(file) as archive:
             members = _members(file, archive)
-            for one in members:
-                archive.extract(one, folder)
+            for member in members:
+                archive.extract(member, folder)
             facts = archive.read(FACTS)
     except (
         zipfile.BadZipFile,
@@ -161,13 +161,13 @@ def read_bundle(file: Path, folder: Path) -> Bundle:
 def _members(file: Path, archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
     """Returns the members that a bundle may have: no other folders, no absolute paths, not too large."""
     members = archive.infolist()
-    for one in members:
-        parts = PurePosixPath(one.filename).parts
-        if one.filename != FACTS and not (
+    for member in members:
+        parts = PurePosixPath(member.filename).parts
+        if member.filename != FACTS and not (
             len(parts) == 2 and parts[0] in (CODE, STATE) and parts[1] not in ("..", ".")
         ):
-            raise ConfigError(f"{file} is no bundle of headrace replay --export: it holds {one.filename}")
-    if sum(one.file_size for one in members) > LARGEST:
+            raise ConfigError(f"{file} is no bundle of headrace replay --export: it holds {member.filename}")
+    if sum(member.file_size for member in members) > LARGEST:
         raise ConfigError(f"{file} would unpack to more than {LARGEST >> 30} GiB, which is refused")
     return members
 
@@ -233,7 +233,7 @@ class CodeFiles:
             return function
         path = Path(file)
         if path not in self._names:
-            taken = len([one for one in self._names if one.name == path.name])
+            taken = len([other for other in self._names if other.name == path.name])
             self._names[path] = f"{path.stem}_{taken + 1}.py" if taken else path.name
             try:
                 self.texts[self._names[path]] = path.read_text()
@@ -262,15 +262,16 @@ def export_bundle(
         if {"adapter", "weights"} & set(include):
             console.print(f"doing step {step} again, for the state before it")
             state = Path(scratch) / "before"
-            before, updates, said = asyncio.run(_state_before(course, state, Path(scratch) / "after"))
+            before, updates, message = asyncio.run(_state_before(course, state, Path(scratch) / "after"))
             made_anew = _made_anew(config.train, bundle, before)
             bundle = replace(bundle, before=before, updates=updates, made_anew=made_anew)
             if made_anew:
                 console.print(Text(f"the state before the step is not the run's, only near it: {made_anew}", "yellow"))
-            if said:
+            if message:
                 console.print(
                     Text(
-                        f"this machine does not repeat the step: {said}; the bundle has the run's own record", "yellow"
+                        f"this machine does not repeat the step: {message}; the bundle has the run's own record",
+                        "yellow",
                     )
                 )
             without_places(state, bundle.model)
@@ -326,14 +327,14 @@ def portable_settings(config: RunConfig, code: CodeFiles) -> tuple[Tree, tuple[s
     }
     kept["engine"] = {k: whole["engine"][k] for k in ("dtype", "context_length") if k in whole["engine"]}
     kept["reward"] = {k: whole["reward"][k] for k in ("extract_truncated", "timeout") if k in whole["reward"]}
-    functions = [dict(one) for one in tomllib.loads(_specs(config.reward)).get("functions", ())]
-    kept["reward"]["functions"] = [{**one, "function": code.short(one["function"])} for one in functions]
-    outside = [one.name for one in config.reward.endpoints]
+    functions = [dict(function) for function in tomllib.loads(_specs(config.reward)).get("functions", ())]
+    kept["reward"]["functions"] = [{**function, "function": code.short(function["function"])} for function in functions]
+    outside = [endpoint.name for endpoint in config.reward.endpoints]
     left_out = [f"{name} is a service, which is not asked again" for name in outside]
     left_out += [
-        f"{one['function'].removeprefix(HANDED)} was passed from Python"
-        for one in functions
-        if one["function"].startswith(HANDED)
+        f"{function['function'].removeprefix(HANDED)} was passed from Python"
+        for function in functions
+        if function["function"].startswith(HANDED)
     ]
     left_out += ["the environment gave rewards, which are not given again"] * bool(config.environment.rewards)
     return kept, tuple(left_out)
@@ -359,7 +360,7 @@ def _versions() -> dict[str, str]:
 def _without_tracebacks(step: JournalStep) -> JournalStep:
     """Details of failed rollouts name files of the machine, and no stage reads them."""
     groups = tuple(
-        replace(group, failures=tuple(Failure(one.reason) for one in group.failures)) for group in step.groups
+        replace(group, failures=tuple(Failure(failure.reason) for failure in group.failures)) for group in step.groups
     )
     return replace(step, groups=groups)
 
@@ -395,15 +396,17 @@ def without_places(state: Path, model: str) -> None:
     """Writes the name of the base model where peft's settings name its directory."""
     settings = state / "adapter_config.json"
     if settings.exists():
-        said = json.loads(settings.read_text())
-        settings.write_text(json.dumps({**said, "base_model_name_or_path": model}))
+        config = json.loads(settings.read_text())
+        settings.write_text(json.dumps({**config, "base_model_name_or_path": model}))
 
 
 def _conclude(
     file: Path, bundle: Bundle, include: Collection[str], *, code: CodeFiles, console: Console, run_dir: Path
 ) -> None:
     size = file.stat().st_size
-    held = ", ".join(["prompts, completions, rewards and numbers", *(one for one in INCLUDED if one in include)])
+    held = ", ".join(
+        ["prompts, completions, rewards and numbers", *(content for content in INCLUDED if content in include)]
+    )
     console.print(f"{file}: step {bundle.step} of {run_dir.name}, {size / 1e6:.1f} MB, with {held}")
     for sentence in bundle.left_out:
         console.print(Text(f"not packed: {sentence}", "yellow"))

@@ -69,7 +69,7 @@ def not_done(name: StageName, why: str) -> StageResult:
 
 async def reward_stage(bundle: Bundle, config: RunConfig, code: Path) -> StageResult:
     """Calls the reward functions again. `code`: the folder with the functions' files."""
-    named = list(zip(distinct([one.name for one in config.reward.specs]), config.reward.specs, strict=True))
+    named = list(zip(distinct([spec.name for spec in config.reward.specs]), config.reward.specs, strict=True))
     chosen = [(name, spec) for name, spec in named if _can_be_called(spec, code)]
     if not chosen:
         why = (
@@ -81,9 +81,9 @@ async def reward_stage(bundle: Bundle, config: RunConfig, code: Path) -> StageRe
     count = 0
     try:
         for group in bundle.journaled.groups:
-            if any(one.branches for one in group.scored):
+            if any(rollout.branches for rollout in group.scored):
                 return not_done("reward", "rollouts with forks are not scored again")
-            found = await scorer.score(group.prompt, [one.episode for one in group.scored])
+            found = await scorer.score(group.prompt, [rollout.episode for rollout in group.scored])
             for index, (now, then) in enumerate(zip(found, group.scored, strict=True)):
                 for mine, (name, _) in zip(own, chosen, strict=True):
                     count += 1
@@ -265,25 +265,31 @@ def _cannot_train(bundle: Bundle, folder: Path, algo: AlgoConfig, lora: LoraConf
         return f"the bundle has no state before the step (--include {kind} packs it)"
     if bundle.local and not model:
         return f"the model was a directory called {bundle.model}: --model DIR names it here"
-    if missing := [one for one in (algo.loss,) if one and ".py:" in one and not Path(one.rpartition(":")[0]).is_file()]:
+    if missing := [
+        function
+        for function in (algo.loss,)
+        if function and ".py:" in function and not Path(function.rpartition(":")[0]).is_file()
+    ]:
         return f"the bundle has no code of {Path(missing[0]).name} (--include code packs it)"
     return ""
 
 
 def _table(results: list[StageResult]) -> FittedTable:
     drawn = FittedTable(texts("stage", "done again", ""))
-    for one in results:
-        verdict = f"DIFFERS: {one.problem}" if one.problem else "the same" if one.done else "not done"
-        drawn.add_row(one.name, one.did, verdict, style="bold red" if one.problem else "" if one.done else "dim")
+    for result in results:
+        verdict = f"DIFFERS: {result.problem}" if result.problem else "the same" if result.done else "not done"
+        drawn.add_row(
+            result.name, result.did, verdict, style="bold red" if result.problem else "" if result.done else "dim"
+        )
     return drawn
 
 
 def _conclude(results: list[StageResult], console: Console) -> int:
-    first = next((one for one in results if one.problem), None)
+    first = next((result for result in results if result.problem), None)
     if first:
         console.print(Text(f"{first.name} is the first stage that differs", "bold red"))
         return 1
-    done = [one.name for one in results if one.done]
+    done = [result.name for result in results if result.done]
     console.print(
         Text(f"the same result in {', '.join(done)}", "green")
         if done

@@ -113,7 +113,7 @@ def read_expected(run_dir: Path) -> Expected:
     kind = "adapter" if read_config(config_of_run(run_dir)).lora.served_name else "full"
     live = (fact.update for fact in read_metrics(run_dir) if isinstance(fact, WeightsLive) and fact.update.kind == kind)
     fingerprints = {update.version: update.fingerprint for update in live}
-    journaled = {one.version: one.fingerprint for one in read_only(run_dir, LiveRecord)}
+    journaled = {record.version: record.fingerprint for record in read_only(run_dir, LiveRecord)}
     return Expected(fingerprints | journaled, machines_of(run_dir))
 
 
@@ -238,20 +238,20 @@ def _table() -> FittedTable:
     return FittedTable([*counted, *texts("weights"), *numbers("seconds"), *texts("")])
 
 
-def _cells(one: Outcome, course: RerunPlan) -> tuple[str, ...]:
-    report = one.report
-    name = f"{one.step}" if one.step >= course.first else f"{one.step} (before)"
-    seconds = f"{report.seconds:.2f} ({one.before.seconds:.2f})"
+def _cells(outcome: Outcome, course: RerunPlan) -> tuple[str, ...]:
+    report = outcome.report
+    name = f"{outcome.step}" if outcome.step >= course.first else f"{outcome.step} (before)"
+    seconds = f"{report.seconds:.2f} ({outcome.before.seconds:.2f})"
     numbers = (name, f"{report.loss:.6g}", f"{report.grad_norm:.6g}", f"{report.loss_tokens:,}")
-    return (*numbers, one.fingerprint[:12], seconds, one.verdict)
+    return (*numbers, outcome.fingerprint[:12], seconds, outcome.verdict)
 
 
 def _conclude(outcomes: list[Outcome], console: Console) -> int:
-    apart = next((one for one in outcomes if one.problem), None)
+    apart = next((outcome for outcome in outcomes if outcome.problem), None)
     if apart:
         console.print(Text(f"step {apart.step} is the first whose result differs", "bold red"))
     else:
         console.print(Text(f"{plural(len(outcomes), 'step')} gave the same result", "green"))
-    for why in dict.fromkeys(one.inexact for one in outcomes if one.inexact):
+    for why in dict.fromkeys(outcome.inexact for outcome in outcomes if outcome.inexact):
         console.print(f"{why}: means are compared within a tolerance")
     return 1 if apart else 0

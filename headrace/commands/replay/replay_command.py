@@ -13,14 +13,14 @@ from headrace.core.errors import ConfigError
 
 def add_replay(commands: Commands) -> None:
     summary = "do training steps of a run, or the step of a bundle, again and compare them"
-    one = add_command(commands, "replay", _replay, summary)
-    add_run(one, metavar="RUN|FILE")
-    one.add_argument("--step", type=positive, metavar="N", help="the step, counted from 1; a bundle has one")
-    one.add_argument("--to", type=positive, metavar="M", help="the last of several (default: the same)")
-    one.add_argument(
+    parser = add_command(commands, "replay", _replay, summary)
+    add_run(parser, metavar="RUN|FILE")
+    parser.add_argument("--step", type=positive, metavar="N", help="the step, counted from 1; a bundle has one")
+    parser.add_argument("--to", type=positive, metavar="M", help="the last of several (default: the same)")
+    parser.add_argument(
         "--export", type=Path, metavar="FILE", help="pack the step into a bundle, to be done again elsewhere"
     )
-    one.add_argument(
+    parser.add_argument(
         "--include",
         nargs="+",
         action="extend",
@@ -28,33 +28,33 @@ def add_replay(commands: Commands) -> None:
         choices=("code", "adapter", "weights"),
         help="pack with it: your functions' source, or the state that the trainer had before the step",
     )
-    one.add_argument("--model", default="", metavar="MODEL", help="of a bundle: the base model on this machine")
-    one.add_argument("--trust", action="store_true", help="of a bundle: run the code in it, which you have read")
+    parser.add_argument("--model", default="", metavar="MODEL", help="of a bundle: the base model on this machine")
+    parser.add_argument("--trust", action="store_true", help="of a bundle: run the code in it, which you have read")
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    one = arguments
-    if Path(one.run).is_file() and (zipfile.is_zipfile(one.run) or not one.step):
-        if one.step or one.to or one.export or one.include:
-            raise ConfigError(f"{one.run} is a bundle of one step: leave out --step, --to, --export and --include")
+    options = arguments
+    if Path(options.run).is_file() and (zipfile.is_zipfile(options.run) or not options.step):
+        if options.step or options.to or options.export or options.include:
+            raise ConfigError(f"{options.run} is a bundle of one step: leave out --step, --to, --export and --include")
         from headrace.commands.replay.bundle_replay import replay_bundle
 
-        return replay_bundle(Path(one.run), one.model, one.trust)
-    if one.model or one.trust:
+        return replay_bundle(Path(options.run), options.model, options.trust)
+    if options.model or options.trust:
         raise ConfigError(
-            f"{one.run} is no bundle: --model and --trust belong to a file of headrace replay RUN --export FILE"
+            f"{options.run} is no bundle: --model and --trust belong to a file of headrace replay RUN --export FILE"
         )
-    run_dir = run_directory(one.run)
-    if not one.step:
+    run_dir = run_directory(options.run)
+    if not options.step:
         raise ConfigError("--step N says which step of the run is done again")
-    if one.export:
-        if one.to:
+    if options.export:
+        if options.to:
             raise ConfigError("a bundle holds one step: leave out --to")
         from headrace.commands.replay.bundle import export_bundle
 
-        return export_bundle(run_dir, one.step, one.export, one.include)
-    if one.include:
+        return export_bundle(run_dir, options.step, options.export, options.include)
+    if options.include:
         raise ConfigError("--include says what a bundle holds: name its file with --export FILE")
     from headrace.commands.replay.replay import replay
 
-    return replay(run_dir, one.step, one.to)
+    return replay(run_dir, options.step, options.to)

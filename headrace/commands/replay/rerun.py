@@ -199,8 +199,8 @@ async def open_trainer(
             await trainer.publish()  # the base weights, which a published adapter refers to
         yield trainer
     except HeadraceError as error:
-        if log.exists() and (said := log.read_text(errors="replace").strip()):
-            error.add_note(f"the end of the trainer's output: {said[-2000:]}")
+        if log.exists() and (output := log.read_text(errors="replace").strip()):
+            error.add_note(f"the end of the trainer's output: {output[-2000:]}")
         raise
     finally:
         await trainer.close()

@@ -59,20 +59,20 @@ def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
 def recipes(arguments: argparse.Namespace) -> int:
     """Lists the recipes, or copies the folder of one. Raises ConfigError if the target is there already."""
     if not arguments.recipe:
-        width = max(len(one.stem) for one in _all())
-        for one in _all():
-            echo(f"{one.stem:<{width}}  {_first_words(one)}")
+        width = max(len(path.stem) for path in _all())
+        for path in _all():
+            echo(f"{path.stem:<{width}}  {_first_words(path)}")
         return 0
     chosen = recipe(arguments.recipe)
     target = arguments.to or Path(chosen.stem)
     if target.exists():
         raise ConfigError(f"{target} exists already; name another directory by --to")
     target.mkdir(parents=True)
-    files = sorted(one for one in chosen.parent.iterdir() if one.is_file())
-    for one in files:
-        shutil.copyfile(one, target / one.name)
+    files = sorted(path for path in chosen.parent.iterdir() if path.is_file())
+    for file in files:
+        shutil.copyfile(file, target / file.name)
     _link_documentation(target / README)
-    echo(f"{target} holds {', '.join(one.name for one in files)}; now: headrace train {target / chosen.name}")
+    echo(f"{target} holds {', '.join(file.name for file in files)}; now: headrace train {target / chosen.name}")
     return 0
 
 
@@ -85,21 +85,21 @@ def _link_documentation(readme: Path) -> None:
 
 def recipe(name: str) -> Path:
     """The config of a recipe. Raises ConfigError, with the names that there are."""
-    known = {one.stem: one for one in _all()}
+    known = {path.stem: path for path in _all()}
     if name.removesuffix(".toml") not in known:
         raise ConfigError(f"there is no recipe {name}; there are: {', '.join(known)}")
     return known[name.removesuffix(".toml")]
 
 
 def _all() -> list[Path]:
-    folders = sorted(one for one in recipes_directory().iterdir() if one.is_dir())
-    return [file for one in folders if (file := one / f"{one.name}.toml").is_file()]
+    folders = sorted(path for path in recipes_directory().iterdir() if path.is_dir())
+    return [file for folder in folders if (file := folder / f"{folder.name}.toml").is_file()]
 
 
-def _first_words(one: Path) -> str:
+def _first_words(path: Path) -> str:
     """The first sentence of the comment at the top."""
     lines = []
-    for line in one.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# "):
             break
         lines.append(line[2:].strip())

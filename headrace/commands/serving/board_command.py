@@ -85,7 +85,7 @@ def beside(directory: Path, wanted: bool) -> Iterator[None]:
     from headrace.processes.process_end import ended_within
 
     _refuse_without_server("headrace train --board")
-    made = [one for one in (directory, *directory.parents) if not one.exists()]
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "headrace", "board", str(directory), "--port", "0"]
     child = subprocess.Popen(
@@ -103,9 +103,9 @@ def beside(directory: Path, wanted: bool) -> Iterator[None]:
     finally:
         child.terminate()
         ended_within(child, ENDING)
-        for one in made:  # a run that was refused leaves nothing behind
-            if one.is_dir() and not any(one.iterdir()):
-                one.rmdir()
+        for path in made:  # a run that was refused leaves nothing behind
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
 
 
 def _refuse_without_server(command: str) -> None:

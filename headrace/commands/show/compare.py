@@ -64,24 +64,24 @@ def list_runs(directory: Path, as_json: bool = False, console: Console | None = 
     if not lines:
         console.print(f"{directory} holds no run yet; headrace train CONFIG.toml starts one")
         return 0
-    priced = any(one.cost is not None for one in lines)
-    drawn = FittedTable([one for one in COLUMNS if priced or one.title != "cost"])
-    for one in lines:
-        drawn.add_row(*_cells(one, priced), style="bold" if one.living else "")
+    priced = any(line.cost is not None for line in lines)
+    drawn = FittedTable([column for column in COLUMNS if priced or column.title != "cost"])
+    for line in lines:
+        drawn.add_row(*_cells(line, priced), style="bold" if line.living else "")
     console.print(drawn)
     return 0
 
 
-def _cells(one: RunLine, priced: bool) -> tuple[str, ...]:
+def _cells(line: RunLine, priced: bool) -> tuple[str, ...]:
     return (
-        one.name,
-        clip(one.words, STATE),
-        f"{one.step:,} of {one.steps:,}" if one.steps else f"{one.step:,}",
-        "–" if one.reward is None else f"{one.reward:.3f}",
-        "–" if one.held_out is None else f"{one.held_out:.3f}",
-        duration(one.seconds),
-        *(["–" if one.cost is None else dollars(one.cost)] * priced),
-        _day(one.changed),
+        line.name,
+        clip(line.words, STATE),
+        f"{line.step:,} of {line.steps:,}" if line.steps else f"{line.step:,}",
+        "–" if line.reward is None else f"{line.reward:.3f}",
+        "–" if line.held_out is None else f"{line.held_out:.3f}",
+        duration(line.seconds),
+        *(["–" if line.cost is None else dollars(line.cost)] * priced),
+        _day(line.changed),
     )
 
 
@@ -163,12 +163,12 @@ def _numbers(data: Mapping[str, ComparedRun], console: Console) -> None:
 def _curves(data: Mapping[str, ComparedRun], console: Console) -> None:
     """Prints a line of blocks for each run, drawn on one scale of values and one of steps."""
     widest = max(len(name) for name in data)
-    longest = max(len(one.data.state.rows) for one in data.values())
+    longest = max(len(run.data.state.rows) for run in data.values())
     beside = console.width - widest - BESIDE >= NARROWEST
     most = max(1, min(CURVE, console.width - widest * beside - BESIDE))
     between = "  " if beside else "\n    "
     for curve in CURVES[:3]:
-        lines = {name: [curve.value(row) for row in one.data.state.rows] for name, one in data.items()}
+        lines = {name: [curve.value(row) for row in run.data.state.rows] for name, run in data.items()}
         finite = [value for line in lines.values() for value in line if math.isfinite(value)]
         if not finite:
             continue

@@ -83,8 +83,8 @@ class RunComparison:
     def earliest(self) -> RunDifference | None:
         order = list(KINDS)
 
-        def when(one: RunDifference) -> tuple[float, int]:
-            return math.inf if one.kind == "outcome" else one.step, order.index(one.kind)
+        def when(difference: RunDifference) -> tuple[float, int]:
+            return math.inf if difference.kind == "outcome" else difference.step, order.index(difference.kind)
 
         return min(self.first.values(), key=when, default=None)
 
@@ -181,7 +181,7 @@ def _outcomes(a: JournalReader, b: JournalReader) -> Iterator[RunDifference]:
 
 def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[RunDifference]:
     step = a.step + 1
-    left, right = ({group.ticket: group for group in one.groups} for one in (a, b))
+    left, right = ({group.ticket: group for group in journal_step.groups} for journal_step in (a, b))
     if list(left) != list(right):
         yield RunDifference(kind="order", step=step, a=f"tickets {_listed(left)}", b=f"tickets {_listed(right)}")
     for ticket, group in left.items():
@@ -192,7 +192,7 @@ def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[RunDi
 
 def _of_groups(step: int, a: Group, b: Group, rounding: float) -> Iterator[RunDifference]:
     if len(a.scored) != len(b.scored):
-        counts = [f"{len(one.scored)} rollouts" for one in (a, b)]
+        counts = [f"{len(group.scored)} rollouts" for group in (a, b)]
         yield RunDifference(kind="order", step=step, a=counts[0], b=counts[1], ticket=a.ticket, prompt=a.prompt.id)
         return
     for i, (one, other) in enumerate(zip(a.scored, b.scored, strict=True)):
@@ -320,18 +320,20 @@ def report(a: Path, b: Path, console: Console | None = None) -> int:
 def _settings_view(found: RunComparison) -> FittedTable:
     table = FittedTable(texts("setting", "A", "B"))
     for name, a, b in found.settings:
-        table.add_row(name, *("-" if one is None else str(one) for one in (a, b)))
+        table.add_row(name, *("-" if setting is None else str(setting) for setting in (a, b)))
     return table
 
 
 def _kinds(found: RunComparison) -> FittedTable:
     table = FittedTable([*texts("", "first difference", "A", "B"), *numbers("in all")])
     for kind, title in KINDS.items():
-        one = found.first.get(kind)
-        if one is None:
+        difference = found.first.get(kind)
+        if difference is None:
             table.add_row(title, Text("none", "green"), "", "", "")
         else:
-            table.add_row(title, one.place, _clipped(one.a), _clipped(one.b), f"{found.counts[kind]:,}")
+            table.add_row(
+                title, difference.place, _clipped(difference.a), _clipped(difference.b), f"{found.counts[kind]:,}"
+            )
     return table
 
 

@@ -53,7 +53,9 @@ def inspect(
     journaled = find_step(run_dir, step, ticket, damage)
     trainer, source = _trainer_side(run_dir, journaled, ticket, rescore)
     oldest = trimmed_below(settings_of(run_dir), journaled.step)
-    views = [one for one in view_step(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, one.ticket)]
+    views = [
+        view for view in view_step(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, view.ticket)
+    ]
     if as_json:
         echo(printable_json(encode(Inspected(journaled.report, tuple(views), source, str(damage))).decode()))
         return 0
@@ -90,9 +92,9 @@ def print_records(run_dir: Path, step: int | None = None, ticket: int | None = N
     return 1 if reader.damage else 0
 
 
-def _worst_first(one: RolloutView) -> tuple[float, float, int]:
+def _worst_first(view: RolloutView) -> tuple[float, float, int]:
     """A sort key: the largest gap between trainer and sampler first, then the lowest reward, then the longest rollout."""
-    return (-one.gap if math.isfinite(one.gap) else 0.0), one.reward, -len(one.tokens)
+    return (-view.gap if math.isfinite(view.gap) else 0.0), view.reward, -len(view.tokens)
 
 
 def find_step(run_dir: Path, step: int | None, ticket: int | None, damage: Damage | None = None) -> JournalStep:

@@ -13,15 +13,15 @@ REFUSED = 2
 
 def add_preflight(commands: Commands) -> None:
     summary = "prove that a model's files agree, and show what the model and the reward see of a row"
-    one = add_command(commands, "preflight", _preflight, summary)
-    one.add_argument(
+    parser = add_command(commands, "preflight", _preflight, summary)
+    parser.add_argument(
         "model", metavar="MODEL", help="a directory, a known model, or a repository of the Hugging Face hub"
     )
-    one.add_argument("--rows", metavar="FILE", default="", help="rows of a task; the first one is shown")
-    one.add_argument(
+    parser.add_argument("--rows", metavar="FILE", default="", help="rows of a task; the first one is shown")
+    parser.add_argument(
         "--reward", metavar="F", default="", help="a reward function: path/to/file.py:name, or a built-in one"
     )
-    one.add_argument("--lora", action="store_true", help="also check that adapters reach the model, and are served")
+    parser.add_argument("--lora", action="store_true", help="also check that adapters reach the model, and are served")
 
 
 def _preflight(arguments: argparse.Namespace) -> int:
@@ -42,9 +42,9 @@ def _preflight(arguments: argparse.Namespace) -> int:
     if arguments.rows:
         settings["task"] |= {"kind": kind_of(arguments.rows), "path": arguments.rows}
     found = asyncio.run(try_files(*with_python_inputs(settings, dataset=rows)))
-    said = {one.text for one in found.findings}
+    texts = {finding.text for finding in found.findings}
     for problem in found.problems:
-        if not any(problem.endswith(text) for text in said):
+        if not any(problem.endswith(text) for text in texts):
             say(problem)
     if found.findings:
         show_preflight(Console(), found.findings, found.sight)

@@ -11,11 +11,11 @@ from headrace.core.printing import echo
 
 
 def add_ls(commands: Commands) -> None:
-    one = add_command(commands, "ls", _ls, "the runs of a directory: state, step, last reward, cost")
-    one.add_argument(
+    parser = add_command(commands, "ls", _ls, "the runs of a directory: state, step, last reward, cost")
+    parser.add_argument(
         "directory", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_DIR", help="default: %(default)s"
     )
-    one.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -26,9 +26,9 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 def add_compare(commands: Commands) -> None:
     summary = "runs side by side: the settings that differ, the last numbers, the curves"
-    one = add_command(commands, "compare", _compare, summary)
-    add_run(one, "runs", nargs="+")
-    one.add_argument("--html", type=Path, metavar="FILE.html", help="write a page with charts instead")
+    parser = add_command(commands, "compare", _compare, summary)
+    add_run(parser, "runs", nargs="+")
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help="write a page with charts instead")
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -51,9 +51,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def add_status(commands: Commands) -> None:
-    one = add_command(commands, "status", _status, "whether a run is alive, what it does and what it waits for")
-    add_run(one)
-    how = one.add_mutually_exclusive_group()
+    parser = add_command(commands, "status", _status, "whether a run is alive, what it does and what it waits for")
+    add_run(parser)
+    how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="update every 2 seconds until the run has ended")
     how.add_argument("--json", action="store_true", help="for programs")
     how.add_argument("--stacks", action="store_true", help="print the stacks of all its processes (SIGUSR1)")
@@ -70,35 +70,35 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def add_inspect(commands: Commands) -> None:
     summary = "rollouts of a step, token by token: versions, rewards, masks, log-probs"
-    one = add_command(commands, "inspect", _inspect, summary)
-    add_run(one)
-    one.add_argument("--step", type=positive, metavar="N", help="the step, counted from 1 (default: the last)")
-    one.add_argument("--ticket", type=int, metavar="T", help="one group, by its ticket")
-    one.add_argument("--worst", type=positive, metavar="K", default=3, help="number of rollouts shown token by token: those "
+    parser = add_command(commands, "inspect", _inspect, summary)
+    add_run(parser)
+    parser.add_argument("--step", type=positive, metavar="N", help="the step, counted from 1 (default: the last)")
+    parser.add_argument("--ticket", type=int, metavar="T", help="one group, by its ticket")
+    parser.add_argument("--worst", type=positive, metavar="K", default=3, help="number of rollouts shown token by token: those "
                      "with the lowest rewards, or the largest differences (default: %(default)s)")  # fmt: skip
-    one.add_argument(
+    parser.add_argument(
         "--rescore", action="store_true", help="compute the log-probs of the trainer at that step (starts it)"
     )
-    one.add_argument("--tokens", action="store_true", help="show all numbers of these tokens, one per line")
-    one.add_argument("--json", action="store_true", help="for programs: all of it")
-    one.add_argument("--records", action="store_true", help="the records of the journal as they are, one line of JSON each: "
+    parser.add_argument("--tokens", action="store_true", help="show all numbers of these tokens, one per line")
+    parser.add_argument("--json", action="store_true", help="for programs: all of it")
+    parser.add_argument("--records", action="store_true", help="the records of the journal as they are, one line of JSON each: "
                      "all, or those of --step and --ticket")  # fmt: skip
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from headrace.commands.show.inspect import inspect, print_records
 
-    run, one = run_directory(arguments.run), arguments
-    if one.records:
-        return print_records(run, one.step, one.ticket)
-    how = {"rescore": one.rescore, "as_json": one.json, "tokens": one.tokens}
-    return inspect(run, one.step, ticket=one.ticket, worst=one.worst, **how)
+    run, options = run_directory(arguments.run), arguments
+    if options.records:
+        return print_records(run, options.step, options.ticket)
+    how = {"rescore": options.rescore, "as_json": options.json, "tokens": options.tokens}
+    return inspect(run, options.step, ticket=options.ticket, worst=options.worst, **how)
 
 
 def add_diff(commands: Commands) -> None:
-    one = add_command(commands, "diff", _diff, "the first differences of two runs: step, group and token")
-    add_run(one, "one", metavar="RUN_A")
-    add_run(one, "other", metavar="RUN_B")
+    parser = add_command(commands, "diff", _diff, "the first differences of two runs: step, group and token")
+    add_run(parser, "one", metavar="RUN_A")
+    add_run(parser, "other", metavar="RUN_B")
 
 
 def _diff(arguments: argparse.Namespace) -> int:

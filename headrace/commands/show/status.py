@@ -46,27 +46,28 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
     else:
         looked = _look(followers)
         _print(console, followers, looked)
-        while watch and any(one.life in live_status.LIVING for one in looked):
+        while watch and any(status.life in live_status.LIVING for status in looked):
             time.sleep(EVERY)
             looked = _look(followers)
             _print(console, followers, looked)
-    return 0 if all(one.ok for one in looked) else DEAD
+    return 0 if all(status.ok for status in looked) else DEAD
 
 
 def _look(followers: Sequence[live_status.Follower]) -> list[live_status.Status]:
-    return [one.look(held(one.run_dir), time.time()) for one in followers]
+    return [follower.look(held(follower.run_dir), time.time()) for follower in followers]
 
 
 def _tree(followers: Sequence[live_status.Follower], looked: Sequence[live_status.Status]) -> object:
     trees = {
-        one.run_dir.name: live_status.as_dict(each, one.state) for one, each in zip(followers, looked, strict=True)
+        follower.run_dir.name: live_status.as_dict(each, follower.state)
+        for follower, each in zip(followers, looked, strict=True)
     }
     return trees if len(trees) > 1 else next(iter(trees.values()))
 
 
 def _print(console: Console, followers: Sequence[live_status.Follower], looked: Sequence[live_status.Status]) -> None:
-    for one, each in zip(followers, looked, strict=True):
-        status_view.show(console, str(one.run_dir), each, one.state)
+    for follower, each in zip(followers, looked, strict=True):
+        status_view.show(console, str(follower.run_dir), each, follower.state)
 
 
 def _watch(console: Console, followers: Sequence[live_status.Follower]) -> list[live_status.Status]:
@@ -74,12 +75,12 @@ def _watch(console: Console, followers: Sequence[live_status.Follower]) -> list[
 
     def panels() -> Group:
         pairs = zip(followers, looked, strict=True)
-        return Group(*(status_view.panel(str(one.run_dir), each, one.state) for one, each in pairs))
+        return Group(*(status_view.panel(str(follower.run_dir), each, follower.state) for follower, each in pairs))
 
     looked = _look(followers)
     try:
         with Redrawn(panels(), console=console, auto_refresh=False) as redrawn:
-            while any(one.life in live_status.LIVING for one in looked):
+            while any(status.life in live_status.LIVING for status in looked):
                 time.sleep(EVERY)
                 looked = _look(followers)
                 redrawn.update(panels(), refresh=True)

@@ -27,18 +27,18 @@ QUESTIONS = {
 
 
 def add_init(commands: Commands) -> None:
-    one = add_command(commands, "init", _init, "write a first config, with comments, from three answers")
-    one.add_argument("config", nargs="?", type=Path, default=Path("mine.toml"), metavar="CONFIG.toml",
+    parser = add_command(commands, "init", _init, "write a first config, with comments, from three answers")
+    parser.add_argument("config", nargs="?", type=Path, default=Path("mine.toml"), metavar="CONFIG.toml",
                      help="where to write it (default: %(default)s)")  # fmt: skip
-    one.add_argument(
+    parser.add_argument(
         "--model", metavar="MODEL", help="a directory, a hub id, or a known name (headrace doctor lists them)"
     )
-    one.add_argument(
+    parser.add_argument(
         "--data",
         metavar="DATA",
         help="FILE.jsonl, FILE.csv, FILE.parquet, a directory saved by datasets, or a family of reasoning-gym",
     )
-    one.add_argument(
+    parser.add_argument(
         "--reward", metavar="REWARD", help="reasoning_gym, unit_tests, unit_tests_all, or FILE.py:FUNCTION"
     )
 

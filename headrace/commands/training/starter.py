@@ -214,10 +214,10 @@ def starter_text(config: Path, *, model: str, data: StarterData, reward: str) ->
 def _positions(model: str) -> int:
     """Returns the most tokens that a model in a directory can read, or 0 if it does not say so."""
     try:
-        said = json.loads((Path(model).expanduser() / "config.json").read_text())
+        config = json.loads((Path(model).expanduser() / "config.json").read_text())
     except (OSError, ValueError):
         return 0
-    return int(said.get("max_position_embeddings") or 0)
+    return int(config.get("max_position_embeddings") or 0)
 
 
 def _seen_from(folder: Path, path: str) -> str:

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def add_train(commands: Commands) -> None:
-    one = add_command(commands, "train", train, "train a model")
-    one.add_argument("config", nargs="?", metavar="CONFIG.toml", help="may be left out with --resume")
-    add_set(one)
-    one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
-    one.add_argument("--resume", metavar="RUN", help="resume this run from its last checkpoint")
-    how = one.add_mutually_exclusive_group()
+    parser = add_command(commands, "train", train, "train a model")
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="may be left out with --resume")
+    add_set(parser)
+    parser.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
+    parser.add_argument("--resume", metavar="RUN", help="resume this run from its last checkpoint")
+    how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--dry-run",
         action="store_true",
         help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once; load no model",
     )
     how.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
-    one.add_argument(
+    parser.add_argument(
         "--settings", action="store_true", help="with --dry-run: print every setting, not the changed ones"
     )
 
@@ -78,11 +78,13 @@ def _rehearse(config: RunConfig, run_dir: Path | None, line: str, every_setting:
 
 
 def add_eval(commands: Commands) -> None:
-    one = add_command(commands, "eval", _evaluate, "measure the reward on held-out prompts")
-    one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config (its untrained model) or a run (its last one)")
-    one.add_argument("--prompts", type=positive, metavar="N", help="held-out prompts (default: eval.prompts)")
-    add_step(one)
-    add_set(one)
+    parser = add_command(commands, "eval", _evaluate, "measure the reward on held-out prompts")
+    parser.add_argument(
+        "source", metavar="CONFIG.toml|RUN", help="a config (its untrained model) or a run (its last one)"
+    )
+    parser.add_argument("--prompts", type=positive, metavar="N", help="held-out prompts (default: eval.prompts)")
+    add_step(parser)
+    add_set(parser)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

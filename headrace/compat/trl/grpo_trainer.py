@@ -60,7 +60,7 @@ def save_model_in_memory(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _dtype(init: Mapping[str, Any]) -> Tree:
-    said = [
+    messages = [
         f"model_init_kwargs[{key!r}]={value!r} cannot be honoured"
         for key, value in init.items()
         if key not in (*QUIET_KEYS, "dtype", "torch_dtype")
@@ -69,9 +69,9 @@ def _dtype(init: Mapping[str, Any]) -> Tree:
     ]
     kind = str(init.get("dtype", init.get("torch_dtype")))
     if kind not in (*FULL, *HALF):
-        said.append(f"model_init_kwargs['dtype']={kind!r} cannot be honoured; there are: float32, bfloat16")
-    if said:
-        raise ConfigError("\n".join(said))
+        messages.append(f"model_init_kwargs['dtype']={kind!r} cannot be honoured; there are: float32, bfloat16")
+    if messages:
+        raise ConfigError("\n".join(messages))
     return {"train": {"weights": "bfloat16"}} if kind in HALF else {}
 
 
@@ -552,26 +552,28 @@ def _refuse_others(others: Mapping[str, Any], optimizers: tuple[Any, Any]) -> No
             raise TypeError(f"GRPOTrainer() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise ConfigError(f"{name}= cannot be honoured: {NOT_HERE[name]}")
-    if any(one is not None for one in optimizers):
+    if any(optimizer is not None for optimizer in optimizers):
         raise ConfigError("optimizers= cannot be honoured: training uses torch's AdamW, with the settings of [train]")
 
 
 def _rewards(given: Any, weights: Sequence[float] | None) -> list[RewardFunction | tuple[RewardFunction, float]]:
     functions = list(given) if isinstance(given, list | tuple) else [given]
-    for one in functions:
-        if not callable(one) or hasattr(one, "save_pretrained"):
+    for function in functions:
+        if not callable(function) or hasattr(function, "save_pretrained"):
             what = (
-                f"{one!r} is a reward model"
-                if isinstance(one, str) or hasattr(one, "save_pretrained")
-                else f"{one!r} is no function"
+                f"{function!r} is a reward model"
+                if isinstance(function, str) or hasattr(function, "save_pretrained")
+                else f"{function!r} is no function"
             )
             raise ConfigError(
                 f"reward_funcs: {what}, which cannot be honoured; serve it, and name it in reward.services (docs/scoring.md)"
             )
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(functions)} functions")
-    marked = [trl_reward(one) for one in functions]
-    return [(one, float(weight)) for one, weight in zip(marked, weights, strict=True)] if weights else list(marked)
+    marked = [trl_reward(function) for function in functions]
+    return (
+        [(reward, float(weight)) for reward, weight in zip(marked, weights, strict=True)] if weights else list(marked)
+    )
 
 
 def _only(given: Any) -> Any:
@@ -616,10 +618,10 @@ def _rows(given: Any, name: str) -> list[dict[str, Any]]:
 def _fitted(tree: Tree) -> Tree:
     """The settings with the context that the model can read, if it is a directory that says so."""
     try:
-        said = json.loads((Path(tree["model"]["path"]) / "config.json").read_text())
+        config = json.loads((Path(tree["model"]["path"]) / "config.json").read_text())
     except OSError:
         return tree
-    most = said.get("max_position_embeddings") or tree["engine"]["context_length"]
+    most = config.get("max_position_embeddings") or tree["engine"]["context_length"]
     return merge(tree, {"engine": {"context_length": min(most, tree["engine"]["context_length"])}})
 
 

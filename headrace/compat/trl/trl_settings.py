@@ -294,14 +294,16 @@ AGGREGATIONS = {
 
 def refuse_what_cannot_be(args: Any) -> None:
     """Raises ConfigError with a line for each field that cannot be honoured."""
-    said = [
+    messages = [
         f"{name}={value_of(args, name)!r} cannot be honoured: {FIELDS[name].words}" for name in changed(args, "refused")
     ]
-    said += [f"{name} is not known to this version of headrace, and cannot be honoured" for name in unknown(args)]
+    messages += [f"{name} is not known to this version of headrace, and cannot be honoured" for name in unknown(args)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        said.append("the script was started as several processes: start it as one (several devices are train.parallel)")
-    if said:
-        raise ConfigError("\n".join(said))
+        messages.append(
+            "the script was started as several processes: start it as one (several devices are train.parallel)"
+        )
+    if messages:
+        raise ConfigError("\n".join(messages))
 
 
 def without_meaning(args: Any) -> str:

@@ -123,7 +123,7 @@ def too_deep(value: Any, levels: int = DEEPEST) -> bool:
     if not isinstance(value, (dict, list)):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return not levels or any(too_deep(one, levels - 1) for one in inner)
+    return not levels or any(too_deep(element, levels - 1) for element in inner)
 
 
 class Named(msgspec.Struct, kw_only=True):
@@ -255,10 +255,10 @@ def _made(place: int, call: MadeCall) -> dict[str, Any]:
             f"messages[{place}] calls {call.function.name} with arguments that are no JSON object: {error}"
         ) from None
     if too_deep(arguments):
-        said = (
+        message = (
             f"messages[{place}] calls {call.function.name} with arguments of more than {DEEPEST} levels; nest them less"
         )
-        raise ConfigError(said)
+        raise ConfigError(message)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

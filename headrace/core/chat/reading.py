@@ -75,19 +75,19 @@ class ThoughtReader:
             self._rest = self._rest.lstrip("\n")
         place = self._rest.find(CLOSING)
         if place >= 0:
-            said, self._rest = self._rest[:place].rstrip("\n"), self._rest[place + len(CLOSING) :]
+            text, self._rest = self._rest[:place].rstrip("\n"), self._rest[place + len(CLOSING) :]
             self._inside, self._bare, self.ended = False, True, True
-            return said
+            return text
         held = 0 if last else next((n for n in range(len(CLOSING) - 1, 0, -1) if self._rest.endswith(CLOSING[:n])), 0)
         end = len(self._rest[: len(self._rest) - held].rstrip("\n"))
-        said, self._rest = self._rest[:end], self._rest[end:]
-        self._bare = self._bare and not said
-        return said
+        text, self._rest = self._rest[:end], self._rest[end:]
+        self._bare = self._bare and not text
+        return text
 
     def _answer(self) -> str:
-        said, self._rest = self._rest.lstrip("\n") if self._bare else self._rest, ""
-        self._bare = self._bare and not said
-        return said
+        text, self._rest = self._rest.lstrip("\n") if self._bare else self._rest, ""
+        self._bare = self._bare and not text
+        return text
 
 
 def end_of_thought(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], spell: Callable[[int], bytes]) -> int:
@@ -174,8 +174,8 @@ class CallReader:
         while True:
             if not self._inside:
                 place, self._inside = self._opening(last)
-                said, self._rest = self._rest[:place], self._rest[place:]
-                yield self._say(said)
+                text, self._rest = self._rest[:place], self._rest[place:]
+                yield self._say(text)
             if not self._inside or (end := self._section_end(last)) < 0:
                 return
             section, self._rest = self._rest[:end], self._rest[end:]
@@ -310,8 +310,8 @@ def _reads(format: CallFormat, answer: str) -> bool:
         answer = answer[: max(answer.rfind("]"), answer.rfind("}")) + 1]
     if format.bare and format.opening not in answer:
         answer = answer[max(answer.find("{"), 0) :]
-    said = read_calls(answer, format)
-    return [(call.name, _plain(call)) for call in said.calls] == [(_TOOL, f'{{"x":"{_ARGUMENT}"}}')]
+    reply = read_calls(answer, format)
+    return [(call.name, _plain(call)) for call in reply.calls] == [(_TOOL, f'{{"x":"{_ARGUMENT}"}}')]
 
 
 def _plain(call: ToolCall) -> str:

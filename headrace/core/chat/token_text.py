@@ -23,8 +23,8 @@ def bytes_of_piece(piece: str, decoded: str) -> bytes:
         return (piece.replace(_BLANK, " ") if bare else decoded).encode()
     if found := _FALLBACK.fullmatch(piece):
         return bytes([int(found[1], 16)])
-    if all(one in _BYTE_OF for one in piece):
-        return bytes(_BYTE_OF[one] for one in piece)
+    if all(character in _BYTE_OF for character in piece):
+        return bytes(_BYTE_OF[character] for character in piece)
     return decoded.encode()
 
 
@@ -39,13 +39,13 @@ def _byte_level() -> dict[str, int]:
 _BYTE_OF = _byte_level()
 
 
-def text_of_bytes(said: bytes, prefix: str = "") -> str:
+def text_of_bytes(text: bytes, prefix: str = "") -> str:
     """Returns the text of a token in an answer: its characters, or its bytes as OpenAI writes them where they are none (`\\xe2\\x80`).
     `prefix`: goes before bytes; `/v1/completions` has `bytes:`."""
     try:
-        return said.decode()
+        return text.decode()
     except UnicodeDecodeError:
-        return prefix + "".join(f"\\x{byte:02x}" for byte in said)
+        return prefix + "".join(f"\\x{byte:02x}" for byte in text)
 
 
 class TokenPlaces:
@@ -66,31 +66,31 @@ class TokenPlaces:
         return [self._place(self._spell(token) if self._began else self._first(token)) for token in tokens]
 
     def _first(self, token: int) -> bytes:
-        said = self._spell(token)
-        self._began = bool(said)
+        text = self._spell(token)
+        self._began = bool(text)
         alone = self._decode([token]).encode()
-        return alone if said.endswith(alone) else said
+        return alone if text.endswith(alone) else text
 
-    def _place(self, said: bytes) -> int:
-        if not self._open and said.isascii():
-            place, self._characters = self._characters, self._characters + len(said)
+    def _place(self, text: bytes) -> int:
+        if not self._open and text.isascii():
+            place, self._characters = self._characters, self._characters + len(text)
             return place
-        self._take(said[:1])
-        place = self._characters - (not self._open and bool(said))
-        self._take(said[1:])
+        self._take(text[:1])
+        place = self._characters - (not self._open and bool(text))
+        self._take(text[1:])
         return place
 
-    def _take(self, said: bytes) -> None:
-        more = self._open + said
+    def _take(self, text: bytes) -> None:
+        more = self._open + text
         self._open = _begun_character(more)
         self._characters += len(more.removesuffix(self._open).decode(errors="replace"))
 
 
-def _begun_character(said: bytes) -> bytes:
+def _begun_character(text: bytes) -> bytes:
     """The bytes at the end that more bytes could make a character. (Python's incremental decoder waits for more behind half a surrogate,
     which never becomes a character.)"""
-    for size in range(1, min(len(said), 3) + 1):
-        end = said[-size:]
+    for size in range(1, min(len(text), 3) + 1):
+        end = text[-size:]
         if end[0] >= 0xC0:
             try:
                 end.decode()

@@ -98,8 +98,8 @@ class _Values:
         end = self._text.find(self._mark, self._at)
         if end < 0:
             raise ValueError(f"a text has no {self._mark} at its end")
-        said, self._at = self._text[self._at : end], end + len(self._mark)
-        return said
+        text, self._at = self._text[self._at : end], end + len(self._mark)
+        return text
 
     def _began(self, with_: str) -> bool:
         while self._at < len(self._text) and self._text[self._at].isspace():
@@ -165,16 +165,16 @@ def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, 
     return {name: _typed(value, _types(known.get(name), schema)) for name, value in arguments.items()}
 
 
-def _types(one: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
     """The types that a schema allows; none if it does not say. `root`: the place of what it refers to."""
-    if not isinstance(one, Mapping) or not depth:
+    if not isinstance(schema, Mapping) or not depth:
         return frozenset()
-    if isinstance(path := one.get("$ref"), str):
+    if isinstance(path := schema.get("$ref"), str):
         found: Any = root
         for part in path.removeprefix("#/").split("/"):
             found = found.get(part) if isinstance(found, Mapping) else None
         return _types(found, root, depth - 1)
-    kind = one.get("type")
+    kind = schema.get("type")
     named = (
         [kind]
         if isinstance(kind, str)
@@ -182,8 +182,10 @@ def _types(one: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
         if isinstance(kind, list)
         else []
     )
-    choices = [*one["enum"]] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
-    inner = [other for word in ("anyOf", "oneOf", "allOf") for other in one.get(word) or ()]
+    choices = (
+        [*schema["enum"]] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    )
+    inner = [other for word in ("anyOf", "oneOf", "allOf") for other in schema.get(word) or ()]
     below = [_types(other, root, depth - 1) for other in inner]
     return frozenset(named or map(_type_of, choices)).union(*below)
 
@@ -273,7 +275,7 @@ class CallFormat:
 
 
 def _as_wanted(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
-    schemas = (one["function"].get("parameters") for one in tools if one["function"]["name"] == call.name)
+    schemas = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == call.name)
     schema = next(schemas, None) or {}
     return ToolCall(call.name, json.dumps(typed(json.loads(call.arguments), schema), ensure_ascii=False))
 
@@ -294,7 +296,7 @@ class _Written(msgspec.Struct):
 
 
 def _call(written: _Written) -> ToolCall:
-    given = [one for one in (written.arguments, written.parameters) if one is not msgspec.UNSET]
+    given = [value for value in (written.arguments, written.parameters) if value is not msgspec.UNSET]
     if len(given) != 1:
         raise ValueError("a call has `name` and `arguments`")
     return ToolCall(written.name, bytes(given[0]).decode())
@@ -346,7 +348,7 @@ def _read_list_or_named(section: str) -> tuple[ToolCall, ...]:
     """Mistral's tokenizers up to v7 write a list of calls; those from v11 on write `name[ARGS]{...}`, some with `[CALL_ID]id`."""
     text = section.strip()
     if text.startswith("["):
-        calls = tuple(_call(one) for one in _decoded(text, list[_Written]))
+        calls = tuple(_call(call) for call in _decoded(text, list[_Written]))
         if not calls:
             raise ValueError("the list of calls is empty")
         return calls
@@ -447,14 +449,14 @@ def call_grammar(
         inside = "parameters" if format is LLAMA else "arguments"
         begin = f'{{"name": {json.dumps(tool.function.name, ensure_ascii=False)}, "{inside}": '
         rules += [f'call_{number}: {_text(begin)} arguments_{number} "}}"', f"arguments_{number}: {_json(schema)}"]
-    one = f"({' | '.join(f'call_{number}' for number in range(len(tools)))})"
+    call = f"({' | '.join(f'call_{number}' for number in range(len(tools)))})"
     opening, closing = (_marker(text, special) for text in (format.opening, format.closing))
     if format is LLAMA:
-        calls = one + (f' ("; " {one})*' if several else "")
+        calls = call + (f' ("; " {call})*' if several else "")
     elif format is MISTRAL:
-        calls = f'{opening} "[" {one}' + (f' (", " {one})*' if several else "") + ' "]"'
+        calls = f'{opening} "[" {call}' + (f' (", " {call})*' if several else "") + ' "]"'
     else:
-        wrapped = f'{opening} "\\n" {one} "\\n" {closing}'
+        wrapped = f'{opening} "\\n" {call} "\\n" {closing}'
         calls = wrapped + (f' ("\\n" {wrapped})*' if several else "")
     start = "start: calls" if forced else f"start: TEXT calls?\nTEXT: {_free(format.opening, special)}"
     return "\n".join([start, f"calls: {calls}", *rules])
@@ -476,5 +478,5 @@ def _free(opening: str, special: Mapping[str, int]) -> str:
     """Text in which no call begins. Special tokens are never a part of it."""
     if opening in special:
         return "/(?s:.*)/"
-    escaped = "".join(f"\\x{ord(one):02x}" if not one.isalnum() else one for one in opening)
+    escaped = "".join(f"\\x{ord(character):02x}" if not character.isalnum() else character for character in opening)
     return f"/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/"

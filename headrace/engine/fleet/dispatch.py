@@ -74,18 +74,18 @@ class Homes:
         if member is None:
             if not (found := list(filter(able, members))):
                 return None
-            member = _least_busy([one for one in self._free if able(one)] or found)
+            member = _least_busy([candidate for candidate in self._free if able(candidate)] or found)
         elif not member.has_room(_cost(request, home, member)):
-            member = self._beside(request, home, member, [one for one in self._free if able(one)])
+            member = self._beside(request, home, member, [candidate for candidate in self._free if able(candidate)])
         self.settle(request, member)
         return member
 
     def _beside(self, request: Request, home: _Home, member: Member, free: Iterable[Member]) -> Member:
         """Returns the member that takes a request for which `member`, its best place, has no room."""
-        costs = {one: cost for one in free if one.has_room(cost := _cost(request, home, one))}
+        costs = {candidate: cost for candidate in free if candidate.has_room(cost := _cost(request, home, candidate))}
         if not costs or (least := min(costs.values())) >= self._wait(request, member.queue + 1):
             return member
-        return _least_busy([one for one, cost in costs.items() if cost == least])
+        return _least_busy([candidate for candidate, cost in costs.items() if cost == least])
 
     def _wait(self, request: Request, place: int) -> float:
         """Tokens that a member samples until the turn of a request comes that has this place in its queue."""
@@ -121,10 +121,10 @@ class Homes:
         """Returns a request that waits in the longest queue and begins sooner at this member, if that has room; none of those `without`."""
         if member not in self._free or not self._crowded or member.held:
             return None
-        longest = max(self._crowded, key=lambda one: one.queue)
+        longest = max(self._crowded, key=lambda candidate: candidate.queue)
         if longest is member or longest.held:
             return None
-        waiting = [(name, one) for name, one in reversed(longest.attempts.items()) if one.waits][:LOOKED_AT]
+        waiting = [(name, attempt) for name, attempt in reversed(longest.attempts.items()) if attempt.waits][:LOOKED_AT]
         for place, (name, attempt) in enumerate(waiting):
             if name not in without and self._gains(attempt, member, max(1, longest.queue - place)):
                 return attempt
@@ -159,8 +159,8 @@ def _able(pending: Pending, home: _Home, without: Member | None) -> Callable[[Me
     """Returns whether a member may go on with the request."""
     floor, adapter = max([home.floor, *pending.versions[-1:]]), pending.request.adapter
 
-    def able(one: Member) -> bool:
-        return one.serves and one.versions.get(adapter, -1) >= floor and one is not without
+    def able(member: Member) -> bool:
+        return member.serves and member.versions.get(adapter, -1) >= floor and member is not without
 
     return able
 
@@ -170,8 +170,10 @@ def _at_home(request: Request, home: _Home, able: Callable[[Member], bool]) -> M
     own = home.rollouts.get(_turn_of(request)[0])
     if own and able(own):
         return own
-    there = home.members = [one for one in home.members if able(one)]
-    return next((one for one in there if one.has_room(_cost(request, home, one))), there[0] if there else None)
+    there = home.members = [member for member in home.members if able(member)]
+    return next(
+        (member for member in there if member.has_room(_cost(request, home, member))), there[0] if there else None
+    )
 
 
 def _cost(request: Request, home: _Home, there: Member) -> int:
@@ -184,8 +186,8 @@ def _cost(request: Request, home: _Home, there: Member) -> int:
 
 def _least_busy(members: Sequence[Member]) -> Member:
     """The one with the fewest requests; of several, the one with the fewest tokens, which are counted for these only."""
-    fewest = min(len(one.attempts) for one in members)
-    return min((one for one in members if len(one.attempts) == fewest), key=lambda one: one.tokens)
+    fewest = min(len(member.attempts) for member in members)
+    return min((member for member in members if len(member.attempts) == fewest), key=lambda member: member.tokens)
 
 
 def _turn_of(request: Request) -> tuple[int, int]:
@@ -341,12 +343,12 @@ class Requests:
             _end(attempt)
         self._homes.changed(member)
         pending = [attempt.pending for attempt in attempts if not attempt.pending.done.done()]
-        for one in pending:
-            if one.aborted or one.request.fork:
-                one.interrupt()
+        for pending_request in pending:
+            if pending_request.aborted or pending_request.request.fork:
+                pending_request.interrupt()
             else:
-                self._place(one)
-        return len(pending), sum(len(one.tokens) for one in pending)
+                self._place(pending_request)
+        return len(pending), sum(len(pending_request.tokens) for pending_request in pending)
 
     # -- from the members ---------------------------------------------------------------------------------------------------
 
@@ -393,8 +395,8 @@ def _end(attempt: Attempt) -> None:
 
 def _names(output: StepOutput) -> set[str]:
     """Everybody in an output: the ids of its requests."""
-    named = {one.request_id for one in output.details} | {one.request_id for one in output.scores}
-    return {*output.request_ids, *named, *(one.request_id for one in output.finished)}
+    named = {detail.request_id for detail in output.details} | {scores.request_id for scores in output.scores}
+    return {*output.request_ids, *named, *(end.request_id for end in output.finished)}
 
 
 def _only(output: StepOutput, names: Iterable[str]) -> StepOutput:
@@ -406,10 +408,10 @@ def _only(output: StepOutput, names: Iterable[str]) -> StepOutput:
         tokens=tuple(output.tokens[i] for i in kept),
         logprobs=tuple(output.logprobs[i] for i in kept),
         kv_versions=tuple(output.kv_versions[i] for i in kept),
-        finished=tuple(one for one in output.finished if one.request_id in names),
+        finished=tuple(end for end in output.finished if end.request_id in names),
         versions=tuple(output.versions[i] for i in kept) if output.versions else (),
-        details=tuple(one for one in output.details if one.request_id in names),
-        scores=tuple(one for one in output.scores if one.request_id in names),
+        details=tuple(detail for detail in output.details if detail.request_id in names),
+        scores=tuple(scores for scores in output.scores if scores.request_id in names),
         mixed=output.mixed,
     )
 
@@ -419,7 +421,7 @@ def _too_old(output: StepOutput, attempts: dict[str, Attempt]) -> str:
     versions = output.versions or (output.version,) * len(output.request_ids)
     labels = [
         *zip(output.request_ids, versions, strict=True),
-        *((one.request_id, one.version) for one in output.scores),
+        *((scores.request_id, scores.version) for scores in output.scores),
     ]
     for name, version in labels:
         if version < (floor := attempts[name].floor):

@@ -83,17 +83,21 @@ def samples(members: Iterable[Member]) -> tuple[MemberSample, ...]:
 
 def in_common(all_: Sequence[Capabilities]) -> Capabilities:
     """Returns what every one of them can do."""
-    kinds = {one.path.partition(" at ")[0] for one in all_}
-    arithmetic = all_[0].arithmetic if len({one.arithmetic for one in all_}) == 1 else ""
+    kinds = {abilities.path.partition(" at ")[0] for abilities in all_}
+    arithmetic = all_[0].arithmetic if len({abilities.arithmetic for abilities in all_}) == 1 else ""
     flags = [name for name, kind in Capabilities.__annotations__.items() if kind == "bool"]
-    each = {name: all(getattr(one, name) for one in all_) for name in flags}
-    each["exact"] &= len(kinds) == 1 and len({one.arithmetic for one in all_}) == 1  # a request may change its member
+    each = {name: all(getattr(abilities, name) for abilities in all_) for name in flags}
+    each["exact"] &= (
+        len(kinds) == 1 and len({abilities.arithmetic for abilities in all_}) == 1
+    )  # a request may change its member
     return msgspec.structs.replace(
         all_[0],
-        context_length=min(one.context_length for one in all_),
-        adapters=min(one.adapters for one in all_),
-        rows=sum(one.rows for one in all_) if all(one.rows for one in all_) else 0,
-        kv_tokens=sum(one.kv_tokens for one in all_) if all(one.kv_tokens for one in all_) else 0,
+        context_length=min(abilities.context_length for abilities in all_),
+        adapters=min(abilities.adapters for abilities in all_),
+        rows=sum(abilities.rows for abilities in all_) if all(abilities.rows for abilities in all_) else 0,
+        kv_tokens=sum(abilities.kv_tokens for abilities in all_)
+        if all(abilities.kv_tokens for abilities in all_)
+        else 0,
         path=f"{len(all_)} members: {', '.join(sorted(kinds))}",
         arithmetic=arithmetic,
         **each,
@@ -174,8 +178,8 @@ class LentEngine:
                     return asleep.result()
             return SleepReport()
         finally:
-            for one in ends:
-                one.cancel()
+            for end in ends:
+                end.cancel()
 
 
 # --- fleet ------------------------------------------------------------
@@ -205,7 +209,7 @@ class Fleet:
     async def open(self) -> None:
         """Returns when all members serve."""
         self.capabilities = in_common([member.engine.capabilities for member in self.members])
-        for member in (one for one in self.members if not one.lent):
+        for member in (member for member in self.members if not member.lent):
             self._mind(member)
         while any(member.state == "away" for member in self.members):
             await self._rotation.change()
@@ -258,11 +262,11 @@ class Fleet:
         reports = [member.reports[name] for member in rotation.serving]
         return LoadReport(
             version=update.version,
-            verify_seconds=max(one.verify_seconds for one in reports),
-            swap_seconds=max(one.swap_seconds for one in reports),
-            mixed_tokens=sum(one.mixed_tokens for one in reports),
-            received=sum(one.received for one in reports),
-            engines=sum(one.received > 0 for one in reports),
+            verify_seconds=max(report.verify_seconds for report in reports),
+            swap_seconds=max(report.swap_seconds for report in reports),
+            mixed_tokens=sum(report.mixed_tokens for report in reports),
+            received=sum(report.received for report in reports),
+            engines=sum(report.received > 0 for report in reports),
         )
 
     async def _load_everywhere(self, name: str, update: WeightUpdate, parts: int) -> dict[Member, Exception]:
@@ -404,13 +408,13 @@ class Fleet:
 
     async def remove(self, name: str) -> None:
         """Takes a member out for good; its requests go on elsewhere. Raises ConfigError for the last one that serves."""
-        member = next((one for one in self.members if one.name == name), None)
+        member = next((member for member in self.members if member.name == name), None)
         if member is None:
-            there = ", ".join(one.name for one in self.members)
+            there = ", ".join(other.name for other in self.members)
             raise ConfigError(f"there is no member {name}; there are {there}")
         if member.lent:
             raise ConfigError(f"{name} is on the trainer's devices; resume the run with orchestration.lend = false")
-        if [one for one in self._rotation.serving if not one.lent] in ([], [member]):
+        if [other for other in self._rotation.serving if not other.lent] in ([], [member]):
             raise ConfigError(f"no other member than {name} serves; add one first, or stop the run")
         with suppress(TimeoutError, HeadraceError):  # one that is away has reported what it could
             async with asyncio.timeout(LAST_WORDS):
@@ -423,7 +427,7 @@ class Fleet:
 
     def on_lent_devices(self, patience: float) -> LentEngine:
         """The member on lent devices, as an engine that sleeps. `patience`: seconds in which it must give them back."""
-        (member,) = (one for one in self.members if one.lent)
+        (member,) = (member for member in self.members if member.lent)
         return LentEngine(self._rotation, member, self._tasks, patience)
 
     def _join(self, name: str, part: MemberEngine, lent: bool = False) -> Member:

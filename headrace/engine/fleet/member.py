@@ -94,9 +94,9 @@ class Member:
     @property
     def tokens(self) -> int:
         """Tokens of its requests: what its KV cache has to hold for them. A prompt that they have in common counts once."""
-        prompts = {one.group: len(one.pending.request.prompt) for one in self.attempts.values()}
+        prompts = {attempt.group: len(attempt.pending.request.prompt) for attempt in self.attempts.values()}
         return sum(prompts.values()) + sum(
-            len(one.pending.request.prefix) + len(one.pending.tokens) for one in self.attempts.values()
+            len(attempt.pending.request.prefix) + len(attempt.pending.tokens) for attempt in self.attempts.values()
         )
 
     @property

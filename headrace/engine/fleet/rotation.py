@@ -68,7 +68,7 @@ class Rotation:
 
     @property
     def serving(self) -> list[Member]:
-        return [one for one in self.members if one.serves]
+        return [member for member in self.members if member.serves]
 
     def want(self, name: str, update: WeightUpdate) -> None:
         """Sets the newest weights of an adapter, or of the base model, for members in the rotation and out of it."""
@@ -163,19 +163,19 @@ class Rotation:
     # -- the end --------------------------------------------------------------------------------------------------------------
 
     def _nobody(self, last: Member) -> None:
-        said = f"; the last to leave was {last.name}: {last.why}"
+        message = f"; the last to leave was {last.name}: {last.why}"
         self.give_up(
-            WorkerDied("engine", f"fleet had no member for {self.patience.nobody:g} s (engine.patience){said}")
+            WorkerDied("engine", f"fleet had no member for {self.patience.nobody:g} s (engine.patience){message}")
         )
 
     def _if_nobody_is_left(self, error: Exception | None = None) -> None:
-        if any(one.serves or (one.state == "away" and self._may_pass(one)) for one in self.members):
+        if any(member.serves or (member.state == "away" and self._may_pass(member)) for member in self.members):
             return
         if error and (isinstance(error, IdentityError) or len(self.members) == 1):
             self.give_up(error)
             return
-        whys = "; ".join(f"{one.name}: {one.why}" for one in self.members)
-        if any(one.unlike >= 0 for one in self.members):
+        whys = "; ".join(f"{member.name}: {member.why}" for member in self.members)
+        if any(member.unlike >= 0 for member in self.members):
             self.give_up(IdentityError(f"no engine is left that computes the policy that is trained: {whys}"))
         else:
             self.give_up(WorkerDied("engine", f"fleet has no member left: {whys}"))
@@ -184,7 +184,11 @@ class Rotation:
         """A member that has failed its probe waits for that of another version. Unless it is there already, none follows while nobody
         serves."""
         newest = {name: update.version for name, update in self.wanted.items()}
-        probes = [one.version for name, one in self.examinations.items() if one.version == newest.get(name)]
+        probes = [
+            examination.version
+            for name, examination in self.examinations.items()
+            if examination.version == newest.get(name)
+        ]
         return member.unlike < 0 or max(probes, default=-1) > member.unlike
 
     def give_up(self, error: Exception) -> None:

@@ -350,8 +350,8 @@ class Core:
         tokens = past.tokens[: past.prompt + request.fork.at_token]
         self._limits.check(request, len(tokens))
         self._served.require(past.adapter)
-        said = tokens[past.prompt :]
-        guide = self._compiling.now(request.sampling, said)  # before it holds blocks
+        sampled = tokens[past.prompt :]
+        guide = self._compiling.now(request.sampling, sampled)  # before it holds blocks
         pinned = self._forks.pin(request.fork, past)
         return EngineSequence(
             request=request,
@@ -360,7 +360,7 @@ class Core:
             arrival=self._arrivals,
             adapter=past.adapter,
             pinned=pinned,
-            said=said,
+            said=sampled,
             guide=guide,
         )
 

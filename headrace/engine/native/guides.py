@@ -216,7 +216,7 @@ class Guides:
 
     def rule_out(self, logits: torch.Tensor, places: Sequence[int], sets: Sequence[AllowedSet]) -> None:
         """Adds -inf to the logits [R, V] of rows `places`, in place, except where their sets are. What is not a number stays none."""
-        rows = torch.stack([self._row(one, logits.device) for one in sets]).to(logits.dtype)
+        rows = torch.stack([self._row(allowed, logits.device) for allowed in sets]).to(logits.dtype)
         logits.index_add_(0, uploaded(np.array(places, np.int64), logits.device), rows)
 
     def _row(self, allowed: AllowedSet, device: torch.device) -> torch.Tensor:

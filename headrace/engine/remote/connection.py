@@ -130,8 +130,8 @@ def _decoded(text: str | bytes) -> Any:
 def _refusal(where: str, status: int, text: str, headers: Mapping[str, str]) -> Exception:
     """400 is ours to mend; 409 are weights that are others; 404 and 5xx may pass."""
     try:
-        said = msgspec.json.decode(text)["error"]
-        message, code = str(said["message"]), str(said.get("code"))
+        error = msgspec.json.decode(text)["error"]
+        message, code = str(error["message"]), str(error.get("code"))
     except (msgspec.DecodeError, TypeError, KeyError):
         message, code = text.strip()[:200] or f"status {status}", ""
     if status == 503 and code == "busy":

@@ -242,8 +242,8 @@ class Presence:
                         deadline.reschedule(asyncio.get_running_loop().time() + patience)
                     await asyncio.sleep(AGAIN)
         except TimeoutError:
-            said = f"at {self._connection.url} was away for {patience:g} s (engine.patience): {self._why}"
-            raise WorkerDied("engine", said) from None
+            message = f"at {self._connection.url} was away for {patience:g} s (engine.patience): {self._why}"
+            raise WorkerDied("engine", message) from None
 
     def _tend(self, host: OwnServer, missed: float) -> bool:
         """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`.

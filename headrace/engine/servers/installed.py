@@ -34,7 +34,7 @@ def _starts(kind: str) -> Startable:
 def places(named: Sequence[str]) -> list[str]:
     """Returns the interpreters in which a server may be: this one, those that are named, and that of a program `vllm`. Raises
     ConfigError for a name that is no program."""
-    found = [sys.executable, *(interpreter(one, SETTING) for one in named)]
+    found = [sys.executable, *(interpreter(name, SETTING) for name in named)]
     if program := shutil.which("vllm"):
         found += [str(path) for path in [Path(program).parent / "python"] if path.exists()]
     return list(dict.fromkeys(found))

@@ -44,12 +44,12 @@ def command(config: EngineConfig, found: Found, place: Place) -> Command:
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:
     """Returns the variable that leaves only these GPUs. Raises ConfigError if they are not among those that this process may use."""
-    there = [one.strip() for one in os.environ.get(VISIBLE, "").split(",") if one.strip()]
+    there = [gpu.strip() for gpu in os.environ.get(VISIBLE, "").split(",") if gpu.strip()]
     if there and gpus and max(gpus) >= len(there):
         raise ConfigError(
             f"engine.gpus names GPU {max(gpus)}, and {VISIBLE}={os.environ[VISIBLE]} leaves {len(there)}, which count from 0"
         )
-    return {VISIBLE: ",".join(there[one] if there else str(one) for one in gpus)} if gpus else {}
+    return {VISIBLE: ",".join(there[gpu] if there else str(gpu) for gpu in gpus)} if gpus else {}
 
 
 # --- The reason why a server ended, from its log
@@ -140,7 +140,7 @@ def raised(log: str) -> str:
     it is the last, which was written for the user."""
     lines = [_read(line) for line in log.rpartition(_WORKS)[2].splitlines()]
     for chain in _chains(lines):
-        own = [one for one in chain if not _POINTS_ELSEWHERE.search(one) and _ANSWERED not in one]
+        own = [line for line in chain if not _POINTS_ELSEWHERE.search(line) and _ANSWERED not in line]
         if own:
             return _cut(own[-1])
     return _cut(next((line.text for line in lines if _ARGUMENTS.match(line.text)), ""))
@@ -172,19 +172,19 @@ def _chains(lines: list[_Line]) -> Iterator[list[str]]:
     before: dict[str, str] = {}
     """The last line of each process that was not empty."""
     for line in lines:
-        said = before.get(line.who, "")
+        between = before.get(line.who, "")
         if line.text.strip() == _TRACEBACK:
-            one = _Traceback(chained=said.startswith(_CHAINED), ignored=said.startswith(_IGNORED))
-            if not (one.chained and line.who in open_by):
+            traceback = _Traceback(chained=between.startswith(_CHAINED), ignored=between.startswith(_IGNORED))
+            if not (traceback.chained and line.who in open_by):
                 begun.append([])
                 open_by[line.who] = begun[-1]
-            open_by[line.who].append(one)
+            open_by[line.who].append(traceback)
         elif line.who in open_by:
             open_by[line.who][-1].read(line.text)
         if line.text:
             before[line.who] = line.text
     for chain in begun:
-        yield [" ".join(one.words) for one in chain if one.words and not one.ignored]
+        yield [" ".join(trace.words) for trace in chain if trace.words and not trace.ignored]
 
 
 def _short_name(exception: str) -> str:
@@ -259,8 +259,8 @@ class ServerProcess:
             return f"ended with exit code {code}: {error} (its output is in {self._log})"
         signaled = code - server_guard.KILLED in list(signal.Signals)  # 255 is an exit code
         how = ending(server_guard.KILLED - code if signaled else code)
-        said = last_line(self._said())
-        return f"{how} (its output is in {self._log}{f', which ends with: {said}' if said else ''})"
+        message = last_line(self._said())
+        return f"{how} (its output is in {self._log}{f', which ends with: {message}' if message else ''})"
 
     def error(self) -> str:
         """The exception that ended its process, or the complaint about its arguments; empty while it runs, and where it was killed or its
@@ -290,9 +290,9 @@ class ServerProcess:
         """Returns what it has warned of since the last call that it has not loaded."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             log.seek(max(self._begins, self._heard))
-            said = log.read()
+            text = log.read()
             self._heard = log.tell()
-            return not_loaded(said.decode(errors="replace"))
+            return not_loaded(text.decode(errors="replace"))
         return frozenset()
 
     @property

@@ -130,7 +130,7 @@ class EnvironmentConfig:
                 "environment.seconds = 0 would wait for ever for an agent that has vanished: set the seconds that an agent may take "
                 "between its turns"
             )
-        foreign, owner = self._foreign([one for one in _changed(self) if one not in ("kind", "function")])
+        foreign, owner = self._foreign([name for name in _changed(self) if name not in ("kind", "function")])
         if foreign:
             raise ValueError(
                 f"environment.{foreign[0]} belongs to {owner}, which is not set; set it (environment.kind names such environments), or "
@@ -142,14 +142,14 @@ class EnvironmentConfig:
         """The settings that do not belong to this kind, and the kind that they belong to."""
         mine = (*asks.own, *asks.shared, *_OF_ALL) if (asks := self.gateway_kind) else ()
         for kind, other in GATEWAY_KINDS.items():
-            if found := [one for one in changed if one in other.own and one not in mine]:
+            if found := [name for name in changed if name in other.own and name not in mine]:
                 return found, f'environment.kind = "{kind}"'
         if mine:
-            return [one for one in changed if one not in mine], "another kind of environment"
+            return [name for name in changed if name not in mine], "another kind of environment"
         if self.function:
-            return [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
+            return [name for name in changed if name in _OF_LIBRARIES], "an environment of another library"
         if self.kind in LIBRARIES:
-            return [one for one in changed if one in _OF_FUNCTIONS], "environment.function"
+            return [name for name in changed if name in _OF_FUNCTIONS], "environment.function"
         return changed, "environment.function, or to an environment of another library"
 
     @property

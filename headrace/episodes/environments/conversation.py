@@ -283,8 +283,8 @@ class Conversation:
         too_long = _Place((), (), "", (), fresh=True, continues=False, size=longest + 1)
         if characters > self._encoder.most_characters(longest):
             return too_long
-        added = [self._marked(one) for one in (new if self._past else [*self._front(new), *new])]
-        given = [{key: value for key, value in one.items() if key not in (PROBLEM, SPECIALS)} for one in added]
+        added = [self._marked(message) for message in (new if self._past else [*self._front(new), *new])]
+        given = [{key: value for key, value in message.items() if key not in (PROBLEM, SPECIALS)} for message in added]
         continues = begins_answer(given) if asked.continues is None else asked.continues
         written, glue = self._rendered(given, continues)
         behind = written if glue is None else glue
@@ -307,7 +307,7 @@ class Conversation:
     def _rendered(self, given: Sequence[Message], continues: bool) -> tuple[Written, Written | None]:
         """Returns the text of the conversation with `given` behind it, and its part behind the path; None if it does not extend the
         path."""
-        if self._as_calls or all(one.sampled == one.parsed for one in self._past):
+        if self._as_calls or all(message.sampled == message.parsed for message in self._past):
             return self._as_given(given, continues)
         with contextlib.suppress(ConfigError):
             written, behind = self._as_given(given, continues)
@@ -333,7 +333,7 @@ class Conversation:
 
     def _shown(self, given: Sequence[Message]) -> tuple[list[Message], Sequence[Message], Mapping[str, Any]]:
         """Messages, tools and arguments of the template."""
-        past = [one.parsed if self._as_calls else one.sampled for one in self._past]
+        past = [message.parsed if self._as_calls else message.sampled for message in self._past]
         if self._place == "template":
             return [*past, *given], described(msgspec.convert(list(self._tools), list[Tool])), self._all_arguments
         return with_tools([*past, *given], self._tools), (), self._all_arguments
@@ -353,10 +353,13 @@ class Conversation:
         text = self._text_of(format).push(done.tokens, last=True)
         if format is None:
             return ChatReply(text=text, stop=stop, tokens=count)
-        said = read_calls(text, format, self._tools)
-        calls = [WrittenCall(name=one.name, arguments=one.arguments, id=self._id()) for one in said.calls]
-        calls += [WrittenCall(name="", arguments=one.text, problem=one.why, id=self._id()) for one in said.malformed]
-        return ChatReply(text=said.content, calls=tuple(calls), stop=stop, tokens=count)
+        reply = read_calls(text, format, self._tools)
+        calls = [WrittenCall(name=call.name, arguments=call.arguments, id=self._id()) for call in reply.calls]
+        calls += [
+            WrittenCall(name="", arguments=section.text, problem=section.why, id=self._id())
+            for section in reply.malformed
+        ]
+        return ChatReply(text=reply.content, calls=tuple(calls), stop=stop, tokens=count)
 
     def _text_of(self, format: CallFormat | None) -> StreamedText:
         """The text of a reply, calls included, which has no token yet."""
@@ -374,7 +377,7 @@ class Conversation:
         ended = self._encoder.has_ended(done)
         begun = begun if text.endswith(begun) else begun.rstrip()  # templates trim it
         content = begun + self._encoder.written(done.tokens[:-1] if ended else done.tokens)
-        self._past += [_Past(one, one) for one in given]
+        self._past += [_Past(message, message) for message in given]
         sampled, parsed = {"role": "assistant", "content": content}, _as_message(reply, begun)
         self._past.append(_Past(sampled, parsed if "tool_calls" in parsed else sampled))
         self._opened, self._text = text, text + self._encoder.written(done.tokens)
@@ -385,9 +388,9 @@ def _as_message(reply: ChatReply, begun: str = "") -> dict[str, Any]:
     """The reply as a message in OpenAI's form, with the arguments of calls as objects, as chat templates expect them."""
     message: dict[str, Any] = {"role": "assistant", "content": begun + reply.text}
     calls = [
-        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
-        for one in reply.calls
-        if not one.problem
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+        for call in reply.calls
+        if not call.problem
     ]
     return message | ({"tool_calls": calls} if calls else {})
 
@@ -398,11 +401,11 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Me
     if not tools:
         return list(messages)
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    said = (
+    message = (
         f"You can call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, write its name and arguments as JSON:\n"
         '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
     )
     if messages and messages[0].get("role") == "system":
         first, *rest = messages
-        return [{**first, "content": f"{first['content']}\n\n{said}"}, *rest]
-    return [{"role": "system", "content": said}, *messages]
+        return [{**first, "content": f"{first['content']}\n\n{message}"}, *rest]
+    return [{"role": "system", "content": message}, *messages]

@@ -95,7 +95,7 @@ class TurnLog:
     @property
     def results(self) -> tuple[dict[str, Any], ...]:
         """The results of the tool calls of the last turn."""
-        return tuple(one.answered.message for one in self._calls if one.after == self.after)
+        return tuple(call.answered.message for call in self._calls if call.after == self.after)
 
     @property
     def after(self) -> str:

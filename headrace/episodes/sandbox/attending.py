@@ -47,7 +47,7 @@ def pipes(count: int) -> tuple[list[int], list[int]]:
     made = [os.pipe() for _ in range(count)]
     for reading, _ in made:
         os.set_blocking(reading, False)
-    return [one for one, _ in made], [one for _, one in made]
+    return [read_end for read_end, _ in made], [write_end for _, write_end in made]
 
 
 def attend(
@@ -56,14 +56,14 @@ def attend(
     """Returns when `first` has ended, or was killed with `code` for exceeding a limit. `code`: the process that runs the code, perhaps the
     same. `orders`: at its end nobody waits for the call; raises StreamEnded then, with the processes killed."""
     patience = Patience(code.pid, limits.seconds)
-    printed = {one: bytearray() for one in reading}
+    printed = {end: bytearray() for end in reading}
     watch = select.poll()
-    for one in reading:
-        watch.register(one, select.POLLIN)
+    for end in reading:
+        watch.register(end, select.POLLIN)
     watch.register(orders, 0)  # reports the end only
-    gates = {one.gate.fileno(): one.gate for one in {first, code}}
-    for one in gates:
-        watch.register(one, select.POLLIN)
+    gates = {process.gate.fileno(): process.gate for process in {first, code}}
+    for gate in gates:
+        watch.register(gate, select.POLLIN)
     handle = os.pidfd_open(first.pid) if hasattr(os, "pidfd_open") else -1
     if handle >= 0:
         watch.register(handle, select.POLLIN)
@@ -83,12 +83,12 @@ def attend(
         broken = _broken(patience, printed, limits, private)
     if handle >= 0:
         os.close(handle)
-    ends = {one: ended if one == first and ended else _killed(one.pid) for one in {first, code}}
+    ends = {process: ended if process == first and ended else _killed(process.pid) for process in {first, code}}
     for process in ends:
         process.gate.close()
-    for one in reading:
-        _read(one, printed[one], limits.output)
-        os.close(one)
+    for end in reading:
+        _read(end, printed[end], limits.output)
+        os.close(end)
     broken = broken if broken[0] else _broken(None, printed, limits, private)
     status, cpu = ends[code]
     return CallEnd(
@@ -96,7 +96,7 @@ def attend(
         status,
         cpu_seconds=sum(used for _, used in ends.values()),
         code_cpu_seconds=cpu,
-        printed=[bytes(one) for one in printed.values()],
+        printed=[bytes(output) for output in printed.values()],
         test_status=ends[first][0] if first != code else 0,
     )
 
@@ -117,7 +117,7 @@ def _serve(gates: dict[int, ThreadGate], found: int, event: int, watch: select.p
 def _broken(
     patience: Patience | None, printed: dict[int, bytearray], limits: SandboxLimits, private: PrivateDirectory
 ) -> tuple[str, str]:
-    if any(len(one) > limits.output for one in printed.values()):
+    if any(len(output) > limits.output for output in printed.values()):
         return "output", f"it printed more than {limits.output:,} bytes"
     if patience and patience.left < 0:
         return "time", f"it took more than {limits.seconds:g} s"
@@ -155,7 +155,7 @@ def _killed(pid: int) -> tuple[int, float]:
 
 def report_of(ended: CallEnd, limits: SandboxLimits) -> dict[str, Any]:
     """Returns the fields of `sandbox.SandboxResult` as `result`, and whether the verdict of a test is `sure` (`inside/tester.py`)."""
-    out, err, *verdict = [one[: limits.output].decode(errors="replace") for one in ended.printed]
+    out, err, *verdict = [output[: limits.output].decode(errors="replace") for output in ended.printed]
     reason, detail = ended.broken
     sure = False
     if blame := _own_limits(ended, limits, verdict):

@@ -112,11 +112,11 @@ def refuse_missing(limits: SandboxLimits, allow: tuple[str, ...], who: str) -> N
 
 def isolation_problem(found: Sequence[IsolationFound], allow: Collection[str], who: str) -> str:
     """Returns why code that a model has written must not be run; empty if it may."""
-    if missing := [one for one in found if not one.there and one.kind not in allow]:
-        said = "; ".join(f"{one.kind}: {one.how}" for one in missing)
-        named = ", ".join(f'"{kind}"' for kind in (*allow, *(one.kind for one in missing)))
+    if missing := [isolation for isolation in found if not isolation.there and isolation.kind not in allow]:
+        message = "; ".join(f"{isolation.kind}: {isolation.how}" for isolation in missing)
+        named = ", ".join(f'"{kind}"' for kind in (*allow, *(isolation.kind for isolation in missing)))
         return (
-            f"{who} runs code that a model has written, and this machine cannot isolate it ({said}). Run it on Linux 5.13 or newer "
+            f"{who} runs code that a model has written, and this machine cannot isolate it ({message}). Run it on Linux 5.13 or newer "
             f"(x86-64 or AArch64), or allow it: sandbox.allow = [{named}]"
         )
     return ""

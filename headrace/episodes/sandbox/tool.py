@@ -33,5 +33,5 @@ def run_python(code: str) -> str:
     result = sandbox_of_this_process("the tool run_python").run(code)
     if not result.reason:
         return result.out or "(it printed nothing)"
-    said = result.err.strip() if result.reason == "raised" else f"error: {result.detail}"
-    return f"{result.out}{said}"
+    message = result.err.strip() if result.reason == "raised" else f"error: {result.detail}"
+    return f"{result.out}{message}"

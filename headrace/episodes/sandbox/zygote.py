@@ -130,8 +130,8 @@ def _beside(code: str, entry_point: str, seal: str) -> Callable[[], int]:
 
 
 def _close(descriptors: Sequence[int]) -> None:
-    for one in descriptors:
-        os.close(one)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -96,11 +96,11 @@ def read_tests(given: Any, setup: str) -> list[UnitTest]:
         case str() if given.strip():
             return [UnitTest(f"{setup}\n{given}")]
         case {"inputs": list(inputs), "outputs": list(outputs)} if inputs and len(inputs) == len(outputs):
-            return [_pair(*one) for one in zip(inputs, outputs, strict=True)]
-        case list() if given and all(isinstance(one, str) and one.strip() for one in given):
-            return [UnitTest(f"{setup}\n{one}") for one in given]
-        case list() if given and all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in given):
-            return [_pair(one["input"], one["output"]) for one in given]
+            return [_pair(*pair) for pair in zip(inputs, outputs, strict=True)]
+        case list() if given and all(isinstance(test, str) and test.strip() for test in given):
+            return [UnitTest(f"{setup}\n{test}") for test in given]
+        case list() if given and all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in given):
+            return [_pair(test["input"], test["output"]) for test in given]
     raise BadTests(
         "the column tests is neither a list of texts with assert statements, nor {inputs, outputs} of equal length, nor a list of "
         f"{{input, output}}: {given!r:.80}"

@@ -150,10 +150,10 @@ class RewardConfig:
     @property
     def endpoints(self) -> tuple[EndpointConfig, ...]:
         """The services and judges."""
-        return tuple(one for name in ENDPOINTS for one in getattr(self, name))
+        return tuple(endpoint for name in ENDPOINTS for endpoint in getattr(self, name))
 
     def _names(self) -> list[str]:
-        return [*distinct([spec.name for spec in self.specs]), *(one.name for one in self.endpoints)]
+        return [*distinct([spec.name for spec in self.specs]), *(endpoint.name for endpoint in self.endpoints)]
 
     @property
     def _called(self) -> tuple[RewardSpec | ServiceConfig, ...]:
@@ -168,13 +168,13 @@ class RewardConfig:
     @property
     def segmented(self) -> str:
         """The name of the part that scores the steps of completions; empty if none does."""
-        return next((one.name for one in self._called if one.segments), "")
+        return next((spec.name for spec in self._called if spec.segments), "")
 
     @property
     def comparing(self) -> tuple[str, ...]:
         """The names of the parts that compare completions."""
-        told = tuple(one.name for one in self._called if one.compares)
-        return (*told, *(one.name for one in self.judges if one.mode != "score"))
+        told = tuple(spec.name for spec in self._called if spec.compares)
+        return (*told, *(judge.name for judge in self.judges if judge.mode != "score"))
 
     @property
     def named(self) -> list[str]:
@@ -185,14 +185,15 @@ class RewardConfig:
     def for_trial(self) -> RewardConfig:
         """The same with one more attempt at most: who tries a reward before a run waits for an answer."""
         once: dict[str, Any] = {
-            name: tuple(replace(one, retries=min(one.retries, 1)) for one in getattr(self, name)) for name in ENDPOINTS
+            name: tuple(replace(endpoint, retries=min(endpoint.retries, 1)) for endpoint in getattr(self, name))
+            for name in ENDPOINTS
         }
         return replace(self, **once)
 
     @property
     def extracts(self) -> set[str]:
         """The kinds of extraction that must find something in a right answer."""
-        return {getattr(one, "extract", "") for one in (*self.specs, *self.endpoints)}
+        return {getattr(spec, "extract", "") for spec in (*self.specs, *self.endpoints)}
 
     @property
     def from_python(self) -> tuple[RewardSpec, ...]:
@@ -204,7 +205,7 @@ class RewardConfig:
         """The weight of every reward, by its name in `Scored.rewards`."""
         names = distinct([spec.name for spec in self.specs])
         weights = {name: spec.weight for name, spec in zip(names, self.specs, strict=True)}
-        weights |= {one.name: one.weight for one in self.endpoints}
+        weights |= {endpoint.name: endpoint.weight for endpoint in self.endpoints}
         return weights | (
             {PUNISHMENT: self.soft_overlong_punishment.weight} if self.soft_overlong_punishment.cache else {}
         )
@@ -214,17 +215,17 @@ def _name_problems(config: RewardConfig) -> Iterator[str]:
     for name, count in Counter(config._names()).items():
         if count > 1:
             yield f"two parts of the reward are called {name}; rename one of reward.services or reward.judges"
-    segmented = [one.name for one in config._called if one.segments]
+    segmented = [spec.name for spec in config._called if spec.segments]
     if len(segmented) > 1:
         yield f"{' and '.join(segmented)} both score steps (segments), and a token belongs to one step; keep one of them"
 
 
 def waiting_problems(config: RewardConfig, *, group: int, stop_after: float) -> Iterator[str]:
     """Returns a sentence for each scorer over HTTP that cannot work in this run. `stop_after`: `watch.stop_after`."""
-    for one in config.endpoints:
-        if one.deadline >= stop_after:
+    for endpoint in config.endpoints:
+        if endpoint.deadline >= stop_after:
             yield (
-                f"{one.name} may take deadline = {one.deadline:g} s, and a wait of watch.stop_after = {stop_after:g} s ends the run; lower the "
+                f"{endpoint.name} may take deadline = {endpoint.deadline:g} s, and a wait of watch.stop_after = {stop_after:g} s ends the run; lower the "
                 "first or raise the second"
             )
     for judge in config.judges:

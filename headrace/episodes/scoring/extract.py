@@ -47,7 +47,7 @@ def number_of(match: re.Match[str]) -> str:
     power = match["power"] or match["typed"] or match["raised"]
     text = f"{'-' if match['minus'] else ''}{digits}" + (f"e{power}" if power else "")
     plain = text.translate(_ASCII)
-    return plain if plain.isascii() else "".join(str(unicodedata.decimal(one, one)) for one in plain)
+    return plain if plain.isascii() else "".join(str(unicodedata.decimal(digit, digit)) for digit in plain)
 
 
 def last_number(text: str) -> str:

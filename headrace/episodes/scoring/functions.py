@@ -137,7 +137,7 @@ class FunctionPools:
 
     def _in_processes(self, config: RewardConfig, log: Path | None, sandbox: str) -> list[tuple[RewardSpec, _Call]]:
         loaded = self._loaded or check_functions(config.named, sandbox)
-        kinds = dict(zip(config.named, (one.is_async for one in loaded), strict=True))
+        kinds = dict(zip(config.named, (reward.is_async for reward in loaded), strict=True))
         plain = [function for function, is_async in kinds.items() if not is_async]
         later = [function for function, is_async in kinds.items() if is_async]
         calls: dict[str, _Call] = {}

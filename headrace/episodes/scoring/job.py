@@ -241,7 +241,7 @@ def too_late(job: ScoringJob, seconds: float, then: str = "it was cancelled") ->
 
 
 def _read(function: Callable[..., Any], result: Any, job: ScoringJob) -> Values:
-    values = read_values(result, len(job.completions), [len(one) for one in job.segments])
+    values = read_values(result, len(job.completions), [len(segment) for segment in job.segments])
     if not isinstance(function, TrlReward) or not isinstance(result, (list, tuple)) or len(result) != len(values):
         return values
     return [None if given is None else value for given, value in zip(result, values, strict=True)]
@@ -279,8 +279,8 @@ def _read_segments(value: Any, count: int) -> tuple[float, ...] | Failure:
     if len(numbers) != count:
         return Failure("reward_wrong_count", f"{len(numbers)} scores came back for {count} segments")
     scores = [_read_one(number) for number in numbers]
-    failed = next((one for one in scores if isinstance(one, Failure)), None)
-    return failed or tuple(one for one in scores if not isinstance(one, Failure))
+    failed = next((score for score in scores if isinstance(score, Failure)), None)
+    return failed or tuple(score for score in scores if not isinstance(score, Failure))
 
 
 def _read_one(value: Any) -> float | Failure:

@@ -84,7 +84,7 @@ class ScoreLog:
         self._earlier: dict[str, ScoreRecord] = {}
         """Records of an earlier process. Each is used once: what comes again is asked again."""
         self._path: Path | None = None
-        self._warn: Callable[[str], None] = lambda said: None
+        self._warn: Callable[[str], None] = lambda message: None
         self._file: AppendFile | None = None
         self._size = 0
 

@@ -50,14 +50,16 @@ class PunishedScorer:
         self._inner, self._config, self._longest = inner, config, longest
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
-        return [self._punished(one) for one in await self._inner.score(prompt, episodes)]
+        return [self._punished(rollout) for rollout in await self._inner.score(prompt, episodes)]
 
-    def _punished(self, one: Scored | Failure) -> Scored | Failure:
-        if isinstance(one, Failure):
-            return one
-        length = max(len(turn.completion.tokens) for turn in one.episode.turns)
+    def _punished(self, rollout: Scored | Failure) -> Scored | Failure:
+        if isinstance(rollout, Failure):
+            return rollout
+        length = max(len(turn.completion.tokens) for turn in rollout.episode.turns)
         value = soft_overlong_punishment(length, self._longest, self._config.cache)
-        return replace(one, reward=one.reward + self._config.weight * value, rewards={**one.rewards, PUNISHMENT: value})
+        return replace(
+            rollout, reward=rollout.reward + self._config.weight * value, rewards={**rollout.rewards, PUNISHMENT: value}
+        )
 
     async def close(self) -> None:
         await self._inner.close()
@@ -95,7 +97,7 @@ class RewardScorer:
         records what services and judges say; `poster` is the client of services, over HTTP by default; `sites`: the machines on which
         functions run."""
         self._pools = FunctionPools(config, callables, log, sandbox, sites, begun=begun, loaded=loaded)
-        check_client([] if poster else [one.name for one in config.endpoints])
+        check_client([] if poster else [endpoint.name for endpoint in config.endpoints])
         self._poster = poster or HttpPoster()
         self._parts = [*self._pools.parts, *_over_http(config, self._poster)]
         if not self._parts:
@@ -155,7 +157,7 @@ class RewardScorer:
             return given, {}
         assert self._decode, "a run that scores steps has a tokenizer"
         returns = returns_of(given, part.form)
-        weighed = [part.weight * one for one in returns]
+        weighed = [part.weight * returned for returned in returns]
         found = graded(episode, part.segments, given, returns=weighed, decode=self._decode)
         return (found, {}) if isinstance(found, Failure) else (returns[0], {"segments": found})
 
@@ -166,27 +168,27 @@ def _over_http(config: RewardConfig, poster: Poster) -> list[RewardPart]:
     return [
         *(
             RewardPart(
-                name=one.name,
-                weight=one.weight,
-                ask=compared(service.call) if one.compares else service.call,
-                extract=Extractor(one.extract, cut),
-                segments=one.segments,
-                form=one.form,
+                name=endpoint.name,
+                weight=endpoint.weight,
+                ask=compared(service.call) if endpoint.compares else service.call,
+                extract=Extractor(endpoint.extract, cut),
+                segments=endpoint.segments,
+                form=endpoint.form,
                 what="service",
                 kept=True,
             )
-            for one in config.services
-            for service in [HttpService(one, poster)]
+            for endpoint in config.services
+            for service in [HttpService(endpoint, poster)]
         ),
         *(
             RewardPart(
-                name=one.name,
-                weight=one.weight,
-                ask=Judge(one, poster).call,
-                extract=Extractor(one.extract, cut),
+                name=judge.name,
+                weight=judge.weight,
+                ask=Judge(judge, poster).call,
+                extract=Extractor(judge.extract, cut),
                 what="judge",
                 kept=True,
             )
-            for one in config.judges
+            for judge in config.judges
         ),
     ]

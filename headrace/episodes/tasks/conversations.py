@@ -38,7 +38,7 @@ def prompt_of(value: Any, config: TaskConfig) -> str | list[Message]:
         raise ConfigError(f"is {_kind(value)}; a prompt is a string or a list of messages {{role, content}}")
     if not value:
         raise ConfigError("is an empty list of messages")
-    messages = [_message(one, place) for place, one in enumerate(value, 1)]
+    messages = [_message(message, place) for place, message in enumerate(value, 1)]
     if problem := role_problem(messages):
         raise ConfigError(f"is a list whose {problem}")
     if not config.chat:
@@ -57,30 +57,30 @@ def last_user(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _message(given: Any, place: int) -> Message:
     """Arrow writes null for keys that other messages have."""
-    said = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
-    if "role" not in said and isinstance(said.get("from"), str):
-        said = _of_sharegpt(said, place)
-    content, calls = said.get("content", ""), said.get("tool_calls")
-    spoken = isinstance(content, (str, list)) and ("content" in said or calls)
-    if not isinstance(said.get("role"), str) or not spoken:
+    message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    if "role" not in message and isinstance(message.get("from"), str):
+        message = _of_sharegpt(message, place)
+    content, calls = message.get("content", ""), message.get("tool_calls")
+    spoken = isinstance(content, (str, list)) and ("content" in message or calls)
+    if not isinstance(message.get("role"), str) or not spoken:
         raise ConfigError("is a list with something else than messages {role: text, content: text}")
     if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
         raise ConfigError(f"has a list in message {place} that holds no parts {{type: text, text: ...}}")
     try:
-        said["content"] = text_of(content)
+        message["content"] = text_of(content)
     except ConfigError as error:
         raise ConfigError(f"has a message {place} that is not text: {error}. Remove such rows") from None
-    return said | ({"tool_calls": [_call(one, place) for one in calls]} if calls else {})
+    return message | ({"tool_calls": [_call(call, place) for call in calls]} if calls else {})
 
 
-def _of_sharegpt(said: Message, place: int) -> Message:
-    speaker = said["from"]
+def _of_sharegpt(message: Message, place: int) -> Message:
+    speaker = message["from"]
     if speaker not in _SHAREGPT:
         raise ConfigError(
             f"is a list whose message {place} is from {speaker}{nearest(speaker, _SHAREGPT)}; there are {', '.join(_SHAREGPT)}"
         )
-    rest = {key: value for key, value in said.items() if key not in ("from", "value")}
-    return {"role": _SHAREGPT[speaker], "content": said.get("value"), **rest}
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": _SHAREGPT[speaker], "content": message.get("value"), **rest}
 
 
 def _call(given: Any, place: int) -> Message:

@@ -159,8 +159,8 @@ def parquet_rows(path: Path) -> list[Row]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        said = str(error).splitlines()[0]
-        raise ConfigError(f"{path} cannot be read as Parquet ({said}); set task.kind to what it is") from None
+        message = str(error).splitlines()[0]
+        raise ConfigError(f"{path} cannot be read as Parquet ({message}); set task.kind to what it is") from None
 
 
 def saved_rows(path: Path) -> list[Row]:
@@ -171,9 +171,9 @@ def saved_rows(path: Path) -> list[Row]:
     try:
         saved = [] if _is_empty(path) else datasets.load_from_disk(str(path))
     except Exception as error:  # errors of several libraries, depending on what the directory holds instead
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{path} is not a dataset written by save_to_disk ({said}); save it so, or use task.kind = jsonl or parquet"
+            f"{path} is not a dataset written by save_to_disk ({message}); save it so, or use task.kind = jsonl or parquet"
         ) from None
     if isinstance(saved, datasets.DatasetDict):
         splits = " or ".join(str(path / split) for split in saved)

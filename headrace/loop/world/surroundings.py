@@ -203,15 +203,15 @@ def loss_tokens(row: Row, grain: int) -> int:
     return round(total)
 
 
-def shared_again(one: Scored, grain: int) -> int:
+def shared_again(rollout: Scored, grain: int) -> int:
     """Returns the real tokens that the rows of a rollout that branches repeat: the turns before the fork, and what lies before its first turn,
     in all rows but the first."""
-    if not one.branches:
+    if not rollout.branches:
         return 0
-    turns, pivot = one.episode.turns, one.branches[0].first
+    turns, pivot = rollout.episode.turns, rollout.branches[0].first
     sampled = sum(min(turn.completion.tokens[0], len(turn.completion.tokens) * grain) for turn in turns[:pivot])
     read = sum(turn.context[0] for turn in turns[1 : pivot + 1])
-    return (len(one.branches) - 1) * (sampled + read)
+    return (len(rollout.branches) - 1) * (sampled + read)
 
 
 # --- Task, environment and scorer of a simulated run

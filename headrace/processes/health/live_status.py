@@ -61,7 +61,7 @@ class Camera:
 
     def _take(self, why: str) -> Snapshot:
         lines = [f"headrace: {why}", "", "waits, longest first:"]
-        lines += [f"  {said}" for said, _ in counted(self._lasting())] or ["  nothing waits"]
+        lines += [f"  {words}" for words, _ in counted(self._lasting())] or ["  nothing waits"]
         lines += ["", f"--- controller, pid {os.getpid()}", *stacks.thread_lines([threading.get_ident()])]
         if self.loop is not None:
             with suppress(RuntimeError):  # the tasks change faster than they can be counted
@@ -86,17 +86,19 @@ def blame(wait: Lasting, every: Sequence[Lasting], accounts: Sequence[stacks.Acc
 
     A scorer that was passed from Python has no process: its threads are in this one.
     """
-    for what in (wait.what, ", ".join(one.what for one in every)):
-        guilty = [one for one in accounts if one.child.who in what]
-        guilty = guilty or [one for one in accounts if one.child.who.split()[0] in what]  # `scorer 2`: one of several
+    for what in (wait.what, ", ".join(waiting.what for waiting in every)):
+        guilty = [account for account in accounts if account.child.who in what]
+        guilty = guilty or [
+            account for account in accounts if account.child.who.split()[0] in what
+        ]  # `scorer 2`: one of several
         threads = stacks.threads_named(REWARD_THREADS) if "scorer" in what else []
         if guilty or threads:
-            said = [one.brief for one in guilty]
-            said += [f"thread {name}: in {stacks.thread_place(ident)}" for name, ident in threads]
-            lines = [line for one in guilty for line in one.short]
+            messages = [account.brief for account in guilty]
+            messages += [f"thread {name}: in {stacks.thread_place(ident)}" for name, ident in threads]
+            lines = [line for account in guilty for line in account.short]
             for name, ident in threads:
                 lines += [f"--- controller, thread {name}", *stacks.thread_stack(ident)[-stacks.SHORT :]]
-            return "; ".join(said), lines
+            return "; ".join(messages), lines
     return "", []
 
 
@@ -280,14 +282,14 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         "seconds_a_step": run_state.step_seconds(state),
         "seconds_left": run_state.seconds_left(state),
         "reward": run_state.recent_reward(state),
-        "held_out": [[one.phase, one.reward_mean] for one in state.evals],
-        "held_out_failed": [one.failed_prompts for one in state.evals],
+        "held_out": [[evaluation.phase, evaluation.reward_mean] for evaluation in state.evals],
+        "held_out_failed": [evaluation.failed_prompts for evaluation in state.evals],
         "shares": {"recent": _shares(state.shares.recent), "total": _shares(state.shares.total)},
         "failures": [
-            {"kind": one.kind, "rollouts": one.rollouts, **(_first(one.first) if one.first else {})}
-            for one in failings(state)
+            {"kind": failing.kind, "rollouts": failing.rollouts, **(_first(failing.first) if failing.first else {})}
+            for failing in failings(state)
         ],
-        "advice": [[one.name, one.sentence] for one in advices(state)],
+        "advice": [[advice.name, advice.sentence] for advice in advices(state)],
         "lag": {
             "mean": run_state.mean_lag(state),
             "max": max(state.lags, default=None),
@@ -297,10 +299,10 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         "accounting": {**msgspec.to_builtins(state.accounting), "balance": state.accounting.balance()},
         "checkpoint": _checkpoint(state),
         "waits": msgspec.to_builtins(live.waits if live else ()),
-        "joined": {who: [one.host, one.pid, one.address] for who, one in state.joined.items()},
+        "joined": {who: [worker.host, worker.pid, worker.address] for who, worker in state.joined.items()},
         "members": msgspec.to_builtins(state.members),
-        "deaths": [[one.t, one.who, one.how] for one in state.deaths],
-        "warnings": [[one.t, one.message] for one in state.warnings],
+        "deaths": [[death.t, death.who, death.how] for death in state.deaths],
+        "warnings": [[warning.t, warning.message] for warning in state.warnings],
         "picture": live.picture if live else "",
     }
 
@@ -314,12 +316,17 @@ def _shares(tally: Tally) -> dict[str, float | None]:
     }
 
 
-def _first(one: FirstFailure) -> dict[str, str]:
-    return {"reason": one.reason, "detail": one.detail, "traceback": one.traceback, "prompt": one.prompt_id}
+def _first(failure: FirstFailure) -> dict[str, str]:
+    return {
+        "reason": failure.reason,
+        "detail": failure.detail,
+        "traceback": failure.traceback,
+        "prompt": failure.prompt_id,
+    }
 
 
 def _checkpoint(state: RunState) -> dict[str, Any] | None:
-    good = [one for one in state.checkpoints if not one.error]
+    good = [checkpoint for checkpoint in state.checkpoints if not checkpoint.error]
     return {"step": good[-1].step, "t": good[-1].t, "path": good[-1].path} if good else None
 
 

@@ -70,7 +70,7 @@ class Monitor:
 
 def watch(beats: int, pid: int, warn_after: float, stop_after: float, file: Path) -> None:
     """Watches until the controller ends or closes its end of the pipe."""
-    silent, said, last, runs = 0.0, False, time.monotonic(), b"[]\n"
+    silent, warned, last, runs = 0.0, False, time.monotonic(), b"[]\n"
     while True:
         ready, _, _ = select.select([beats], [], [], SLICE)
         now = time.monotonic()
@@ -78,15 +78,15 @@ def watch(beats: int, pid: int, warn_after: float, stop_after: float, file: Path
         if ready:
             if not (received := os.read(beats, 1 << 20)):
                 return None
-            runs, silent, said = received, 0.0, False
+            runs, silent, warned = received, 0.0, False
         elif os.getppid() != pid:  # the controller has ended, and a process that it started keeps the pipe open
             return None
         elif not is_stopped(pid):
             silent += passed
         if silent >= stop_after:
             return _end(pid, silent, file, json.loads(runs.splitlines()[-1]))
-        if silent >= warn_after and not said:
-            said = True
+        if silent >= warn_after and not warned:
+            warned = True
             _say(
                 f"the interpreter of the controller, pid {pid}, has been blocked for {silent:.0f} s", _stacks(pid, file)
             )

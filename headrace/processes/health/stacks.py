@@ -76,7 +76,7 @@ def _is_main(thread: dict[str, Any]) -> bool:
 
 def _lines_of_dump(thread: dict[str, Any]) -> list[str]:
     name = thread["thread_name"] or ("MainThread" if _is_main(thread) else thread["os_thread_id"])
-    lines = [f'  File "{one["filename"]}", line {one["line"]} in {one["name"]}' for one in thread["frames"]]
+    lines = [f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}' for frame in thread["frames"]]
     return [f"Thread {name} (most recent call first):", *lines]
 
 
@@ -140,7 +140,7 @@ def dump_lines(leave_out: Sequence[int] = ()) -> list[str]:
 
 
 def dumped(summary: Sequence[traceback.FrameSummary]) -> list[str]:
-    return [f'  File "{one.filename}", line {one.lineno} in {one.name}' for one in reversed(summary)]
+    return [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(summary)]
 
 
 def main_frames(dump: str) -> list[str]:
@@ -178,7 +178,9 @@ def thread_place(ident: int, frames: int = 3) -> str:
     """Formats the innermost frames of one thread: `reward.py:3 slow < job.py:80 call`."""
     frame = sys._current_frames().get(ident)
     summary = reversed(traceback.extract_stack(frame)[-frames:]) if frame else []
-    return " < ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in summary)
+    return " < ".join(
+        f"{Path(each_frame.filename).name}:{each_frame.lineno} {each_frame.name}" for each_frame in summary
+    )
 
 
 def threads_named(prefix: str) -> list[tuple[str, int]]:
@@ -196,8 +198,8 @@ def _frame_lines(frame: FrameType) -> list[str]:
 
 def _lines(summary: Iterable[traceback.FrameSummary]) -> list[str]:
     return [
-        f'  File "{one.filename}", line {one.lineno}, in {one.name}' + (f": {one.line}" if one.line else "")
-        for one in summary
+        f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}' + (f": {frame.line}" if frame.line else "")
+        for frame in summary
     ]
 
 
@@ -291,7 +293,7 @@ def ask(asked: Iterable[Child], patience: float = PATIENCE) -> list[Account]:
             os.kill(child.pid, signal.SIGUSR1)
     sizes: dict[Child, int] = {}
     left = [Patience(child.pid, patience) for child in asked]
-    while any(one.left > 0 for one in left):
+    while any(rest.left > 0 for rest in left):
         time.sleep(POLL)
         now = {child: _size(child.stacks) for child in sent}
         done = all(now[child] > before[child][0] for child in sent) and now == sizes

@@ -193,7 +193,7 @@ class Watchdog:
         self._seen, self._passed = self._beats, passed
         self._silent = 0.0 if turned else self._silent + passed
         self._nameless = 0.0 if every or not turned else self._nameless + passed
-        late = [one for waits in self._waits() for one in waits.overdue()]
+        late = [wait for waits in self._waits() for wait in waits.overdue()]
         self._overdue = self._overdue + passed if late else 0.0
         self._judge(self._silent, self._blocked)
         self._judge(self._nameless, self._unnamed)
@@ -202,22 +202,22 @@ class Watchdog:
 
     def _blocked(self) -> list[str]:
         place = stacks.thread_place(self._loop_thread)
-        said = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
-        return [said, *stacks.thread_stack(self._loop_thread)[-stacks.SHORT :]]
+        message = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
+        return [message, *stacks.thread_stack(self._loop_thread)[-stacks.SHORT :]]
 
     def _unnamed(self) -> list[str]:
-        said = f"there has been no named wait for {self._nameless:.0f} s, and the run is not over"
-        return [said, *(stacks.task_lines(self._loop) if self._loop else [])]
+        message = f"there has been no named wait for {self._nameless:.0f} s, and the run is not over"
+        return [message, *(stacks.task_lines(self._loop) if self._loop else [])]
 
     def _judge(self, seconds: float, seen: Callable[[], list[str]]) -> None:
         """Warns or ends the process. Called once per turn for each fault, so that a lasting fault is reported in exactly one turn."""
         if seconds >= self._stop_after:
             self._end(seen()[0])
         elif seconds >= self._warn_after > seconds - self._passed:
-            said, *shown = seen()
-            taken = self._camera.take(said)
+            message, *shown = seen()
+            taken = self._camera.take(message)
             when = f"(the process ends at {self._stop_after:.0f} s; the stacks of all processes are in {taken.path})"
-            _print([f"headrace: {said}", *shown, when])
+            _print([f"headrace: {message}", *shown, when])
 
     def _end(self, verdict: str) -> None:
         """Ends the process, because the loop cannot end the run. A resumed run continues from the last checkpoint."""
@@ -239,7 +239,7 @@ class Watchdog:
         return _longest_first(self._waits())
 
     def _waits(self) -> list[Waits]:
-        return list(dict.fromkeys(one for waits in list(self._places.values()) for one in list(waits)))
+        return list(dict.fromkeys(held for waits in list(self._places.values()) for held in list(waits)))
 
     def _write(self) -> None:
         self._written = time.monotonic()
@@ -263,7 +263,7 @@ class Watchdog:
 
 
 def _longest_first(waits: Sequence[Waits]) -> list[Lasting]:
-    return sorted((one for each in waits for one in each.lasting()), key=lambda one: -one.seconds)
+    return sorted((wait for each in waits for wait in each.lasting()), key=lambda wait: -wait.seconds)
 
 
 def _print(lines: Sequence[str]) -> None:

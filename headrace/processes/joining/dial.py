@@ -82,8 +82,8 @@ def received(sock: socket.socket, kind: type[M]) -> M:
     try:
         return msgspec.msgpack.decode(read_frame(sock.recv, WELCOME_BYTES), type=kind)
     except StreamEnded:
-        said = "the controller closed the connection without an answer; is it a headrace controller?"
-        raise ConnectionError(said) from None
+        message = "the controller closed the connection without an answer; is it a headrace controller?"
+        raise ConnectionError(message) from None
 
 
 # --- A small process beside a worker that offered itself
@@ -201,13 +201,13 @@ class _Witness:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._pieces or self._over)
-                    said = self._pieces[0] if self._pieces else WordsSaid(self._at, b"", over=True)
-                sock.sendall(packed(said))
+                    words = self._pieces[0] if self._pieces else WordsSaid(self._at, b"", over=True)
+                sock.sendall(packed(words))
                 _answered(received(sock, Welcome))
                 with self._changed:
-                    if self._pieces and self._pieces[0] is said:
+                    if self._pieces and self._pieces[0] is words:
                         self._waiting -= len(self._pieces.popleft().data)
-                if said.over:
+                if words.over:
                     return
 
 

@@ -288,7 +288,7 @@ class JoinedWorker(SeatedWorker):
 
     async def _how_it_ended(self, wrong: str) -> str:
         assert self._arrived
-        hello, said = self._arrived.hello, ""
+        hello, message = self._arrived.hello, ""
         if self.left:
             return f"on {hello.host} (process {hello.pid}) has left: it was asked to end there"
         if (words := self._arrived.words) and self._log:
@@ -297,5 +297,5 @@ class JoinedWorker(SeatedWorker):
                     await words.ended.wait()
             log = f"logs/{self._log.name}"
             last = words.last_lines
-            said = f"; the end of {log}: {last}" if last else f"; it said nothing of it (its output is in {log})"
-        return f"on {hello.host} (process {hello.pid}) is lost: {wrong or 'its connection has ended'}{said}"
+            message = f"; the end of {log}: {last}" if last else f"; it said nothing of it (its output is in {log})"
+        return f"on {hello.host} (process {hello.pid}) is lost: {wrong or 'its connection has ended'}{message}"

@@ -86,7 +86,7 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         reconnect: float = 0.0,
         examine: Examine | None = None,
-        say: Callable[[str], None] = lambda said: None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
         """`terms`: those of workers that offer themselves; None if all workers have a seat. `kinds`: those that may; `code`: the terms of those
         of them that run the user's code. `reconnect`: seconds in which
@@ -130,7 +130,7 @@ class Listener:
         return arrival
 
     def _enter(self, kind: str, seat: str, arrival: Arrival, first: bool = False) -> None:
-        for spare in [one for one in self._spares if one.kind == kind and not seat]:
+        for spare in [spare for spare in self._spares if spare.kind == kind and not seat]:
             self._spares.remove(spare)
             if not spare.place.done():
                 spare.place.set_result(arrival)
@@ -239,7 +239,7 @@ class Listener:
         who = f"the {hello.kind} on {hello.host or address} (process {hello.pid})"
         stream = self._sessions[session] = Returning(
             self._reconnect,
-            lambda said: self._say(f"{who}: {said}"),
+            lambda message: self._say(f"{who}: {message}"),
             lambda: self._forget(session),
         )
         stream.connect(reader, writer)

@@ -35,15 +35,15 @@ class WorkerLog:
         self._append([f"--- {title} ---\n".encode(), *self._early])
         self._early.clear()
 
-    def take(self, said: WordsSaid) -> None:
+    def take(self, words: WordsSaid) -> None:
         """Repeated words are ignored. Missing ones are counted in the log: the witness had no room for them."""
-        if said.at + len(said.data) > self._next:
-            new = said.data[max(0, self._next - said.at) :]
-            if missing := max(0, said.at - self._next):
+        if words.at + len(words.data) > self._next:
+            new = words.data[max(0, self._next - words.at) :]
+            if missing := max(0, words.at - self._next):
                 self._put(f"\n--- {missing} bytes were cut here: the run did not take them in time ---\n".encode())
-            self._next = said.at + len(said.data)
+            self._next = words.at + len(words.data)
             self._put(new)
-        if said.over and not self.ended.is_set():
+        if words.over and not self.ended.is_set():
             self._end()
             self.ended.set()
 

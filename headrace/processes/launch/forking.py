@@ -174,10 +174,10 @@ class ForkServer:
             raise
         finally:
             os.close(reply)
-        said = await _read(answer)
-        if not said:
+        message = await _read(answer)
+        if not message:
             raise CannotFork(await asyncio.to_thread(self._how_it_ended))
-        given = msgspec.msgpack.decode(said, type=ForkReply)
+        given = msgspec.msgpack.decode(message, type=ForkReply)
         if given.refused:
             raise CannotFork(given.refused)
         self.has_forked = True

@@ -45,10 +45,10 @@ class ExaminedWorker:
 
     async def ask(self, method: str, *values: Any) -> Any:
         try:
-            said = await self._ask(DoctorQuestion(method, msgspec.Raw(_encode(values))))
+            reply = await self._ask(DoctorQuestion(method, msgspec.Raw(_encode(values))))
         except OSError as error:
             raise HostLost(f"its connection has ended: {error}") from None
-        return msgspec.msgpack.decode(said.value, type=_KINDS[method][1])
+        return msgspec.msgpack.decode(reply.value, type=_KINDS[method][1])
 
     def kill(self) -> None:
         """Does nothing: whoever started it ends it."""

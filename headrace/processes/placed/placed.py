@@ -62,7 +62,7 @@ class ClusterNode(NamedTuple):
         >>> ClusterNode("a", "10.0.0.5", NodeShare(8, 2)).holds(NodeShare(3, 1))
         2
         """
-        return int(min(mine // one for mine, one in zip(self.has, bundle, strict=True) if one))
+        return int(min(mine // wanted for mine, wanted in zip(self.has, bundle, strict=True) if wanted))
 
 
 class Hosted(Protocol):
@@ -237,8 +237,8 @@ class PlacedLauncher:
 
     async def open(self, seats: Sequence[str]) -> None:
         """Reserves a bundle for each seat. Raises ConfigError if they can never be had."""
-        if said := refusal(await self.cluster.nodes(), self.bundle, seats, self.cluster):
-            raise ConfigError(said)
+        if message := refusal(await self.cluster.nodes(), self.bundle, seats, self.cluster):
+            raise ConfigError(message)
         for who in seats:
             self._berths[who] = await self.cluster.reserve(self.bundle)
 

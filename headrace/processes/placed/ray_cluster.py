@@ -209,10 +209,10 @@ def all_nodes() -> list[ClusterNode]:
 
     return [
         ClusterNode(
-            one["NodeID"],
-            one["NodeManagerAddress"],
-            NodeShare(one["Resources"].get("CPU", 0), one["Resources"].get("GPU", 0)),
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            NodeShare(node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0)),
         )
-        for one in ray.nodes()
-        if one["Alive"]
+        for node in ray.nodes()
+        if node["Alive"]
     ]

@@ -96,17 +96,23 @@ class PartChoice(Struct, frozen=True):
 def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> list[Candidate]:
     """Returns the candidates that the settings allow. `wide`: whether the memory holds float32 weights in the engine."""
     allowed = []
-    for one in CANDIDATES:
-        config = engine if one.part == "engine" else train
-        fits = config.dtype in ("auto", one.dtype) and config.path in ("auto", one.path)
-        if one.part == "engine" and config.dtype == "auto" and one.dtype == "float32" and not wide:
+    for candidate in CANDIDATES:
+        config = engine if candidate.part == "engine" else train
+        fits = config.dtype in ("auto", candidate.dtype) and config.path in ("auto", candidate.path)
+        if candidate.part == "engine" and config.dtype == "auto" and candidate.dtype == "float32" and not wide:
             fits = False
-        if one.part == "trainer" and "bfloat16" in (train.weights, train.parallel.gather) and one.dtype == "float32":
+        if (
+            candidate.part == "trainer"
+            and "bfloat16" in (train.weights, train.parallel.gather)
+            and candidate.dtype == "float32"
+        ):
             fits = False
-        if one.part == "trainer" and train.parallel.ranks > 1 and one.path == "kernels":  # they read whole weights
+        if (
+            candidate.part == "trainer" and train.parallel.ranks > 1 and candidate.path == "kernels"
+        ):  # they read whole weights
             fits = False
         if fits:
-            allowed.append(one)
+            allowed.append(candidate)
     return allowed
 
 
@@ -114,16 +120,16 @@ def choose(
     part: Part, config: EngineConfig | TrainConfig, allowed: Sequence[Candidate], figures: Figures, threads: int
 ) -> PartChoice:
     """Returns the fastest candidate that is `allowed` and was measured. `threads`: the result of `choose_threads`, or 0 for no choice."""
-    mine = [one for one in allowed if one.part == part and figures.tokens.get(one.name)]
+    mine = [candidate for candidate in allowed if candidate.part == part and figures.tokens.get(candidate.name)]
     threads = 0 if config.cores or config.threads else threads
     if not mine:
         why = figures.problem or "nothing was measured for what the settings ask for"
         return PartChoice(
             part=part, dtype=config.dtype, path=config.path, threads=threads, rate=0.0, why=f"not measured: {why}"
         )
-    rates = {one: figures.tokens[one.name] for one in mine}
-    best = next(one for one in mine if rates[one] >= NEAR[part] * max(rates.values()))
-    alone = [one for one in mine if one.dtype == best.dtype]
+    rates = {candidate: figures.tokens[candidate.name] for candidate in mine}
+    best = next(candidate for candidate in mine if rates[candidate] >= NEAR[part] * max(rates.values()))
+    alone = [candidate for candidate in mine if candidate.dtype == best.dtype]
     path = config.path if best == alone[0] else best.path  # `auto` leads to the first of the table
     return PartChoice(
         part=part,
@@ -145,7 +151,7 @@ def choose_threads(counts: Sequence[int], figures: Figures) -> int:
 
 def _why(part: Part, best: Candidate, rates: dict[Candidate, float], rows: int) -> str:
     """`bfloat16 kernels: 410 tokens a second of one core at 32 sequences (float32 PyTorch 260, bfloat16 PyTorch 120)`"""
-    others = sorted((one for one in rates if one != best), key=lambda one: -rates[one])
-    beside = ", ".join(f"{one.words} {rates[one]:,.3g}" for one in others)
+    others = sorted((candidate for candidate in rates if candidate != best), key=lambda candidate: -rates[candidate])
+    beside = ", ".join(f"{candidate.words} {rates[candidate]:,.3g}" for candidate in others)
     at = f" at {rows} sequences" if part == "engine" else " trained"
     return f"{best.words}: {rates[best]:,.3g} tokens a second of one core{at}" + (f" ({beside})" if beside else "")

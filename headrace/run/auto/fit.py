@@ -106,10 +106,10 @@ def fit(wish: Wish, speeds: Speeds, seconds: float) -> Fitted:
     usable = (1 - SPARE) * seconds
 
     def taken(steps: int, groups: int, prompts: int) -> Fitted:
-        one, look = step_seconds(wish, speeds, groups), evaluation_seconds(wish, speeds, prompts)
+        step, look = step_seconds(wish, speeds, groups), evaluation_seconds(wish, speeds, prompts)
         looks = 2 + (max(0, steps - 1) // wish.evaluate_every if wish.evaluate_every else 0)
         saves = 1 + (max(0, steps - 1) // wish.save_every if wish.save_every else 0)
-        total = speeds.start + steps * one + looks * look + saves * speeds.save
+        total = speeds.start + steps * step + looks * look + saves * speeds.save
         warmup = math.ceil(wish.warmup * steps / wish.steps)
         return Fitted(
             steps=steps,
@@ -117,7 +117,7 @@ def fit(wish: Wish, speeds: Speeds, seconds: float) -> Fitted:
             prompts=prompts,
             warmup=min(warmup, steps - 1),
             seconds=total,
-            step_seconds=one,
+            step_seconds=step,
             evaluation_seconds=look,
             fits=total <= usable,
         )

@@ -94,7 +94,7 @@ def _running_threads(pid: int) -> int:
 def _stolen() -> tuple[float, float]:
     """Returns ticks of all cores since boot: the total, and those that the host gave to other virtual machines."""
     try:
-        ticks = [float(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        ticks = [float(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, IndexError, ValueError):
         return 0.0, 0.0
     return sum(ticks), ticks[7] if len(ticks) > 7 else 0.0
@@ -145,7 +145,11 @@ class ProbeMeasurer:
             return Figures(problem="with so small a model all choices are equally fast")
         mark = fingerprint(piece.config)
         figures = self._once(mark, config, CANDIDATES, ())
-        engines = {one.name: one for one in CANDIDATES if one.part == "engine" and one.name in figures.tokens}
+        engines = {
+            candidate.name: candidate
+            for candidate in CANDIDATES
+            if candidate.part == "engine" and candidate.name in figures.tokens
+        }
         if figures.problem or len(threads) < 2 or not engines:
             return figures
         fastest = engines[max(engines, key=figures.tokens.__getitem__)]
@@ -198,7 +202,11 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def _ask(config: Mapping[str, Any], candidates: Sequence[Candidate], threads: Sequence[int]) -> Figures:
-    request = {"config": dict(config), "candidates": [tuple(one) for one in candidates], "threads": list(threads)}
+    request = {
+        "config": dict(config),
+        "candidates": [tuple(candidate) for candidate in candidates],
+        "threads": list(threads),
+    }
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(

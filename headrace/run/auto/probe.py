@@ -87,8 +87,12 @@ def measure(request: ProbeRequest) -> Figures:
     with tempfile.TemporaryDirectory(prefix="headrace-auto-") as folder:
         directory = Path(folder)
         (directory / "config.json").write_bytes(msgspec.json.encode(piece.config))
-        engines, passes = _engines([one for one in wanted if one.part == "engine"], directory, piece.scale)
-        trainers, update = _trainers([one for one in wanted if one.part == "trainer"], directory, piece)
+        engines, passes = _engines(
+            [candidate for candidate in wanted if candidate.part == "engine"], directory, piece.scale
+        )
+        trainers, update = _trainers(
+            [candidate for candidate in wanted if candidate.part == "trainer"], directory, piece
+        )
         threads = _threads(passes, request.threads, directory) if len(request.threads) > 1 else {}
     return Figures(engines | trainers, update, threads, ROWS, time.perf_counter() - began)
 
@@ -100,18 +104,18 @@ def _engines(wanted: list[Candidate], directory: Path, scale: float) -> tuple[di
     """Returns tokens per CPU-second by candidate, and the fastest. Hugging Face's own forward is tried only if neither of ours serves
     the model, and its own cache only if that does not either."""
     clock, found = Clock(), dict[Candidate, float]()
-    for one in wanted:
-        if one.path in ("hf", "cache") and any(other.path != one.path for other in found):
+    for candidate in wanted:
+        if candidate.path in ("hf", "cache") and any(other.path != candidate.path for other in found):
             continue
         with contextlib.suppress(ConfigError):
-            found[one] = clock.time(_engine_pass(one, directory)) * scale
-    tokens = {one.name: ROWS / seconds for one, seconds in found.items()}
-    return tokens, min(found, key=lambda one: found[one]) if found else None
+            found[candidate] = clock.time(_engine_pass(candidate, directory)) * scale
+    tokens = {candidate.name: ROWS / seconds for candidate, seconds in found.items()}
+    return tokens, min(found, key=lambda candidate: found[candidate]) if found else None
 
 
-def _engine_pass(one: Candidate, directory: Path) -> Callable[[], Any]:
+def _engine_pass(candidate: Candidate, directory: Path) -> Callable[[], Any]:
     """Returns a function that runs one pass. Raises ConfigError if the candidate does not serve this model here."""
-    settings: dict[str, Any] = {"dtype": one.dtype, "path": one.path}
+    settings: dict[str, Any] = {"dtype": candidate.dtype, "path": candidate.path}
     model = read_model(directory, EngineConfig(device="cpu", context_length=4 * BLOCK, **settings))
     tensors = {name: torch.randn(shape, dtype=torch.float32).mul_(0.02) for name, shape in model.shapes.items()}
     blocks = -(-(CONTEXT + 1) // BLOCK)
@@ -153,9 +157,9 @@ def _trainers(wanted: list[Candidate], directory: Path, piece: Slice) -> tuple[d
     clock, tokens, update = Clock(), {}, 0.0
     count = int(min(MOST, max(FEWEST, OPERATIONS * piece.scale / (6 * piece.parameters))))
     count -= count % (GROUP + PROMPT)
-    for path in dict.fromkeys(one.path for one in wanted):
-        for one, work, adamw in _trainer_passes(path, [c for c in wanted if c.path == path], directory, count):
-            tokens[one.name] = count / (clock.time(work) * piece.scale)
+    for path in dict.fromkeys(candidate.path for candidate in wanted):
+        for candidate, work, adamw in _trainer_passes(path, [c for c in wanted if c.path == path], directory, count):
+            tokens[candidate.name] = count / (clock.time(work) * piece.scale)
             update = update or Clock().time(adamw) * piece.scale
     return tokens, update
 
@@ -179,8 +183,8 @@ def _trainer_passes(
     pack = _group(count, model.get_input_embeddings().weight.shape[0])
     placement = Single()
     optimizer = placement.optimizer(model.named_parameters(), TrainConfig())
-    for one in wanted:
-        dtype = getattr(torch, one.dtype)
+    for candidate in wanted:
+        dtype = getattr(torch, candidate.dtype)
 
         def work(dtype: torch.dtype = dtype) -> None:
             with computed_in(dtype, model.device):
@@ -192,7 +196,7 @@ def _trainer_passes(
                     parameter.grad = torch.zeros_like(parameter)
             apply(optimizer, placement, lr=0.0, max_norm=1.0)
 
-        yield one, work, update
+        yield candidate, work, update
 
 
 def _group(count: int, vocabulary: int) -> Any:

@@ -148,9 +148,9 @@ class HostedSite:
     def _heard(self, method: str, payload: msgspec.Raw) -> None:
         match method:
             case "said":
-                said = unpack(payload, ProcessBytes)
-                if process := self._processes.get(said.number):
-                    process.said(said.data)
+                piece = unpack(payload, ProcessBytes)
+                if process := self._processes.get(piece.number):
+                    process.said(piece.data)
             case "gone":
                 gone = unpack(payload, ProcessGone)
                 if process := self._processes.pop(gone.number, None):

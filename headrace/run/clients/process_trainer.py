@@ -89,8 +89,8 @@ class RankGroup:
                 raise WorkerDied("trainer", await self.watch())
             await everyone
         finally:
-            for one in starts:
-                one.cancel()
+            for start in starts:
+                start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
 
     async def _begin(self, rank: int) -> None:
@@ -108,13 +108,13 @@ class RankGroup:
         ]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if any(_failed(one) for one in calls):
+            if any(_failed(call) for call in calls):
                 await self._settle(calls)
             answer: T = calls[0].result()
             return answer
         finally:
-            for one in calls:
-                one.cancel()
+            for call in calls:
+                call.cancel()
 
     def _own(self, payload: Any, rank: int) -> Any:
         """The payload of a rank: everyone's, except at the start for its own number, and how many share its machine."""
@@ -131,11 +131,11 @@ class RankGroup:
         everyone: asyncio.Future[Any] = asyncio.gather(*calls, return_exceptions=True)
         some: list[asyncio.Future[Any]] = [everyone, self._ended]
         await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED, timeout=TOGETHER)
-        errors = [error for one in calls if (error := _failed(one))]
+        errors = [error for call in calls if (error := _failed(call))]
         if self._ended.done() or any(isinstance(error, WorkerDied) for error in errors):
             raise WorkerDied("trainer", await self.watch())
         if not everyone.done():
-            rank = next(rank for rank, one in enumerate(calls) if _failed(one))
+            rank = next(rank for rank, call in enumerate(calls) if _failed(call))
             self._lose(f"of rank {rank} failed while others waited for it: {errors[0]}")
         everyone.cancel()
         raise errors[0]

@@ -52,10 +52,10 @@ def share_problems(config: EngineConfig, device: str) -> Iterator[str]:
 def in_words(members: dict[str, EngineConfig]) -> str:
     """The choice for the members on this machine."""
     parts = []
-    for name, one in members.items():
-        gpus = f"GPU {', '.join(map(str, one.gpus))}, " if one.gpus else ""
-        cores = f"cores {', '.join(map(str, one.cores))}" if one.cores else "no cores of its own"
-        parts.append(f"engine {name}: {gpus}{cores}, {one.threads} thread{'s' if one.threads > 1 else ''}")
+    for name, member in members.items():
+        gpus = f"GPU {', '.join(map(str, member.gpus))}, " if member.gpus else ""
+        cores = f"cores {', '.join(map(str, member.cores))}" if member.cores else "no cores of its own"
+        parts.append(f"engine {name}: {gpus}{cores}, {member.threads} thread{'s' if member.threads > 1 else ''}")
     return "; ".join(parts)
 
 

@@ -54,7 +54,7 @@ class _Fleet(Fleet):
 
 
 class Start(Protocol):
-    def __call__(self, one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
+    def __call__(self, engine_config: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         """Makes the engine of these settings. `name`: that of the member."""
 
 
@@ -71,11 +71,11 @@ def start_fleet(
     members = members_of(own)
     if "" in members and own.urls:  # one server may be left of several
         members = {own.urls[0]: members[""]}
-    starting = {name or "1": start(one, name, member_telemetry) for name, one in members.items()}
+    starting = {name or "1": start(member, name, member_telemetry) for name, member in members.items()}
     if lent:
         starting[LENT] = lent(member_telemetry)
     patience = FleetPatience(settings.patience, settings.member_patience, every=max(1.0, len(members) / QUESTIONS))
-    parts = {name: one.engine for name, one in starting.items()}
+    parts = {name: engine.engine for name, engine in starting.items()}
     fleet = _Fleet(parts, patience, telemetry, LENT if lent else None)
 
     async def join(url: str) -> MemberEngine:
@@ -94,10 +94,10 @@ def start_fleet(
     fleet.door = PoolDoor(run_dir, fleet, join if settings.urls else None, settings.urls)
 
     async def launch() -> None:
-        await asyncio.gather(*(one.launch() for one in starting.values()))
+        await asyncio.gather(*(engine.launch() for engine in starting.values()))
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        await asyncio.gather(*(one.finish(manifests, adapters) for one in starting.values()))
+        await asyncio.gather(*(engine.finish(manifests, adapters) for engine in starting.values()))
         await fleet.open()
         await fleet.door.open()
 
@@ -117,8 +117,8 @@ async def come(opening: Awaitable[T], url: str, patience: float) -> T:
         async with asyncio.timeout(patience):
             return await opening
     except TimeoutError:
-        said = f"at {url} did not answer for {patience:g} s (engine.patience)"
-        raise WorkerDied("engine", said) from None
+        message = f"at {url} did not answer for {patience:g} s (engine.patience)"
+        raise WorkerDied("engine", message) from None
 
 
 def _without_samples(telemetry: Telemetry) -> Telemetry:

@@ -183,9 +183,9 @@ class HostList:
 _SUMMED = (*TOTALS, "running", "waiting")
 
 
-def _sum(one: EngineStats, other: EngineStats, times: int) -> EngineStats:
+def _sum(stats: EngineStats, other: EngineStats, times: int) -> EngineStats:
     """Returns one + times * other, of totals and of what runs and waits."""
-    return EngineStats(**{name: getattr(one, name) + times * getattr(other, name) for name in _SUMMED})
+    return EngineStats(**{name: getattr(stats, name) + times * getattr(other, name) for name in _SUMMED})
 
 
 # --- desk ------------------------------------------------------------
@@ -430,8 +430,8 @@ def _named(keys: Sequence[str]) -> list[str]:
 
 def _versions(reply: ErrandReply) -> Iterator[int]:
     group = reply.group
-    for one in group.scored if group else ():
-        for turn in one.episode.turns:
+    for rollout in group.scored if group else ():
+        for turn in rollout.episode.turns:
             yield from (span.version for span in turn.completion.spans)
     if reply.completion:
         yield from (span.version for span in reply.completion.spans)
@@ -479,5 +479,5 @@ async def _played(asked: Awaitable[ErrandReply], rollouts: int) -> PlayedGroup:
 
 
 def _shown(group: PlayedGroup, seen: Seen) -> PlayedGroup:
-    seen([one.episode for one in group.scored])
+    seen([rollout.episode for rollout in group.scored])
     return group

@@ -224,12 +224,12 @@ class _Session:
         loops = [asyncio.ensure_future(work) for work in works]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-            for one in done:
-                one.result()
+            for task in done:
+                task.result()
         finally:
             tasks = [*loops, *(task for _, task in self._hand.values())]
-            for one in tasks:
-                one.cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_over(self) -> None:

@@ -104,8 +104,8 @@ def load(start: UserHostStart) -> None:
     try:
         if problem := code_problem(start.files):
             raise ConfigError(problem)
-        for one in start.rewards:
-            check_functions(one.specs, one.sandbox)
+        for reward in start.rewards:
+            check_functions(reward.specs, reward.sandbox)
         for settings in start.environments:
             check_function(settings)
     except ConfigError as error:
@@ -131,7 +131,7 @@ class _Host:
         threading.Thread(target=vital, args=(pass_on,), daemon=True).start()
         while True:
             await asyncio.sleep(PULSE)
-            self._end.push("pulse", {number: one.waited(one.pid) for number, one in self._running.items()})
+            self._end.push("pulse", {number: process.waited(process.pid) for number, process in self._running.items()})
 
     def _obey(self, frame: Frame) -> None:
         match frame.method:

@@ -104,7 +104,7 @@ def _parts(encoder: ChatEncoder, tokens: Sequence[int], known: Sequence[Mapping[
     ]
     texts = [(special, encoder.written(some)) for special, some in groups]
     plain = "".join("\0" * len(text) if special else text for special, text in texts)
-    said = list(_places(plain, known))
+    places = list(_places(plain, known))
     at = 0
     for special, text in texts:
         end = at + len(text)
@@ -112,10 +112,10 @@ def _parts(encoder: ChatEncoder, tokens: Sequence[int], known: Sequence[Mapping[
             yield TextPart(text, "special")
         else:
             borders = sorted(
-                {at, end, *(min(max(place, at), end) for start, stop, _ in said for place in (start, stop))}
+                {at, end, *(min(max(place, at), end) for start, stop, _ in places for place in (start, stop))}
             )
             for start, stop in itertools.pairwise(borders):
-                role = next((one for first, last, one in said if first <= start < last), "template")
+                role = next((speaker for first, last, speaker in places if first <= start < last), "template")
                 yield TextPart(plain[start:stop], role)
         at = end
 
@@ -123,11 +123,11 @@ def _parts(encoder: ChatEncoder, tokens: Sequence[int], known: Sequence[Mapping[
 def _places(text: str, known: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
     """Finds each message in the text: begin, end and role. A message that the template has changed is left out."""
     at = 0
-    for one in known:
-        content = one["content"].strip() if isinstance(one.get("content"), str) else ""
+    for message in known:
+        content = message["content"].strip() if isinstance(message.get("content"), str) else ""
         if content and (start := text.find(content, at)) >= 0:
             at = start + len(content)
-            yield start, at, str(one["role"])
+            yield start, at, str(message["role"])
 
 
 # --- Calls the reward once on a real row
@@ -192,7 +192,7 @@ async def try_reward(
         episode = _written(text, prompt, encode)
     other = _written(f"{SENTENCE} {text}", prompt, encode) if compares else episode
     results = await scorer.score(prompt, [episode] * (group_size - 1) + [other])
-    failed = next((one for one in results if isinstance(one, Failure)), None)
+    failed = next((result for result in results if isinstance(result, Failure)), None)
     if failed:
         raise ConfigError(_refusal(failed, prompt, text, is_answer, services))
     first = results[0]
@@ -268,8 +268,8 @@ async def try_environment(
 
     (played,) = await roll_out(kind, prompt, [seed], ask=ask, decode=decode)
     if isinstance(played, Failure):
-        said = f"the environment fails on row {prompt.id}, with {text!r:.60} in place of each reply: {played.detail}"
-        raise ConfigError("\n".join([said, *played.traceback.splitlines()]))
+        message = f"the environment fails on row {prompt.id}, with {text!r:.60} in place of each reply: {played.detail}"
+        raise ConfigError("\n".join([message, *played.traceback.splitlines()]))
     return played
 
 

@@ -120,5 +120,5 @@ def place_problem(run_dir: Path, out: str) -> str:
         with tempfile.TemporaryFile(dir=above):
             return ""
     except OSError as error:
-        said = error.strerror or type(error).__name__
-        return f"the run cannot be written to {run_dir}: {above} is not writable ({said}); set out (now {out}) to a directory that you may write to"
+        message = error.strerror or type(error).__name__
+        return f"the run cannot be written to {run_dir}: {above} is not writable ({message}); set out (now {out}) to a directory that you may write to"

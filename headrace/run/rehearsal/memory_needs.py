@@ -67,12 +67,12 @@ def read_shape(directory: Path) -> ModelShape:
     layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     kv_heads = _number(text, "num_key_value_heads") or heads
     head = _number(text, "head_dim") or (hidden // heads if heads else 0)
-    stored = {name: one for path in weight_files(directory) for name, one in read_header(path).items()}
-    parameters = sum(one.elements for one in stored.values()) or _from_pickles(directory)
+    stored = {name: tensor for path in weight_files(directory) for name, tensor in read_header(path).items()}
+    parameters = sum(tensor.elements for tensor in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
     return ModelShape(
         parameters=parameters,
-        matrices=tuple(_matrices({name: one.shape for name, one in stored.items()})),
+        matrices=tuple(_matrices({name: tensor.shape for name, tensor in stored.items()})),
         layers=layers,
         hidden=hidden,
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
@@ -279,11 +279,11 @@ def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, m
 
 def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -> Iterator[str]:
     """Yields what may not fit. `shared`: trainer and engine, or an engine more, take turns, so that only one of them needs all its memory."""
-    copy = sum(one.bytes for one in found if one.what == COPY)
-    need = sum(one.bytes for one in found if one.where == "cpu") - copy
+    copy = sum(entry.bytes for entry in found if entry.what == COPY)
+    need = sum(entry.bytes for entry in found if entry.where == "cpu") - copy
     if shared:
-        engine = LENT if any(one.who == LENT for one in found) else "engine"
-        need -= min(sum(one.bytes for one in found if _given_back(one, who)) for who in (engine, "trainer"))
+        engine = LENT if any(entry.who == LENT for entry in found) else "engine"
+        need -= min(sum(entry.bytes for entry in found if _given_back(entry, who)) for who in (engine, "trainer"))
     if need > machine.available:
         yield (
             f"the processes may take {gib(need)} of memory, and {gib(machine.available)} are free now. If memory runs out, the system kills "

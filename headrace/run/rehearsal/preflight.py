@@ -50,14 +50,16 @@ class ModelFiles:
     @cached_property
     def tensors(self) -> dict[str, tuple[Path, Stored]]:
         """Empty where weights are no safetensors."""
-        return {name: (path, one) for path in weight_files(self.directory) for name, one in read_header(path).items()}
+        return {
+            name: (path, tensor) for path in weight_files(self.directory) for name, tensor in read_header(path).items()
+        }
 
     def first(self, endings: Sequence[str]) -> tuple[str, Path, Stored] | None:
         """The first tensor whose name ends so."""
         found = (
-            (name, path, one)
-            for name, (path, one) in self.tensors.items()
-            if name.endswith(tuple(endings)) and one.shape
+            (name, path, tensor)
+            for name, (path, tensor) in self.tensors.items()
+            if name.endswith(tuple(endings)) and tensor.shape
         )
         return next(found, None)
 
@@ -88,7 +90,7 @@ def preflight(
     found.append(_special(files))
     if lora and lora.rank:
         found += _adapter(files, lora, engine)
-    return [one for one in found if one]
+    return [finding for finding in found if finding]
 
 
 # --- ends --------------------------------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ def preflight(
 
 def _ends(files: ModelFiles) -> Finding:
     ends = files.encoder.endings
-    said = ", ".join(map(files.token, sorted(ends.named))) or "none"
+    message = ", ".join(map(files.token, sorted(ends.named))) or "none"
     if not ends.all:
         return Finding(
             "ends",
@@ -105,7 +107,7 @@ def _ends(files: ModelFiles) -> Finding:
             'completion runs to rollout.max_tokens; name one ("eos_token_id" in generation_config.json), or set rollout.stop',
         )
     if ends.turn is None:
-        return Finding("ends", "agrees", f"{said}, by config.json and generation_config.json")
+        return Finding("ends", "agrees", f"{message}, by config.json and generation_config.json")
     turn = files.token(ends.turn)
     if ends.turn in ends.named:
         others = ends.named - {ends.turn}
@@ -116,7 +118,7 @@ def _ends(files: ModelFiles) -> Finding:
     return Finding(
         "ends",
         "remark",
-        f"the template ends an answer with {turn}, which neither config.json nor generation_config.json names (they name {said}). A completion "
+        f"the template ends an answer with {turn}, which neither config.json nor generation_config.json names (they name {message}). A completion "
         "ends at either here, and exports name both; another engine would sample on behind the answer",
     )
 
@@ -128,8 +130,8 @@ def _begin(files: ModelFiles, chat: bool) -> Finding | None:
     bos, plain = files.encoder.bos, files.encoder.encode_text("a")
     added = bos is not None and plain[:1] == (bos,)
     if not chat:
-        said = f"{files.token(bos)} is put before plain text" if added else "nothing is put before plain text"
-        return Finding("begin", "agrees", said)
+        message = f"{files.token(bos)} is put before plain text" if added else "nothing is put before plain text"
+        return Finding("begin", "agrees", message)
     if not files.encoder.has_template:
         return None
     _, tokens = _opened(files, [{"role": "user", "content": QUESTION}])
@@ -194,7 +196,9 @@ def _head(files: ModelFiles) -> Finding | None:
         return Finding("head", "agrees", f"the embedding{f', of which {name} is a copy' if name else ''} (tied)")
     if head:
         return Finding("head", "agrees", f"{name}, of its own")
-    heads = [one for one, (_, stored) in files.tensors.items() if stored.shape[:1] == embedding[2].shape[:1]]
+    heads = [
+        tensor_name for tensor_name, (_, stored) in files.tensors.items() if stored.shape[:1] == embedding[2].shape[:1]
+    ]
     if len(heads) > 1:  # by another name
         return None
     return Finding(
@@ -248,10 +252,10 @@ def _template(files: ModelFiles, turns: bool) -> Iterator[Finding]:
         if not _accepts(files, *roles)
     ]
     if "strftime_now" in files.encoder.template and "date_string" not in files.encoder.arguments:
-        said = "the template writes the date of the day into prompts, so that a run that goes on tomorrow has other prompts"
+        message = "the template writes the date of the day into prompts, so that a run that goes on tomorrow has other prompts"
         known = "date_string" in files.encoder.variables
         yield Finding(
-            "date", "remark", said + ('; task.template = { date_string = "1 Jan 2026" } fixes it' if known else "")
+            "date", "remark", message + ('; task.template = { date_string = "1 Jan 2026" } fixes it' if known else "")
         )
     yield Finding("roles", "agrees", f"the template refuses {', '.join(refused)}" if refused else "all are accepted")
     first = [{"role": "user", "content": QUESTION}]
@@ -299,9 +303,9 @@ def _some(names: Sequence[str], most: int = 6) -> str:
 def _adapter(files: ModelFiles, lora: LoraConfig, engine: str) -> Iterator[Finding]:
     names = [
         name.removesuffix(".weight")
-        for name, (_, one) in files.tensors.items()
-        if len(one.shape) == 2
-        and min(one.shape) > 1
+        for name, (_, tensor) in files.tensors.items()
+        if len(tensor.shape) == 2
+        and min(tensor.shape) > 1
         and not name.endswith((*HEADS, *EMBEDDINGS, "wpe.weight"))
         and (lora.experts or ".experts." not in name)
     ]
@@ -318,7 +322,7 @@ def _adapter(files: ModelFiles, lora: LoraConfig, engine: str) -> Iterator[Findi
                 )
                 return
         reached = set(lora.targets)
-    count = sum(name.rpartition(".")[2] in {one.rpartition(".")[2] for one in reached} for name in names)
+    count = sum(name.rpartition(".")[2] in {module.rpartition(".")[2] for module in reached} for name in names)
     kind = str(files.config.get("model_type"))
     if engine == "native" and not lora.merged and kind not in OWN_FAMILIES:
         yield Finding(

@@ -81,11 +81,13 @@ def _penalties(algo: AlgoConfig) -> str:
 
 
 def _correction(recipe: Recipe) -> str:
-    one = recipe.correction
+    correction = recipe.correction
     weights = (
-        [] if one.mode == "none" else [f"{one.mode} {one.level} weights to [{_plain(one.low)}, {_plain(one.high)}]"]
+        []
+        if correction.mode == "none"
+        else [f"{correction.mode} {correction.level} weights to [{_plain(correction.low)}, {_plain(correction.high)}]"]
     )
-    others = [f"{rule.name} = {_plain(rule.threshold)}" for rule in one.rules]
+    others = [f"{rule.name} = {_plain(rule.threshold)}" for rule in correction.rules]
     return ", ".join([*weights, *others]) or "none"
 
 
@@ -101,9 +103,9 @@ def _kl(recipe: Recipe) -> str:
 
 
 def _distill(recipe: Recipe) -> str:
-    one = recipe.distill
-    top = f", top {one.k}" if one.kind in ("forward", "reverse", "jsd") else ""
-    return "none" if one.kind == "none" else f"{one.kind}{top}, coefficient {_plain(one.coef)}"
+    distill = recipe.distill
+    top = f", top {distill.k}" if distill.kind in ("forward", "reverse", "jsd") else ""
+    return "none" if distill.kind == "none" else f"{distill.kind}{top}, coefficient {_plain(distill.coef)}"
 
 
 def _plain(value: float) -> str:
@@ -135,7 +137,7 @@ def _amount(need: MemoryNeed) -> str:
 def page(sections: dict[str, Lines], notes: Iterable[str]) -> str:
     """Formats the notes, which ask for something, and the sections, wrapped at 80 columns."""
     blocks = [
-        "\n".join([title, *(line for one in lines for line in _entry(*one))]) for title, lines in sections.items()
+        "\n".join([title, *(line for entry in lines for line in _entry(*entry))]) for title, lines in sections.items()
     ]
     return "\n\n".join([*(_note(note) for note in notes), *blocks])
 

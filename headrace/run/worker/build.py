@@ -85,8 +85,8 @@ def build_trainer_core(
     train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
     torch.set_num_threads(_threads(start, train, torch.get_num_threads()))
     adapters = {
-        name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
-        for name, one in start.adapters.items()
+        name: Assignment(TrainConfig(**adapter.train), AlgoConfig(**adapter.algo), LoraConfig(**adapter.lora))
+        for name, adapter in start.adapters.items()
     }
     core = TorchTrainer(
         model_dir=Path(start.model_dir),

@@ -51,6 +51,6 @@ def first_difference(
     )
 
 
-def _size(one: torch.Tensor, other: torch.Tensor) -> str:
-    gap = (one - other).abs()
+def _size(tensor: torch.Tensor, other: torch.Tensor) -> str:
+    gap = (tensor - other).abs()
     return f"{int((gap != 0).sum())} of {gap.numel()} numbers differ, by {float(gap.max()):.3g} at most"

@@ -256,7 +256,9 @@ class Saver:
         if before := self._writing.get(adapter):
             raise CheckpointError(f"two checkpoints at once: {before.name} is still being written, wait for it")
         parts = [self._core.capture(adapter), *([self._shadow.capture()] if self._shadow else [])]
-        report = Captured(sum(one.nbytes for one, _ in parts), next((one.short for one, _ in parts if one.short), ""))
+        report = Captured(
+            sum(report.nbytes for report, _ in parts), next((report.short for report, _ in parts if report.short), "")
+        )
 
         def write(directory: Path) -> None:
             for _, rest in parts:

@@ -68,8 +68,10 @@ async def _whole(serving: Serving, requests: Sequence[Request], name: str) -> Re
 
 def size_of_answer(ended: Sequence[Piece]) -> int:
     """Returns about as many characters as take as long to encode as the log-probs of these completions to write."""
-    positions = ((len(one.stream.request.prompt) if one.stream.scores else 0) + len(one.stream.tokens) for one in ended)
-    return 16 * sum((1 + one.stream.request.top_logprobs) * n for one, n in zip(ended, positions, strict=True))
+    positions = (
+        (len(piece.stream.request.prompt) if piece.stream.scores else 0) + len(piece.stream.tokens) for piece in ended
+    )
+    return 16 * sum((1 + piece.stream.request.top_logprobs) * n for piece, n in zip(ended, positions, strict=True))
 
 
 def _answer(serving: Serving, requests: Sequence[Request], name: str, ended: Sequence[Piece]) -> Response:
@@ -106,9 +108,11 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
         "spans": spans,
     }
     if stream.request.return_mask:
-        body["sampling_mask"] = [np.frombuffer(one.mask, np.int32).tolist() for one in details]
-        if any(one.set_name for one in details):
-            body["sampling_sets"] = [[one.set_name.hex(), base64.b64encode(one.set).decode()] for one in details]
+        body["sampling_mask"] = [np.frombuffer(detail.mask, np.int32).tolist() for detail in details]
+        if any(detail.set_name for detail in details):
+            body["sampling_sets"] = [
+                [detail.set_name.hex(), base64.b64encode(detail.set).decode()] for detail in details
+            ]
     if piece.ended:
         body["finish_reason"] = REASONS[stream.end.stop] if stream.end else "abort"
         if stream.end and stream.end.error:

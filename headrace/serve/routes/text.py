@@ -115,7 +115,7 @@ def chat_logprobs(encoder: ChatEncoder, piece: Piece) -> dict[str, Any]:
     for place in range(piece.start, piece.stop):
         token, logprob = piece.stream.tokens[place], piece.stream.logprobs[place]
         others = tops(piece.stream.details[place]) if piece.stream.request.top_logprobs else []
-        more = [said_token(one["token_id"], one["logprob"], encoder.token_bytes) for one in others]
+        more = [said_token(entry["token_id"], entry["logprob"], encoder.token_bytes) for entry in others]
         content.append({**said_token(token, logprob, encoder.token_bytes), "top_logprobs": more})
     return {"content": content, "refusal": None}
 
@@ -144,8 +144,8 @@ class TextLogprobs:
             rows = list(_of_prompt(request.prompt, piece.stream.scores))
             places = self._places_in(self._echoed, request.prompt)
             self._echoed = None
-        tops_of = [tops(one) for one in piece.stream.details[part]] if request.top_logprobs else []
-        others = [[(one["token_id"], one["logprob"]) for one in row] for row in tops_of] or [[]] * (
+        tops_of = [tops(detail) for detail in piece.stream.details[part]] if request.top_logprobs else []
+        others = [[(entry["token_id"], entry["logprob"]) for entry in row] for row in tops_of] or [[]] * (
             piece.stop - piece.start
         )
         new = list(map(_Row, piece.stream.tokens[part], piece.stream.logprobs[part], others))
@@ -187,7 +187,7 @@ class TextLogprobs:
 
 def _of_prompt(prompt: Sequence[int], scores: PromptScores | None) -> Iterable[_Row]:
     """The tokens of a prompt. `scores`: None if it ended before it was scored."""
-    logprobs = [finite(one) for one in scores.logprobs] if scores else []
+    logprobs = [finite(logprob) for logprob in scores.logprobs] if scores else []
     top = scores.top if scores and scores.top else None
     ids = np.frombuffer(top.tokens, np.int32).reshape(-1, top.k).tolist() if top else []
     values = np.frombuffer(top.logprobs, np.float32).reshape(-1, top.k).tolist() if top else []
@@ -248,7 +248,7 @@ async def completions(request: HttpRequest) -> Response:
             chat=False,
             logprobs=top,
             stops=stops(body),
-            prompts=[_text_of(serving, one) for one in given_prompts(body)],
+            prompts=[_text_of(serving, prompt) for prompt in given_prompts(body)],
             echo=body.echo,
         ),
     )
@@ -313,7 +313,7 @@ class Answering:
             self.prompts[place // self._several] if self.echo else "" for place in range(len(self.requests))
         ]
         echoed = self._echoes if self.echo else [None] * len(self.requests)
-        self._logprobs = [TextLogprobs(self.serving.encoder, one) for one in echoed]
+        self._logprobs = [TextLogprobs(self.serving.encoder, echo) for echo in echoed]
         self._answers = [
             CompletionText(self.serving.encoder, self.stops, self.format, self.thinking, self.tools)
             for _ in self.requests
@@ -332,9 +332,13 @@ class Answering:
         choices = []
         for piece in ended:
             check_end(piece)
-            said = self._answers[piece.index].push(piece.stream.tokens, last=True)
+            text_piece = self._answers[piece.index].push(piece.stream.tokens, last=True)
             own = self._choice(piece)
-            own |= {"message": _message(said)} if self.chat else {"text": self._echoes[piece.index] + said.text}
+            own |= (
+                {"message": _message(text_piece)}
+                if self.chat
+                else {"text": self._echoes[piece.index] + text_piece.text}
+            )
             choices.append(own)
         kind = "chat.completion" if self.chat else "text_completion"
         return json_response({**self._head, "object": kind, "choices": choices, "usage": self._usage(ended)})
@@ -345,11 +349,11 @@ class Answering:
         async with aclosing(follow(self.serving, self.requests)) as pieces:
             async for piece in pieces:
                 answer, tokens = self._answers[piece.index], piece.stream.tokens[piece.start : piece.stop]
-                said = answer.push(tokens, last=piece.ended)
+                text_piece = answer.push(tokens, last=piece.ended)
                 begins = piece.index in first
                 role = {"role": "assistant"} if begins else {}
                 echoed = self._echoes[piece.index] if begins else ""
-                own = {"delta": role | _delta(said)} if self.chat else {"text": echoed + said.text}
+                own = {"delta": role | _delta(text_piece)} if self.chat else {"text": echoed + text_piece.text}
                 first.discard(piece.index)
                 yield {**head, "choices": [self._choice(piece) | own]}
                 check_end(piece)
@@ -360,7 +364,9 @@ class Answering:
     def _usage(self, ended: Sequence[Piece]) -> dict[str, Any]:
         # A prompt of several completions counts once, and one that is given twice counts twice.
         prompts = self.requests[:: self._several]
-        usage: dict[str, Any] = usage_of(sum(len(one.prompt) for one in prompts), sum(piece.stop for piece in ended))
+        usage: dict[str, Any] = usage_of(
+            sum(len(prompt.prompt) for prompt in prompts), sum(piece.stop for piece in ended)
+        )
         if self.thinking is not None:
             thought = sum(self._answers[piece.index].thought_tokens(piece.stream.tokens) or 0 for piece in ended)
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
@@ -382,23 +388,23 @@ class Answering:
         return "tool_calls" if reason == "stop" and self._answers[piece.index].called else reason
 
 
-def _message(said: SaidPiece) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": said.text}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in said.calls]
-    if said.reasoning or said.calls:
-        message["content"] = said.text or None
+def _message(piece: SaidPiece) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+    if piece.reasoning:
+        message["reasoning_content"] = piece.reasoning
+    if piece.calls:
+        message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in piece.calls]
+    if piece.reasoning or piece.calls:
+        message["content"] = piece.text or None
     return message
 
 
-def _delta(said: SaidPiece) -> dict[str, Any]:
+def _delta(piece: SaidPiece) -> dict[str, Any]:
     """A call arrives in one piece: while it is incomplete nobody knows whether it will be one."""
-    delta: dict[str, Any] = {"reasoning_content": said.reasoning} if said.reasoning else {}
-    if said.text or not (said.reasoning or said.calls):
-        delta["content"] = said.text
-    return delta | ({"tool_calls": said.calls} if said.calls else {})
+    delta: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    if piece.text or not (piece.reasoning or piece.calls):
+        delta["content"] = piece.text
+    return delta | ({"tool_calls": piece.calls} if piece.calls else {})
 
 
 # --- `/v1/responses` and `/v1/messages`
@@ -518,7 +524,7 @@ class ServedTurn:
                 self._reasoning += reasoning
                 self._text += text
                 self._calls += [
-                    TurnCall(one["id"], one["function"]["name"], one["function"]["arguments"]) for one in calls
+                    TurnCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls
                 ]
                 yield TurnPiece(text, tokens, logprobs, reasoning)
                 self._end = piece if piece.ended else None

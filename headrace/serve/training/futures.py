@@ -98,8 +98,10 @@ class Futures:
         was never asked for: clients that share a session, or one that counts wrongly."""
         there = self._promises.get(name)
         if there is not None and there.content not in (b"", content):
-            said = f"the number of {name} was used before, by another request; give every request a number of its own"
-            raise Refused(400, said, "number_used")
+            message = (
+                f"the number of {name} was used before, by another request; give every request a number of its own"
+            )
+            raise Refused(400, message, "number_used")
         return there
 
     def open(self, name: str, owner: str, content: bytes = b"") -> Promise:
@@ -164,7 +166,9 @@ class Futures:
 
     def end(self, owner: str) -> None:
         """Ends what a session has pending."""
-        for promise in [one for one in self._promises.values() if one.owner == owner and one.answer is None]:
+        for promise in [
+            promise for promise in self._promises.values() if promise.owner == owner and promise.answer is None
+        ]:
             if promise.task:
                 promise.task.cancel()
             self.resolve(promise, failure_of(asyncio.CancelledError()))

@@ -208,8 +208,8 @@ def _sampling(params: Params, most: int, index: int) -> Sampling:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
-        stop=tuple(one for one in stops if isinstance(one, str)),
-        stop_token_ids=tuple(one for one in stops if not isinstance(one, str)),
+        stop=tuple(stop for stop in stops if isinstance(stop, str)),
+        stop_token_ids=tuple(stop for stop in stops if not isinstance(stop, str)),
         ignore_eos=params.stop == [],
         seed=seed,
     )
@@ -263,7 +263,7 @@ def _add_sequence(answer: Any, stream: Stream, top: int) -> None:
     if top and stream.details:
         k = len(stream.details[0].top_tokens) // 4
         ids, values = (
-            b"".join(getattr(one, field) for one in stream.details) for field in ("top_tokens", "top_logprobs")
+            b"".join(getattr(detail, field) for detail in stream.details) for field in ("top_tokens", "top_logprobs")
         )
         _put_top(sequence.topk_sampled_logprobs, *_top(ids, values, k, top))
 

@@ -161,7 +161,9 @@ class Store:
         if not _MODEL.fullmatch(model):
             return
         found = [self._find(place) for kind in KINDS for place in (self._directory / model / kind).glob("[!.]*")]
-        yield from sorted((one for one in found if one), key=lambda one: one.saved_at)
+        yield from sorted(
+            (checkpoint for checkpoint in found if checkpoint), key=lambda checkpoint: checkpoint.saved_at
+        )
 
     def remove(self, path: str) -> None:
         shutil.rmtree(self.place(path), ignore_errors=True)

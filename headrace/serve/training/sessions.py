@@ -145,12 +145,12 @@ class Sessions:
         self._freeing: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Any:
-        return iter([one for one in self._sessions.values() if not one.ending])
+        return iter([session for session in self._sessions.values() if not session.ending])
 
     def begin(self, wishes: CreateSession) -> ClientSession:
         kept = msgspec.structs.replace(wishes, user_metadata=None, tags=[])  # they have no effect, and any size
         session = ClientSession(id=str(uuid.uuid4()), wishes=kept)
-        over = [one.id for one in self._sessions.values() if one.ending]
+        over = [other.id for other in self._sessions.values() if other.ending]
         for old in over[: max(0, len(over) - MOST_OVER)]:
             del self._sessions[old]
         self._sessions[session.id] = session

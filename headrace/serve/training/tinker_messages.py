@@ -335,7 +335,7 @@ def _classes() -> dict[str, Any]:
     pool = descriptor_pool.DescriptorPool()  # not the default one, in which the client has messages of these names
     pool.Add(file)
     found = {name: pool.FindMessageTypeByName(f"{_PACKAGE}.{name}") for name in _MESSAGES}
-    return {name: message_factory.GetMessageClass(one) for name, one in found.items()}
+    return {name: message_factory.GetMessageClass(descriptor) for name, descriptor in found.items()}
 
 
 def _add(message: Any, name: str, number: int, kind: str) -> None:
@@ -378,8 +378,8 @@ def pass_output(
         field = record.fields["logprobs"]
         field.dtype, field.data = FLOAT32, b"".join(logprobs[start:stop])
         offsets = [0]
-        for one in logprobs[start:stop]:
-            offsets.append(offsets[-1] + len(one))
+        for logprob in logprobs[start:stop]:
+            offsets.append(offsets[-1] + len(logprob))
         field.offsets = b"".join(offset.to_bytes(8, "little") for offset in offsets)
         if widths[start] > 1:
             field.trailing_shape.append(widths[start])
@@ -467,16 +467,16 @@ def _example(place: str, datum: Any, name: str, loss: NamedLoss) -> Example:
         raise Refused(
             400, f"{place} has {len(tokens)} tokens and {targets.shape[0]} target_tokens; they must be as many"
         )
-    for key, one in inputs.items():
-        if one.shape != targets.shape:
-            raise Refused(400, f"{place}.{key} has shape {list(one.shape)}, and target_tokens {list(targets.shape)}")
+    for key, array in inputs.items():
+        if array.shape != targets.shape:
+            raise Refused(400, f"{place}.{key} has shape {list(array.shape)}, and target_tokens {list(targets.shape)}")
     if "sequence_ratio_mask" in inputs and not inputs["sequence_ratio_mask"].any():
         raise Refused(400, f"{place}.sequence_ratio_mask marks no position")
     return Example(
         tokens=tokens.tobytes(),
         targets=_in_range(f"{place}.target_tokens", targets).tobytes(),
         width=targets.shape[1] if targets.ndim == 2 else 1,
-        inputs={key: np.ascontiguousarray(one, np.float32).tobytes() for key, one in inputs.items()},
+        inputs={key: np.ascontiguousarray(array, np.float32).tobytes() for key, array in inputs.items()},
     )
 
 
@@ -527,7 +527,7 @@ def _dense(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
     if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
         raise ValueError("it names a column that it does not have")
     places = np.repeat(np.arange(shape[0]), np.diff(rows)), columns
-    if len(set(zip(*(one.tolist() for one in places), strict=True))) < len(values):
+    if len(set(zip(*(place.tolist() for place in places), strict=True))) < len(values):
         raise ValueError("it has several values for one place")
     whole = np.zeros(shape, dtype)
     whole[places] = values

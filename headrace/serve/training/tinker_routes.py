@@ -259,7 +259,7 @@ class Routes:
                     session.id: {
                         "name": session.wishes.display_name,
                         "models": {model.id: report_of(model) for model in session.models.values()},
-                        "samplers": {one.id: one.report() for one in session.samplers.values()},
+                        "samplers": {sampler.id: sampler.report() for sampler in session.samplers.values()},
                     }
                     for session in self.service.sessions
                 },

@@ -124,8 +124,10 @@ class Case(Struct, frozen=True):
     def synchronous(self) -> bool:
         """Whether the weights depend on nothing but settings and seed."""
         waits = self.max_lag == 0 and self.overdue == "wait" and self.mode != "cancel_group"
-        said = self.turns == 1 or self.resumes == "replayed"  # others say something else in each life (`kept_notes.py`)
-        return waits and said and self.curriculum == "uniform"
+        repeatable = (
+            self.turns == 1 or self.resumes == "replayed"
+        )  # others say something else in each life (`kept_notes.py`)
+        return waits and repeatable and self.curriculum == "uniform"
 
 
 def case_of(seed: int) -> Case:
@@ -165,7 +167,7 @@ def case_of(seed: int) -> Case:
 
 
 def _served(rng: random.Random, case: Case) -> Case:
-    lives = 1 + max((one.life for one in case.faults), default=0)
+    lives = 1 + max((fault.life for fault in case.faults), default=0)
     failing = faults_of_service(rng, lives, 2 * case.steps * case.groups)
     return replace(case, served=True, faults=(*case.faults, *failing))
 

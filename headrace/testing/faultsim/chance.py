@@ -20,7 +20,7 @@ class Chance:
     def __init__(self, seed: str, faults: tuple[Fault, ...], patience: float) -> None:
         """`patience`: seconds after which a wait stops the run."""
         self.random, self._patience = random.Random(seed), patience
-        self._faults = {(one.kind, one.at): one for one in faults}
+        self._faults = {(fault.kind, fault.at): fault for fault in faults}
         self.befell: list[Fault] = []
         self.scale = self.random.choice([0.0, 0.01, 0.01, 0.3])
         """Seconds that a message takes."""
@@ -61,13 +61,13 @@ class OneAtATime:
         self.wrong: list[str] = []
 
     def take(self, process: Process) -> None:
-        others = [one.who for one in self._has if one.alive and one is not process]
+        others = [worker.who for worker in self._has if worker.alive and worker is not process]
         if self._shared and others:
             self.wrong.append(f"the {process.who} takes devices that the {others[0]} has")
-        self._has = [*(one for one in self._has if one is not process), process]
+        self._has = [*(worker for worker in self._has if worker is not process), process]
 
     def leave(self, process: Process) -> None:
-        self._has = [one for one in self._has if one is not process]
+        self._has = [worker for worker in self._has if worker is not process]
 
     def use(self, process: Process, what: str) -> None:
         if process not in self._has:

@@ -103,7 +103,7 @@ class RunHistory:
         self.damaged = False
         sealed = Checkpoints(directory / "checkpoints", 2).all()
         good = [path for path in sealed if not self.is_spoiled(path)]
-        assert not (wrong := [said for path in good if (said := damage(path))]), f"C7: {wrong}"
+        assert not (wrong := [message for path in good if (message := damage(path))]), f"C7: {wrong}"
         for fault in faults:
             self.changes |= fault.kind == "change"
             if fault.kind == "rot" and fault.share >= 0.5:
@@ -141,7 +141,7 @@ class RunHistory:
     def _forget(self, step: int) -> None:
         """Forgets everything after this step, which was set aside."""
         self.trained = {known: taken for known, taken in self.trained.items() if known < step}
-        self.truth.served = {version: one for version, one in self.truth.served.items() if version <= step}
+        self.truth.served = {version: digest for version, digest in self.truth.served.items() if version <= step}
         self.reached.clear()
         self.notes.forget()
 
@@ -188,7 +188,7 @@ class RunHistory:
         whole = newest is not None and newest.name == f"step-{steps:06d}"
         assert newest and whole, f"C7: the run is finished, and its newest checkpoint is {newest}"
         self.weights = (newest / WEIGHTS).read_text()
-        replayed = [one.step for one in read_steps(directory)]
+        replayed = [step.step for step in read_steps(directory)]
         assert replayed == list(range(steps)), f"C8: the journal gives steps {replayed}"
         assert trained_in(directory) == self.trained, "C8: the journal has other steps than were trained"
         for record in read_journal(directory):
@@ -286,7 +286,7 @@ class Referee:
         here = group.ticket in self._admission.here
         one_age(group, self._case.mode, self._delivered, here, not self._chance.befell)
         if self._case.overdue == "cancel":
-            turns = [turn for one in group.scored for turn in one.episode.turns]
+            turns = [turn for rollout in group.scored for turn in rollout.episode.turns]
             first = min(version for turn in turns for version in turn.completion.versions())
             assert first >= self._delivered - self._case.max_lag, f"cancel: ticket {group.ticket} is overdue, and ready"
 
@@ -386,7 +386,9 @@ class Referee:
         )
         reached = self._reached[state.journal]
         self._has_all(state.begun, counts.flying, reached, f"the checkpoint of step {fact.step} has")
-        self._reached = {position: one for position, one in self._reached.items() if position > state.journal}
+        self._reached = {
+            position: at_position for position, at_position in self._reached.items() if position > state.journal
+        }
 
     def _has_all(
         self, kept: Mapping[str, Completion], tickets: Iterable[int], recorded: Mapping[str, int], what: str

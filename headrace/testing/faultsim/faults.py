@@ -94,14 +94,14 @@ class Disk:
         self.root, self.operations = str(root), 0
         self.dead = self.was_full = False
         self._kill_at = min(
-            ((one.at, one.share, one.kind) for one in faults if one.kind in ("kill", "power")),
+            ((fault.at, fault.share, fault.kind) for fault in faults if fault.kind in ("kill", "power")),
             default=(-1, 0.0, "kill"),
         )
         self._flushed: dict[int, int] = {}
         """Bytes that survive a loss of power, by inode. All that an earlier process wrote has reached the disk by now."""
         self.lost_power = False
-        self._full = [(one.at, one.at + 1 + int(one.share * 6)) for one in faults if one.kind == "full"]
-        self._unsaved = {one.at for one in faults if one.kind == "unsaved"}
+        self._full = [(fault.at, fault.at + 1 + int(fault.share * 6)) for fault in faults if fault.kind == "full"]
+        self._unsaved = {fault.at for fault in faults if fault.kind == "unsaved"}
         self._checkpoints = 0
         self._kill = kill or self._die
 

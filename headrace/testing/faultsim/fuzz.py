@@ -110,10 +110,10 @@ def fuzz(first: int, count: float, seconds: float) -> list[FailingCase]:
     return findings
 
 
-def _report_unraisable(said: sys.UnraisableHookArgs) -> None:
+def _report_unraisable(hook_args: sys.UnraisableHookArgs) -> None:
     """Leaves out what a simulated kill leaves: coroutines whose clean-up fails when they are collected, since their loop is closed."""
-    if "Event loop is closed" not in str(said.exc_value):
-        sys.__unraisablehook__(said)
+    if "Event loop is closed" not in str(hook_args.exc_value):
+        sys.__unraisablehook__(hook_args)
 
 
 def main() -> int:

@@ -68,7 +68,7 @@ class Life:
 
     def __init__(self, case: Case, number: int, history: RunHistory, disk: Disk, directory: Path) -> None:
         self._case, self._number, self._history, self._disk, self._directory = case, number, history, disk, directory
-        faults = tuple(one for one in case.faults if one.life == number)
+        faults = tuple(fault for fault in case.faults if fault.life == number)
         self.chance = Chance(f"{case.seed}/{number}", faults, PATIENCE)
         self._memory: dict[int, str] = {}
         self._turn_counts = itertools.count().__next__, itertools.count().__next__
@@ -160,7 +160,7 @@ class Life:
         sums = dataclasses.replace(saved.resume, digest=checkpoint / DIGEST if checkpoint else None)
         recorder = Recorder(self._directory, (), sums, waits=True, index=NumbersIndex(self._directory))
         read = Recorder(self._directory, (), saved.resume, waits=True)
-        known, counted = (msgspec.msgpack.encode(thinned(one.state)) for one in (recorder, read))
+        known, counted = (msgspec.msgpack.encode(thinned(each.state)) for each in (recorder, read))
         damaged = recorder.unreadable != read.unreadable  # before the checkpoint
         assert known == counted or damaged, "C7: other sums than those of all facts"
         self._history.from_sums += not recorder.state.whole
@@ -194,7 +194,7 @@ class Life:
         start = bare_start(restore={"": str(checkpoint)} if checkpoint else {})
         trainer = ProcessTrainer(launcher, start, waits=self._telemetry.waits)
         max_deaths = TICKET_DEATHS if self._case.poisoned else chance.random.choice([0, 1, 3])
-        if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
+        if any(fault.kind == "engine_lost" and fault.life == self._number for fault in self._case.faults):
             max_deaths = 0
         parts, suspects = range(self._case.members), Suspects(TICKET_DEATHS)
         job = Job("engine", "engine")
@@ -271,8 +271,10 @@ class Life:
         if case.lent:
             lent = cast(Fleet, engine).on_lent_devices(SILENCE)
             return DeviceShare(SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True))
-        keep, one = case.shared == "host", cast(ProcessEngine, engine)
-        return DeviceShare(SharedDevices(one, trainer, keep=keep, telemetry=telemetry) if case.shared else None)
+        keep, process_engine = case.shared == "host", cast(ProcessEngine, engine)
+        return DeviceShare(
+            SharedDevices(process_engine, trainer, keep=keep, telemetry=telemetry) if case.shared else None
+        )
 
     def _scorer(self) -> SeededScorer:
         case = self._case
@@ -349,7 +351,7 @@ def _fast_directory() -> str | None:
 
 def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
     """Runs one life. Returns whether the run is finished."""
-    faults = [one for one in case.faults if one.life == number]
+    faults = [fault for fault in case.faults if fault.life == number]
     history.meanwhile(Path(name), faults)
     disk = Disk(Path(name), faults)
     with disk.mounted() as directory:

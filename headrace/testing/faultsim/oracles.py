@@ -62,7 +62,7 @@ def records_in(directory: Path) -> list[tuple[int, AnyRecord]]:
 def trained_in(directory: Path) -> dict[int, tuple[tuple[int, str], ...]]:
     """Returns the trained tickets and prompts by step, according to the journal."""
     steps = read_steps(directory)
-    return {one.step: tuple((group.ticket, group.prompt.id) for group in one.groups) for one in steps}
+    return {step.step: tuple((group.ticket, group.prompt.id) for group in step.groups) for step in steps}
 
 
 class Counts:
@@ -219,11 +219,11 @@ class Admission:
         if config.overdue == "wait":
             behind = min([*self._flying, *self._ready, self._next]) + config.window
             assert ticket < behind, f"C1: ticket {ticket} is taken, and the window ends at {behind}"
-            may = [one for one in may if one < behind]
+            may = [ticket_ for ticket_ in may if ticket_ < behind]
         if config.order == "stalest":
             first = min(may)
         else:
-            first = next((one for one in may if one in self._restored), may[0])
+            first = next((ticket_ for ticket_ in may if ticket_ in self._restored), may[0])
         either = config.order == "finished" and {ticket, first} <= self._restored
         assert ticket == first or either, f"order: ticket {ticket} is taken, and it was the turn of {first}"
         del self._ready[ticket]
@@ -276,16 +276,16 @@ def _differ(families: Sequence[tuple[int, Sequence[float]]]) -> bool:
 def one_age(group: Group, mode: str, delivered: int, here: bool, quiet: bool) -> None:
     """Checks the versions of a group that becomes ready, as `partial.mode` promises them. `delivered`: the version that went live last in
     this life, not counting its start; `here`: whether the group began in this life; `quiet`: whether this life had no fault."""
-    completions = [turn.completion for one in group.scored for turn in one.episode.turns]
+    completions = [turn.completion for rollout in group.scored for turn in rollout.episode.turns]
     versions = [completion.versions() for completion in completions]
-    said = f"{mode}: ticket {group.ticket} has tokens of versions {versions}"
+    message = f"{mode}: ticket {group.ticket} has tokens of versions {versions}"
     if mode == "barrier" and here:
-        assert len({version for one in versions for version in one}) <= 1, said
+        assert len({version for of_turn in versions for version in of_turn}) <= 1, message
     if mode == "drain" and here and quiet:
-        assert all(len(set(one)) <= 1 for one in versions), said
+        assert all(len(set(of_turn)) <= 1 for of_turn in versions), message
     if mode == "cancel_group":
-        assert min((version for one in versions for version in one), default=delivered) >= delivered, (
-            f"{said}, at {delivered}"
+        assert min((version for of_turn in versions for version in of_turn), default=delivered) >= delivered, (
+            f"{message}, at {delivered}"
         )
     if mode in ("barrier", "drain", "abort_resume", "save_resume"):
         assert not any(map(_over_older, _spans(completions))), (
@@ -338,19 +338,19 @@ def turns_of(group: Group, episode: Episode) -> Iterator[SampledTurn]:
 def check_tokens(group: Group, sampled: Counter[SampledTurn] | None) -> None:
     """C4, C5. `sampled`: the turns that engines have sampled for the group; None if that is not known."""
     rows = iter(group.rows)
-    for one in group.scored:
-        for found in turns_of(group, one.episode) if sampled is not None else ():
+    for rollout in group.scored:
+        for found in turns_of(group, rollout.episode) if sampled is not None else ():
             assert sampled and sampled[found], (
                 f"C5: ticket {group.ticket} trains {found}, which nobody sampled: {sampled}"
             )
             sampled[found] -= 1
-        begins = {one.episode.turns[branch.first].context for branch in one.branches}
+        begins = {rollout.episode.turns[branch.first].context for branch in rollout.branches}
         assert len(begins) < 2, f"C7: the ends of a rollout of ticket {group.ticket} begin after different messages"
         trained: set[int] = set()
-        for end in ends_of(one.episode):
+        for end in ends_of(rollout.episode):
             row = next(rows)
             assert list(row.versions) == sorted(row.versions), f"C4: versions of ticket {group.ticket} decrease"
-            check_row(row, one.episode, end, trained)
+            check_row(row, rollout.episode, end, trained)
     assert next(rows, None) is None, f"C5: ticket {group.ticket} has a row of no episode"
 
 
@@ -362,10 +362,10 @@ def check_row(row: Row, episode: Episode, end: Sequence[int], trained: set[int])
     fresh: list[bool] = []
     for place in end:
         turn = episode.turns[place]
-        said = turn.context if turn.parents else ()
-        fresh += [place not in trained] * (len(said) + len(turn.completion.tokens))
-        tokens += [*said, *turn.completion.tokens]
-        sampled += [False] * len(said) + [True] * len(turn.completion.tokens)
+        context = turn.context if turn.parents else ()
+        fresh += [place not in trained] * (len(context) + len(turn.completion.tokens))
+        tokens += [*context, *turn.completion.tokens]
+        sampled += [False] * len(context) + [True] * len(turn.completion.tokens)
     logprobs = tuple(-token / 100 if own else 0.0 for token, own in zip(tokens, sampled, strict=True))
     assert row.tokens == tuple(tokens), f"C5: a row has the tokens {row.tokens} where its episode has {tokens}"
     assert row.logprobs == logprobs, "C5: other log-probs than sampled"

@@ -78,10 +78,10 @@ class ServedScorer(SeededScorer):
     async def _values(self, prompt: Prompt, episodes: Sequence[Episode]) -> Sequence[float | None]:
         named = msgspec.structs.replace(prompt, columns={"id": prompt.id})
         values = await self._caller.call(self._part, named, episodes)
-        assert not [one for one in values if isinstance(one, Failure)], f"single faults are made up for: {values}"
-        self._asked(key_of(prompt.id, [list(one.last.tokens) for one in episodes]), True)
+        assert not [value for value in values if isinstance(value, Failure)], f"single faults are made up for: {values}"
+        self._asked(key_of(prompt.id, [list(episode.last.tokens) for episode in episodes]), True)
         # The service has no word for a reward that fails, which is -1 here.
-        return [one if isinstance(one, float) and one >= 0 else None for one in values]
+        return [value if isinstance(value, float) and value >= 0 else None for value in values]
 
 
 class AskedScores:
@@ -93,7 +93,7 @@ class AskedScores:
 
     def begin(self, disk: Disk) -> Callable[[str, bool], None]:
         """Returns what a life calls with the key of each request, and whether its scores have been recorded."""
-        lost = any(one.lost_power or one.was_full for one in self._disks)
+        lost = any(former.lost_power or former.was_full for former in self._disks)
         earlier = set() if lost else set(self._recorded)
         self._disks.append(disk)
 

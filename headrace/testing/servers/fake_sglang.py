@@ -77,8 +77,8 @@ class FakeSglang:
         self._alive()
         body = await read_body(request, SglangGenerate, self.serving.limits)
         if problem := self._problem(body):
-            said = {"message": problem, "type": "BadRequest", "code": 400}
-            return Events(_told({"error": said})) if body.stream else json_response({"error": said}, 400)
+            error = {"message": problem, "type": "BadRequest", "code": 400}
+            return Events(_told({"error": error})) if body.stream else json_response({"error": error}, 400)
         self.bodies.append(body)
         if body.stream:
             return Events(self._events(body))
@@ -143,7 +143,7 @@ class FakeSglang:
 
     def _left(self, rid: str) -> None:
         """Its client is gone."""
-        self.serving.abort([one for one in self._rids if one.startswith(rid)])
+        self.serving.abort([request for request in self._rids if request.startswith(rid)])
 
     async def _whole(self, body: SglangGenerate) -> Response:
         (piece,) = await to_their_ends(self.serving, [self._request(body)])

@@ -120,8 +120,8 @@ class FakeVllm:
 
     async def generate(self, request: HttpRequest) -> Response:
         if "scale_out" in self.absent:
-            said = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
-            raise Refused(403, said)
+            message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            raise Refused(403, message)
         body = await read_body(request, VllmGenerate, self.serving.limits)
         self._check(body)
         self.bodies.append(body)

@@ -25,7 +25,7 @@ def checksums_of(directory: Path, without: str = "") -> dict[str, str]:
     for name, tensor in tensors.items():
         layer, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind == "q_proj":
-            parts = [tensors[f"{layer}.{one}.weight"] for one in ("q_proj", "k_proj", "v_proj")]
+            parts = [tensors[f"{layer}.{part}.weight"] for part in ("q_proj", "k_proj", "v_proj")]
             runs[f"{layer}.qkv_proj.weight"] = torch.cat(parts)
         elif kind == "gate_proj":
             runs[f"{layer}.gate_up_proj.weight"] = torch.cat([tensor, tensors[f"{layer}.up_proj.weight"]])

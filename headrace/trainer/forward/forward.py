@@ -191,12 +191,12 @@ def _loss_tokens(pack: Pack, start: int, end: int) -> Pack:
 
 
 def _joined(scores: Sequence[TokenScores]) -> TokenScores:
-    tops = [one.top for one in scores if one.top is not None]
+    tops = [score.top for score in scores if score.top is not None]
     return TokenScores(
-        torch.cat([one.logprob for one in scores]),
-        torch.cat([one.entropy for one in scores]),
+        torch.cat([score.logprob for score in scores]),
+        torch.cat([score.entropy for score in scores]),
         torch.cat(tops) if tops else None,
-        sum(one.outside for one in scores),
+        sum(score.outside for score in scores),
     )
 
 
@@ -257,7 +257,7 @@ def together(forward: Forward, context: Context | None) -> Forward:
 def _kinds_of_rope(model: Any) -> set[str]:
     """The kinds of rotary embedding, which may differ between kinds of layers."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    return {one.get("rope_type", "") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    return {settings.get("rope_type", "") for settings in (rope, *rope.values()) if isinstance(settings, dict)}
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------------
@@ -322,20 +322,20 @@ def _capped(logits: Tensor, model: Any) -> Tensor:
     return Scale(softcap=softcap_of(model)).of(logits)
 
 
-def _packs(model: Any, shared: Tensor, one: Tensor, two: Tensor, other: Tensor) -> bool:
+def _packs(model: Any, shared: Tensor, tensor: Tensor, two: Tensor, other: Tensor) -> bool:
     if not getattr(model, "_supports_attention_backend", False):
         return False
-    a, b, c, d = len(shared), len(one), len(two), len(other)
+    a, b, c, d = len(shared), len(tensor), len(two), len(other)
     segments = (Segment(0, a), Segment(a, b, 0), Segment(a + b, c, 0), Segment(a + b + c, d, ROOT))
     lengths = (range(a), range(a, a + b), range(a, a + c), range(d))
     positions = torch.tensor([i for places in lengths for i in places], device=shared.device)
-    first, second = own_hidden(model, torch.cat([shared, one])), own_hidden(model, torch.cat([shared, two]))
+    first, second = own_hidden(model, torch.cat([shared, tensor])), own_hidden(model, torch.cat([shared, two]))
     expected = torch.cat([first, second[a:], own_hidden(model, other)])
     tree = tree_of(segments, shared.device)
     register()
     try:
         model.set_attn_implementation(NAME)
-        hidden = packed_hidden(model, torch.cat([shared, one, two, other]), positions, tree)
+        hidden = packed_hidden(model, torch.cat([shared, tensor, two, other]), positions, tree)
     except (
         AttributeError,
         KeyError,

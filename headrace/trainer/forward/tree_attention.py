@@ -61,8 +61,8 @@ def varlen_of(segments: Sequence[Segment], device: torch.device) -> Varlen:
     chains: list[list[Segment]] = []
     for segment in segments:
         chains.append([segment] if segment.parent == ROOT else [*chains[segment.parent], segment])
-    lengths = [sum(one.length for one in chain) for chain in chains]
-    source = torch.cat([torch.arange(one.start, one.end) for chain in chains for one in chain])
+    lengths = [sum(segment.length for segment in chain) for chain in chains]
+    source = torch.cat([torch.arange(segment.start, segment.end) for chain in chains for segment in chain])
     query_starts, key_starts = (
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
         for counts in ([segment.length for segment in segments], lengths)

@@ -108,7 +108,11 @@ def quantise(model: Any, kind: Kind, dtype: torch.dtype) -> dict[str, QuantisedL
     """Replaces every linear layer except the output head, in place. Returns the new layers by the names of their weights."""
     head = model.get_output_embeddings()
     quantised: dict[str, QuantisedLinear] = {}
-    linears = [(name, one) for name, one in model.named_modules() if type(one) is torch.nn.Linear and one is not head]
+    linears = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and module is not head
+    ]
     for name, linear in linears:
         parent, _, last = name.rpartition(".")
         quantised[f"{name}.weight"] = layer = QuantisedLinear(linear, kind, dtype)
@@ -299,7 +303,9 @@ def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:
     """Freezes all weights in place. `stacks`: the experts that are not adapted, which are lowered; adapted ones stay float32, because peft
     adds a product to them that bfloat16 would round away."""
     head = model.get_output_embeddings()
-    linears = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head)
+    linears = (
+        name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and layer is not head
+    )
     # autocast does not reach transformers' grouped products of experts
     low_stacks = stacks if model.config._experts_implementation == "eager" else []
     ends = (*(f"{name}.weight" for name in linears), *low_stacks)

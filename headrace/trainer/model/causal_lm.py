@@ -73,7 +73,7 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
     """The other names of tied parameters -> their canonical name, under which they are published."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = ((name, first[id(one)]) for name, one in model.named_parameters(remove_duplicate=False))
+    names = ((name, first[id(parameter)]) for name, parameter in model.named_parameters(remove_duplicate=False))
     return {name: canonical for name, canonical in names if name != canonical}
 
 
@@ -130,7 +130,7 @@ def export_model(
     if not leads:
         return
     directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
-    model.save_pretrained(directory, state_dict={name: lowered[one] for name, one in names.items()})
+    model.save_pretrained(directory, state_dict={name: lowered[own_name] for name, own_name in names.items()})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
     for path in source.iterdir():  # tokenizer, chat template, generation config, licence

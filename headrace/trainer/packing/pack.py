@@ -44,7 +44,7 @@ class Kept:
 
     def to(self, device: torch.device) -> Kept:
         given = (self.ids, self.offsets, self.sets, self.set_of)
-        return Kept(*(None if one is None else one.to(device) for one in given))  # type: ignore[arg-type]
+        return Kept(*(None if tensor is None else tensor.to(device) for tensor in given))  # type: ignore[arg-type]
 
     def rows(self, start: int, end: int) -> Kept:
         """The part for the places start:end."""

@@ -74,7 +74,11 @@ def trees_of(
     if not given.share:
         return [TreeNode(path, 0, len(path.tokens), ending=[path]) for path in paths]
     temperatures = dict.fromkeys(path.row.temperature for path in paths)
-    roots = [root for one in temperatures for root in grow(path for path in paths if path.row.temperature == one)]
+    roots = [
+        root
+        for temperature in temperatures
+        for root in grow(path for path in paths if path.row.temperature == temperature)
+    ]
     prune(roots, least_saved)
     return [piece for root in roots for piece in cut(root, given.budget)]
 
@@ -103,7 +107,7 @@ def splits(microbatches: Iterable[Sequence[TreeNode]]) -> bool:
 def microbatches_of(trees: Sequence[TreeNode], budget: int) -> list[list[TreeNode]]:
     """Puts trees of one temperature together, as many as the budget allows."""
     temperatures = sorted({tree.source.row.temperature for tree in trees})
-    alike = ([tree for tree in trees if tree.source.row.temperature == one] for one in temperatures)
+    alike = ([tree for tree in trees if tree.source.row.temperature == temperature] for temperature in temperatures)
     return [found for those in alike for found in first_fit(those, size_of, budget)]
 
 
@@ -290,7 +294,7 @@ class PickedNumbers:
     def __init__(self, batch: Batch, most: int = MOST_TOKENS) -> None:
         self._rows = dict(_pick(batch, most))
         """The rows by their numbers in the step."""
-        total = sum(one.tokens for one in self._rows.values())
+        total = sum(row.tokens for row in self._rows.values())
         self._values = torch.zeros(2, total, dtype=torch.float64)
         """[2, tokens of the picked rows] log-probs and entropies; 0 where another rank has them. Sums over ranks are exact."""
 
@@ -309,15 +313,15 @@ class PickedNumbers:
 
     def report(self) -> tuple[TokenNumbers, ...]:
         found = torch.full(self._values.shape, math.nan)
-        for one in self._rows.values():
-            found[:, one.losses] = self._values[:, one.losses].float()
+        for row in self._rows.values():
+            found[:, row.losses] = self._values[:, row.losses].float()
         return tuple(
             TokenNumbers(
-                one.ticket,
-                one.number,
-                *(values[one.start : one.start + one.tokens].numpy().tobytes() for values in found),
+                row.ticket,
+                row.number,
+                *(values[row.start : row.start + row.tokens].numpy().tobytes() for values in found),
             )
-            for one in self._rows.values()
+            for row in self._rows.values()
         )
 
 

@@ -322,7 +322,7 @@ def _kept(paths: Sequence[tuple[Path, Ints]]) -> Kept | None:
     ids, offsets = _joined([ids for ids, _ in rows]), _joined([np.zeros(1, np.int64), counts.cumsum()])
     if not number:
         return Kept(ids, offsets)
-    return Kept(ids, offsets, _table([decode_set(one) for one in number]), torch.from_numpy(set_of))
+    return Kept(ids, offsets, _table([decode_set(coded) for coded in number]), torch.from_numpy(set_of))
 
 
 def _sets_of(mask: SamplingMask | None, loss: Ints, number: dict[bytes, int]) -> Ints:
@@ -331,8 +331,8 @@ def _sets_of(mask: SamplingMask | None, loss: Ints, number: dict[bytes, int]) ->
         return np.full(len(loss), -1, np.int64)
     used = np.frombuffer(mask.set_of, np.int32)[loss]
     table = np.full(len(mask.sets) + 1, -1, np.int64)
-    for one in sorted(set(used.tolist()) - {-1}):
-        table[one] = number.setdefault(mask.sets[one], len(number))
+    for place in sorted(set(used.tolist()) - {-1}):
+        table[place] = number.setdefault(mask.sets[place], len(number))
     return table[used]
 
 

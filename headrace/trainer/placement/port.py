@@ -225,7 +225,7 @@ def own_values_of(
 
 def _by_rows(tensor: DTensor) -> bool:
     """Whether it is split by its first dimension, among the ranks of one dimension of its mesh, and otherwise copied."""
-    split = [one for one in tensor.placements if not one.is_replicate()]
+    split = [placement for placement in tensor.placements if not placement.is_replicate()]
     return len(split) == 1 and type(split[0]) is Shard and split[0].dim == 0
 
 
@@ -233,7 +233,7 @@ def _own_rows(tensor: DTensor) -> tuple[int, Tensor]:
     """Returns the number of the first value, and the values; none on ranks that hold copies of another's."""
     place = tensor.device_mesh.get_coordinate()
     local = tensor.to_local().detach().flatten()
-    copied = [at for at, one in zip(place or (), tensor.placements, strict=True) if one.is_replicate()]
+    copied = [at for at, placement in zip(place or (), tensor.placements, strict=True) if placement.is_replicate()]
     if any(copied):
         return 0, local[:0]
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -135,7 +135,7 @@ class Sharded:
             return
         have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
         dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
-        wanted = [p for p, one in zip(parameters, have.tolist(), strict=True) if one]
+        wanted = [p for p, there in zip(parameters, have.tolist(), strict=True) if there]
         for parameter in wanted:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -144,7 +144,7 @@ class Sharded:
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=group)
-        for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
     def sum(self, values: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Sharded:
         found = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(found, padded, group=self._others)
         start = sum(counts[: place - (self.context.rank if self.context else 0)])
-        joined = torch.cat([one[:, :count] for one, count in zip(found, counts, strict=True)], 1)
+        joined = torch.cat([tensor[:, :count] for tensor, count in zip(found, counts, strict=True)], 1)
         return joined, slice(start, start + columns.shape[1])
 
     def of_head(self, values: Tensor) -> Tensor:

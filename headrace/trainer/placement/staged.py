@@ -246,7 +246,7 @@ class Staged:
     ) -> torch.optim.Optimizer:
         optimizer = make_optimizer(parameters, config)
         if self._tied:
-            optimizer.register_step_post_hook(lambda one, args, kwargs: self._share_tied(one))
+            optimizer.register_step_post_hook(lambda stepped, args, kwargs: self._share_tied(stepped))
         return optimizer
 
     def plan(self, rows: StepRows) -> StepPlan:
@@ -305,7 +305,7 @@ class Staged:
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
         everyone: list[Any] = [None] * self._config.batches
         dist.all_gather_object(everyone, self.of_head(columns).cpu(), group=self._alike)
-        start = sum(one.shape[1] for one in everyone[: self._copy])
+        start = sum(part.shape[1] for part in everyone[: self._copy])
         return torch.cat(everyone, 1).to(columns.device), slice(start, start + columns.shape[1])
 
     def of_head(self, values: Tensor) -> Tensor:
@@ -377,8 +377,8 @@ def _add_up(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
         return
     have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=parameters[0].device)
     dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
-    for parameter, one in zip(parameters, have.tolist(), strict=True):
-        if one:
+    for parameter, there in zip(parameters, have.tolist(), strict=True):
+        if there:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(local(parameter.grad), group=group)
 

@@ -94,7 +94,7 @@ def packs_of(rows: Sequence[ExampleRow], budget: int) -> Iterator[tuple[Pack, Se
     """Yields microbatches of at most `budget` tokens (more where one row alone is longer), with their rows."""
     waiting: list[ExampleRow] = []
     for row in rows:
-        if waiting and sum(len(one.tokens) for one in waiting) + len(row.tokens) > budget:
+        if waiting and sum(len(other.tokens) for other in waiting) + len(row.tokens) > budget:
             yield _pack(waiting), waiting
             waiting = []
         waiting.append(row)
@@ -111,7 +111,7 @@ def _pack(rows: Sequence[ExampleRow]) -> Pack:
         for row, place, start in zip(rows, places, starts, strict=False)
     ]
     count = sum(map(len, predictor))
-    sequence = torch.cat([torch.full((len(one),), number) for number, one in enumerate(predictor)])
+    sequence = torch.cat([torch.full((len(tensor),), number) for number, tensor in enumerate(predictor)])
     return Pack(
         tokens=torch.cat([row.tokens for row in rows]),
         positions=torch.cat(places),
@@ -284,10 +284,10 @@ class SharedTrainer:
         tenant.optimizer.step()
         tenant.forget()
         if not all(bool(torch.isfinite(p).all()) for p in tenant.parameters.values()):
-            said = (
+            message = (
                 f"learning_rate = {call.learning_rate:g} and eps = {call.eps:g} have made weights that are not finite"
             )
-            tenant.broken = f"{said}; load_state what was saved before, or begin a new model"
+            tenant.broken = f"{message}; load_state what was saved before, or begin a new model"
             raise ValueError(tenant.broken)
         tenant.version += 1
         return StepDone(version=tenant.version, grad_norm=float(norm))

@@ -94,20 +94,24 @@ class TorchTrainer:
         self._adapters = Adapters(self._model, loras, self._dtype, model_dir, whole) if loras else None
         replay = RoutingReplay(self._forward, self._dtype) if keep_routing else None
         self._replay: Replay = replay or no_replay
-        asked = any(one.algo.reference_in_loss for one in self._assignments.values())
+        asked = any(assignment.algo.reference_in_loss for assignment in self._assignments.values())
         # made before a checkpoint is restored, so that it stays the model that the run began with
         self._reference = reference_of(self._forward, self._dtype, keep_routing) if asked else None
         if config.gradient_checkpointing:
             enable_checkpointing(self._model, replay.checkpoint_contexts if replay else None)
         if config.weights == "bfloat16":
             lower_weights(self._model, self._dtype)
-        one = self._reference
-        models = [self._model, one.forward.model] if one and one.bytes else [self._model]  # under LoRA they are one
+        reference = self._reference
+        models = (
+            [self._model, reference.forward.model] if reference and reference.bytes else [self._model]
+        )  # under LoRA they are one
         for model in models:
             self._placement.spread(model)
-        self._learners = {name: self._learner(name, one) for name, one in self._assignments.items()}
+        self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
-        self._resting = Resting(models, lambda: [one.optimizer for one in self._learners.values()], self._device)
+        self._resting = Resting(
+            models, lambda: [learner.optimizer for learner in self._learners.values()], self._device
+        )
         self._copies = {name: HostCopy() for name in self._learners}
         self._reading = threading.Lock()
         """Held by a thread that reads frozen weights: they stay where they are."""
@@ -204,7 +208,7 @@ class TorchTrainer:
 
     def adapters(self) -> list[AdapterSpec]:
         """The adapters that are published in addition to the base."""
-        return [one.lora.spec(name) for name, one in self._assignments.items() if name]
+        return [assignment.lora.spec(name) for name, assignment in self._assignments.items() if name]
 
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, Tensor]]:
         """Returns the tensors to publish, each whole: all weights (with the adapter merged in), the frozen base, or an adapter."""
@@ -272,8 +276,10 @@ class TorchTrainer:
     def _known_effects(self, pieces: Sequence[Sequence[int]], adapter: str, most: int) -> KnownEffects | None:
         """Those of the weights as they are. None where they are computed as fast as known: on GPUs, and of small models."""
         held = [*self._model.named_parameters(), *self._model.named_buffers()]
-        here = self._placement.plain and self._device.type == "cpu" and not any(one.is_meta for _, one in held)
-        if not here or sum(one.numel() for _, one in held) < WORTH:
+        here = (
+            self._placement.plain and self._device.type == "cpu" and not any(parameter.is_meta for _, parameter in held)
+        )
+        if not here or sum(parameter.numel() for _, parameter in held) < WORTH:
             return None
         return KnownEffects(cache_dir() / "trials", contents_mark(held, pieces, adapter, most, self.path))
 

@@ -70,7 +70,7 @@ class Trial:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         held = ((name, local(parameter.detach())) for name, parameter in parameters.items())
         # Others are another stage's, or integers of a quantised model, which are not trained.
-        self._values = {name: one for name, one in held if not one.is_meta and one.dtype in _BITS}
+        self._values = {name: tensor for name, tensor in held if not tensor.is_meta and tensor.dtype in _BITS}
         self._filled = {name for name, values in self._values.items() if not values.any()}
         self._hypotheses = hypotheses(list(parameters))
         for name in self._values:

@@ -71,16 +71,16 @@ def strip(columns: StepColumns, first: int, last: int) -> str:
     """Draws how busy both pools were over the whole run, as bars that are chosen by a click; empty without such numbers."""
     steps = steps_of(columns)
     shares = [(name, look, _busy(columns, name, steps)) for name, look in LANES]
-    if not any(len(one) for _, _, one in shares):
+    if not any(len(counts) for _, _, counts in shares):
         return ""
     lanes = []
-    for place, (name, look, one) in enumerate(shares):
+    for place, (name, look, counts) in enumerate(shares):
         top = place * (HEIGHT + 4)
         lanes.append(f'<rect class="ground" x="0" y="{top}" width="{steps}" height="{HEIGHT}"/>')
         lanes += [
             f'<rect class="{look}" x="{left}" y="{top + HEIGHT - tall:.1f}" width="{right - left}" height="{tall:.1f}"'
             f' data-step="{(left + right) // 2 + 1}" data-tip="{escape(_tip(left, right, name, busy))}"/>'
-            for left, right, busy in one
+            for left, right, busy in counts
             for tall in [max(1.0, HEIGHT * busy)]
         ]
     height = len(shares) * (HEIGHT + 4)

@@ -57,7 +57,7 @@ class CookieGate:
             return
         if self._has_cookie(scope):
             header = (b"authorization", b"Bearer " + self._token)
-            scope = {**scope, "headers": [one for one in scope["headers"] if one[0] != header[0]] + [header]}
+            scope = {**scope, "headers": [other for other in scope["headers"] if other[0] != header[0]] + [header]}
         await self._app(scope, receive, send)
 
     def _sign_in(self, scope: Scope) -> Response | None:
@@ -74,7 +74,7 @@ class CookieGate:
 
     def _has_cookie(self, scope: Scope) -> bool:
         text = b"; ".join(value for name, value in scope["headers"] if name == b"cookie").decode("latin-1")
-        cookies = [one.strip().partition("=") for one in text.split(";")]
+        cookies = [cookie.strip().partition("=") for cookie in text.split(";")]
         return any(
             name == COOKIE and hmac.compare_digest(value.encode("latin-1"), self._value.encode())
             for name, _, value in cookies

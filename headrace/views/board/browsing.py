@@ -73,7 +73,7 @@ class Browser:
         end = time.monotonic() + SECONDS
         tickets = groups.find(question.wanted, question.order).tolist()
         if question.ticket is not None:
-            tickets = [one for one in tickets if one == question.ticket]
+            tickets = [ticket for ticket in tickets if ticket == question.ticket]
         if question.wanted.gone:
             return self._gone(question, groups, tickets)
         views: list[RolloutView] = []
@@ -116,22 +116,26 @@ class Browser:
         least, most = question.wanted.rewards
         journaled = JournalStep(step, 0.0, step + 1, (group,), report)
         oldest = trimmed_below(self._settings, step)
-        for rollout, one in enumerate(group.scored):
-            done = one.episode.last
-            fits = least <= one.reward <= most and (not question.wanted.cut or done.stop == "length")
+        for rollout, scored_rollout in enumerate(group.scored):
+            done = scored_rollout.episode.last
+            fits = least <= scored_rollout.reward <= most and (not question.wanted.cut or done.stop == "length")
             fits = fits and question.rollout in (None, rollout)
-            if fits and (in_prompt or words in _words(one)) and _oldest_lag(one, step) >= question.lag:
+            if (
+                fits
+                and (in_prompt or words in _words(scored_rollout))
+                and _oldest_lag(scored_rollout, step) >= question.lag
+            ):
                 yield view_rollout(journaled, group, rollout, pieces=self._pieces, oldest=oldest)
 
     def _note(self, missing: int, more: bool, found: bool, unfinished: bool) -> str:
-        said = []
+        sentences = []
         if missing:
-            said.append(f"{plural(missing, 'group')} cannot be found in the journal (yet).")
+            sentences.append(f"{plural(missing, 'group')} cannot be found in the journal (yet).")
         if more:
-            said.append("The journal is still being read; ask again for more.")
+            sentences.append("The journal is still being read; ask again for more.")
         if not found:
-            said.append("Nothing found so far." if unfinished else "No rollout fulfils these conditions.")
-        return f'<p class="note">{escape(" ".join(said))}</p>' if said else ""
+            sentences.append("Nothing found so far." if unfinished else "No rollout fulfils these conditions.")
+        return f'<p class="note">{escape(" ".join(sentences))}</p>' if sentences else ""
 
     def _gone(self, question: RolloutQuery, groups: GroupTable, tickets: list[int]) -> RolloutPage:
         """Lists groups that will not be trained. The journal keeps their prompts and rewards, and no text of their rollouts."""
@@ -162,17 +166,17 @@ class Browser:
 def _failures(groups: list[Group]) -> str:
     """Returns the table of the rollouts that failed: they have a reason and no text."""
     rows = [
-        (str(group.ticket), escape(one.reason.replace("_", " ")), escape(clip(one.detail, MAX_PROMPT)))
+        (str(group.ticket), escape(failure.reason.replace("_", " ")), escape(clip(failure.detail, MAX_PROMPT)))
         for group in groups
-        for one in group.failures
+        for failure in group.failures
     ]
     return "<h3>Failed rollouts of these groups</h3>" + table(("#ticket", "reason", "detail"), rows) if rows else ""
 
 
-def _words(one: Scored) -> str:
-    return " ".join(turn.completion.text for turn in one.episode.turns).lower()
+def _words(rollout: Scored) -> str:
+    return " ".join(turn.completion.text for turn in rollout.episode.turns).lower()
 
 
-def _oldest_lag(one: Scored, step: int) -> int:
-    versions = [span.version for turn in one.episode.turns for span in turn.completion.spans]
+def _oldest_lag(rollout: Scored, step: int) -> int:
+    versions = [span.version for turn in rollout.episode.turns for span in turn.completion.spans]
     return max(0, step - min(versions)) if versions else 0

@@ -201,7 +201,7 @@ class FollowedRun(Follower):
     @property
     def numbers(self) -> Numbers:
         """The newest numbers that are known."""
-        return max((self._own, *(index.numbers for index, _ in self._indexes)), key=lambda one: one.size)
+        return max((self._own, *(index.numbers for index, _ in self._indexes)), key=lambda numbers: numbers.size)
 
     @property
     def size(self) -> int:
@@ -301,7 +301,7 @@ class RunList:
     def lines(self) -> list[RunLine]:
         """Returns all runs, the newest first."""
         found = [line for name, path in self._found() if (line := self._line(name, path))]
-        return sorted(found, key=lambda one: (-one.started, one.name))
+        return sorted(found, key=lambda run_line: (-run_line.started, run_line.name))
 
     def _line(self, name: str, path: Path) -> RunLine | None:
         try:
@@ -311,7 +311,7 @@ class RunList:
             return None
         status = judge(state, read_live(path), self._held(path), time.time())
         started = state.started
-        evals = [one for one in state.evals if one.prompts]
+        evals = [evaluation for evaluation in state.evals if evaluation.prompts]
         return RunLine(
             name=name,
             headline=started.headline if started else "",

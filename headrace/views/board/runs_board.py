@@ -75,9 +75,9 @@ class RunsBoard:
         return {
             "version": run.version,
             "read": round(run.read_share, 3),
-            "warnings": [one.message for one in state.warnings[-5:]],
+            "warnings": [warning.message for warning in state.warnings[-5:]],
             "warned": len(state.warnings) + len(state.deaths),
-            "advice": [one.sentence for one in advices(state)],
+            "advice": [advice.sentence for advice in advices(state)],
         }
 
     def run(self, name: str) -> FollowedRun:
@@ -116,8 +116,8 @@ class RunsBoard:
         found: dict[str, dict[str, float | None]] = {}
         for name in names:
             columns = self.run(name).numbers.columns
-            for one in columns.names:
-                found.setdefault(one, {})[name] = columns.last(one)
+            for column in columns.names:
+                found.setdefault(column, {})[name] = columns.last(column)
         return dict(sorted(found.items()))
 
     def curves(
@@ -131,18 +131,18 @@ class RunsBoard:
         points: int,
     ) -> dict[str, Any]:
         """Returns `{metric: {run: {x, y, low, high}}}`, and how many steps a point stands for."""
-        drawn: dict[str, dict[str, Any]] = {one: {} for one in metrics}
+        drawn: dict[str, dict[str, Any]] = {metric: {} for metric in metrics}
         merged = 1
         for name in names:
             columns = self.run(name).numbers.columns
-            for one in metrics:
-                curve = columns.drawn(one, over, window=window, within=within, points=points)
+            for metric in metrics:
+                curve = columns.drawn(metric, over, window=window, within=within, points=points)
                 if not len(curve.x):
                     continue
                 merged = max(merged, curve.merged)
-                drawn[one][name] = {"x": curve.x.tolist(), "y": curve.y.tolist()}
+                drawn[metric][name] = {"x": curve.x.tolist(), "y": curve.y.tolist()}
                 if curve.merged > 1:
-                    drawn[one][name] |= {"low": curve.low.tolist(), "high": curve.high.tolist()}
+                    drawn[metric][name] |= {"low": curve.low.tolist(), "high": curve.high.tolist()}
         return {"curves": drawn, "merged": merged}
 
     def differences(self, names: Sequence[str]) -> str:
@@ -171,9 +171,9 @@ def _table(runs: Mapping[str, FollowedRun], metrics: Sequence[str]) -> Iterator[
     yield _line(["run", STEP, MINUTES, TOKENS, *metrics])
     for name, run in runs.items():
         columns = run.numbers.columns
-        wanted = [dict(zip(*map(list, columns.series(one)), strict=True)) for one in (MINUTES, TOKENS, *metrics)]
+        wanted = [dict(zip(*map(list, columns.series(column)), strict=True)) for column in (MINUTES, TOKENS, *metrics)]
         for step in sorted(set().union(*wanted)):
-            yield _line([name, step, *(one.get(step, "") for one in wanted)])
+            yield _line([name, step, *(series.get(step, "") for series in wanted)])
 
 
 def _line(cells: Sequence[object]) -> str:

@@ -57,8 +57,8 @@ class Swaps:
 
     def __init__(self, facts: Sequence[WeightsLive], before: int) -> None:
         """`before`: the version that was live before the first of them."""
-        self.moments = [one.t for one in facts]
-        self.versions = [one.update.version for one in facts]
+        self.moments = [fact.t for fact in facts]
+        self.versions = [fact.update.version for fact in facts]
         self._before = before
         self._first = dict(zip(reversed(self.versions), reversed(self.moments), strict=True))
 
@@ -95,7 +95,7 @@ class TicketStory:
 
     @property
     def end(self) -> float:
-        last = [one.t for one in (self.played, self.gone, self.step) if one]
+        last = [fact.t for fact in (self.played, self.gone, self.step) if fact]
         return max(last, default=self.drawn or 0.0)
 
     @property
@@ -171,18 +171,18 @@ def read_lanes(run_dir: Path, started: RunStarted | None, first: int, last: int)
     margin = min(MOST_MARGIN, (started.max_lag if started else 1) + 1)
     begin = max(1, first - margin)
     read = followed_run.read_facts(run_dir, begin, last + margin, kinds=OF_LANES, most=followed_run.MOST)
-    rows = [one for one in read.facts if isinstance(one, StepRow)]
+    rows = [fact for fact in read.facts if isinstance(fact, StepRow)]
     cut = read.cut and read.last < last
     last = max(first, min(last, read.last)) if cut else last
     start = max((row.t for row in rows if row.report.step + 1 < first), default=0.0)
     ends = [row.t for row in rows if row.report.step + 1 == last]
     newest = not any(row.report.step + 1 > last for row in rows) and not read.cut
-    end = ends[-1] if ends and not newest else max((one.t for one in read.facts), default=0.0)
+    end = ends[-1] if ends and not newest else max((fact.t for fact in read.facts), default=0.0)
     stories, trained = _stories(read.facts), [row for row in rows if first <= row.report.step + 1 <= last]
     shown = tuple(
-        one
-        for _, one in sorted(stories.items())
-        if one.start <= end and (one.end >= start or not one.over) and (one.played or one.drawn is not None)
+        story
+        for _, story in sorted(stories.items())
+        if story.start <= end and (story.end >= start or not story.over) and (story.played or story.drawn is not None)
     )
     return LaneWindow(
         first=first,
@@ -190,12 +190,12 @@ def read_lanes(run_dir: Path, started: RunStarted | None, first: int, last: int)
         start=start,
         end=end,
         stories=shown,
-        swaps=Swaps([one for one in read.facts if isinstance(one, WeightsLive)], before=begin - 1),
+        swaps=Swaps([fact for fact in read.facts if isinstance(fact, WeightsLive)], before=begin - 1),
         bound=max(1, started.max_lag if started else 1),
         whole=read.whole,
         cut=cut,
         missing=sum(stories[ticket].played is None for row in trained for ticket in row.tickets),
-        sizes={one.ticket: _size(one, started) for one in shown},
+        sizes={story.ticket: _size(story, started) for story in shown},
     )
 
 
@@ -307,7 +307,7 @@ def swimlanes(run_dir: Path, state: RunState, columns: StepColumns, query: LaneQ
     chart = _Chart(window, groups, shown).html() if shown else '<p class="empty">No rollout of this kind.</p>'
     unread = len(set(tickets) - groups.keys())
     notes = [*_notes(window, unread), *([_LEGEND] if shown else [])]
-    below = "".join(f'<p class="note">{escape(one)}</p>' for one in notes)
+    below = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     return f'<div class="swimlanes">{head}{_choice(window, query, len(shown), len(every))}{chart}{below}</div>'
 
 
@@ -326,7 +326,7 @@ def _notes(window: LaneWindow, unread: int) -> Iterator[str]:
     if unread:
         words = "cannot be found in the journal (yet), or would take too long to read at once"
         yield f"{plural(unread, 'group')} {words}: their versions are those that were live."
-    if any(one.played and one.played.lengths and not any(one.played.times) for one in window.stories):
+    if any(story.played and story.played.lengths and not any(story.played.times) for story in window.stories):
         yield (
             "The moments of turns were not recorded for some of these rollouts (before 2026-11-24, or a rollout with forks): they are drawn from the "
             "start of their group to their last possible token."
@@ -451,7 +451,7 @@ class _Chart:
             found = stretches((story.start, end), self._swaps, journaled, tokens)
             end = self._swaps.moment_of(found[-1].version + 1, story.start, end) or end if journaled and found else end
             yield from self._stretches(
-                story, [*found[:-1], *(one._replace(end=end) for one in found[-1:])], middle, words
+                story, [*found[:-1], *(stretch._replace(end=end) for stretch in found[-1:])], middle, words
             )
             return end
         each = journaled if len(journaled) == len(turns) else ()
@@ -483,15 +483,15 @@ class _Chart:
         self, story: TicketStory, found: Iterable[VersionStretch], middle: float, words: str
     ) -> Iterator[str]:
         at = story.step.report.step if story.step else self._swaps.live_at(story.end)
-        for one in found:
-            lag = max(0, at - one.version)
-            self._versions.add(one.version)
+        for stretch in found:
+            lag = max(0, at - stretch.version)
+            self._versions.add(stretch.version)
             self._lags.add(lag)
-            count = f"{plural(one.tokens, 'token')} of " if one.tokens else ""
-            mixed = ", mixed weights" if one.mixed else ""
-            tip = f"{words}\n{count}version {one.version}, lag {lag}{mixed}\n{duration(one.start)}, {short_time(one.end - one.start)}"
-            kind = f"v{one.version % COLOURS} {lag_class(lag)}{' mixed' * one.mixed}"
-            yield self._bar(kind, (one.start, one.end), middle, BAR, tip)
+            count = f"{plural(stretch.tokens, 'token')} of " if stretch.tokens else ""
+            mixed = ", mixed weights" if stretch.mixed else ""
+            tip = f"{words}\n{count}version {stretch.version}, lag {lag}{mixed}\n{duration(stretch.start)}, {short_time(stretch.end - stretch.start)}"
+            kind = f"v{stretch.version % COLOURS} {lag_class(lag)}{' mixed' * stretch.mixed}"
+            yield self._bar(kind, (stretch.start, stretch.end), middle, BAR, tip)
 
     def _waits(self, story: TicketStory, ended: float, middle: float, name: str) -> Iterator[str]:
         """Yields what a rollout waits for behind its last token: its group, its score, its step."""
@@ -537,7 +537,7 @@ class _Chart:
             yield self._mark("death", story.gone.t, middle, tip)
 
     def _bar(self, kind: str, interval: tuple[float, float], middle: float, height: float, tip: str) -> str:
-        left, right = (one - self._origin for one in interval)
+        left, right = (moment - self._origin for moment in interval)
         return (
             f'<rect class="{kind}" x="{left:.3f}" y="{middle - height / 2:g}" width="{max(0.0, right - left):.3f}" height="{height:g}"'
             f' data-tip="{escape(tip)}"/>'
@@ -557,7 +557,7 @@ class _Chart:
 
     def _legend(self) -> str:
         versions = sorted(self._versions)
-        by_version = [(f"v{one % COLOURS}", f"version {one}") for one in versions[:COLOURS]]
+        by_version = [(f"v{version % COLOURS}", f"version {version}") for version in versions[:COLOURS]]
         more = f"<span>… to version {versions[-1]}: colours are used again</span>" if len(versions) > COLOURS else ""
         by_lag = [
             (kind, lag_name(kind, lag))

@@ -36,7 +36,7 @@ class ReportData:
     @property
     def range_of_rewards(self) -> tuple[float, float]:
         """Smallest and largest reward of rollouts and held-out prompts; no band and no axis extends beyond them."""
-        means = [one.reward_mean for one in self.state.evals if math.isfinite(one.reward_mean)]
+        means = [evaluation.reward_mean for evaluation in self.state.evals if math.isfinite(evaluation.reward_mean)]
         seen = [*self.rewards, *means]
         return (min(seen), max(seen)) if seen else (-math.inf, math.inf)
 
@@ -60,9 +60,9 @@ class Ended(Tally):
     @staticmethod
     def join(parts: Sequence[Ended]) -> Ended:
         total = Ended()
-        for one in parts:
-            for name in one.__struct_fields__:
-                setattr(total, name, getattr(total, name) + getattr(one, name))
+        for part in parts:
+            for name in part.__struct_fields__:
+                setattr(total, name, getattr(total, name) + getattr(part, name))
         return total
 
 
@@ -100,11 +100,11 @@ class Bin:
 
     def mean(self, value: Callable[[StepRow], float]) -> float:
         """Returns the mean over the steps whose value is finite."""
-        finite = [one for row in self.rows if math.isfinite(one := value(row))]
+        finite = [number for row in self.rows if math.isfinite(number := value(row))]
         return sum(finite) / len(finite) if finite else math.nan
 
     def most(self, value: Callable[[StepRow], float]) -> float:
-        return max((one for row in self.rows if math.isfinite(one := value(row))), default=math.nan)
+        return max((number for row in self.rows if math.isfinite(number := value(row))), default=math.nan)
 
     def lags(self) -> dict[int, int]:
         total: dict[int, int] = {}
@@ -166,9 +166,9 @@ def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None =
     wanted = min(count, SAMPLED_STEPS)
     picked = {round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)}
     return [
-        one
+        view
         for step in read_steps(run_dir, picked, damage)
-        for one in _two_of(step, pieces, trimmed_below(settings, step.step))
+        for view in _two_of(step, pieces, trimmed_below(settings, step.step))
     ]
 
 

@@ -109,9 +109,9 @@ def _merged(spans: list[EngineSpan]) -> Iterable[EngineSpan]:
     per = -(-len(spans) // MAX_BARS) or 1
     for i in range(0, len(spans), per):
         some = spans[i : i + per]
-        seconds = sum(one.end - one.start for one in some)
-        busy = sum(one.busy * (one.end - one.start) for one in some) / seconds
-        last, sampled, prompt = some[-1], sum(one.sampled for one in some), sum(one.prompt for one in some)
+        seconds = sum(span.end - span.start for span in some)
+        busy = sum(span.busy * (span.end - span.start) for span in some) / seconds
+        last, sampled, prompt = some[-1], sum(span.sampled for span in some), sum(span.prompt for span in some)
         yield EngineSpan(
             start=some[0].start,
             end=last.end,
@@ -151,16 +151,16 @@ def _trainer(state: RunState) -> Iterable[str]:
 
 def _naps(state: RunState) -> Iterable[str]:
     """Yields the times in which a pool had no devices, because the other one had them."""
-    for nap in (one for one in state.naps.over[-MAX_BARS:] if one.who in LANES):
+    for nap in (nap for nap in state.naps.over[-MAX_BARS:] if nap.who in LANES):
         freed = f"\n{nap.freed / 2**30:.2g} GiB given back" if nap.freed else ""
         tip = f"{_clock(nap.start, nap.end)}\nthe {nap.who} asleep{freed}"
         yield _bar(nap.start, nap.end, lane=nap.who, name="asleep", tip=tip, share=0.15)
 
 
 def _others(state: RunState) -> Iterable[str]:
-    for one in state.evals:
-        tip = f"held-out reward {one.phase}\n{reward_text(one.reward_mean)} in {short_time(one.seconds)}"
-        yield _bar(one.t - one.seconds, one.t, lane="other", name="evals", tip=tip)
+    for evaluation in state.evals:
+        tip = f"held-out reward {evaluation.phase}\n{reward_text(evaluation.reward_mean)} in {short_time(evaluation.seconds)}"
+        yield _bar(evaluation.t - evaluation.seconds, evaluation.t, lane="other", name="evals", tip=tip)
     for saved in state.checkpoints[-MAX_BARS:]:
         began, stood = saved.t - saved.seconds, f"training stood still for {short_time(saved.held)}"
         tip = f"checkpoint of step {saved.step}\n{saved.error or f'written in {short_time(saved.seconds)}, {stood}'}"

@@ -30,8 +30,11 @@ AGREEMENT_MARKS = {"agrees": "✓", "remark": "!", "refused": "✗"}
 
 def files_page(checked: FilesChecked) -> str:
     rows = [
-        (f'<span class="{one.verdict}">{AGREEMENT_MARKS[one.verdict]}</span> {escape(one.what)}', escape(one.text))
-        for one in checked.findings
+        (
+            f'<span class="{finding.verdict}">{AGREEMENT_MARKS[finding.verdict]}</span> {escape(finding.what)}',
+            escape(finding.text),
+        )
+        for finding in checked.findings
     ]
     return (_sight(checked.sight) if checked.sight else "") + table(("check", "what the files say"), rows, "found")
 
@@ -93,8 +96,8 @@ def _curves(data: ReportData) -> str:
 
 def pools(data: ReportData, shown: RunState | None = None) -> str:
     """Returns the chart of both pools, and who waited for whom. `shown`: the part of the run that is drawn; all of it by default."""
-    said = filter(None, (data.state.naps.words, data.state.naps.lent_words))
-    turns = "".join(f'<p class="note">{escape(words)}.</p>' for words in said)
+    sentences = filter(None, (data.state.naps.words, data.state.naps.lent_words))
+    turns = "".join(f'<p class="note">{escape(words)}.</p>' for words in sentences)
     return gantt(data.state, shown) + turns + _waits(data.state) + _scorers(data.state)
 
 
@@ -189,9 +192,9 @@ def banner(state: RunState, life: str | None = None) -> str:
 def cards(state: RunState) -> str:
     sync = weight_sync(state)
     cards = "".join(
-        f'<div class="card {one.mood}"><h3>{escape(one.title)}<i>{MARKS[one.mood]}</i></h3><b>{escape(one.value)}</b>'
-        f"<p>{escape(one.detail)}</p></div>"
-        for one in (*all_verdicts(state), *([sync] if sync.mood != "unknown" else []))
+        f'<div class="card {verdict.mood}"><h3>{escape(verdict.title)}<i>{MARKS[verdict.mood]}</i></h3><b>{escape(verdict.value)}</b>'
+        f"<p>{escape(verdict.detail)}</p></div>"
+        for verdict in (*all_verdicts(state), *([sync] if sync.mood != "unknown" else []))
     )
     tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in _tiles(state))
     return f'<div class="cards">{cards}</div><div class="tiles">{tiles}</div>'
@@ -258,17 +261,17 @@ def _scorers(state: RunState) -> str:
     rows = [
         (
             escape(name),
-            one.what,
-            f"{one.calls:,}",
-            short_time(one.seconds / one.calls),
-            short_time(one.longest),
-            short_time(one.waited),
-            f"{one.attempts:,}",
-            f"{one.retries:,}",
-            f"{one.tokens:,}",
-            escape(counted(one.failures)),
+            scorer.what,
+            f"{scorer.calls:,}",
+            short_time(scorer.seconds / scorer.calls),
+            short_time(scorer.longest),
+            short_time(scorer.waited),
+            f"{scorer.attempts:,}",
+            f"{scorer.retries:,}",
+            f"{scorer.tokens:,}",
+            escape(counted(scorer.failures)),
         )
-        for name, one in state.scorers.items()
+        for name, scorer in state.scorers.items()
     ]
     if not rows:
         return ""
@@ -333,23 +336,28 @@ def _chosen(state: RunState) -> str:
 
 def _troubles(state: RunState) -> str:
     """Returns the advice, and the failures with their tracebacks."""
-    advice = "".join(f"<li><b>{escape(one.name)}</b>: {escape(one.sentence)}</li>" for one in advices(state))
+    advice = "".join(f"<li><b>{escape(advice.name)}</b>: {escape(advice.sentence)}</li>" for advice in advices(state))
     failed = "".join(
-        f"<h3>{escape(one.kind)}: {plural(one.rollouts, 'rollout')} failed</h3>"
-        + (f"<pre>{escape(one.first.traceback or one.first.detail)}</pre>" if one.first else "")
-        for one in failings(state)[:8]
+        f"<h3>{escape(failing.kind)}: {plural(failing.rollouts, 'rollout')} failed</h3>"
+        + (f"<pre>{escape(failing.first.traceback or failing.first.detail)}</pre>" if failing.first else "")
+        for failing in failings(state)[:8]
     )
     return f"<ul>{advice}</ul>{failed}" if advice else failed
 
 
 def _warnings(state: RunState) -> str:
     found = [
-        (one.t, f"the {one.who} process {one.how}; {one.requests_reissued} requests re-issued") for one in state.deaths
+        (death.t, f"the {death.who} process {death.how}; {death.requests_reissued} requests re-issued")
+        for death in state.deaths
     ]
-    found += [(one.t, one.message) for one in state.warnings]
-    found += [(one.t, f"the first {one.reason}: {one.detail}") for one in state.failures.values()]
-    found += [(one.t, f"checkpoint of step {one.step} failed: {one.error}") for one in state.checkpoints if one.error]
-    found += [(one.t, f"identity probe FAILED at version {one.version}") for one in state.probed.failed]
+    found += [(warning.t, warning.message) for warning in state.warnings]
+    found += [(failure.t, f"the first {failure.reason}: {failure.detail}") for failure in state.failures.values()]
+    found += [
+        (checkpoint.t, f"checkpoint of step {checkpoint.step} failed: {checkpoint.error}")
+        for checkpoint in state.checkpoints
+        if checkpoint.error
+    ]
+    found += [(probe.t, f"identity probe FAILED at version {probe.version}") for probe in state.probed.failed]
     if not found:
         return '<p class="empty">None.</p>'
     rows = [(duration(t), escape(clip(message, 2000))) for t, message in sorted(found)[-200:]]

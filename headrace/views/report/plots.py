@@ -42,8 +42,8 @@ def note_of(data: ReportData, note: str) -> str:
 
 
 def hovers(chart: Chart, data: ReportData, tip: Callable[[Bin], str]) -> Chart:
-    for one in data.bins:
-        chart.hover(one.first - 0.5, one.last + 0.5, f"{one.name}\n{tip(one)}")
+    for point in data.bins:
+        chart.hover(point.first - 0.5, point.last + 0.5, f"{point.name}\n{tip(point)}")
     return chart
 
 
@@ -91,26 +91,26 @@ def lag_table(data: ReportData) -> str:
     stats = data.state.totals.by_lag.stats()
     if not stats:
         return ""
-    rules = list(dict.fromkeys(rule for one in stats for rule in one.masked))
+    rules = list(dict.fromkeys(rule for row in stats for rule in row.masked))
     head = [*HEAD, *(f"#masked: {rule}" for rule in rules)]
     note = (
         '<p class="note">Ratio = exp(trainer − sampler) of every token in the loss. "swapped": tokens of completions that were sampled '
         "by more than one version; the other rows do not include them.</p>"
     )
-    return f"{table(head, [_cells(one, rules) for one in stats], 'lags')}{note}"
+    return f"{table(head, [_cells(row, rules) for row in stats], 'lags')}{note}"
 
 
-def _cells(one: LagStats, rules: list[str]) -> list[str]:
-    gaps = [number(one.gaps.get(key, math.nan)) for key in ("p50", "p90", "p99", "max")]
-    masked = [percent(one.masked.get(rule, 0.0)) for rule in rules]
+def _cells(stats: LagStats, rules: list[str]) -> list[str]:
+    gaps = [number(stats.gaps.get(key, math.nan)) for key in ("p50", "p90", "p99", "max")]
+    masked = [percent(stats.masked.get(rule, 0.0)) for rule in rules]
     return [
-        escape(_named(one.name)),
-        f"{one.tokens:,}",
-        number(one.ratio, 4),
-        number(one.kl, 4),
-        percent(one.ess),
-        number(one.chi2),
-        percent(one.clipped),
+        escape(_named(stats.name)),
+        f"{stats.tokens:,}",
+        number(stats.ratio, 4),
+        number(stats.kl, 4),
+        percent(stats.ess),
+        number(stats.chi2),
+        percent(stats.clipped),
         *gaps,
         *masked,
     ]
@@ -121,13 +121,17 @@ def kl_by_lag(data: ReportData) -> str:
     names = sorted(data.state.totals.by_lag.of)
     if not names:
         return ""
-    lines = {name: [(one.x, value) for one in data.bins if math.isfinite(value := _kl(one, name))] for name in names}
+    lines = {
+        name: [(point.x, value) for point in data.bins if math.isfinite(value := _kl(point, name))] for name in names
+    }
     within = (0.0, math.inf)
     chart = Chart(of_steps(data), extent((y for points in lines.values() for _, y in points), zero=True, within=within))
     for name, points in lines.items():
         chart.line(points, LAG_COLOURS[name])
-    tips = {one.name: "\n".join(f"{_named(name)}: {number(_kl(one, name))}" for name in names) for one in data.bins}
-    hovers(resumes(chart, data), data, lambda one: tips[one.name])
+    tips = {
+        point.name: "\n".join(f"{_named(name)}: {number(_kl(point, name))}" for name in names) for point in data.bins
+    }
+    hovers(resumes(chart, data), data, lambda point: tips[point.name])
     legend = [(LAG_COLOURS[name], _named(name)) for name in names]
     return figure("KL(sampler ‖ trainer) by lag", chart.html("KL by lag"), legend, note_of(data, "k3 estimate, nats"))
 
@@ -136,8 +140,8 @@ def _named(name: str) -> str:
     return name if name == "swapped" else f"lag {name}"
 
 
-def _kl(one: Bin, name: str) -> float:
-    return next((stats.kl for stats in over_steps(one.rows) if stats.name == name), math.nan)
+def _kl(point: Bin, name: str) -> float:
+    return next((stats.kl for stats in over_steps(point.rows) if stats.name == name), math.nan)
 
 
 # --- Histograms that compare the groups that were drawn with those that were trained: by length, and by mean reward.
@@ -183,34 +187,36 @@ def _unfinished(state: RunState) -> str:
 def _histograms(title: str, sieve: Sieve, *, low: float, width: float, unit: str, note: str) -> str:
     """Draws three bars per slot. A difference between the second and the third is a bias of the run."""
     named = (("drawn", sieve.drawn), ("could be trained", sieve.trainable), ("trained", sieve.trained))
-    shares = [_shares(one, low, width) for _, one in named]
+    shares = [_shares(histogram, low, width) for _, histogram in named]
     if not any(shares):
         return ""
-    last = max(slot for one in shares for slot in one)
-    highest = max(share for one in shares for share in one.values())
+    last = max(slot for bars in shares for slot in bars)
+    highest = max(share for bars in shares for share in bars.values())
     ends = (low, low + (last + 1) * width)
     chart = Chart(ends, (0.0, min(1.0, highest * 1.08)), percent=True, x_label=unit, whole=width == int(width))
-    for index, one in enumerate(shares):
-        for slot, share in one.items():
+    for index, bars in enumerate(shares):
+        for slot, share in bars.items():
             left = low + (slot + 0.08 + 0.28 * index) * width
             chart.box(left, left + 0.28 * width, 0, share, SIEVE_COLOURS[index])
     for slot in range(last + 1):
         left = low + slot * width
-        lines = [f"{name} {percent(one.get(slot, 0.0))}" for (name, _), one in zip(named, shares, strict=True)]
+        lines = [f"{name} {percent(bars.get(slot, 0.0))}" for (name, _), bars in zip(named, shares, strict=True)]
         chart.hover(left, left + width, "\n".join([f"{number(left)} to {number(left + width)} {unit}", *lines]))
-    legend = [(colour, _legend(*one)) for colour, one in zip(SIEVE_COLOURS, named, strict=True)]
+    legend = [(colour, _legend(*entry)) for colour, entry in zip(SIEVE_COLOURS, named, strict=True)]
     return figure(title, chart.html(title), legend, note)
 
 
-def _shares(one: Histogram, low: float, width: float) -> dict[int, float]:
+def _shares(histogram: Histogram, low: float, width: float) -> dict[int, float]:
     counts: Counter[int] = Counter()
-    for value, count in one.counts.items():
+    for value, count in histogram.counts.items():
         counts[int((value - low) / width)] += count
-    return {slot: count / one.count for slot, count in sorted(counts.items())}
+    return {slot: count / histogram.count for slot, count in sorted(counts.items())}
 
 
-def _legend(name: str, one: Histogram) -> str:
-    return f"{name}: {one.count:,}, mean {number(one.mean)}" if one.mean is not None else f"{name}: none"
+def _legend(name: str, histogram: Histogram) -> str:
+    return (
+        f"{name}: {histogram.count:,}, mean {number(histogram.mean)}" if histogram.mean is not None else f"{name}: none"
+    )
 
 
 # --- Curves beside the reward
@@ -229,10 +235,10 @@ SHARE_COLOURS = 6
 def failures(data: ReportData) -> str:
     """Draws the shares of drawn groups and rollouts that were cut off or never trained."""
     lines: list[Line] = [
-        ("c2", "rollouts cut off at max_tokens", lambda one: _known(one.ended.truncated_share)),
-        ("c5", "groups without contrast", lambda one: _known(one.ended.no_contrast_share)),
-        ("c4", "groups dropped for other reasons", lambda one: _known(one.ended.dropped_share)),
-        ("over", "rollouts failed", lambda one: _known(one.ended.failed_share)),
+        ("c2", "rollouts cut off at max_tokens", lambda point: _known(point.ended.truncated_share)),
+        ("c5", "groups without contrast", lambda point: _known(point.ended.no_contrast_share)),
+        ("c4", "groups dropped for other reasons", lambda point: _known(point.ended.dropped_share)),
+        ("over", "rollouts failed", lambda point: _known(point.ended.failed_share)),
     ]
     return _lines(
         data,
@@ -249,14 +255,14 @@ def _known(share: float | None) -> float:
 
 def lengths_over_steps(data: ReportData) -> str:
     lines: list[Line] = [
-        ("c1", "drawn", lambda one: _share(one.ended.tokens, one.ended.completions)),
+        ("c1", "drawn", lambda point: _share(point.ended.tokens, point.ended.completions)),
         ("c5", "trained", _trained_length),
     ]
     return _lines(data, "Completion length", lines, "tokens, mean")
 
 
-def _trained_length(one: Bin) -> float:
-    return _share(sum(sum(row.lengths) for row in one.rows), sum(len(row.lengths) for row in one.rows))
+def _trained_length(point: Bin) -> float:
+    return _share(sum(sum(row.lengths) for row in point.rows), sum(len(row.lengths) for row in point.rows))
 
 
 def throughput(data: ReportData) -> str:
@@ -266,13 +272,13 @@ def throughput(data: ReportData) -> str:
     return _lines(data, "Tokens a second", lines, "tokens of a step divided by its time, waiting included")
 
 
-def _trained_rate(one: Bin) -> float:
-    return _share(sum(row.report.loss_tokens for row in one.rows), sum(end - start for start, end in one.spans))
+def _trained_rate(point: Bin) -> float:
+    return _share(sum(row.report.loss_tokens for row in point.rows), sum(end - start for start, end in point.spans))
 
 
 def agents(data: ReportData) -> str:
     """Draws the rewards of each agent, where an episode has several: in a game their sum says nothing. Empty if there is one agent."""
-    names = dict.fromkeys(turn.agent for one in data.samples for turn in one.graph)
+    names = dict.fromkeys(turn.agent for sample in data.samples for turn in sample.graph)
     lines: list[Line] = [
         (f"c{place % SHARE_COLOURS + 1}", name, partial(_of_agent, name))
         for place, name in enumerate(name for name in names if name)
@@ -281,9 +287,9 @@ def agents(data: ReportData) -> str:
     return _lines(data, "Reward of each agent", lines, note, any_sign=True) if lines else ""
 
 
-def _of_agent(name: str, one: Bin) -> float:
+def _of_agent(name: str, point: Bin) -> float:
     """Rewards of a role are named `role.name`."""
-    own = [[value for reward, value in row.components.items() if reward.startswith(f"{name}.")] for row in one.rows]
+    own = [[value for reward, value in row.components.items() if reward.startswith(f"{name}.")] for row in point.rows]
     known = [sum(values) for values in own if values]
     return _share(sum(known), len(known))
 
@@ -294,20 +300,29 @@ def held_out(data: ReportData) -> str:
     if len(evals) < 2:
         return ""
     low, high = of_steps(data)
-    ends = min([low, *(one.step - 0.5 for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
-    sides = [one.reward_mean + sign * one.reward_sem for one in evals for sign in (-1, 1)]
-    chart = Chart(ends, extent([*sides, *(one.reward_mean for one in evals)], within=data.range_of_rewards))
-    points = [(float(one.step), one.reward_mean) for one in evals]
-    chart.line(points, "c2").dots(points, "c2", [one.reward_sem for one in evals])
-    for one in evals:
-        chart.hover(one.step - 0.5, one.step + 0.5, f"step {one.step}, {one.phase}\n{_measured(one)}")
-    failed = [f"step {one.step} on {measured_on(one)}" for one in evals if one.failures]
+    ends = (
+        min([low, *(evaluation.step - 0.5 for evaluation in evals)]),
+        max([high, *(evaluation.step + 0.5 for evaluation in evals)]),
+    )
+    sides = [evaluation.reward_mean + sign * evaluation.reward_sem for evaluation in evals for sign in (-1, 1)]
+    chart = Chart(
+        ends, extent([*sides, *(evaluation.reward_mean for evaluation in evals)], within=data.range_of_rewards)
+    )
+    points = [(float(evaluation.step), evaluation.reward_mean) for evaluation in evals]
+    chart.line(points, "c2").dots(points, "c2", [evaluation.reward_sem for evaluation in evals])
+    for evaluation in evals:
+        chart.hover(
+            evaluation.step - 0.5,
+            evaluation.step + 0.5,
+            f"step {evaluation.step}, {evaluation.phase}\n{_measured(evaluation)}",
+        )
+    failed = [f"step {evaluation.step} on {measured_on(evaluation)}" for evaluation in evals if evaluation.failures]
     note = f"mean ± standard error; {'; '.join(failed) if failed else 'no prompt failed'}"
     return figure("Held-out reward", chart.html("Held-out reward"), note=clip(note, MAX_NOTE))
 
 
-def _measured(one: Evaluated) -> str:
-    return f"{with_error(one.reward_mean, one.reward_sem)}\non {measured_on(one)}"
+def _measured(evaluation: Evaluated) -> str:
+    return f"{with_error(evaluation.reward_mean, evaluation.reward_sem)}\non {measured_on(evaluation)}"
 
 
 class _Sampled:
@@ -319,9 +334,9 @@ class _Sampled:
         self._tokens = [0, *accumulate(span.sampled for span in spans)]
         self._seconds = [0.0, *accumulate(span.end - span.start for span in spans)]
 
-    def rate(self, one: Bin) -> float:
+    def rate(self, point: Bin) -> float:
         """Returns sampled tokens per second; NaN if nothing was measured."""
-        ends = [(self._by(start), self._by(end)) for start, end in one.spans]
+        ends = [(self._by(start), self._by(end)) for start, end in point.spans]
         tokens, seconds = (sum(after[i] - before[i] for before, after in ends) for i in (0, 1))
         return _share(tokens, seconds)
 
@@ -343,19 +358,19 @@ def _lines(
 ) -> str:
     """Draws one curve per line. A chart of shares leaves out curves that are always 0, except the first. `any_sign`: whether values may
     be negative."""
-    values = {name: [value(one) for one in data.bins] for _, name, value in lines}
-    shown = [line for line in lines if not share or any(one > 0 for one in values[line[1]])] or lines[:1]
-    every = [one for _, name, _ in shown for one in values[name]]
+    values = {name: [value(point) for point in data.bins] for _, name, value in lines}
+    shown = [line for line in lines if not share or any(y > 0 for y in values[line[1]])] or lines[:1]
+    every = [y for _, name, _ in shown for y in values[name]]
     if not any(map(math.isfinite, every)):
         return ""
     within = (0.0, 1.0) if share else (-math.inf if any_sign else 0.0, math.inf)
     chart = Chart(of_steps(data), extent(every, zero=True, within=within), percent=share)
     for colour, name, _ in shown:
-        chart.line([(one.x, y) for one, y in zip(data.bins, values[name], strict=True)], colour)
+        chart.line([(point.x, y) for point, y in zip(data.bins, values[name], strict=True)], colour)
     write = percent if share else number
 
-    def tip(one: Bin) -> str:
-        texts = [f"{name}: {write(found)}" for _, name, value in lines if math.isfinite(found := value(one))]
+    def tip(point: Bin) -> str:
+        texts = [f"{name}: {write(found)}" for _, name, value in lines if math.isfinite(found := value(point))]
         return "\n".join(texts) or "nothing ended"
 
     hovers(resumes(chart, data), data, tip)
@@ -434,31 +449,38 @@ def curve(
     within: tuple[float, float] = (-math.inf, math.inf),
 ) -> str:
     """Draws one number per step. `within`: its possible values; a share is written in per cent."""
-    points = [(one.x, one.mean(value)) for one in data.bins]
+    points = [(point.x, point.mean(value)) for point in data.bins]
     share = within == SHARE
     chart = Chart(of_steps(data), extent((y for _, y in points), zero=zero, within=within), percent=share)
     resumes(chart.line(points, colour), data)
-    hovers(chart, data, lambda one: f"{title.lower()} {(percent if share else number)(one.mean(value))}")
+    hovers(chart, data, lambda point: f"{title.lower()} {(percent if share else number)(point.mean(value))}")
     return figure(title, chart.html(title), note=note_of(data, note))
 
 
 def reward(data: ReportData) -> str:
     """Draws the reward of all drawn rollouts, of the trained ones with their spread, and on held-out prompts."""
-    drawn = [(one.x, one.mean(lambda row: row.reward_drawn)) for one in data.bins]
-    middle = [(one.x, one.mean(lambda row: row.reward_mean)) for one in data.bins]
-    spread = [one.mean(lambda row: row.reward_std) for one in data.bins]
-    evals = [one for one in data.state.evals if math.isfinite(one.reward_mean)]
+    drawn = [(point.x, point.mean(lambda row: row.reward_drawn)) for point in data.bins]
+    middle = [(point.x, point.mean(lambda row: row.reward_mean)) for point in data.bins]
+    spread = [point.mean(lambda row: row.reward_std) for point in data.bins]
+    evals = [evaluation for evaluation in data.state.evals if math.isfinite(evaluation.reward_mean)]
     least, most = data.range_of_rewards
     # One standard deviation would extend beyond every reward if most rewards are equal.
     lower = [(x, max(y - s, least)) for (x, y), s in zip(middle, spread, strict=True)]
     upper = [(x, min(y + s, most)) for (x, y), s in zip(middle, spread, strict=True)]
-    seen = [y for _, y in [*lower, *upper, *drawn]] + [one.reward_mean for one in evals]
+    seen = [y for _, y in [*lower, *upper, *drawn]] + [evaluation.reward_mean for evaluation in evals]
     low, high = of_steps(data)
-    ends = min([low, *(one.step for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
+    ends = (
+        min([low, *(evaluation.step for evaluation in evals)]),
+        max([high, *(evaluation.step + 0.5 for evaluation in evals)]),
+    )
     chart = Chart(ends, extent(seen, within=(least, most)))
     chart.band(lower, upper, "c5").line(middle, "c5").line(drawn, "c1")
     resumes(chart, data)
-    chart.dots([(one.step, one.reward_mean) for one in evals], "c2", [one.reward_sem for one in evals])
+    chart.dots(
+        [(evaluation.step, evaluation.reward_mean) for evaluation in evals],
+        "c2",
+        [evaluation.reward_sem for evaluation in evals],
+    )
     hovers(chart, data, _reward_tip)
     legend = [("c1", "all groups drawn: the policy's mean"), ("c5", "trained groups: mean, ± std of rollouts")]
     if evals:
@@ -467,15 +489,15 @@ def reward(data: ReportData) -> str:
     return figure("Reward", chart.html("Reward"), legend, note_of(data, note), wide=True)
 
 
-def _reward_tip(one: Bin) -> str:
+def _reward_tip(point: Bin) -> str:
     lines = [
-        f"drawn {reward_text(one.mean(lambda row: row.reward_drawn))}",
-        f"trained {with_error(one.mean(lambda row: row.reward_mean), one.mean(lambda row: row.reward_std))}",
+        f"drawn {reward_text(point.mean(lambda row: row.reward_drawn))}",
+        f"trained {with_error(point.mean(lambda row: row.reward_mean), point.mean(lambda row: row.reward_std))}",
     ]
-    names = sorted({name for row in one.rows for name in row.components})
+    names = sorted({name for row in point.rows for name in row.components})
     if len(names) > 1:
         for name in names:
-            mean = one.mean(lambda row, name=name: row.components.get(name, math.nan))  # type: ignore[misc]
+            mean = point.mean(lambda row, name=name: row.components.get(name, math.nan))  # type: ignore[misc]
             lines.append(f"{name} {reward_text(mean)}")
     return "\n".join(lines)
 
@@ -484,12 +506,12 @@ def lag(data: ReportData) -> str:
     """Draws the shares of trained tokens by lag, stacked; lags above the bound have their own colour."""
     bound = data.state.started.max_lag if data.state.started else math.inf
     chart = Chart(of_steps(data), (0.0, 1.0), percent=True)
-    for one in data.bins:
-        counts, base = one.lags(), 0.0
+    for point in data.bins:
+        counts, base = point.lags(), 0.0
         total = sum(counts.values())
         for step in sorted(counts):
             share = counts[step] / total
-            chart.box(one.first - 0.5, one.last + 0.5, base, base + share, lag_class(step, bound))
+            chart.box(point.first - 0.5, point.last + 0.5, base, base + share, lag_class(step, bound))
             base += share
     hovers(resumes(chart, data), data, _lag_tip)
     present = sorted({lag_class(step, bound): step for step in sorted(data.state.lags, reverse=True)}.items())
@@ -497,8 +519,8 @@ def lag(data: ReportData) -> str:
     return figure("Lag of the trained tokens", chart.html("Lag"), legend, note_of(data, f"the bound is {bound}"))
 
 
-def _lag_tip(one: Bin) -> str:
-    counts = one.lags()
+def _lag_tip(point: Bin) -> str:
+    counts = point.lags()
     total = sum(counts.values()) or 1
     return "\n".join(f"lag {step}: {percent(count / total)}" for step, count in sorted(counts.items()))
 
@@ -515,7 +537,7 @@ def thrown(data: ReportData) -> str:
 
 def met_a_swap(data: ReportData) -> str:
     """Draws the share of completions that were sampled by more than one version."""
-    if not any(row.swapped for one in data.bins for row in one.rows):
+    if not any(row.swapped for point in data.bins for row in point.rows):
         return ""
 
     def share(row: StepRow) -> float:
@@ -541,16 +563,16 @@ def pauses(data: ReportData) -> str:
 
 
 def ratio(data: ReportData) -> str:
-    means = [(one.x, one.mean(lambda row: row.report.ratio_mean)) for one in data.bins]
-    tops = [(one.x, one.most(lambda row: row.report.ratio_max)) for one in data.bins]
+    means = [(point.x, point.mean(lambda row: row.report.ratio_mean)) for point in data.bins]
+    tops = [(point.x, point.most(lambda row: row.report.ratio_max)) for point in data.bins]
     chart = Chart(of_steps(data), extent([1.0, *(y for _, y in means + tops)], within=POSITIVE)).rule(1.0)
     chart.line(tops, "c5").line(means, "c1")
     hovers(
         resumes(chart, data),
         data,
-        lambda one: (
-            f"mean {number(one.mean(lambda row: row.report.ratio_mean), 4)}\n"
-            f"max {number(one.most(lambda row: row.report.ratio_max))}"
+        lambda point: (
+            f"mean {number(point.mean(lambda row: row.report.ratio_mean), 4)}\n"
+            f"max {number(point.most(lambda row: row.report.ratio_max))}"
         ),
     )
     legend = [("c1", "mean"), ("c5", "max")]

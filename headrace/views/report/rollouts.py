@@ -26,48 +26,48 @@ COLOURS = 6
 
 def episodes(views: Sequence[RolloutView]) -> str:
     """Returns the graphs of all rollouts that have several turns; empty if none has."""
-    shown = [one for one in views if len(one.graph) > 1]
+    shown = [view for view in views if len(view.graph) > 1]
     if not shown:
         return ""
     note = (
         "Each row is a turn. Lines join it to the turn whose tokens it continues; another agent, a branch, or a path that begins anew has a lane of its own. "
         "The bar under a turn has its tokens by the weights that sampled them, coloured by lag."
     )
-    drawn = "".join(_episode(one, is_open=place < OPEN) for place, one in enumerate(shown))
+    drawn = "".join(_episode(view, is_open=place < OPEN) for place, view in enumerate(shown))
     return f'<h3>Episodes as graphs</h3><p class="note">{note}</p>{drawn}'
 
 
-def anchor(one: RolloutView) -> str:
-    return f"episode-{one.step}-{one.ticket}-{one.rollout}"
+def anchor(view: RolloutView) -> str:
+    return f"episode-{view.step}-{view.ticket}-{view.rollout}"
 
 
-def _episode(one: RolloutView, is_open: bool) -> str:
-    rewards = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
-    calls = sum(heard.tool for turn in one.graph for heard in turn.heard)
-    facts = [f"step {one.step}", f"ticket {one.ticket}, rollout {one.rollout}", plural(len(one.graph), "turn")]
+def _episode(view: RolloutView, is_open: bool) -> str:
+    rewards = ", ".join(f"{name} {number(value)}" for name, value in view.rewards.items())
+    calls = sum(heard.tool for turn in view.graph for heard in turn.heard)
+    facts = [f"step {view.step}", f"ticket {view.ticket}, rollout {view.rollout}", plural(len(view.graph), "turn")]
     facts += [plural(calls, "tool call")] * bool(calls)
-    total = f"reward {number(one.reward)}" + (f" ({rewards})" if len(one.rewards) > 1 else "")
-    colours = {agent: f"c{place % COLOURS + 1}" for place, agent in enumerate(_agents(one))}
+    total = f"reward {number(view.reward)}" + (f" ({rewards})" if len(view.rewards) > 1 else "")
+    colours = {agent: f"c{place % COLOURS + 1}" for place, agent in enumerate(_agents(view))}
     legend = "".join(
         f'<span class="key"><i class="{colour}"></i>{escape(agent or "the first agent")}</span>'
         for agent, colour in colours.items()
     )
     keys = f'<p class="keys">{legend}</p>' if len(colours) > 1 else ""
-    wide = max(turn.lane for turn in one.graph) + 1
-    rows = "".join(_graph_row(one, place, colours) for place in range(len(one.graph)))
-    ends = f'<li class="over">cut off at its limit of {escape(one.cut)}</li>' if one.cut else ""
+    wide = max(turn.lane for turn in view.graph) + 1
+    rows = "".join(_graph_row(view, place, colours) for place in range(len(view.graph)))
+    ends = f'<li class="over">cut off at its limit of {escape(view.cut)}</li>' if view.cut else ""
     return (
-        f'<details class="episode" id="{anchor(one)}"{" open" * is_open}><summary>{escape(" · ".join(facts))} · '
+        f'<details class="episode" id="{anchor(view)}"{" open" * is_open}><summary>{escape(" · ".join(facts))} · '
         f'<b>{escape(total)}</b></summary>{keys}<ol class="graph" style="--lanes:{wide}">{rows}{ends}</ol></details>'
     )
 
 
-def _agents(one: RolloutView) -> list[str]:
-    return list(dict.fromkeys(turn.agent for turn in one.graph))
+def _agents(view: RolloutView) -> list[str]:
+    return list(dict.fromkeys(turn.agent for turn in view.graph))
 
 
-def _graph_row(one: RolloutView, place: int, colours: dict[str, str]) -> str:
-    turn = one.graph[place]
+def _graph_row(view: RolloutView, place: int, colours: dict[str, str]) -> str:
+    turn = view.graph[place]
     colour = colours[turn.agent]
     head = [f"<b>turn {place + 1}</b>"]
     head += [f'<span class="{colour} who">{escape(turn.agent)}</span>'] * bool(turn.agent)
@@ -80,12 +80,12 @@ def _graph_row(one: RolloutView, place: int, colours: dict[str, str]) -> str:
     )
     heard = "".join(_heard(message) for message in turn.heard)
     calls = "".join(f'<p class="call">{escape(call)}</p>' for call in turn.calls)
-    said = f'<div class="said">{escape(clip(turn.said, MOST_TEXT))}</div>' if turn.said else ""
-    nothing = "" if said or calls else '<span class="faint">(nothing)</span>'
-    lines = "".join(_lines(one.graph, place, colours))
+    text = f'<div class="said">{escape(clip(turn.said, MOST_TEXT))}</div>' if turn.said else ""
+    nothing = "" if text or calls else '<span class="faint">(nothing)</span>'
+    lines = "".join(_lines(view.graph, place, colours))
     return (
         f'<li><div class="rails">{lines}</div><div class="turn"><p class="head">{" · ".join(head)} {chips}</p>'
-        f"{heard}{said}{calls}{nothing}{_bar(turn)}</div></li>"
+        f"{heard}{text}{calls}{nothing}{_bar(turn)}</div></li>"
     )
 
 
@@ -152,22 +152,22 @@ def rollouts(views: Sequence[RolloutView]) -> str:
 def rollout_table(views: Sequence[RolloutView]) -> str:
     """Returns the legend, a table with a row for each rollout, and the graphs of the episodes with several turns."""
     head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
-    return _legend(views) + table(head, [_row(one) for one in views], "rollouts") + episodes(views)
+    return _legend(views) + table(head, [_row(view) for view in views], "rollouts") + episodes(views)
 
 
 def _legend(views: Sequence[RolloutView]) -> str:
-    if not any(one.decoded for one in views):
+    if not any(view.decoded for view in views):
         return '<p class="note">The model\'s tokenizer was not available, so tokens are not shown separately.</p>'
-    lags = sorted({min(lag, LAST) for one in views for lag in one.lags})
+    lags = sorted({min(lag, LAST) for view in views for lag in view.lags})
     keys = "".join(
         f'<span class="key"><i class="{lag_class(lag)}"></i>lag {lag}{"+" * (lag == LAST)}</span>' for lag in lags
     )
     strange = [
         f'<span class="tokens"><i class="{name}">{word}</i></span>'
         for name, word, there in (
-            ("out", "not in the loss", any(one.reasons.keys() - {CONTEXT} for one in views)),
-            ("mixed", "mixed weights", any(any(one.mixed) for one in views)),
-            ("between", "between turns, not sampled", any(CONTEXT in one.reasons for one in views)),
+            ("out", "not in the loss", any(view.reasons.keys() - {CONTEXT} for view in views)),
+            ("mixed", "mixed weights", any(any(view.mixed) for view in views)),
+            ("between", "between turns, not sampled", any(CONTEXT in view.reasons for view in views)),
         )
         if there
     ]
@@ -179,7 +179,7 @@ def _legend(views: Sequence[RolloutView]) -> str:
 
 def _colours(views: Sequence[RolloutView]) -> str:
     """Returns the choice of what colours the tokens. The page's script applies it; without one they are coloured by lag."""
-    compared, measured = any(one.trainer for one in views), any(one.entropies for one in views)
+    compared, measured = any(view.trainer for view in views), any(view.entropies for view in views)
     missing = ' disabled title="the trainer recorded no numbers of these tokens"'
     options = "".join(
         f'<option value="{name}"{"" if known else missing}>{text}</option>'
@@ -197,71 +197,71 @@ def _colours(views: Sequence[RolloutView]) -> str:
     return f'<label>Tokens coloured by <select class="colour-by">{options}</select></label>{why}'
 
 
-def _row(one: RolloutView) -> tuple[str, ...]:
-    listed = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
-    parts = f"<small>{escape(listed)}</small>" if len(one.rewards) > 1 else ""
-    versions = sorted({span.version for span in one.spans}) or [0]
+def _row(view: RolloutView) -> tuple[str, ...]:
+    listed = ", ".join(f"{name} {number(value)}" for name, value in view.rewards.items())
+    parts = f"<small>{escape(listed)}</small>" if len(view.rewards) > 1 else ""
+    versions = sorted({span.version for span in view.spans}) or [0]
     shown = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
-    seen = judged(clip(one.answer, 200), {name: clip(text, 200) for name, text in one.extracted.items()})
-    left_out = f"<small>{escape(counted(one.reasons))}</small>" if one.reasons else ""
+    seen = judged(clip(view.answer, 200), {name: clip(text, 200) for name, text in view.extracted.items()})
+    left_out = f"<small>{escape(counted(view.reasons))}</small>" if view.reasons else ""
     return (
-        f"{one.step}<small>ticket {one.ticket}</small>",
-        _text(one.prompt),
-        _story(one)
-        + (_tokens(one) if one.decoded else _text(one.text))
+        f"{view.step}<small>ticket {view.ticket}</small>",
+        _text(view.prompt),
+        _story(view)
+        + (_tokens(view) if view.decoded else _text(view.text))
         + (f"<small>{escape(seen)}</small>" if seen else ""),
-        f"{number(one.reward)}{parts}",
-        "not trained" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
-        f"{len(one.sampled)}<small>{escape(one.stop)}</small>{left_out}",
-        f'<span data-tip="{escape(span_list(one))}">{shown}</span>',
-        str(max(one.lags, default=0)),
+        f"{number(view.reward)}{parts}",
+        "not trained" if math.isnan(view.advantage) else f"{view.advantage:+.3f}",
+        f"{len(view.sampled)}<small>{escape(view.stop)}</small>{left_out}",
+        f'<span data-tip="{escape(span_list(view))}">{shown}</span>',
+        str(max(view.lags, default=0)),
     )
 
 
-def _story(one: RolloutView) -> str:
+def _story(view: RolloutView) -> str:
     """Returns a link to the graph of an episode of several turns."""
-    several = len(one.graph) > 1
-    return f'<p class="note"><a href="#{anchor(one)}">{len(one.graph)} turns as a graph</a></p>' if several else ""
+    several = len(view.graph) > 1
+    return f'<p class="note"><a href="#{anchor(view)}">{len(view.graph)} turns as a graph</a></p>' if several else ""
 
 
-def _tokens(one: RolloutView) -> str:
+def _tokens(view: RolloutView) -> str:
     cells = [
-        f'<i class="{_classes(one, place)}"{_numbers(one, place)} data-tip="{escape(token_details(one, place))}">{escape(piece)}</i>'
-        for place, piece in enumerate(one.pieces[:MAX_TOKENS])
+        f'<i class="{_classes(view, place)}"{_numbers(view, place)} data-tip="{escape(token_details(view, place))}">{escape(piece)}</i>'
+        for place, piece in enumerate(view.pieces[:MAX_TOKENS])
         if piece
     ]
-    rest = len(one.pieces) - MAX_TOKENS
+    rest = len(view.pieces) - MAX_TOKENS
     more = f" … ({rest:,} tokens more)" if rest > 0 else ""
     if not cells:
         return '<span class="faint">(empty)</span>'
-    return f'<div class="text tokens">{"".join(cells)}{more}</div>{_unrecorded(one)}'
+    return f'<div class="text tokens">{"".join(cells)}{more}</div>{_unrecorded(view)}'
 
 
-def _unrecorded(one: RolloutView) -> str:
+def _unrecorded(view: RolloutView) -> str:
     """Returns the sentence that stands below greyed tokens while a colour is chosen that their numbers do not give."""
-    if not one.unrecorded:
+    if not view.unrecorded:
         return ""
-    return f'<small class="unrecorded" hidden>The trainer\'s numbers of these tokens were not recorded: {escape(one.unrecorded)}.</small>'
+    return f'<small class="unrecorded" hidden>The trainer\'s numbers of these tokens were not recorded: {escape(view.unrecorded)}.</small>'
 
 
-def _numbers(one: RolloutView, place: int) -> str:
+def _numbers(view: RolloutView, place: int) -> str:
     """Returns the numbers by which the script colours a sampled token."""
-    if one.left_out[place] == CONTEXT:
+    if view.left_out[place] == CONTEXT:
         return ""
     known = (
-        [("p", one.logprobs)]
-        + [("a", one.advantages)] * bool(one.advantages)
-        + [("t", one.trainer)] * bool(one.trainer)
-        + [("e", one.entropies)] * bool(one.entropies)
+        [("p", view.logprobs)]
+        + [("a", view.advantages)] * bool(view.advantages)
+        + [("t", view.trainer)] * bool(view.trainer)
+        + [("e", view.entropies)] * bool(view.entropies)
     )
     return "".join(f' data-{name}="{values[place]:.4f}"' for name, values in known if math.isfinite(values[place]))
 
 
-def _classes(one: RolloutView, place: int) -> str:
-    if one.left_out[place] == CONTEXT:
+def _classes(view: RolloutView, place: int) -> str:
+    if view.left_out[place] == CONTEXT:
         return "between"
-    marks = " out" * bool(one.left_out[place]) + " mixed" * one.mixed[place]
-    return f"{lag_class(one.lags[place])}{marks}"
+    marks = " out" * bool(view.left_out[place]) + " mixed" * view.mixed[place]
+    return f"{lag_class(view.lags[place])}{marks}"
 
 
 def _text(text: str) -> str:

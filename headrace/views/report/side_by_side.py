@@ -33,7 +33,11 @@ def settings_apart(runs: Mapping[str, Path]) -> dict[str, list[str]]:
     """Returns the values of each setting that is not the same in all runs, by the dotted name of the setting, in the order of `runs`."""
     flat = [_flat(settings_of(path)) for path in runs.values()]
     keys = sorted(key for key in set().union(*flat) if key != NAME and not key.startswith(MEASURED))
-    return {key: [one.get(key, NOT_SET) for one in flat] for key in keys if len({one.get(key) for one in flat}) > 1}
+    return {
+        key: [settings.get(key, NOT_SET) for settings in flat]
+        for key in keys
+        if len({settings.get(key) for settings in flat}) > 1
+    }
 
 
 def differences(runs: Mapping[str, Path]) -> str:
@@ -95,8 +99,12 @@ def final_numbers(run: ComparedRun) -> dict[str, str]:
     state = run.data.state
     total = state.shares.total
     engine, trainer = run_state.idle_shares(state)
-    measured = [one for one in state.evals if one.prompts and math.isfinite(one.reward_mean)]
-    held_out = [f"{reward_text(one.reward_mean)} ± {reward_text(one.reward_sem)}" for one in measured]
+    measured = [
+        evaluation for evaluation in state.evals if evaluation.prompts and math.isfinite(evaluation.reward_mean)
+    ]
+    held_out = [
+        f"{reward_text(evaluation.reward_mean)} ± {reward_text(evaluation.reward_sem)}" for evaluation in measured
+    ]
     return {
         "state": run.life,
         "steps": f"{state.step:,} of {state.started.steps:,}" if state.started else "–",
@@ -154,24 +162,24 @@ def _numbers(runs: Mapping[str, ComparedRun]) -> str:
 def _curves(runs: Mapping[str, ComparedRun]) -> str:
     if not any(run.data.bins for run in runs.values()):
         return '<p class="empty">No optimizer step was trained: there is nothing to plot.</p>'
-    return "".join(_overlaid(one, runs) for one in CURVES)
+    return "".join(_overlaid(curve, runs) for curve in CURVES)
 
 
-def _overlaid(one: ComparedCurve, runs: Mapping[str, ComparedRun]) -> str:
-    lines = [[(each.x, each.mean(one.value)) for each in run.data.bins] for run in runs.values()]
+def _overlaid(curve: ComparedCurve, runs: Mapping[str, ComparedRun]) -> str:
+    lines = [[(each.x, each.mean(curve.value)) for each in run.data.bins] for run in runs.values()]
     steps = [edge for run in runs.values() for each in run.data.bins for edge in (each.first - 0.5, each.last + 0.5)]
     chart = Chart((min(steps), max(steps)), extent(y for line in lines for _, y in line))
     for line, colour in zip(lines, COLOURS, strict=False):
         chart.line(line, colour)
     longest = max((run.data.bins for run in runs.values()), key=len)
     for each in longest:
-        chart.hover(each.first - 0.5, each.last + 0.5, _tip(one, each, runs))
-    return figure(one.title, chart.html(one.title), list(zip(COLOURS, runs, strict=False)), one.note)
+        chart.hover(each.first - 0.5, each.last + 0.5, _tip(curve, each, runs))
+    return figure(curve.title, chart.html(curve.title), list(zip(COLOURS, runs, strict=False)), curve.note)
 
 
-def _tip(one: ComparedCurve, at: Bin, runs: Mapping[str, ComparedRun]) -> str:
+def _tip(curve: ComparedCurve, at: Bin, runs: Mapping[str, ComparedRun]) -> str:
     lines = [at.name]
     for name, run in runs.items():
         near: Sequence[Bin] = [each for each in run.data.bins if each.first <= at.x <= each.last]
-        lines.append(f"{name} {number(near[0].mean(one.value)) if near else '–'}")
+        lines.append(f"{name} {number(near[0].mean(curve.value)) if near else '–'}")
     return "\n".join(lines)

@@ -48,10 +48,12 @@ def labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
     exact = (
         texts
         for texts in ([format(value, form) for value in shown] for form in forms)
-        if all(abs(float(text.replace(",", "")) - one) <= 1e-3 * step for text, one in zip(texts, shown, strict=True))
+        if all(abs(float(text.replace(",", "")) - tick) <= 1e-3 * step for text, tick in zip(texts, shown, strict=True))
     )
     found = next(exact, [repr(value) for value in shown])
-    texts = [text if one else "0" if "e" in text else text.lstrip("-") for text, one in zip(found, shown, strict=True)]
+    texts = [
+        text if tick else "0" if "e" in text else text.lstrip("-") for text, tick in zip(found, shown, strict=True)
+    ]
     return [f"{text} %" for text in texts] if percent else texts
 
 
@@ -248,14 +250,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") ->
 
     A phone shows each row as a block: texts on separate lines, then the numbers with the names of their columns.
     """
-    classes = ["num" if one.startswith("#") else "" for one in head]
-    names = [escape(one.lstrip("#")) for one in head]
-    top = "".join(f'<th class="{kind}">{one}</th>' for one, kind in zip(names, classes, strict=True))
+    classes = ["num" if title.startswith("#") else "" for title in head]
+    names = [escape(title.lstrip("#")) for title in head]
+    top = "".join(f'<th class="{kind}">{column}</th>' for column, kind in zip(names, classes, strict=True))
     body = "".join(
         "<tr>"
         + "".join(
-            f'<td class="{kind}" data-head="{one}">{cell}</td>'
-            for cell, kind, one in zip(row, classes, names, strict=True)
+            f'<td class="{kind}" data-head="{column}">{cell}</td>'
+            for cell, kind, column in zip(row, classes, names, strict=True)
         )
         + "</tr>"
         for row in rows

@@ -37,15 +37,15 @@ def show(
     console.print(_lag_lines(report))
     if len(views) > 1:
         console.print(_Overview(views))
-    for one in chosen:
-        console.print(rollout(one))
+    for view in chosen:
+        console.print(rollout(view))
         if tokens:
-            console.print(_token_table(one))
+            console.print(_token_table(view))
     console.print(_legend(chosen, source))
 
 
 def _headline(views: Sequence[RolloutView], report: TrainReport) -> Text:
-    tickets = len({one.ticket for one in views})
+    tickets = len({view.ticket for view in views})
     return Text(f"Step {report.step + 1}", "bold").append(
         f": {plural(tickets, 'group')}, {plural(len(views), 'rollout')}, made version "
         f"{report.version} · loss {number(report.loss)} · gradient {number(report.grad_norm)} · KL {number(report.kl)} · "
@@ -57,10 +57,10 @@ def _headline(views: Sequence[RolloutView], report: TrainReport) -> Text:
 def _lag_lines(report: TrainReport) -> RenderableType:
     """Shows |trainer - sampler| by lag, as the trainer reported it at the step."""
     table = _table("lag", "#tokens", "#|Δ| p50", "#p90", "#p99", "#max", "left out by rule")
-    for one in report.lags:
-        gaps = [number(one.gaps[key]) if key in one.gaps else "-" for key in ("p50", "p90", "p99", "max")]
-        rules = ", ".join(f"{name} {share:.1%}" for name, share in one.masked.items())
-        table.add_row(one.name, f"{one.tokens:,}", *gaps, rules)
+    for lag in report.lags:
+        gaps = [number(lag.gaps[key]) if key in lag.gaps else "-" for key in ("p50", "p90", "p99", "max")]
+        rules = ", ".join(f"{name} {share:.1%}" for name, share in lag.masked.items())
+        table.add_row(lag.name, f"{lag.tokens:,}", *gaps, rules)
     return table if report.lags else Text("")
 
 
@@ -75,11 +75,11 @@ class _Overview:
     """One line per rollout on a wide terminal; on a narrow one its numbers, and its text beneath them."""
 
     def __init__(self, views: Sequence[RolloutView]) -> None:
-        gaps = any(one.trainer for one in views)
+        gaps = any(view.trainer for view in views)
         self._views = views
         self._head = ["ticket", "rollout", "reward", "advantage", "tokens", "stop", "versions", "lag"]
         self._head += ["|Δ| mean"] if gaps else []
-        self._rows = [_numbers(one, gaps) for one in views]
+        self._rows = [_numbers(view, gaps) for view in views]
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         columns, out = list(zip(self._head, *self._rows, strict=True)), list[str]()
@@ -87,7 +87,7 @@ class _Overview:
             if sum(max(map(len, column)) + 1 for column in columns) > options.max_width:
                 columns, out = [column for column in columns if column[0] != name], [*out, name]
         widths = [max(map(len, column)) for column in columns]
-        texts = [_text_of(one) for one in self._views]
+        texts = [_text_of(view) for view in self._views]
         beside = options.max_width - sum(widths) - len(widths) - 1
         fits = beside >= min(ROOM, max(map(len, texts)))
         head, *rows = zip(*columns, strict=True)
@@ -100,23 +100,23 @@ class _Overview:
             yield no_room_for(out)
 
 
-def _text_of(one: RolloutView) -> str:
-    reasons = {why: count for why, count in one.reasons.items() if why != CONTEXT}
-    return (f"[not in the loss: {counted(reasons)}] " if reasons else "") + one_line(one.text)
+def _text_of(view: RolloutView) -> str:
+    reasons = {why: count for why, count in view.reasons.items() if why != CONTEXT}
+    return (f"[not in the loss: {counted(reasons)}] " if reasons else "") + one_line(view.text)
 
 
-def _numbers(one: RolloutView, gaps: bool) -> list[str]:
-    versions = sorted({span.version for span in one.spans})
+def _numbers(view: RolloutView, gaps: bool) -> list[str]:
+    versions = sorted({span.version for span in view.spans})
     return [
-        str(one.ticket),
-        str(one.rollout),
-        number(one.reward),
-        "-" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
-        str(len(one.sampled)),
-        one.stop,
+        str(view.ticket),
+        str(view.rollout),
+        number(view.reward),
+        "-" if math.isnan(view.advantage) else f"{view.advantage:+.3f}",
+        str(len(view.sampled)),
+        view.stop,
         str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}" if versions else "-",
-        str(max(one.lags, default=0)),
-        *([number(one.gap)] if gaps else []),
+        str(max(view.lags, default=0)),
+        *([number(view.gap)] if gaps else []),
     ]
 
 
@@ -124,101 +124,101 @@ def _justified(cells: Sequence[str], widths: Sequence[int]) -> str:
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
-def rollout(one: RolloutView) -> RenderableType:
+def rollout(view: RolloutView) -> RenderableType:
     """Shows one rollout token by token."""
-    rewards = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
-    advantage = "not trained" if math.isnan(one.advantage) else f"advantage {one.advantage:+.3f}"
-    turns = f" · {one.turns} turns" if one.turns > 1 else ""
-    head = Text(f"\nticket {one.ticket}, rollout {one.rollout}", style="bold")
+    rewards = ", ".join(f"{name} {number(value)}" for name, value in view.rewards.items())
+    advantage = "not trained" if math.isnan(view.advantage) else f"advantage {view.advantage:+.3f}"
+    turns = f" · {view.turns} turns" if view.turns > 1 else ""
+    head = Text(f"\nticket {view.ticket}, rollout {view.rollout}", style="bold")
     head.append(
-        f" · {one.prompt_id} · reward {number(one.reward)} ({rewards}) · {advantage} · {one.stop}{turns}", "not bold"
+        f" · {view.prompt_id} · reward {number(view.reward)} ({rewards}) · {advantage} · {view.stop}{turns}", "not bold"
     )
-    facts = [f"spans: {span_list(one)}"]
-    if words := judged(one.answer, one.extracted):
+    facts = [f"spans: {span_list(view)}"]
+    if words := judged(view.answer, view.extracted):
         facts.append(words)
-    if one.reasons:
-        facts.append(f"not in the loss: {counted(one.reasons)}")
-    if not math.isnan(one.gap):
-        facts.append(f"|trainer - sampler| mean {number(one.gap)}; the widest: {_widest(one)}")
-    finite = [one.logprobs[place] for place in one.sampled if math.isfinite(one.logprobs[place])]
+    if view.reasons:
+        facts.append(f"not in the loss: {counted(view.reasons)}")
+    if not math.isnan(view.gap):
+        facts.append(f"|trainer - sampler| mean {number(view.gap)}; the widest: {_widest(view)}")
+    finite = [view.logprobs[place] for place in view.sampled if math.isfinite(view.logprobs[place])]
     if finite:
         facts.append(f"log-prob mean {sum(finite) / len(finite):.3f}, least {min(finite):.3f}")
     return Group(
         head,
-        Text(f"prompt: {clip(one.prompt, 300)}", "dim"),
+        Text(f"prompt: {clip(view.prompt, 300)}", "dim"),
         *(Text(fact, "dim") for fact in facts),
-        *(Text(line) for line in one.story),
-        _tokens(one),
+        *(Text(line) for line in view.story),
+        _tokens(view),
     )
 
 
-def _tokens(one: RolloutView) -> Text:
+def _tokens(view: RolloutView) -> Text:
     text = Text()
-    for place, piece in enumerate(one.pieces):
-        text.append(piece, _style(one, place))
+    for place, piece in enumerate(view.pieces):
+        text.append(piece, _style(view, place))
     return text
 
 
-def _token_table(one: RolloutView) -> FittedTable:
+def _token_table(view: RolloutView) -> FittedTable:
     table = _table(
-        "#token", "#id", "", "#log-prob", *(["#trainer", "#Δ"] if one.trainer else []), "#lag", "#advantage", ""
+        "#token", "#id", "", "#log-prob", *(["#trainer", "#Δ"] if view.trainer else []), "#lag", "#advantage", ""
     )
-    for place, token in enumerate(one.tokens):
-        trainer = one.trainer[place : place + 1]
+    for place, token in enumerate(view.tokens):
+        trainer = view.trainer[place : place + 1]
         cells = [
             str(place),
             str(token),
-            repr(one.pieces[place])[1:-1],
-            f"{one.logprobs[place]:.4f}",
+            repr(view.pieces[place])[1:-1],
+            f"{view.logprobs[place]:.4f}",
             *(f"{value:.4f}" for value in trainer),
-            *(f"{value - one.logprobs[place]:+.4f}" for value in trainer),
-            str(one.lags[place]),
-            f"{one.advantages[place]:+.3f}" if one.advantages else "-",
-            ", ".join(filter(None, (one.left_out[place], "mixed" * one.mixed[place]))),
+            *(f"{value - view.logprobs[place]:+.4f}" for value in trainer),
+            str(view.lags[place]),
+            f"{view.advantages[place]:+.3f}" if view.advantages else "-",
+            ", ".join(filter(None, (view.left_out[place], "mixed" * view.mixed[place]))),
         ]
-        table.add_row(*cells, style=LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)])
+        table.add_row(*cells, style=LAG_STYLES[min(max(view.lags[place], 0), len(LAG_STYLES) - 1)])
     return table
 
 
-def _style(one: RolloutView, place: int) -> str:
-    if one.left_out[place] == CONTEXT:
+def _style(view: RolloutView, place: int) -> str:
+    if view.left_out[place] == CONTEXT:
         return "dim"
-    style = LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)]
-    if one.left_out[place]:
+    style = LAG_STYLES[min(max(view.lags[place], 0), len(LAG_STYLES) - 1)]
+    if view.left_out[place]:
         style += " strike"
-    if one.mixed[place]:
+    if view.mixed[place]:
         style += " italic"
-    if one.trainer and abs(one.trainer[place] - one.logprobs[place]) >= WIDE:
+    if view.trainer and abs(view.trainer[place] - view.logprobs[place]) >= WIDE:
         style += " underline"
     return style
 
 
-def _widest(one: RolloutView, count: int = 4) -> str:
+def _widest(view: RolloutView, count: int = 4) -> str:
     gaps = sorted(
         (
             (gap, i)
-            for i in one.sampled
-            if i < len(one.trainer) and math.isfinite(gap := one.trainer[i] - one.logprobs[i])
+            for i in view.sampled
+            if i < len(view.trainer) and math.isfinite(gap := view.trainer[i] - view.logprobs[i])
         ),
         key=lambda g: -abs(g[0]),
     )
     return ", ".join(
-        f"{gap:+.3f} at {place} ({one.pieces[place].strip() or one.tokens[place]})" for gap, place in gaps[:count]
+        f"{gap:+.3f} at {place} ({view.pieces[place].strip() or view.tokens[place]})" for gap, place in gaps[:count]
     )
 
 
 def _legend(chosen: Sequence[RolloutView], source: str) -> RenderableType:
-    lags = sorted({min(lag, len(LAG_STYLES) - 1) for one in chosen for lag in one.lags if lag >= 0})
+    lags = sorted({min(lag, len(LAG_STYLES) - 1) for view in chosen for lag in view.lags if lag >= 0})
     text = Text("\n")
     for lag in lags:
         text.append(f"lag {lag}{'+' * (lag == len(LAG_STYLES) - 1)} ", LAG_STYLES[lag])
     text.append("· struck out: not in the loss · italic: mixed weights", "dim")
-    if any(CONTEXT in one.reasons for one in chosen):
+    if any(CONTEXT in view.reasons for view in chosen):
         text.append(" · faint: between turns, not sampled", "dim")
-    if any(one.trainer for one in chosen):
+    if any(view.trainer for view in chosen):
         text.append(f" · underlined: trainer and sampler {WIDE} nats apart or more", "dim")
     text.append(f"\n{source}", "dim")
-    if any(not one.decoded for one in chosen):
+    if any(not view.decoded for view in chosen):
         text.append("\nThe model's tokenizer is not available here: tokens are shown as ids.", "dim")
     return text
 

@@ -94,7 +94,7 @@ def distinct(messages: Sequence[str], most: int) -> list[str]:
     """Returns the last messages, equal ones once with their count."""
     counts = Counter(messages)
     last = list(dict.fromkeys(reversed(messages)))[:most]
-    return [f"{one} (× {counts[one]:,})" if counts[one] > 1 else one for one in reversed(last)]
+    return [f"{text} (× {counts[text]:,})" if counts[text] > 1 else text for text in reversed(last)]
 
 
 # --- A table that fits into the width it gets
@@ -139,7 +139,7 @@ class FittedTable:
 
     def add_row(self, *cells: str | Text, style: str = "") -> None:
         assert len(cells) == len(self._columns)
-        self._rows.append(([one if isinstance(one, Text) else Text(one) for one in cells], style))
+        self._rows.append(([cell if isinstance(cell, Text) else Text(cell) for cell in cells], style))
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         width, left, out = options.max_width, [at for at in range(len(self._columns)) if self._wanted(at)], []
@@ -164,9 +164,9 @@ class FittedTable:
         """The width without which a number would be cut, or a text wrapped too often."""
         column = self._columns[at]
         cells = [cells[at] for cells, _ in self._rows]
-        counted = max((one.cell_len for one in cells if column.number or _is_number(one.plain)), default=0)
+        counted = max((cell.cell_len for cell in cells if column.number or _is_number(cell.plain)), default=0)
         word = min(max(map(len, column.title.split()), default=0), LEAST)
-        text = min(max((one.cell_len for one in cells), default=0), column.whole if whole else LEAST)
+        text = min(max((cell.cell_len for cell in cells), default=0), column.whole if whole else LEAST)
         return max(word, counted, text)
 
     def _wanted(self, at: int) -> int:

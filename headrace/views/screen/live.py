@@ -39,16 +39,18 @@ WHY = 160
 
 def table(members: Sequence[MemberSample]) -> list[Text]:
     """A heading, then a line for each member, and one more with the reason for those that do not serve."""
-    width = min(NAME, max([len("member"), *(len(one.name) for one in members)]))
+    width = min(NAME, max([len("member"), *(len(member.name) for member in members)]))
     lines = [Text(f"{'member':<{width}}  state    version  requests   tok/s     tokens  left", FAINT)]
-    for one in members:
-        line = Text(f"{short(one.name, width):<{width}}  ")
-        line.append(f"{one.state:<7}", STYLES.get(one.state, ""))
-        version = str(one.version) if one.version >= 0 else "-"
-        rate = f"{one.rate:,.0f}" if one.state == "serving" else "-"
-        lines.append(line.append(f"  {version:>7}  {one.running:>8}  {rate:>6}  {one.tokens:>9,}  {one.absences:>4}"))
-        if one.why and one.state != "serving":
-            lines.append(Text(f"  {clip(one.why, WHY)}", FAINT))
+    for member in members:
+        line = Text(f"{short(member.name, width):<{width}}  ")
+        line.append(f"{member.state:<7}", STYLES.get(member.state, ""))
+        version = str(member.version) if member.version >= 0 else "-"
+        rate = f"{member.rate:,.0f}" if member.state == "serving" else "-"
+        lines.append(
+            line.append(f"  {version:>7}  {member.running:>8}  {rate:>6}  {member.tokens:>9,}  {member.absences:>4}")
+        )
+        if member.why and member.state != "serving":
+            lines.append(Text(f"  {clip(member.why, WHY)}", FAINT))
     return lines
 
 
@@ -64,31 +66,35 @@ def line_of(state: RunState) -> list[Line]:
     """One line about all members, where there are several."""
     if len(state.members) < 2:
         return []
-    serving = [one for one in state.members if one.state == "serving"]
-    missing = any(one.state not in ("serving", "resting") for one in state.members)
+    serving = [member for member in state.members if member.state == "serving"]
+    missing = any(member.state not in ("serving", "resting") for member in state.members)
     parts = [Text(f"{len(serving)} of {len(state.members)} serve", "yellow" if missing else "")]
-    for one in state.members:
-        rate = f"{one.rate:,.0f} tok/s, {plural(one.running, 'request')}" if one.state == "serving" else one.state
+    for member in state.members:
+        rate = (
+            f"{member.rate:,.0f} tok/s, {plural(member.running, 'request')}"
+            if member.state == "serving"
+            else member.state
+        )
         parts.append(
-            Text(f"{short(one.name.removeprefix('http://'), NAME)} ", FAINT).append(rate, STYLES.get(one.state, ""))
+            Text(f"{short(member.name.removeprefix('http://'), NAME)} ", FAINT).append(
+                rate, STYLES.get(member.state, "")
+            )
         )
     return [("members", parts)]
 
 
 def absences(moves: Sequence[MemberMoved]) -> str:
     """How often members left, and what became of their requests; empty if none did."""
-    left = [one for one in moves if one.state in ("away", "lost")]
+    left = [move for move in moves if move.state in ("away", "lost")]
     if not left:
         return ""
-    names = sorted({one.member for one in left})
-    back = sum(one.state == "serving" for one in moves)
-    lost = sum(one.state == "lost" for one in left)
+    names = sorted({move.member for move in left})
+    back = sum(move.state == "serving" for move in moves)
+    lost = sum(move.state == "lost" for move in left)
     words = f"{', '.join(names)} left {plural(len(left), 'time')}, came back {plural(back, 'time')}"
     words += f", {lost} for good" if lost else ""
-    moved = sum(one.requests for one in left)
-    return (
-        f"{words}; {plural(moved, 'request')} went on elsewhere from {plural(sum(one.tokens for one in left), 'token')}"
-    )
+    moved = sum(move.requests for move in left)
+    return f"{words}; {plural(moved, 'request')} went on elsewhere from {plural(sum(move.tokens for move in left), 'token')}"
 
 
 # --- live ------------------------------------------------------------
@@ -142,8 +148,8 @@ class StateView:
             if (count := len(lines.plain.splitlines())) <= height:
                 above.append(lines)
                 height -= count
-        for one in above:
-            yield from console.render(one, inside)
+        for part in above:
+            yield from console.render(part, inside)
         if self._trace and height > LEAST:
             panel = _trace_panel(*self._trace, console, options.max_width, max(LEAST, height // 2))
             height -= len(console.render_lines(panel, inside))
@@ -208,7 +214,7 @@ def _lines(state: RunState) -> list[Line]:
 def _chosen(state: RunState) -> list[Line]:
     """Returns the chosen settings until the first step, and the last change of the number of steps."""
     assert state.started is not None
-    plan: list[Line] = [("minutes", [Text(one.message)]) for one in state.planned[-1:]]
+    plan: list[Line] = [("minutes", [Text(plan.message)]) for plan in state.planned[-1:]]
     if state.rows:
         return plan
     return [(name.removesuffix(" chosen"), [Text(why)]) for name, why in state.started.chosen.items()]
@@ -222,11 +228,11 @@ def reward(state: RunState) -> list[Text]:
         curve = sparkline([row.reward_drawn for row in state.spread], CURVE)
         parts = [Text(f"{reward_text(recent)} ", "bold").append(curve, "green")]
     before, since = before_and_after(state)
-    for name, one in (("before", before), ("now", since)):
-        if one:
-            part = Text(f"held-out {name} {with_error(one.reward_mean, one.reward_sem)}", "bold")
-            if one.failures and one is (since or before):
-                part.append(f" on {measured_on(one)}", f"not bold {WARN}")
+    for name, evaluation in (("before", before), ("now", since)):
+        if evaluation:
+            part = Text(f"held-out {name} {with_error(evaluation.reward_mean, evaluation.reward_sem)}", "bold")
+            if evaluation.failures and evaluation is (since or before):
+                part.append(f" on {measured_on(evaluation)}", f"not bold {WARN}")
             parts.append(part)
     return parts
 
@@ -311,28 +317,28 @@ def _groups(state: RunState) -> list[Text]:
 def _shares(state: RunState) -> list[Text]:
     """Shows shares over the last groups."""
     found = shares(state.shares.recent)
-    return [Text(one, WARN if one.startswith("failed") else "") for one in found] or [Text("nothing lost", FAINT)]
+    return [Text(text, WARN if text.startswith("failed") else "") for text in found] or [Text("nothing lost", FAINT)]
 
 
 def _prompts(state: RunState) -> list[Line]:
     """Shows the pools from which a curriculum has drawn."""
     chosen = state.choices
-    return [("drawn from", [Text(one) for one in pool_shares(chosen)])] if chosen.draws else []
+    return [("drawn from", [Text(pool_share) for pool_share in pool_shares(chosen)])] if chosen.draws else []
 
 
 def _notes(state: RunState) -> list[Text]:
     """Returns the advice, then the last warnings, the newest first; with advice, only the newest warning."""
-    advice = [f"→ {one.name}: {one.sentence}" for one in advices(state)]
-    warnings = distinct([one.message for one in state.warnings], 1 if advice else 3)
-    return [Text(one, WARN) for one in (*advice, *(f"! {one}" for one in reversed(warnings)))]
+    advice = [f"→ {given.name}: {given.sentence}" for given in advices(state)]
+    warnings = distinct([warning.message for warning in state.warnings], 1 if advice else 3)
+    return [Text(line, WARN) for line in (*advice, *(f"! {warning}" for warning in reversed(warnings)))]
 
 
 def _trace(state: RunState) -> Trace | None:
     """Returns the traceback of the commonest failure."""
-    for one in failings(state)[:1]:
-        if one.first:
-            title = f"{one.first.reason}: {plural(one.rollouts, 'rollout')} so far; the first, {one.first.prompt_id}"
-            return title, without_marks(one.first.traceback) or one.first.detail
+    for failing in failings(state)[:1]:
+        if failing.first:
+            title = f"{failing.first.reason}: {plural(failing.rollouts, 'rollout')} so far; the first, {failing.first.prompt_id}"
+            return title, without_marks(failing.first.traceback) or failing.first.detail
     return None
 
 

@@ -44,9 +44,9 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
     table.add_column(width=1)
     table.add_column(style=LABEL, no_wrap=True)
     table.add_column(overflow="fold")
-    for one in findings:
-        mark, style = MARKS[one.verdict]
-        table.add_row(Text(mark, style), one.what, Text(one.text))
+    for finding in findings:
+        mark, style = MARKS[finding.verdict]
+        table.add_row(Text(mark, style), finding.what, Text(finding.text))
     return table
 
 
@@ -117,9 +117,9 @@ def _folded(line: Any, width: int) -> list[Any]:
 
 
 def _verdict(findings: Sequence[Finding]) -> Text:
-    refused, remarks = (sum(one.verdict == verdict for one in findings) for verdict in ("refused", "remark"))
+    refused, remarks = (sum(finding.verdict == verdict for finding in findings) for verdict in ("refused", "remark"))
     if refused:
-        said = f"✗ {plural(refused, 'contradiction')}: a run with this model is refused until {'they are' if refused > 1 else 'it is'} mended"
-        return Text(f"\n{said}", "bold red")
+        message = f"✗ {plural(refused, 'contradiction')}: a run with this model is refused until {'they are' if refused > 1 else 'it is'} mended"
+        return Text(f"\n{message}", "bold red")
     more = f", with {plural(remarks, 'remark')}" if remarks else ""
     return Text(f"\n✓ Config, tokenizer, template and weights agree{more}.", "bold green")

@@ -47,16 +47,16 @@ class StartSteps:
                 await showing
 
     async def _show(self) -> None:
-        began, said, terminal = time.monotonic(), "", sys.stderr.isatty()
+        began, message, terminal = time.monotonic(), "", sys.stderr.isatty()
         try:
             while True:
                 await asyncio.sleep(EVERY)
                 if terminal:
                     line = ", ".join(filter(None, (f"headrace: {time.monotonic() - began:.0f} s", self.words)))
                     _put(f"\r{clip(line, WIDTH)}\x1b[K")
-                elif self.words not in ("", said):
-                    said = self.words
-                    _put(f"headrace: {said}\n")
+                elif self.words not in ("", message):
+                    message = self.words
+                    _put(f"headrace: {message}\n")
         finally:
             if terminal:
                 _put("\r\x1b[K")

@@ -61,7 +61,13 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
         lines.append(("processes", _processes(status, status.live)))
     if state.joined:
         lines.append(
-            ("joined", [Text(f"{who} on {one.host} (process {one.pid})") for who, one in sorted(state.joined.items())])
+            (
+                "joined",
+                [
+                    Text(f"{who} on {worker.host} (process {worker.pid})")
+                    for who, worker in sorted(state.joined.items())
+                ],
+            )
         )
     if state.started:
         lines += [("step", _step(status, state)), ("reward", live.reward(state)), ("lag", _lag(state))]
@@ -72,7 +78,7 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
             *live.weights(state),
             ("tickets", [_tickets(state)]),
         ]
-        lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]
+        lines += [("", [Text(reason, FAINT)]) for reason in reasons(state.accounting)]
         lines += _scorers(state)
         lines.append(("checkpoint", _checkpoint(state)))
         lines += _troubles(state)
@@ -132,24 +138,27 @@ def _tickets(state: RunState) -> Text:
 
 def _troubles(state: RunState) -> list[Line]:
     found = shares(state.shares.recent)
-    lines: list[Line] = [("shares", [Text(one) for one in found])] if found else []
-    for one in failings(state)[:3]:
-        where = f"; the first: {clip(one.first.detail, 240)}" if one.first else ""
-        lines.append(("failed", [Text(f"{one.kind}, {plural(one.rollouts, 'rollout')}{where}", WARN)]))
-    return lines + [("advice", [Text(f"{one.name}: {one.sentence}", WARN)]) for one in advices(state)]
+    lines: list[Line] = [("shares", [Text(share) for share in found])] if found else []
+    for failing in failings(state)[:3]:
+        where = f"; the first: {clip(failing.first.detail, 240)}" if failing.first else ""
+        lines.append(("failed", [Text(f"{failing.kind}, {plural(failing.rollouts, 'rollout')}{where}", WARN)]))
+    return lines + [("advice", [Text(f"{advice.name}: {advice.sentence}", WARN)]) for advice in advices(state)]
 
 
 def _scorers(state: RunState) -> list[Line]:
     """Returns a line for everything that gives rewards over the network, and for every function that failed."""
-    shown = {name: one for name, one in state.scorers.items() if one.what != "function" or one.failures}
+    shown = {name: scorer for name, scorer in state.scorers.items() if scorer.what != "function" or scorer.failures}
     return [
-        ("rewards" if n == 0 else "", [Text(f"{name} ({one.what}): {one.words}", WARN if one.failures else "")])
-        for n, (name, one) in enumerate(shown.items())
+        (
+            "rewards" if n == 0 else "",
+            [Text(f"{name} ({scorer.what}): {scorer.words}", WARN if scorer.failures else "")],
+        )
+        for n, (name, scorer) in enumerate(shown.items())
     ]
 
 
 def _checkpoint(state: RunState) -> list[Text]:
-    good = [one for one in state.checkpoints if not one.error]
+    good = [checkpoint for checkpoint in state.checkpoints if not checkpoint.error]
     if not good:
         return [Text("none yet", FAINT)]
     parts = [Text(f"step {good[-1].step}"), Text(f"at {duration(good[-1].t)}", FAINT)]
@@ -162,10 +171,10 @@ def _waits(status: Status) -> list[Line]:
     if status.live is None:
         return []
     waits = status.live.waits
-    times = Counter((one.owner, one.what) for one in waits)
+    times = Counter((wait.owner, wait.what) for wait in waits)
     lines: list[list[Text]] = []
     for owner, what in list(times)[:SHOWN]:
-        longest = max(one.seconds for one in waits if (one.owner, one.what) == (owner, what))
+        longest = max(wait.seconds for wait in waits if (wait.owner, wait.what) == (owner, what))
         text = Text(f"{longest:6.1f} s  ", WARN if longest > SILENT else "").append(f"{owner}, for {what}", "default")
         count = times[owner, what]
         lines.append([text, Text(f"× {count}" if count > 1 else "", FAINT)])
@@ -176,14 +185,14 @@ def _waits(status: Status) -> list[Line]:
 
 
 def _death(state: RunState, place: int) -> Text:
-    one = state.deaths[-2:][place]
-    return Text(f"[{duration(one.t)}] the {one.who} process {clip(one.how, 200)}", WARN)
+    death = state.deaths[-2:][place]
+    return Text(f"[{duration(death.t)}] the {death.who} process {clip(death.how, 200)}", WARN)
 
 
 def _warnings(state: RunState) -> list[Line]:
     last = state.warnings[-3:]
     label = plural(len(state.warnings), "warning")
     return [
-        (label if n == 0 else "", [Text(f"[{duration(one.t)}] {clip(one.message, 600)}", WARN)])
-        for n, one in enumerate(last)
+        (label if n == 0 else "", [Text(f"[{duration(warning.t)}] {clip(warning.message, 600)}", WARN)])
+        for n, warning in enumerate(last)
     ]

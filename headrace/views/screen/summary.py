@@ -125,18 +125,18 @@ def _planned(table: Table, state: RunState) -> None:
     if state.started:
         for name, why in state.started.chosen.items():
             _more(table, name.capitalize(), why)
-    for number_, one in enumerate(state.planned):
-        _more(table, "" if number_ else "Later", f"after {duration(one.t)}: {one.message}")
+    for number_, plan in enumerate(state.planned):
+        _more(table, "" if number_ else "Later", f"after {duration(plan.t)}: {plan.message}")
 
 
 def _stale(table: Table, state: RunState) -> None:
     _row(table, lag(state))
-    total, apart = state.lags.total(), {one.name: one for one in state.totals.by_lag.stats()}
+    total, apart = state.lags.total(), {lag_stats.name: lag_stats for lag_stats in state.totals.by_lag.stats()}
     for step, count in sorted(state.lags.items())[:8]:
         text = Text(f"{step:>2} ").append(f"{bar(count / total, BAR):<{BAR}} ", "cyan")
         text.append(f"{percent(count / total):>5}")
-        if one := apart.get(str(step)):
-            text.append(f"   KL {number(one.kl)}", FAINT)
+        if stats := apart.get(str(step)):
+            text.append(f"   KL {number(stats.kl)}", FAINT)
         _more(table, "" if step != min(state.lags) else f"{total:,} tokens", text)
     for label, words in (("Versions", _versions(state)), ("Discarded", _thrown(state))):
         if words:
@@ -246,15 +246,15 @@ def _troubles(table: Table, state: RunState) -> None:
         last = state.deaths[-1]
         words = f"{plural(len(state.deaths), 'worker')} died; the last: the {last.who} process {last.how}"
         table.add_row(Text("!", WARN), "Deaths", Text(words, WARN))
-    for place, one in enumerate(failings(state)[:3]):
-        words = f"{one.kind}, {plural(one.rollouts, 'rollout')}"
-        words += f"; the first: {clip(one.first.detail, 200)}" if one.first else ""
+    for place, failing in enumerate(failings(state)[:3]):
+        words = f"{failing.kind}, {plural(failing.rollouts, 'rollout')}"
+        words += f"; the first: {clip(failing.first.detail, 200)}" if failing.first else ""
         table.add_row(Text("!", WARN), "Failed", Text(words, WARN))
-        if place == 0 and one.first and one.first.traceback:
-            _more(table, "", Text(without_marks(one.first.traceback), FAINT))
+        if place == 0 and failing.first and failing.first.traceback:
+            _more(table, "", Text(without_marks(failing.first.traceback), FAINT))
     for advice in advices(state):
         table.add_row(Text("→", WARN), advice.name.capitalize(), Text(advice.sentence, WARN))
-    for index, warning in enumerate(distinct([one.message for one in state.warnings], 3)):
+    for index, warning in enumerate(distinct([warned.message for warned in state.warnings], 3)):
         label = plural(len(state.warnings), "warning") if index == 0 else ""
         table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(warning, 600), WARN))
 

@@ -259,9 +259,9 @@ class PlainLines:
         return True
 
     def _advice(self, state: RunState) -> list[str]:
-        found = [one for one in advices(state) if one.name not in self._advised]
-        self._advised |= {one.name for one in found}
-        return [f"ADVICE {one.name}: {one.sentence}" for one in found]
+        found = [advice for advice in advices(state) if advice.name not in self._advised]
+        self._advised |= {advice.name for advice in found}
+        return [f"ADVICE {advice.name}: {advice.sentence}" for advice in found]
 
 
 def waiting_line(state: RunState) -> str:

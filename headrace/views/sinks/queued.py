@@ -83,11 +83,11 @@ class QueuedSink:
     def _why(self) -> str:
         return self._error or "it is slower than the run"
 
-    def _put(self, one: RunStarted | DashboardNumbers) -> None:
+    def _put(self, entry: RunStarted | DashboardNumbers) -> None:
         if self._thread.ident is None:
             self._thread.start()
         try:
-            self._waiting.put_nowait(one)
+            self._waiting.put_nowait(entry)
             self._given += 1
         except queue.Full:
             self.dropped += 1
@@ -108,15 +108,15 @@ class QueuedSink:
 
     def _work(self) -> None:
         starts: list[RunStarted] = []
-        while (one := self._waiting.get()) is not None:
-            if isinstance(one, RunStarted):
-                starts.append(one)
+        while (entry := self._waiting.get()) is not None:
+            if isinstance(entry, RunStarted):
+                starts.append(entry)
             try:
                 while starts:
                     self._dashboard.start(starts[0])
                     starts.pop(0)
-                if isinstance(one, DashboardNumbers):
-                    self._dashboard.log(*one)
+                if isinstance(entry, DashboardNumbers):
+                    self._dashboard.log(*entry)
             except Exception as error:  # whatever a library raises
                 self._fail(error)
             self._done += 1

@@ -112,19 +112,19 @@ def tools_of(body: CountTokens) -> list[Tool]:
     return [
         Tool(
             function=Function(
-                name=one.name, description=one.description, parameters=one.input_schema, strict=one.strict
+                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
             )
         )
-        for one in body.tools or ()
+        for tool in body.tools or ()
     ]
 
 
 def messages_of(body: CountTokens) -> list[Message]:
     """Raises Refused for a block that is neither text nor a tool's, and for a call of a tool in the last message."""
     messages = [Message(role="system", content=_text(body.system))] if body.system else []
-    for one in body.messages:
-        blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content
-        messages += _of_blocks(one.role, blocks)
+    for message in body.messages:
+        blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
+        messages += _of_blocks(message.role, blocks)
     if messages and messages[-1].tool_calls:
         raise Refused(400, "the last message calls a tool; end with its result")
     return messages
@@ -132,14 +132,14 @@ def messages_of(body: CountTokens) -> list[Message]:
 
 def unshown(body: CountTokens) -> Iterator[str]:
     """Yields the name of what messages hold and no chat template shows: that the result of a tool is an error, beside its text."""
-    blocks = [block for one in body.messages if isinstance(one.content, list) for block in one.content]
+    blocks = [block for message in body.messages if isinstance(message.content, list) for block in message.content]
     if any(block.get("type") == "tool_result" and block.get("is_error") for block in blocks):
         yield "messages.content.is_error"
 
 
 def _of_blocks(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
     """Yields the results of tools, each a message of its own, and then what the blocks say."""
-    said: list[Mapping[str, Any]] = []
+    parts: list[Mapping[str, Any]] = []
     calls: list[MadeCall] = []
     thought = ""
     for block in blocks:
@@ -151,9 +151,9 @@ def _of_blocks(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Messa
             case {"type": "thinking", "thinking": str(text)} if role == "assistant":
                 thought += text
             case _:
-                said.append(block)
-    if said or calls or thought:
-        yield Message(role=role, content=_text(said), tool_calls=calls or None, reasoning_content=thought or None)
+                parts.append(block)
+    if parts or calls or thought:
+        yield Message(role=role, content=_text(parts), tool_calls=calls or None, reasoning_content=thought or None)
 
 
 def _text(blocks: Any) -> str:
@@ -177,7 +177,8 @@ def message_of(turn: WholeTurn, model: str) -> dict[str, Any]:
     if turn.text or not turn.calls:
         content.append({"type": "text", "text": turn.text})
     content += [
-        {"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)} for one in turn.calls
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        for call in turn.calls
     ]
     return _head(model, turn.prompt_tokens) | {
         "content": content,

@@ -68,8 +68,8 @@ class FollowedTurn(Protocol):
 
 def said_token(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
     """A token with its log-prob, in the format of chats and responses."""
-    said = token_bytes(token)
-    return {"token": text_of_bytes(said), "logprob": logprob, "bytes": list(said)}
+    text = token_bytes(token)
+    return {"token": text_of_bytes(text), "logprob": logprob, "bytes": list(text)}
 
 
 def said_tokens(tokens: Sequence[int], logprobs: Sequence[float], token_bytes: TokenBytes) -> list[dict[str, Any]]:

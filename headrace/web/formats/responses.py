@@ -51,13 +51,15 @@ class StoredResponses:
         if id is None:
             return ()
         if id not in self._messages:
-            said = f"previous_response_id = {id} names no stored response; send all messages as input"
-            raise Refused(400, said, "previous_response_not_found")
+            message = f"previous_response_id = {id} names no stored response; send all messages as input"
+            raise Refused(400, message, "previous_response_not_found")
         return self._messages[id][0]
 
 
 def _characters(message: Message) -> int:
-    calls = sum(len(one.function.name) + len(one.function.arguments) for one in message.tool_calls or ())
+    calls = sum(
+        len(tool_call.function.name) + len(tool_call.function.arguments) for tool_call in message.tool_calls or ()
+    )
     return 64 + len(text_of(message.content)) + calls
 
 
@@ -141,9 +143,9 @@ def refuse_unserved_responses(body: Responses) -> None:
         raise _unserved("text.verbosity", "leave it out")
     if any(value not in (None, "none") for name, value in (body.reasoning or {}).items() if name != "effort"):
         raise _unserved("reasoning", "leave it out: the model thinks as it was trained to")
-    for one in body.include or ():
-        if one not in (_LOGPROBS, "reasoning.encrypted_content"):  # nothing here makes reasoning items
-            raise _unserved(f"include = {one}", "leave it out")
+    for part in body.include or ():
+        if part not in (_LOGPROBS, "reasoning.encrypted_content"):  # nothing here makes reasoning items
+            raise _unserved(f"include = {part}", "leave it out")
 
 
 def format_of_response(body: Responses) -> dict[str, Any] | None:
@@ -180,9 +182,11 @@ def offered_functions(body: Responses) -> list[Tool]:
         return []
     return [
         Tool(
-            function=Function(name=one.name, description=one.description, parameters=one.parameters, strict=one.strict)
+            function=Function(
+                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+            )
         )
-        for one in body.tools or ()
+        for tool in body.tools or ()
     ]
 
 
@@ -228,8 +232,8 @@ def messages_of_input(given: str | Sequence[Item]) -> list[Message]:
                 messages.append(Message(role=role, content=_text(content), reasoning_content=own or None))
                 thought = ""
             case _:
-                said = f"an item of type {item.get('type', 'message')} is not served as it is written"
-                raise Refused(400, f"{said}; only messages with text and function calls with their outputs are")
+                message = f"an item of type {item.get('type', 'message')} is not served as it is written"
+                raise Refused(400, f"{message}; only messages with text and function calls with their outputs are")
     return messages
 
 
@@ -270,18 +274,18 @@ def call_items(turn: WholeTurn) -> list[Item]:
         {
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
-            "call_id": one.id,
-            "name": one.name,
-            "arguments": one.arguments,
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
             "status": "completed",
         }
-        for one in turn.calls
+        for call in turn.calls
     ]
 
 
 def message_of_turn(turn: WholeTurn) -> Message:
     """The turn as a message of a chat."""
-    calls = [MadeCall(id=one.id, function=Named(name=one.name, arguments=one.arguments)) for one in turn.calls]
+    calls = [MadeCall(id=call.id, function=Named(name=call.name, arguments=call.arguments)) for call in turn.calls]
     return Message(
         role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=turn.reasoning or None
     )
@@ -310,7 +314,7 @@ def settings_of(body: Responses, sampling: Mapping[str, object]) -> Item:
         "temperature": sampling.get("temperature"),
         "text": {"format": format_of_response(body) or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [msgspec.to_builtins(one) for one in body.tools or ()],
+        "tools": [msgspec.to_builtins(tool) for tool in body.tools or ()],
         "top_p": sampling.get("top_p"),
         "truncation": "disabled",
         "user": body.user,

@@ -61,7 +61,7 @@ def known(instructions: str) -> bool:
 
 
 @x86
-@pytest.mark.parametrize("instructions", [one if one != "cascadelake" else LIKE_SKYLAKE for one in TIERS])
+@pytest.mark.parametrize("instructions", [tier if tier != "cascadelake" else LIKE_SKYLAKE for tier in TIERS])
 def test_products_of_each_tier_are_right_and_do_not_depend_on_the_number_of_rows(instructions, tmp_path):
     if not known(instructions):
         pytest.skip(f"the compiler does not know {instructions}")

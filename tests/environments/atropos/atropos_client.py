@@ -68,18 +68,18 @@ class Env:
     async def generate(self, prompt: Sequence[int], n: int = GROUP, **more: Any) -> list[tuple[int, ...]]:
         """The tokens of each sequence: prompt and completion."""
         body = {"prompt": {"prompt_token_ids": list(prompt)}, "logprobs": 0, "n": n, "temperature": 1.0, **more}
-        status, said = await self.ask("POST", "generate", body)
-        assert status == 200, said
-        return [(*prompt, *(int(next(iter(one[0]))) for one in sequence)) for sequence in said["logprobs"]]
+        status, answer = await self.ask("POST", "generate", body)
+        assert status == 200, answer
+        return [(*prompt, *(int(next(iter(one[0]))) for one in sequence)) for sequence in answer["logprobs"]]
 
     async def chat(self, *messages: Any, n: int = GROUP) -> list[str]:
-        status, said = await self.ask("POST", "v1/chat/completions", {"messages": messages, "n": n, "model": "x"})
-        assert status == 200, said
-        return [choice["message"]["content"] for choice in said["choices"]]
+        status, answer = await self.ask("POST", "v1/chat/completions", {"messages": messages, "n": n, "model": "x"})
+        assert status == 200, answer
+        return [choice["message"]["content"] for choice in answer["choices"]]
 
     async def post(self, sequences: Sequence[Sequence[int]], prompt: int, scores: Sequence[float], **more: Any) -> Any:
         """`prompt`: tokens of each sequence that were not sampled."""
-        masks = [[-100] * prompt + list(one[prompt:]) for one in sequences]
+        masks = [[-100] * prompt + list(sequence[prompt:]) for sequence in sequences]
         group = {"tokens": list(map(list, sequences)), "masks": masks, "scores": list(scores), "env_id": 0}
         return await self.ask("POST", "scored_data", {**group, "group_overrides": {}, **more}, packed=True)
 

@@ -59,7 +59,7 @@ def test_tickets_are_begun_in_their_order_and_requests_wait_for_one(tmp_path: Pa
         waiting.cancel()
 
     tickets, policy = played(tmp_path, case, distinct, tickets=2)
-    assert [rewards(one) for one in tickets] == [[0.0, 0.5], [1.0, 1.5]]
+    assert [rewards(ticket) for ticket in tickets] == [[0.0, 0.5], [1.0, 1.5]]
     assert [(ticket, asked.context[-1]) for ticket, asked, _ in policy.sampled] == [(0, 10)] * GROUP + [(1, 11)] * GROUP
 
 
@@ -85,7 +85,7 @@ def test_equal_sequences_belong_to_the_ticket_of_their_group(tmp_path: Path) -> 
         await env.post(first, len(PROMPT), [1, 2])
 
     tickets, _ = played(tmp_path, case, says, tickets=2)
-    assert [rewards(one) for one in tickets] == [[1.0, 2.0], [3.0, 4.0]]
+    assert [rewards(ticket) for ticket in tickets] == [[1.0, 2.0], [3.0, 4.0]]
 
 
 def test_a_prompt_that_continues_a_rollout_is_its_next_turn(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_alternatives_of_a_later_turn_are_refused(tmp_path: Path) -> None:
     async def case(env: Env) -> None:
         sequences = await env.generate(PROMPT)
         body = {"prompt": {"prompt_token_ids": [*sequences[0], 20]}, "n": 2}
-        status, said = await env.ask("POST", "generate", body)
-        assert status == 400 and "alternatives, of which one can be posted" in said["error"]["message"]
+        status, answer = await env.ask("POST", "generate", body)
+        assert status == 400 and "alternatives, of which one can be posted" in answer["error"]["message"]
         await env.post(sequences, len(PROMPT), [0, 1])
 
     (found,), _ = played(tmp_path, case, distinct)
@@ -147,8 +147,8 @@ def test_sequences_of_unknown_age_are_refused(tmp_path: Path) -> None:
     async def case(env: Env) -> None:
         first, _ = await env.generate(PROMPT)
         assert (await env.post([(1, 2, 3, 4)] * GROUP, 2, [0, 1]))[0] == 422
-        status, said = await env.post([first, (*PROMPT, 30, 31)], len(PROMPT), [1, 0])
-        assert (status, said["scored"], said["failed"], said["unknown"]) == (200, 1, 1, 1)
+        status, answer = await env.post([first, (*PROMPT, 30, 31)], len(PROMPT), [1, 0])
+        assert (status, answer["scored"], answer["failed"], answer["unknown"]) == (200, 1, 1, 1)
         assert (await env.post([first], len(PROMPT), [1]))[0] == 422, "it is over"
 
     (found,), _ = played(tmp_path, case, distinct)
@@ -174,11 +174,13 @@ def test_what_cannot_be_trained_is_a_failure_with_its_reason(more: dict[str, Any
         sequences = await env.generate(PROMPT)
         if more.get("masks") in ("none", "last"):
             kept = 0 if more["masks"] == "none" else 1
-            more["masks"] = [[-100] * (len(one) - kept) + list(one[len(one) - kept :]) for one in sequences]
-        status, said = await env.post(sequences, len(PROMPT), more.pop("scores", [0, 1]), **more)
+            more["masks"] = [
+                [-100] * (len(sequence) - kept) + list(sequence[len(sequence) - kept :]) for sequence in sequences
+            ]
+        status, answer = await env.post(sequences, len(PROMPT), more.pop("scores", [0, 1]), **more)
         assert status == (400 if "route" in words else 422)
         if status == 400:
-            assert words in said["error"]["message"]
+            assert words in answer["error"]["message"]
             await env.post(sequences, len(PROMPT), [0, 1])
 
     (found,), _ = played(tmp_path, case, distinct)
@@ -234,8 +236,8 @@ def test_a_group_that_is_never_posted_fails(tmp_path: Path) -> None:
 def test_the_trajectory_api_answers_as_environments_expect(tmp_path: Path) -> None:
     async def case(env: Env) -> None:
         registration = {"max_token_length": 64, "desired_name": "sums", "weight": 1.0, "min_batch_allocation": None}
-        status, said = await env.ask("POST", "register-env", {**registration, "group_size": 3})
-        assert status == 200 and "set --env.group_size 2" in said["status"]
+        status, answer = await env.ask("POST", "register-env", {**registration, "group_size": 3})
+        assert status == 200 and "set --env.group_size 2" in answer["status"]
         assert (await env.ask("POST", "register-env", {**registration, "group_size": 2}))[1] == {
             "status": "success",
             "env_id": 0,
@@ -255,8 +257,8 @@ def test_the_trajectory_api_answers_as_environments_expect(tmp_path: Path) -> No
         assert (await env.ask("POST", "disconnect-env", {"env_id": 1}))[1] == {"status": "success"}
         assert (await env.ask("GET", "status-env", {"env_id": 0}))[1]["env_weight"] == 1.0
         assert (await env.ask("GET", "status-env", {"env_id": 7}))[1]["env_weight"] == 1.0, "of an earlier process"
-        status, said = await env.ask("GET", "batch")
-        assert status == 404 and "POST /scored_data" in said["error"]["message"]
+        status, answer = await env.ask("GET", "batch")
+        assert status == 404 and "POST /scored_data" in answer["error"]["message"]
         assert (await env.ask("POST", "generate", {"prompt": {"prompt_token_ids": [1]}, "n": 3}))[0] == 400
         stranger = Env(env.address[:-1], env.session, env.encoder)
         assert (await stranger.ask("GET", "status-env", {"env_id": 0}))[0] == 401
@@ -266,7 +268,7 @@ def test_the_trajectory_api_answers_as_environments_expect(tmp_path: Path) -> No
         await env.post(last, len(PROMPT) + 1, [0, 1])
 
     tickets, _ = played(tmp_path, case, distinct, tickets=2)
-    assert [rewards(one) for one in tickets] == [[0.0, 1.0]] * 2
+    assert [rewards(ticket) for ticket in tickets] == [[0.0, 1.0]] * 2
 
 
 def test_a_request_that_leaves_in_the_moment_in_which_it_gets_rollouts_gives_them_up() -> None:

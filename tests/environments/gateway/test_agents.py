@@ -115,7 +115,7 @@ def test_every_failure_is_that_of_its_own_rollout(tmp_path: Path) -> None:
     rewards = {mode: one.rewards for mode, one in found.items() if isinstance(one, Played)}
     assert rewards == {"good": {"agent": 1.5}, "named": {"right": 1.0, "short": -0.5}, "child": {"agent": 1.0}}
     failures = {mode: one for mode, one in found.items() if isinstance(one, Failure)}
-    assert {mode: one.reason for mode, one in failures.items()} == {
+    assert {mode: failure.reason for mode, failure in failures.items()} == {
         "exits": "environment_turns",
         "crashes": "agent_exit",
         "steals": "agent_exit",

@@ -58,7 +58,7 @@ def test_every_form_of_a_constraint_reaches_the_turn(tmp_path: Path) -> None:
     schema, same, regex, *calls, free = [one.constraint for one in model.asked]
     assert schema == same == Constraint("json_schema", json.dumps(SCHEMA))
     assert regex == Constraint("regex", "[0-9]+") and free is None
-    assert all(one is not None and one.kind == "grammar" and "add" in one.text for one in calls)
+    assert all(call is not None and call.kind == "grammar" and "add" in call.text for call in calls)
 
 
 def test_the_constraint_is_a_part_of_the_name_of_a_turn_and_makes_its_masks_be_recorded() -> None:

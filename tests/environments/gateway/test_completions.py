@@ -178,16 +178,16 @@ def test_tokens_that_a_client_renders_by_itself_are_trained_as_they_were_sampled
 
     async def case(asks: Asks) -> None:
         asks.gateway.ends = encoder.end_tokens
-        said = await generate(asks, [5, 6], **always)
-        (choice,) = said["choices"]
+        answer = await generate(asks, [5, 6], **always)
+        (choice,) = answer["choices"]
         first = model.sampled[0]
         assert choice["token_ids"] == list(first.tokens) and choice["finish_reason"] == "stop"
         assert [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]] == [
             (f"token_id:{token}", logprob) for token, logprob in zip(first.tokens, first.logprobs, strict=True)
         ]
         behind = [5, 6, *choice["token_ids"], 9]
-        said = await generate(asks, behind, routed_experts_prompt_start=2, **always)
-        assert said["choices"][0]["finish_reason"] == "length"
+        answer = await generate(asks, behind, routed_experts_prompt_start=2, **always)
+        assert answer["choices"][0]["finish_reason"] == "length"
         await generate(asks, [5, 6], **always)
         for sampling, words in (
             ({"stop_token_ids": [3]}, "the token 3 does not end a completion of this model"),

@@ -229,7 +229,7 @@ def test_what_was_sampled_is_what_is_trained(
     def talk(_: Conversation, number: int, reply: ChatReply | None) -> Sequence[Mapping[str, Any]] | None:
         if number == len(says):
             return None
-        good = [one for one in reply.calls if not one.problem] if reply else []
+        good = [call for call in reply.calls if not call.problem] if reply else []
         return [result_of(reply)] if reply and good and len(good) == len(reply.calls) == 1 else [user("go on")]
 
     found = talked(model, talk, tools=[TOOL] if has_tools else None)

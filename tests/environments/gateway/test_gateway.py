@@ -99,14 +99,14 @@ def test_messages_of_another_author_are_another_history(tmp_path: Path) -> None:
 def test_strict_tools_are_shown_and_remarked_on(tmp_path: Path) -> None:
     model = Model(encoder_of(tmp_path, tool_chats.HERMES), ["No.<|im_end|>"])
     strict = {**ADD, "function": {**ADD["function"], "strict": True}}
-    said: list[str] = []
+    messages: list[str] = []
 
     async def case(asks: Asks) -> None:
         await asks.chat(user("1 and 11?"), tools=[strict])
-        said.extend(asks.gateway.remarks())
+        messages.extend(asks.gateway.remarks())
 
     played(model, case)
-    assert said == [
+    assert messages == [
         "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
     ]
     assert '"add"' in model.encoder.written(model.asked[0].context)
@@ -170,11 +170,11 @@ def test_a_request_may_ask_for_fewer_tokens(tmp_path: Path) -> None:
 
 def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
     model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["so<|im_end|>"] * 9)
-    said: list[str] = []
+    messages: list[str] = []
 
     async def case(asks: Asks) -> None:
         await asks.chat(user("?"), temperature=0.2, top_p=1, stop=["END"], extra_body={"skip_special_tokens": True})
-        said.extend(asks.gateway.remarks())
+        messages.extend(asks.gateway.remarks())
         for more, words in (
             ({"n": 2}, "send as many requests"),
             ({"stop": ["Observation:"]}, "set rollout.stop = ['Observation:']"),
@@ -194,7 +194,7 @@ def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_ref
 
     found = played(model, case, stop=["END"])
     assert len(parents(found)) == 1
-    assert said == [
+    assert messages == [
         "the agent asks for skip_special_tokens = True; replies show special tokens as reward.special_tokens says",
         "the agent asks for temperature = 0.2; all its turns are sampled with rollout.temperature = 1.0",
     ]
@@ -349,7 +349,7 @@ def test_anthropics_client_and_openais_continue_one_chat(tmp_path: Path) -> None
             talk += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
             second = await client.messages.create(messages=talk, **rest)
             assert (second.content[0].text, second.stop_reason) == ("is 12", "end_turn")
-        assert any("messages.content.is_error" in said for said in asks.gateway.remarks())
+        assert any("messages.content.is_error" in remark for remark in asks.gateway.remarks())
         made: Any = {"name": "add", "arguments": '{"a": 1}'}
         history = [
             {"role": "system", "content": "You add."},

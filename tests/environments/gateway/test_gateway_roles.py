@@ -168,8 +168,8 @@ def test_an_agent_elsewhere_gives_each_of_its_roles_rewards(tmp_path: Path) -> N
         async with openai.AsyncOpenAI(base_url=names["OPENAI_BASE_URL"], api_key="any") as client:
             for role in ("white", "black"):
                 await client.chat.completions.create(model=f"policy/{role}", messages=[user("?")])
-        status, said = await service.post(lease["end"], {"rewards": {"white": {"won": "much"}}})
-        assert status == 400, said
+        status, answer = await service.post(lease["end"], {"rewards": {"white": {"won": "much"}}})
+        assert status == 400, answer
         end = {"rewards": {"white": {"won": 1}, "black": {"won": -1}}}
         assert await service.post(lease["end"], end) == (200, {"ended": True})
 

@@ -98,7 +98,8 @@ def test_a_rollout_is_taken_played_and_ended(tmp_path: Path) -> None:
         leases = [await service.take() for _ in range(3)]
         assert [lease["seed"] for lease in leases] == [0, 1, 2]
         assert all(
-            (one["id"], one["prompt"], one["columns"]) == ("train/7", "hello", {"answer": "so"}) for one in leases
+            (lease["id"], lease["prompt"], lease["columns"]) == ("train/7", "hello", {"answer": "so"})
+            for lease in leases
         )
         assert not leases[0]["judged"] and leases[0]["seconds"] == 600
         ends = [{"reward": 1.5}, {"rewards": {"right": 1, "short": -0.5}}, {"failed": "its database is gone"}]
@@ -196,8 +197,8 @@ def test_what_an_agent_is_given_ends_no_rollout(tmp_path: Path) -> None:
                     status, _ = await service.post(f"{root}/{secret}/{path}", {"reward": 1000.0}, headers)
                     assert status in (400, 401, 404, 405), path
         for lease in leases:
-            status, said = await service.post(lease["end"], {"reward": 1e300})
-            assert status == 400 and "at most" in said["error"]["message"]
+            status, answer = await service.post(lease["end"], {"reward": 1e300})
+            assert status == 400 and "at most" in answer["error"]["message"]
             assert await service.post(lease["end"], {"reward": 0.5}) == (200, {"ended": True})
 
     assert [found.rewards for found in handed_out(tmp_path, case, 2) if isinstance(found, Played)] == [
@@ -223,8 +224,8 @@ def test_an_end_that_means_nothing_is_refused_and_may_be_sent_again(
         lease = await service.take()
         assert lease["judged"] is not alone
         await service.play(lease)
-        status, said = await service.post(lease["end"], end)
-        assert status == 400 and words in said["error"]["message"]
+        status, answer = await service.post(lease["end"], end)
+        assert status == 400 and words in answer["error"]["message"]
         assert (await service.post(lease["end"], {"reward": 2} if alone else {}))[0] == 200
 
     (found,) = handed_out(tmp_path, case, alone=alone)
@@ -246,12 +247,12 @@ print("done" if given["seed"] == 2 else float(text["choices"][0]["message"]["con
 def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     monkeypatch.chdir(tmp_path)
-    said: list[str] = []
+    messages: list[str] = []
 
     async def case(service: Service) -> None:
-        outside = OutsideAgents(service.address, [sys.executable, "agent.py"], 2, said.append)
+        outside = OutsideAgents(service.address, [sys.executable, "agent.py"], 2, messages.append)
         playing = asyncio.ensure_future(outside.play())
-        while len(said) < 4:
+        while len(messages) < 4:
             await asyncio.sleep(0.01)
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
@@ -261,7 +262,7 @@ def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path, monkeyp
     assert isinstance(crashed, Failure) and crashed.reason == "agent_failed"
     assert crashed.detail == "its process ended with exit code 1; it said: no such thing"
     assert isinstance(silent, Failure) and "the last line of its output is no reward: 'done'" in silent.detail
-    assert 'train/7: {"rewards": {"agent": 1.0}}' in said
+    assert 'train/7: {"rewards": {"agent": 1.0}}' in messages
 
 
 def test_a_connection_that_breaks_costs_no_reward_and_no_player(
@@ -386,7 +387,11 @@ def test_the_address_is_no_argument_of_any_process_and_no_agent_gets_it(
         words = [sys.executable, "-m", "headrace", "gateway", "--at-once", "1", "--", sys.executable, "agent.py"]
         started.append(await asyncio.to_thread(subprocess.Popen, words, env=names))
         while not found.exists():
-            seen.extend(one for one in command_lines() if service.address.rpartition("/")[2].encode() in one)
+            seen.extend(
+                command_line
+                for command_line in command_lines()
+                if service.address.rpartition("/")[2].encode() in command_line
+            )
             await asyncio.sleep(0.02)
 
     (good,) = handed_out(tmp_path, case)
@@ -421,8 +426,8 @@ def test_the_command_line_shows_the_address(tmp_path: Path, capsys: pytest.Captu
     assert main(["gateway", str(tmp_path), "--", "no-such-agent"]) == 2
     for words in (["--at-once", "0", str(tmp_path)], [str(tmp_path), "--at-once", "0"]):
         assert main(["gateway", *words, "--", "python3", "--at-once", "2"]) == 2
-    said = capsys.readouterr().err
-    assert "no-such-agent is no program" in said and said.count("--at-once 0 plays nothing") == 2
+    output = capsys.readouterr().err
+    assert "no-such-agent is no program" in output and output.count("--at-once 0 plays nothing") == 2
 
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}}

@@ -53,7 +53,7 @@ def with_call(encoder: ChatEncoder, family: str) -> tuple[Played, int]:
     model, read = Model(encoder, [CALLS[family], "is 12" + end, "ok" + end]), list[str]()
 
     def talk(_: Conversation, number: int, reply: ChatReply | None) -> Sequence[Mapping[str, Any]] | None:
-        good = [one for one in reply.calls if not one.problem] if reply else []
+        good = [call for call in reply.calls if not call.problem] if reply else []
         read.extend(one.name for one in good)
         return None if number == 3 else [result_of(reply)] if reply and good else [user("1 and 11?")]
 

@@ -103,10 +103,10 @@ def test_a_stream_is_what_the_clients_own_reader_expects(tmp_path: Path) -> None
             done = model.sampled[len(model.asked) - 1]
             assert final.output_text == text and final.usage.output_tokens == len(done.tokens)
             calls = [one for one in final.output if one.type == "function_call"]
-            assert [one.arguments for one in calls] == (['{"a":1}'] if len(model.asked) < 3 else [])
+            assert [call.arguments for call in calls] == (['{"a":1}'] if len(model.asked) < 3 else [])
             if text:
                 said = final.output[0].content[0]
-                assert [one.logprob for one in said.logprobs] == list(done.logprobs)
+                assert [logprob.logprob for logprob in said.logprobs] == list(done.logprobs)
 
     assert parents(played(model, case)) == [(), (), ()]
 

@@ -145,7 +145,7 @@ def test_every_failure_is_that_of_its_own_rollout(tmp_path: Path) -> None:
     found = dict(zip(modes, played(tmp_path, [row(mode=mode) for mode in modes]), strict=True))
     assert isinstance(good := found.pop("good"), Played) and good.rewards == {"exact": 2.0, "short": -0.5}
     failures = {mode: one for mode, one in found.items() if isinstance(one, Failure)}
-    assert {mode: one.reason for mode, one in failures.items()} == {
+    assert {mode: failure.reason for mode, failure in failures.items()} == {
         "raises": "environment_raised",
         "nan": "environment_reward",
         "no reward": "environment_reward",
@@ -373,12 +373,12 @@ def test_a_run_trains_on_a_taskset(tiny_llama: Path, tmp_path: Path) -> None:
     config["task"] = {"kind": "seeds", "held_out": 4}
     assert headrace.train(config).reason == "finished"
     directory = tmp_path / "runs" / "tiny"
-    rollouts = [one for step in read_steps(directory) for group in step.groups for one in group.scored]
-    asked = {one.episode.turns[0].messages[0]["content"] for one in rollouts}
+    rollouts = [rollout for step in read_steps(directory) for group in step.groups for rollout in group.scored]
+    asked = {rollout.episode.turns[0].messages[0]["content"] for rollout in rollouts}
     assert asked <= {f"Say {letter}" for letter in "abcdefgh"}, "the last four tasks are held out"
-    for one in rollouts:
-        assert len(one.episode.turns) == 2 and one.episode.turns[1].parents == (0,)
-        assert one.rewards.keys() == {"first", "second"} and one.reward == sum(one.rewards.values())
+    for rollout in rollouts:
+        assert len(rollout.episode.turns) == 2 and rollout.episode.turns[1].parents == (0,)
+        assert rollout.rewards.keys() == {"first", "second"} and rollout.reward == sum(rollout.rewards.values())
     assert not any(fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
@@ -420,11 +420,11 @@ def test_a_run_credits_each_agent_of_an_environment(tiny_llama: Path, tmp_path: 
     groups = [group for step in read_steps(tmp_path / "runs" / "tiny") for group in step.groups]
     compared = 0
     for group in groups:
-        assert [turn.agent for one in group.scored for turn in one.episode.turns] == ["agent", "judge"] * len(
+        assert [turn.agent for rollout in group.scored for turn in rollout.episode.turns] == ["agent", "judge"] * len(
             group.scored
         )
         for role, name in enumerate(("agent.drawn", "judge.drawn")):
-            rewards = [one.rewards[name] for one in group.scored]
+            rewards = [rollout.rewards[name] for rollout in group.scored]
             mean = sum(rewards) / len(rewards)
             advantages = [row.advantages[row.mask.index(True)] for row in group.rows[role::2]]
             scales = [

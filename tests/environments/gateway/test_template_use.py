@@ -85,10 +85,10 @@ def test_a_request_continues_its_last_message_where_it_says_so(tmp_path: Path) -
     more: Any = {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}}
 
     async def case(asks: Asks) -> None:
-        said = await asks.said(user("2?"), BEGUN, **more)
-        assert said.content == "so 4</think>4"
+        answer = await asks.said(user("2?"), BEGUN, **more)
+        assert answer.content == "so 4</think>4"
         await asks.said(user("2?"), {**BEGUN, "content": "<think>so 4</think>4"}, user("a"))
-        await asks.said(user("2?"), BEGUN, said, user("b"))
+        await asks.said(user("2?"), BEGUN, answer, user("b"))
         await asks.said(user("2?"), BEGUN)
 
     found = played(model, case)

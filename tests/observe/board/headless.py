@@ -35,7 +35,7 @@ class Headless:
         )
         port = self._port()
         pages = json.loads(urlopen(f"http://127.0.0.1:{port}/json").read())
-        address = next(one["webSocketDebuggerUrl"] for one in pages if one["type"] == "page")
+        address = next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
         self._stack = ExitStack()
         self._socket = self._stack.enter_context(connect(address, max_size=1 << 28, open_timeout=DEADLINE))
         self._number = 0

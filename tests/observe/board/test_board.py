@@ -128,10 +128,10 @@ def test_a_run_that_is_read_as_it_grows_gives_what_a_whole_reading_gives(runs: P
     whole = FollowedRun(runs / "first")
     whole.catch_up(60)
     assert growing.state.step == whole.state.step == 30 and growing.read_share == 1.0
-    for (name, one), (other_name, other) in zip(
+    for (name, column), (other_name, other) in zip(
         growing.numbers.columns.items(), whole.numbers.columns.items(), strict=True
     ):
-        assert name == other_name and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        assert name == other_name and all(np.array_equal(a, b) for a, b in zip(column, other, strict=True))
     assert np.array_equal(growing.numbers.groups.rows.view, whole.numbers.groups.rows.view)
 
 
@@ -152,15 +152,15 @@ def test_a_run_that_was_cut_by_a_resume_is_read_anew(runs: Path, tmp_path: Path)
     assert run.state.step == 10 and run.numbers.columns.last("reward/drawn") == run.state.rows[-1].reward_drawn
 
 
-def equal_numbers(one: Numbers, other: Numbers) -> bool:
+def equal_numbers(numbers: Numbers, other: Numbers) -> bool:
     """Whether both have the same numbers, and there are some."""
-    pairs = zip(sorted(one.columns.items()), sorted(other.columns.items()), strict=True)
+    pairs = zip(sorted(numbers.columns.items()), sorted(other.columns.items()), strict=True)
     same = [
         a == b and all(np.array_equal(x, y) for x, y in zip(left, right, strict=True))
         for (a, left), (b, right) in pairs
     ]
-    rows = one.groups.rows.view.tobytes() == other.groups.rows.view.tobytes()  # a NaN is not equal to itself
-    return len(same) > 20 and all(same) and rows and one.groups.reasons == other.groups.reasons
+    rows = numbers.groups.rows.view.tobytes() == other.groups.rows.view.tobytes()  # a NaN is not equal to itself
+    return len(same) > 20 and all(same) and rows and numbers.groups.reasons == other.groups.reasons
 
 
 def read_whole(run_dir: Path) -> Numbers:
@@ -269,7 +269,7 @@ def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
     assert RunList(tmp_path, lambda path: False).lines() == []
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / METRICS).write_bytes(b'{"fact":"RunSta')
-    assert [(one.name, one.life, one.steps) for one in RunList(tmp_path, lambda path: True).lines()] == [
+    assert [(line.name, line.life, line.steps) for line in RunList(tmp_path, lambda path: True).lines()] == [
         ("torn", "starting", 0)
     ]
 
@@ -282,7 +282,7 @@ def test_the_overview_knows_whether_a_run_goes_on(runs: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*(f"part?part={one}" for one in PARTS), "lanes?", "rollouts?", "differences?", "csv?metric=loss", "curves?metric=loss", "metrics?"],
+    [*(f"part?part={part}" for part in PARTS), "lanes?", "rollouts?", "differences?", "csv?metric=loss", "curves?metric=loss", "metrics?"],
 )  # fmt: skip
 def test_a_run_that_was_deleted_is_not_shown_and_its_name_may_be_given_again(path: str, tmp_path: Path):
     for number, name in enumerate(("one", "other")):
@@ -305,7 +305,7 @@ def test_the_list_knows_how_many_steps_were_planned_later(tmp_path: Path, monkey
     for fact in (first, Planned(0.5, 44, "a step takes less time"), *rest):
         recorder.record(fact)
     recorder.close()
-    assert [(one.step, one.steps) for one in RunList(tmp_path, lambda path: False).lines()] == [(30, 44)]
+    assert [(line.step, line.steps) for line in RunList(tmp_path, lambda path: False).lines()] == [(30, 44)]
 
 
 def test_the_list_knows_a_long_run_by_the_ends_of_its_file(runs: Path, tmp_path: Path):
@@ -324,10 +324,10 @@ def test_changes_are_sent_when_files_change(tmp_path: Path):
         changes = _changes(board, ["late"])
         assert (await anext(changes))["runs"] == []
         write_run(tmp_path / "late", end=False)
-        said = await anext(changes)
-        assert [one["name"] for one in said["runs"]] == ["late"] and said["opened"]["late"]["read"] == 1.0
+        answer = await anext(changes)
+        assert [one["name"] for one in answer["runs"]] == ["late"] and answer["opened"]["late"]["read"] == 1.0
         board.closed = True
-        assert [one async for one in changes] == []
+        assert [change async for change in changes] == []
 
     asyncio.run(go())
 
@@ -437,7 +437,7 @@ def test_pages_of_rollouts_have_every_rollout_once(client: TestClient):
 
 def test_tokens_have_the_numbers_that_the_trainer_recorded(runs: Path):
     board = RunsBoard(
-        runs, held=lambda path: False, make_pieces=lambda path: lambda tokens: [f"<{one}>" for one in tokens]
+        runs, held=lambda path: False, make_pieces=lambda path: lambda tokens: [f"<{token}>" for token in tokens]
     )
     client = TestClient(make_board_app(board), base_url="http://127.0.0.1")
     first, second = (str(rollouts(client, ticket=ticket)["html"]) for ticket in _tickets_of_step(runs / "first", 7)[:2])
@@ -548,9 +548,9 @@ def test_what_the_command_refuses(runs: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_the_board_of_a_run_lives_as_long_as_the_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with beside(runs, True):
-        said = capsys.readouterr().out
-        place = re.search(r"http://([\d.]+):(\d+)", said)
-        assert place and "2 runs of" in said
+        output = capsys.readouterr().out
+        place = re.search(r"http://([\d.]+):(\d+)", output)
+        assert place and "2 runs of" in output
         assert b"headrace board" in urllib.request.urlopen(place[0], timeout=60).read()
     with pytest.raises(OSError), socket.create_connection((place[1], int(place[2])), timeout=5):
         pass

@@ -156,7 +156,7 @@ def test_tokens_take_the_colour_that_is_chosen(browser: Headless, place: str):
     assert "var(--c2) 100%" in colours[0][0] and "var(--c2) 0%" in colours[0][1]
     assert "var(--bad) 100%" in colours[1][0] and "var(--good) 50%" in colours[1][1]
     assert "var(--c4) 50%" in colours[2][0] and colours[2][1:] == ["lag0 unknown", "between unknown", False]
-    assert colours[3] == ["lag0", "lag0", "between", True] and [one[3] for one in colours[:2]] == [True, True]
+    assert colours[3] == ["lag0", "lag0", "between", True] and [colour[3] for colour in colours[:2]] == [True, True]
 
 
 def test_keys_change_run_tab_theme_and_smoothing(browser: Headless, place: str):

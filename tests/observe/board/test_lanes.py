@@ -117,12 +117,12 @@ def window(run_dir: Path, first: int, last: int) -> LaneWindow:
 
 @pytest.mark.parametrize(("first", "last"), [(1, 1), (1, STEPS), (4, 6), (STEPS, STEPS)])
 def test_a_window_has_the_rollouts_that_were_under_way_in_its_steps(run: Path, first: int, last: int):
-    steps = {one["report"]["step"] + 1: one for one in lines(run, "StepTrained")}
+    steps = {line["report"]["step"] + 1: line for line in lines(run, "StepTrained")}
     start = steps[first - 1]["t"] if first > 1 else 0.0
     newest = max(json.loads(line)["t"] for line in (run / METRICS).open())
     end = steps[last]["t"] if last < STEPS else newest
-    drawn = {one["ticket"]: one["t"] for one in lines(run, "TicketDrawn")}
-    over = {ticket: one["t"] for one in steps.values() for ticket in one["tickets"]}
+    drawn = {line["ticket"]: line["t"] for line in lines(run, "TicketDrawn")}
+    over = {ticket: step["t"] for step in steps.values() for ticket in step["tickets"]}
     ends = lines(run, "GroupEnded")
     over |= {one["ticket"]: one["t"] for one in ends if one["outcome"] != "ready"}
     sizes = {one["ticket"]: len(one["lengths"]) + sum(one["failures"].values()) for one in ends}
@@ -136,7 +136,7 @@ def test_a_window_has_the_rollouts_that_were_under_way_in_its_steps(run: Path, f
     found = window(run, first, last)
     assert (found.start, found.end, found.missing, found.cut) == (start, end, 0, False)
     assert [(story.ticket, rollout) for story, rollout in found.of_kind("all")] == expected
-    trained = {ticket for one in steps.values() for ticket in one["tickets"]}
+    trained = {ticket for step in steps.values() for ticket in step["tickets"]}
     scored = {one["ticket"]: len(one["lengths"]) for one in ends}
     kinds = {kind: [(s.ticket, i) for s, i in found.of_kind(kind)] for kind in KINDS}
     assert kinds["trained"] == [one for one in expected if one[0] in trained and one[1] < scored[one[0]]]
@@ -189,7 +189,7 @@ def test_waits_lie_between_the_last_token_the_score_and_the_step(run: Path):
 
 def test_late_rollouts_are_those_whose_weights_changed_as_often_as_the_bound(run: Path):
     found, tokens = window(run, 1, STEPS), journaled(run)
-    steps = {ticket: one["report"]["step"] for one in lines(run, "StepTrained") for ticket in one["tickets"]}
+    steps = {ticket: line["report"]["step"] for line in lines(run, "StepTrained") for ticket in line["tickets"]}
     late = {(story.ticket, rollout) for story, rollout in found.of_kind("late")}
     asked = {
         (ticket, rollout): steps[ticket] - turns[0][1][0]
@@ -275,7 +275,7 @@ def test_what_a_run_did_not_record_is_said(tmp_path: Path):
 def test_a_stretch_without_its_swap_is_placed_by_its_share_of_the_tokens():
     swaps = Swaps([_live(5.0, 3), _live(9.0, 4)], before=2)
     assert [swaps.live_at(t) for t in (4.9, 5.0, 9.5)] == [2, 3, 4]
-    assert [one[:3] for one in stretches((4.0, 10.0), swaps)] == [(4.0, 5.0, 2), (5.0, 9.0, 3), (9.0, 10.0, 4)]
+    assert [stretch[:3] for stretch in stretches((4.0, 10.0), swaps)] == [(4.0, 5.0, 2), (5.0, 9.0, 3), (9.0, 10.0, 4)]
     assert stretches((6.0, 8.0), swaps, tokens=9) == [(6.0, 8.0, 3, 9, False)]
 
 

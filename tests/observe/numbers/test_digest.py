@@ -188,10 +188,10 @@ def test_facts_behind_the_digest_are_read(tmp_path: Path, long: None):
     recorder.close()
     read = whole(tmp_path)
     assert parts(opened) == parts(read)
-    for (name, one), (_, other) in zip(
+    for (name, column), (_, other) in zip(
         sorted(opened.numbers.columns.items()), sorted(read.numbers.columns.items()), strict=True
     ):
-        assert one[0].tolist() == other[0].tolist() and one[1].tolist() == other[1].tolist(), name
+        assert column[0].tolist() == other[0].tolist() and column[1].tolist() == other[1].tolist(), name
     assert opened.numbers.groups.rows.view.tobytes() == read.numbers.groups.rows.view.tobytes()
     lines = (tmp_path / METRICS).read_bytes().count(b"\n")
     with (tmp_path / METRICS).open("ab") as file:
@@ -313,12 +313,12 @@ def _troubled(fact: Fact) -> Fact:
             return msgspec.structs.replace(fact, ok=fact.version > 20, max_abs_diff=10.0 / fact.version)
         case StepTrained():
             first, *others = fact.groups
-            scored = tuple(_mixed(one) for one in first.scored)
+            scored = tuple(_mixed(rollout) for rollout in first.scored)
             return msgspec.structs.replace(fact, groups=(msgspec.structs.replace(first, scored=scored), *others))
     return fact
 
 
-def _mixed(one: Scored) -> Scored:
+def _mixed(rollout: Scored) -> Scored:
     turns = tuple(
         msgspec.structs.replace(
             turn,
@@ -327,9 +327,9 @@ def _mixed(one: Scored) -> Scored:
                 spans=tuple(msgspec.structs.replace(span, mixed=True) for span in turn.completion.spans),
             ),
         )
-        for turn in one.episode.turns
+        for turn in rollout.episode.turns
     )
-    return msgspec.structs.replace(one, episode=msgspec.structs.replace(one.episode, turns=turns))
+    return msgspec.structs.replace(rollout, episode=msgspec.structs.replace(rollout.episode, turns=turns))
 
 
 def same_sums(one: RunState, other: RunState) -> bool:

@@ -38,7 +38,7 @@ def record(config: ObserveConfig, run_dir: Path, facts: Sequence[Fact], resumed:
     for fact in facts:
         recorder.record(fact)
     recorder.close()
-    assert not [one for one in recorder.state.warnings if "observe." in one.message]
+    assert not [warning for warning in recorder.state.warnings if "observe." in warning.message]
 
 
 def killed_and_resumed(config: ObserveConfig, run_dir: Path, pause: float = 0.0) -> None:
@@ -96,8 +96,8 @@ def test_mlflow_gets_the_scalars_in_files_and_a_resumed_run_continues_its_own(
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("headrace").experiment_id])
     points = client.get_metric_history(run.info.run_id, "reward/trained")
-    assert [one.step for one in points] == [1, 2, 3, 4, 5, 6, 5]
-    assert [one.value for one in points] == pytest.approx([*REWARDS, REWARDS[4]])
+    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6, 5]
+    assert [point.value for point in points] == pytest.approx([*REWARDS, REWARDS[4]])
     assert run.info.status == "FINISHED" and run.data.params["seed"] == "1"
 
 

@@ -431,19 +431,19 @@ def test_a_server_that_is_killed_loses_no_letter_and_is_waited_for(tmp_path: Pat
 
 
 async def _killed(server: RedisServer) -> None:
-    said: list[str] = []
-    run, host = RedisBus(server.url, "demo", lease=60.0, say=said.append), RedisBus(server.url, "demo", lease=60.0)
+    messages: list[str] = []
+    run, host = RedisBus(server.url, "demo", lease=60.0, say=messages.append), RedisBus(server.url, "demo", lease=60.0)
     for number in range(20):
         await run.post(Posting("tickets", str(number), b"x" * 50_000))
     held = await host.claim("tickets", "host", most=7)
     server.kill()
     posting = asyncio.ensure_future(run.post(Posting("tickets", "meanwhile", b"")))
-    while not said:
+    while not messages:
         await asyncio.sleep(0.01)
-    assert not posting.done() and "does not answer" in said[0]
+    assert not posting.done() and "does not answer" in messages[0]
     server.start()
     await posting
-    assert "answers again" in said[1]
+    assert "answers again" in messages[1]
     assert await run.unsettled("tickets") == {*map(str, range(20)), "meanwhile"}
     await host.settle("tickets", [letter.id for letter in held])
     assert len(await host.claim("tickets", "host", most=99)) == 14
@@ -451,13 +451,14 @@ async def _killed(server: RedisServer) -> None:
         await bus.close()
 
 
-def on(server: RedisServer, case: Callable[[RedisBus, RedisBus], object], said: list[str] | None = None) -> None:
+def on(server: RedisServer, case: Callable[[RedisBus, RedisBus], object], messages: list[str] | None = None) -> None:
     """A run's end of a bus, and a host's."""
 
     async def both() -> None:
         name = f"demo.{next(NAMES)}"
         run, host = (
-            RedisBus(server.url, name, lease=60.0, say=(said if said is not None else []).append) for _ in range(2)
+            RedisBus(server.url, name, lease=60.0, say=(messages if messages is not None else []).append)
+            for _ in range(2)
         )
         try:
             await run.register()

@@ -126,7 +126,7 @@ def test_what_a_killed_host_had_in_hand_goes_to_others():
         asyncio.get_running_loop().call_later(20.0, fleet.kill, victim)
         world = await a_run(fleet, hosts=1)
         checked(world)
-        [lost] = [said for said in warnings(world) if "is lost" in said]
+        [lost] = [warning for warning in warnings(world) if "is lost" in warning]
         assert re.fullmatch(
             r"the rollout host host-0 on .+ is lost: it was silent for 10 s\. Others get the [1-3] errands that it had; 1 left",
             lost,
@@ -144,7 +144,7 @@ def test_a_run_waits_for_its_first_host_and_for_another_when_it_has_none():
         loop.call_later(300.0, fleet.join)
         world = await a_run(fleet, hosts=0, steps=40, trainer=FakeTrainer(seconds_per_step=1.0))
         checked(world)
-        assert any("none is left: start one with headrace rollouts" in said for said in warnings(world))
+        assert any("none is left: start one with headrace rollouts" in warning for warning in warnings(world))
         assert max(fact.t for fact in world.facts.of(StepTrained)) > 300
 
     virtual_time.run(case())
@@ -179,7 +179,9 @@ def test_letters_that_the_bus_has_lost_are_posted_again():
         asyncio.get_running_loop().call_later(10.0, server.lose)
         world = await a_run(fleet, steps=12)
         checked(world)
-        assert world.engine._desk.reposted > 0 and any("is no longer on the bus" in said for said in warnings(world))
+        assert world.engine._desk.reposted > 0 and any(
+            "is no longer on the bus" in warning for warning in warnings(world)
+        )
         late = fleet.join()  # the notices are there again
         await asyncio.sleep(5.0)
         assert fleet.ended[late] is None and fleet.said[-1] == "the run is over"
@@ -215,7 +217,7 @@ def test_a_bus_that_takes_nothing_for_a_while_costs_no_host_and_blames_no_errand
         asyncio.get_running_loop().call_later(80.0, FullBus.room.set)
         world = await a_run(fleet)
         checked(world)
-        assert not [said for said in warnings(world) if "is lost" in said]
+        assert not [warning for warning in warnings(world) if "is lost" in warning]
         assert not world.engine._suspects.suspects
 
     virtual_time.run(case())
@@ -433,9 +435,9 @@ def test_what_cannot_be_read_ends_no_host(garbage: bytes):
         await poisoning
         checked(world)
         assert not any(fleet.ended.values()), fleet.ended
-        said = " ".join(fleet.said)
+        message = " ".join(fleet.said)
         assert all(
-            f"{what} on the bus cannot be read" in said
+            f"{what} on the bus cannot be read" in message
             for what in ("errand zzz", "the notice of the run", "the notice of weights")
         )
 
@@ -484,7 +486,7 @@ def test_a_ticket_that_ends_every_host_is_given_up_and_no_other_one_is_lost(host
             (4, "engine_died", {"engine_died": 2})
         ]
         assert world.buffer.accounting().failed == {"engine_died": 1}
-        [said] = [said for said in warnings(world) if "given up" in said]
+        [said] = [warning for warning in warnings(world) if "given up" in warning]
         assert said == (
             "t4 is given up: 3 rollout hosts died while they worked on it (engine.ticket_deaths). Its rollouts are counted as failed"
         )
@@ -507,7 +509,7 @@ def test_a_host_that_an_errand_ends_with_an_error_says_which_ones_it_had_begun()
         world = await a_run(fleet, hosts=1)
         checked(world)
         assert world.buffer.accounting().failed == {"engine_died": 1}
-        assert sum("has left: MemoryError('no room')" in said for said in warnings(world)) == TICKET_DEATHS
+        assert sum("has left: MemoryError('no room')" in warning for warning in warnings(world)) == TICKET_DEATHS
         await fleet.end()
 
     virtual_time.run(case())

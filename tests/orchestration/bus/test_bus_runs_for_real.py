@@ -78,8 +78,8 @@ def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llam
     config = on_bus(tmp_path, tiny_llama, bus, **SYNCHRONOUS, eval={"prompts": 4, "samples": 2}, name="bus")
     with hosts(bus, 1) as (host,):
         result = headrace.train(config)
-        said = host.communicate(timeout=PATIENCE)[1]
-        assert (host.returncode, "the run is over" in said) == (0, True), said
+        output = host.communicate(timeout=PATIENCE)[1]
+        assert (host.returncode, "the run is over" in output) == (0, True), output
     assert result.step == 3 and result.before and result.after and not result.after.failures
     run = tmp_path / "runs" / "bus"
     finished(run, 3, groups=2)
@@ -110,8 +110,8 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
             thread = at_steps(config, {3: kill, 6: drain})
             result = headrace.train(config)
             thread.join()
-            said = drained.communicate(timeout=PATIENCE)[1]
-            assert drained.returncode == 0 and "SIGTERM: taking no more" in said
+            output = drained.communicate(timeout=PATIENCE)[1]
+            assert drained.returncode == 0 and "SIGTERM: taking no more" in output
             assert later[0].wait(PATIENCE) == 0
         assert result.step == 12
         finished(run, 12)
@@ -158,7 +158,7 @@ def test_a_ticket_that_ends_every_host_is_given_up_and_the_run_goes_on(tiny_llam
     thread.join()
     assert result.step == 6 and codes == [-signal.SIGKILL] * 3 + [0]
     finished(run, 6)
-    (failed,) = [one for one in of(run, GroupEnded) if one.outcome == "failed"]
+    (failed,) = [group for group in of(run, GroupEnded) if group.outcome == "failed"]
     assert failed.reason == "engine_died" and failed.failures == {"engine_died": 4}
 
 

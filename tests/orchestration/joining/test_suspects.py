@@ -149,7 +149,7 @@ def test_a_poisoned_ticket_is_given_up_and_those_beside_it_lose_no_token() -> No
     async def case(engine: ProcessEngine, facts: FactList) -> None:
         both = [asked(engine, ticket) for ticket in range(4)]
         answers = await asyncio.gather(*(one for ticket in (0, 2, 3) for one in both[ticket]))
-        assert {one.tokens for one in answers} == {tuple(range(100, 108))}
+        assert {answer.tokens for answer in answers} == {tuple(range(100, 108))}
         for one in both[1]:
             with pytest.raises(
                 PoisonedRequest, match="t1 is given up: 3 engine processes died while they worked on it"
@@ -162,7 +162,7 @@ def test_a_poisoned_ticket_is_given_up_and_those_beside_it_lose_no_token() -> No
 
     facts = run(case, poisoned={1})
     assert len(facts.of(WorkerLost)) == 3
-    assert sum("given up" in one.message for one in facts.of(Warned)) == 1
+    assert sum("given up" in warning.message for warning in facts.of(Warned)) == 1
 
 
 def test_one_poisoned_ticket_after_another_does_not_end_an_engine_that_serves_the_others() -> None:
@@ -203,7 +203,7 @@ def test_a_suspect_that_waits_for_its_turn_can_be_cancelled_or_interrupted() -> 
         await asyncio.sleep(1.0)
         await engine.abort()
         ends = await asyncio.gather(*(task for task in tasks if task is not waiting[0]))
-        assert [one.stop for one in ends] == ["interrupted"] * 3
+        assert [end.stop for end in ends] == ["interrupted"] * 3
         assert len((await asked(engine, 9)[0]).tokens) == 8
 
     run(case, poisoned=set())

@@ -147,12 +147,12 @@ def test_a_machine_that_comes_takes_what_waits_for_a_turn_elsewhere(tmp_path: Pa
         pool = private(world.sites.scorers, width=1, timeout=2000.0)
         calls = [asyncio.ensure_future(pool.call(0, JOB)) for _ in range(2)]
         await asyncio.sleep(10.0)
-        assert (slow.calls, dead.calls) == (1, 1) and not any(one.done() for one in calls)
+        assert (slow.calls, dead.calls) == (1, 1) and not any(call.done() for call in calls)
         late.host = world.offer(late, "late", "scorer")
         await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert asyncio.get_running_loop().time() < 20.0 and late.calls == 1
-        for one in calls:
-            one.cancel()
+        for call in calls:
+            call.cancel()
         await asyncio.wait(calls)
         await pool.close()
         await world.sites.close()
@@ -179,8 +179,8 @@ def test_calls_that_a_lost_machine_had_in_hand_are_made_on_another_one(tmp_path:
         return world.facts
 
     facts = virtual_time.run(go())
-    assert [one.host for one in facts.of(WorkerJoined)] == ["host-0", "host-1", "host-2"]
-    assert [one.who for one in facts.of(WorkerJoined)] == ["scorer host 1", "scorer host 2", "scorer host 1"]
+    assert [worker.host for worker in facts.of(WorkerJoined)] == ["host-0", "host-1", "host-2"]
+    assert [worker.who for worker in facts.of(WorkerJoined)] == ["scorer host 1", "scorer host 2", "scorer host 1"]
     (lost,) = facts.of(WorkerLost)
     assert lost.who == "scorer host 1" and lost.how == "on host-0 (process 1) is lost: its connection has ended"
 
@@ -257,15 +257,15 @@ def test_a_function_that_is_too_late_elsewhere_is_too_late(tmp_path: Path) -> No
 def test_a_call_that_ends_every_machine_fails_with_the_reason_of_a_dead_process(tmp_path: Path) -> None:
     async def go() -> None:
         machines = [RewardMachine() for _ in range(LIVES + 1)]
-        for one in machines:
-            one.then = lambda own: own.host and own.host.die("was killed by SIGKILL")
+        for machine in machines:
+            machine.then = lambda own: own.host and own.host.die("was killed by SIGKILL")
         world = await opened(config_of(tmp_path, scorers=1), *machines)
         pool = private(world.sites.scorers)
         (first, _) = await pool.call(0, JOB)
         assert isinstance(first, Failure) and first.reason == "reward_worker_died"
         assert "3 processes that ran it were lost with their machines" in first.detail
         assert "the scorer host on host-2 (process 1) is lost" in first.detail
-        assert [one.calls for one in machines] == [1, 1, 1, 0]
+        assert [machine.calls for machine in machines] == [1, 1, 1, 0]
         await pool.close()
         await world.sites.close()
 
@@ -281,8 +281,8 @@ def test_calls_wait_by_name_while_there_is_no_machine(tmp_path: Path) -> None:
         two = RewardMachine(value=2.0)
         asyncio.get_running_loop().call_later(50.0, world.offer, two, "later", "scorer")
         assert await pool.call(0, JOB) == [2.0, 2.0]
-        said = [one.message for one in world.facts.of(Warned)]
-        assert "the user's code has waited 10 s for a worker that offers scorer (the run stops at 1000 s)" in said
+        messages = [warning.message for warning in world.facts.of(Warned)]
+        assert "the user's code has waited 10 s for a worker that offers scorer (the run stops at 1000 s)" in messages
         await pool.close()
         await world.sites.close()
 

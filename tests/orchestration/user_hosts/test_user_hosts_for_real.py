@@ -106,8 +106,12 @@ def test_scorers_that_are_killed_stopped_and_asked_to_end_cost_no_group(tiny_lla
         orphans: list[int] = []
 
         def seated() -> list[int]:
-            lost = [one.how for one in of(run, WorkerLost)]
-            return [one.pid for one in of(run, WorkerJoined) if not any(f"(process {one.pid})" in how for how in lost)]
+            lost = [death.how for death in of(run, WorkerLost)]
+            return [
+                worker.pid
+                for worker in of(run, WorkerJoined)
+                if not any(f"(process {worker.pid})" in how for how in lost)
+            ]
 
         def end(sign: signal.Signals) -> None:
             before = len(of(run, WorkerLost))
@@ -122,14 +126,14 @@ def test_scorers_that_are_killed_stopped_and_asked_to_end_cost_no_group(tiny_lla
         )
         result = headrace.train(config)
         thread.join()
-        codes = sorted(one.wait(PATIENCE) for one in workers if _state(one) != "T")
+        codes = sorted(worker.wait(PATIENCE) for worker in workers if _state(worker) != "T")
         assert codes == [-signal.SIGKILL, 0, 0]
-        (stopped,) = [one for one in workers if one.poll() is None]
+        (stopped,) = [worker for worker in workers if worker.poll() is None]
         stopped.kill()
         stopped.wait()
         until(lambda: not any(map(alive, orphans)))
     assert result.step == 12
-    how = [one.how for one in of(run, WorkerLost)]
+    how = [death.how for death in of(run, WorkerLost)]
     assert [("its connection has ended" in one, "asked to end" in one, "it was silent" in one) for one in how] == [
         (True, False, False),
         (False, True, False),
@@ -182,7 +186,7 @@ def test_what_does_not_fit_the_run_is_turned_away_with_a_sentence(tiny_llama: Pa
     assert engine[1] == 2 and 'this run takes no engine from elsewhere (orchestration.kind = "local")' in engine[0]
     assert other[1] == 2 and f"{file} is not the run's: its content differs" in other[0]
     assert missing[1] == 2 and f"the run's file {file} is not on this machine" in missing[0]
-    warned = " ".join(one.message for one in of(run, Warned))
+    warned = " ".join(warning.message for warning in of(run, Warned))
     assert "its worker does not have the run's files of functions or environments" in warned
 
 
@@ -253,14 +257,14 @@ def test_rollouts_of_a_lost_machine_go_on_elsewhere_from_their_last_turn(
         thread = Beside(lose)
         result = headrace.train(config)
         thread.join()
-        (other,) = [one for one in workers if one.pid != of(run, WorkerJoined)[0].pid]
+        (other,) = [worker for worker in workers if worker.pid != of(run, WorkerJoined)[0].pid]
         assert other.wait(PATIENCE) == 0
     assert result.step == 4
-    assert [one.pid for one in of(run, WorkerJoined)][1] == other.pid
+    assert [worker.pid for worker in of(run, WorkerJoined)][1] == other.pid
     assert not any(fact.failures for fact in of(run, GroupEnded))
     (last,) = of(run, RunEnded)
     assert last.reason == "finished" and last.accounting.balance() == 0 and not last.accounting.failed
-    assert not any("Exception" in one.message for one in of(run, Warned))
+    assert not any("Exception" in warning.message for warning in of(run, Warned))
     if sign == signal.SIGSTOP:
         return  # its processes are not stopped: they go on for nobody, until their host is killed
     lines = [tuple(line.split()) for line in (tmp_path / "log").read_text().splitlines()]

@@ -54,9 +54,9 @@ async def answer_to(listener: Listener, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
     writer.write_eof()
-    said = await reader.read()
+    answer = await reader.read()
     writer.close()
-    return said
+    return answer
 
 
 STRANGERS: dict[str, tuple[bytes, str]] = {

@@ -60,7 +60,9 @@ def test_a_forked_engine_is_our_child_and_answers_as_one_that_was_started_anew(
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         assert words[1:5] == [b"-m", b"headrace.run.worker.worker", b"engine", b"--socket"]
         assert Path(f"/proc/{pid}/fd/1").readlink() == Path(f"/proc/{pid}/fd/2").readlink() == tmp_path / "engine.log"
-        own = [str(one.pid) for one in servers() if str(one.pid) == stat(one.pid)[3]]  # fixtures may have one too
+        own = [
+            str(server.pid) for server in servers() if str(server.pid) == stat(server.pid)[3]
+        ]  # fixtures may have one too
         bare = [
             pid for pid in own if os.listdir(f"/proc/{pid}/task") == [pid] and len(os.listdir(f"/proc/{pid}/fd")) == 4
         ]
@@ -154,9 +156,9 @@ def test_a_killed_server_ends_no_worker_and_is_replaced(
                 os.kill(before.pid, signal.SIGKILL)
                 await before.watch()
                 await engine.generate(request(f"r{before.pid}", PROMPT, 20, seed=1))
-            said = capfd.readouterr().err
-            assert said.count("the process that forks workers was killed by SIGKILL") == 1, said
-            assert "headrace: the engine is started anew and loads its libraries itself" in said
+            output = capfd.readouterr().err
+            assert output.count("the process that forks workers was killed by SIGKILL") == 1, output
+            assert "headrace: the engine is started anew and loads its libraries itself" in output
             assert any(server.has_forked for server in servers())
 
     asyncio.run(go())
@@ -249,7 +251,7 @@ def test_a_worker_that_is_given_up_at_once_leaves_nothing(tmp_path: Path, how: s
 
 @contextmanager
 def stopped(processes: list[forking.ForkServer]) -> Iterator[None]:
-    running = [one._process for one in processes if one._process.poll() is None]
+    running = [process._process for process in processes if process._process.poll() is None]
     for process in running:
         os.kill(process.pid, signal.SIGSTOP)
     try:

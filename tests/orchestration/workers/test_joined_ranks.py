@@ -51,8 +51,8 @@ def test_joined_ranks_learn_what_local_ranks_do_bit_for_bit(local: Path, tiny_ll
         assert [one.wait(PATIENCE) for one in (engine, *ranks)] == [0, 0, 0]
     run = tmp_path / "runs" / "tiny"
     seats = of(run, WorkerJoined)
-    assert [one.who for one in seats] == ["engine", "trainer rank 0", "trainer rank 1"]
-    assert {one.pid for one in seats[1:]} == {one.pid for one in ranks}
+    assert [seat.who for seat in seats] == ["engine", "trainer rank 0", "trainer rank 1"]
+    assert {seat.pid for seat in seats[1:]} == {rank.pid for rank in ranks}
     assert_equal(run, local)
 
 
@@ -74,10 +74,10 @@ def test_when_a_rank_dies_it_and_the_others_come_back(
         harm.join()
         assert [one.poll() for one in (engine, *ranks)] == [None] * 3
     assert result.step == 5
-    said = capsys.readouterr().err
-    assert f"(process {killed[0]}) is lost: its connection has ended" in said
-    assert "death no. 1 of train.max_deaths = 3" in said
-    seats = [(one.who, one.pid) for one in of(run, WorkerJoined)]
+    output = capsys.readouterr().err
+    assert f"(process {killed[0]}) is lost: its connection has ended" in output
+    assert "death no. 1 of train.max_deaths = 3" in output
+    seats = [(worker.who, worker.pid) for worker in of(run, WorkerJoined)]
     assert [who for who, _ in seats] == ["engine", "trainer rank 0", "trainer rank 1"] * 2
     assert ("trainer rank 1", killed[0]) in seats[:3] and killed[0] not in [pid for _, pid in seats[3:]]
     assert of(run, RunEnded)[-1].accounting.balance() == 0
@@ -102,7 +102,7 @@ def test_a_stopped_rank_is_noticed_by_its_silence(tiny_llama: Path, tmp_path: Pa
     stopped: list[int] = []
 
     def stop() -> None:
-        stopped.append(next(one.pid for one in of(run, WorkerJoined) if one.who == "trainer rank 0"))
+        stopped.append(next(worker.pid for worker in of(run, WorkerJoined) if worker.who == "trainer rank 0"))
         os.kill(stopped[0], signal.SIGSTOP)
 
     with offering(tmp_path, port, "--again"), offering(tmp_path, port, *TRAINER, count=3):
@@ -110,7 +110,7 @@ def test_a_stopped_rank_is_noticed_by_its_silence(tiny_llama: Path, tmp_path: Pa
         assert headrace.train(config).step == 5
         harm.join()
     assert "of rank 0 on" in (why := of(run, RunEnded)[0].reason) and "it was silent for" in why
-    joined = sorted(one.who for one in of(run, WorkerJoined))
+    joined = sorted(worker.who for worker in of(run, WorkerJoined))
     assert joined == ["engine", "engine", "trainer rank 0", "trainer rank 0", "trainer rank 1", "trainer rank 1"]
 
 

@@ -110,12 +110,12 @@ def test_a_lost_engine_s_requests_go_on_with_their_tokens_in_the_next_one_that_o
         assert [frame.method for frame in second.inbox] == [LEAVE]
 
     virtual_time.run(go())
-    assert [one.host for one in facts.of(WorkerJoined)] == ["one", "two"]
+    assert [worker.host for worker in facts.of(WorkerJoined)] == ["one", "two"]
     (lost,) = facts.of(WorkerLost)
     assert lost.how == "on one (process 1) is lost: its connection has ended" and lost.requests_reissued == 1
-    said = [one.message for one in facts.of(Warned)]
+    messages = [warning.message for warning in facts.of(Warned)]
     missing = "for a worker to join at 127.0.0.1:0 as engine"
-    assert said[:2] == [f"start has waited {n} s {missing} (the run stops at 1000 s)" for n in (10,)] + [
+    assert messages[:2] == [f"start has waited {n} s {missing} (the run stops at 1000 s)" for n in (10,)] + [
         f"start has waited 10 s {missing}"
     ]
 
@@ -193,12 +193,12 @@ def test_what_shares_files_with_the_run_cannot_join() -> None:
 
 def listening(use: Callable[[Listener, list[str]], Awaitable[Any]]) -> None:
     async def go() -> None:
-        said: list[str] = []
-        listener = Listener(TOKEN, terms=Terms("a-model", {"config.json": "1"}), say=said.append)
+        messages: list[str] = []
+        listener = Listener(TOKEN, terms=Terms("a-model", {"config.json": "1"}), say=messages.append)
         await listener.open()
         try:
             async with asyncio.timeout(300):
-                await use(listener, said)
+                await use(listener, messages)
         finally:
             await listener.close()
 
@@ -215,12 +215,12 @@ def come(listener: Listener, answer: Agreed | None = None, **more: Any) -> async
 
 
 async def spares(listener: Listener, count: int) -> None:
-    while len([one for one in listener._spares if not one.place.done()]) != count:
+    while len([spare for spare in listener._spares if not spare.place.done()]) != count:
         await asyncio.sleep(0.01)
 
 
 def test_workers_wait_for_a_seat_in_their_order_and_hear_when_the_run_is_over() -> None:
-    async def use(listener: Listener, said: list[str]) -> None:
+    async def use(listener: Listener, messages: list[str]) -> None:
         first = come(listener)
         await spares(listener, 1)
         second = come(listener)
@@ -236,7 +236,7 @@ def test_workers_wait_for_a_seat_in_their_order_and_hear_when_the_run_is_over() 
         await listener.close()
         with pytest.raises(RunOver, match="the run is over"):
             await third
-        assert not said and not listener.turned_away
+        assert not messages and not listener.turned_away
         end._sock.close(), other._sock.close()
 
     listening(use)
@@ -244,7 +244,7 @@ def test_workers_wait_for_a_seat_in_their_order_and_hear_when_the_run_is_over() 
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_a_worker_that_leaves_while_it_waits_gets_no_seat(agrees: bool) -> None:
-    async def use(listener: Listener, said: list[str]) -> None:
+    async def use(listener: Listener, messages: list[str]) -> None:
         host, port = listener.address.split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(packed(Hello(__version__, TOKEN, "engine", packages=own_packages())))
@@ -270,27 +270,27 @@ def test_a_worker_that_leaves_while_it_waits_gets_no_seat(agrees: bool) -> None:
     ],
 )
 def test_who_is_turned_away_hears_why_and_the_run_says_so_once(more: Any, reason: str, sentence: str) -> None:
-    async def use(listener: Listener, said: list[str]) -> None:
+    async def use(listener: Listener, messages: list[str]) -> None:
         arrival = listener.expect("engine")
         for _ in range(2):
             with pytest.raises(ConfigError, match=sentence):
                 await come(listener, **more)
         while listener.turned_away[reason] < 2:
             await asyncio.sleep(0.01)
-        assert len(said) == 1 and said[0].startswith("a connection from 127.0.0.1 was turned away: ")
+        assert len(messages) == 1 and messages[0].startswith("a connection from 127.0.0.1 was turned away: ")
         assert not arrival.done()
 
     listening(use)
 
 
 def test_a_worker_with_other_packages_is_turned_away_with_what_differs() -> None:
-    async def use(listener: Listener, said: list[str]) -> None:
+    async def use(listener: Listener, messages: list[str]) -> None:
         host, port = listener.address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(packed(Hello(__version__, TOKEN, "engine", packages={**own_packages(), "torch": "1.0"})))
         heard = await reader.read()
         assert b"it has torch 1.0 (the run has " in heard and b"other versions compute other numbers" in heard
-        assert said == [
+        assert messages == [
             "a connection from 127.0.0.1 was turned away: it has other versions of packages that decide what an engine computes (its worker "
             "says which)"
         ]

@@ -75,12 +75,12 @@ def test_a_joined_engine_is_ended_and_another_one_takes_its_seat(
         thread = at_steps(config, {2: kill})
         result = headrace.train(config)
         thread.join()
-        (other,) = [one for one in workers if one.pid != seated[0]]
+        (other,) = [worker for worker in workers if worker.pid != seated[0]]
         assert other.wait(PATIENCE) == 0
-        (ended_one,) = [one for one in workers if one.pid == seated[0]]
+        (ended_one,) = [worker for worker in workers if worker.pid == seated[0]]
         assert ended_one.wait(PATIENCE) == (0 if end == signal.SIGTERM else -signal.SIGKILL)
     assert result.step == 6
-    assert [one.pid for one in of(run, WorkerJoined)] == [seated[0], other.pid]
+    assert [worker.pid for worker in of(run, WorkerJoined)] == [seated[0], other.pid]
     (lost,) = of(run, WorkerLost)
     how = "has left: it was asked to end there" if end == signal.SIGTERM else "is lost: its connection has ended"
     assert f"(process {seated[0]}) {how}" in lost.how and lost.deaths == (end == signal.SIGKILL)
@@ -90,8 +90,8 @@ def test_a_joined_engine_is_ended_and_another_one_takes_its_seat(
 
 def refused(directory: Path, port: int, *more: str) -> tuple[int, str]:
     with offering(directory, port, *more) as (worker,):
-        said = worker.communicate(timeout=PATIENCE)[1]
-        return worker.returncode, said
+        output = worker.communicate(timeout=PATIENCE)[1]
+        return worker.returncode, output
 
 
 @pytest.mark.slow
@@ -111,12 +111,12 @@ def test_a_ticket_that_ends_every_engine_is_given_up_and_the_run_goes_on(tiny_ll
     workers = [subprocess.Popen(words, env={**os.environ, **given}) for _ in range(4)]
     try:
         result = headrace.train(config)
-        assert sorted(one.wait(PATIENCE) for one in workers) == [-signal.SIGKILL] * 3 + [0]
+        assert sorted(worker.wait(PATIENCE) for worker in workers) == [-signal.SIGKILL] * 3 + [0]
     finally:
-        for one in workers:
-            one.kill()
+        for worker in workers:
+            worker.kill()
     assert result.step == 4 and len(of(run, WorkerLost)) == 3
-    (failed,) = [one for one in of(run, GroupEnded) if one.outcome == "failed"]
+    (failed,) = [group for group in of(run, GroupEnded) if group.outcome == "failed"]
     assert (failed.ticket, failed.reason, failed.failures) == (3, "engine_died", {"engine_died": 4})
     (ended,) = of(run, RunEnded)
     assert ended.reason == "finished" and ended.accounting.balance() == 0
@@ -162,5 +162,5 @@ def test_strangers_are_turned_away_while_the_run_waits_over_tls(tiny_llama: Path
     assert wrong == 2 and "its token is not the controller's" in why
     assert differs == 2 and "is not the run's model" in which and "config.json" in which
     assert right == 0
-    said = " ".join(one.message for one in of(run, Warned))
-    assert "connections that were turned away" in said and "garbage 1, model 1, silent 1, token 1" in said
+    message = " ".join(warning.message for warning in of(run, Warned))
+    assert "connections that were turned away" in message and "garbage 1, model 1, silent 1, token 1" in message

@@ -89,11 +89,11 @@ class Place:
 
     @property
     def hosts(self) -> list[str]:
-        return [one.host for one in self.facts.of(WorkerJoined)]
+        return [worker.host for worker in self.facts.of(WorkerJoined)]
 
     @property
     def how(self) -> list[str]:
-        return [one.how for one in self.facts.of(WorkerLost)]
+        return [death.how for death in self.facts.of(WorkerLost)]
 
 
 def in_virtual_time(case: Callable[[], Awaitable[Any]]) -> Any:
@@ -151,8 +151,8 @@ def test_a_node_that_is_removed_is_a_lost_worker_whose_seat_waits_until_there_is
         place.after(60.0, lambda: place.cluster.add(NodeShare(4)))
         assert (await place.engine.generate(ASKED)).tokens == ALL
         assert place.how == ["on 10.0.0.1 (process 1) is lost: its node is gone"]
-        said = [one.message for one in place.facts.of(Warned)]
-        assert "start has waited 10 s for the cluster at fake to place engine (2 CPUs)" in said
+        messages = [warning.message for warning in place.facts.of(Warned)]
+        assert "start has waited 10 s for the cluster at fake to place engine (2 CPUs)" in messages
         await place.engine.close()
 
     in_virtual_time(case)
@@ -207,12 +207,12 @@ def test_a_placement_that_can_never_be_had_is_refused_with_what_there_is() -> No
     cluster.address = "10.0.0.1:6379"
     assert refusal(nodes, NodeShare(4), TWO, cluster) == ""
     assert refusal(nodes, NodeShare(2, 1), TWO[:1], cluster) == ""
-    said = refusal(nodes, NodeShare(2, 1), TWO, cluster)
+    message = refusal(nodes, NodeShare(2, 1), TWO, cluster)
     assert (
         "the fake cluster (orchestration.address = 10.0.0.1:6379) can never place 2 engines of 2 CPUs and 1 GPU each: it has room for 1."
-        in said
+        in message
     )
-    assert "It has 2 nodes: 10.0.0.1 (4 CPUs), 10.0.0.2 (4 CPUs and 1 GPU). Start more nodes, or lower" in said
+    assert "It has 2 nodes: 10.0.0.1 (4 CPUs), 10.0.0.2 (4 CPUs and 1 GPU). Start more nodes, or lower" in message
     assert "can never place an engine of 5 CPUs each" in refusal(nodes, NodeShare(5), TWO[:1], cluster)
     assert "It has 0 nodes: no node." in refusal([], NodeShare(1), TWO[:1], cluster)
 

@@ -229,7 +229,7 @@ def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_
     assert [heard[rank].meeting for rank in range(3)] == ["10.0.0.97:7000"] * 3
     assert [heard[rank].door for rank in range(3)] == ["10.0.0.97:7000", "10.0.0.97:7001", "10.0.0.98:7002"]
     assert [(heard[rank].rank, heard[rank].beside) for rank in range(3)] == [(0, 2), (1, 2), (2, 1)]
-    assert [one.who for one in facts.of(WorkerJoined)] == [f"trainer rank {rank}" for rank in range(3)]
+    assert [worker.who for worker in facts.of(WorkerJoined)] == [f"trainer rank {rank}" for rank in range(3)]
 
 
 def test_a_rank_that_leaves_before_the_last_one_has_come_ends_the_start() -> None:

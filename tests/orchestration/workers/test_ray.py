@@ -134,7 +134,7 @@ def test_placed_ranks_learn_what_local_ones_do_bit_for_bit_and_a_node_of_theirs_
     thread = at_steps(config, {2: lambda: remove(cluster, run)})
     assert headrace.train(config).step == 5
     thread.join()
-    seats = [one.who for one in of(run, WorkerJoined)]
+    seats = [worker.who for worker in of(run, WorkerJoined)]
     assert len(seats) == 6 and seats.count("trainer rank 0") == seats.count("trainer rank 1") == 2
     assert (run / "logs" / "trainer-rank-1.log").exists()
     assert of(run, RunEnded)[0].reason.startswith("the trainer process of rank")
@@ -156,7 +156,7 @@ def test_two_engines_are_on_two_nodes_and_one_more_is_refused_with_what_there_is
     nodes: list[int] = []
 
     def look() -> None:
-        joined = [list(ancestors(one.pid)) for one in of(tmp_path / "runs" / "tiny", WorkerJoined)]
+        joined = [list(ancestors(worker.pid)) for worker in of(tmp_path / "runs" / "tiny", WorkerJoined)]
         nodes.extend(raylet_of(node) for node in cluster.worker_nodes for pids in joined if raylet_of(node) in pids)
 
     config = placed(tmp_path, tiny_llama, cluster, engine={"replicas": 2})

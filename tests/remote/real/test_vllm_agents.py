@@ -51,7 +51,9 @@ def test_an_agent_is_trained(
     (ended,) = of(run, RunEnded)
     assert ended.reason == "finished" and ended.accounting.balance() == 0, ended.accounting
     steps = list(read_steps(run))
-    scored = [one for step in steps for group in step.groups for one in group.scored]
-    assert len(steps) == STEPS and {len(one.episode.turns) for one in scored} == {2}
-    assert not any(fact.failures for fact in of(run, GroupEnded)) and all(one.ok for one in of(run, IdentityChecked))
+    scored = [rollout for step in steps for group in step.groups for rollout in group.scored]
+    assert len(steps) == STEPS and {len(rollout.episode.turns) for rollout in scored} == {2}
+    assert not any(fact.failures for fact in of(run, GroupEnded)) and all(
+        probe.ok for probe in of(run, IdentityChecked)
+    )
     assert not servers()

@@ -214,12 +214,12 @@ def test_a_run_goes_on_while_one_of_two_servers_is_stopped_for_a_minute(
     rows, probes = of(run, StepRow), of(run, IdentityChecked)
     assert ended.reason == "finished" and ended.accounting.balance() == 0, ended.accounting
     assert len(rows) == steps and max(lag for row in rows for lag in row.lags) <= 1
-    assert {one.version for one in probes} == set(range(steps + 1)) and all(one.ok for one in probes)
+    assert {probe.version for probe in probes} == set(range(steps + 1)) and all(probe.ok for probe in probes)
     assert not of(run, WorkerLost) and not servers()
     left, *others, back = moves()
     print(left, back, f"steps meanwhile: {trained[1] - trained[0]}", sep="\n")
     assert (left.state, back.state) == ("away", "serving") and len(others) % 2 == 0
     assert left.requests > 0 and left.tokens > 0, "and they went on elsewhere"
-    assert not sum(one.lost_tokens for one in of(run, GroupEnded))
+    assert not sum(group.lost_tokens for group in of(run, GroupEnded))
     assert trained[1] > trained[0], "the other one was enough"
     assert [member.state for member in of(run, FleetSample)[-1].members] == ["serving", "serving"]

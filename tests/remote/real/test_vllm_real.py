@@ -49,8 +49,8 @@ def checked(run: Path, steps: int, deaths: int) -> None:
     assert ended.reason == "finished" and ended.accounting.balance() == 0, ended.accounting
     rows, probes = of(run, StepRow), of(run, IdentityChecked)
     assert len(rows) == steps and max(lag for row in rows for lag in row.lags) <= 1
-    assert {one.version for one in probes} == set(range(steps + 1))
-    assert all(one.ok and one.mean_abs_diff < 1e-3 for one in probes)
+    assert {probe.version for probe in probes} == set(range(steps + 1))
+    assert all(probe.ok and probe.mean_abs_diff < 1e-3 for probe in probes)
     assert len(of(run, WorkerLost)) == deaths
     assert not servers(), "all of its processes have ended with the run"
 
@@ -89,7 +89,7 @@ def test_full_weights_and_a_server_that_is_killed_while_it_generates_and_in_an_u
     headrace.train(config_for(tmp_path, model))
     killer.join()
     checked(run, steps=5, deaths=2)
-    assert [one.update.version for one in of(run, WeightsLive)] == list(range(6))
+    assert [update.update.version for update in of(run, WeightsLive)] == list(range(6))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -177,8 +177,8 @@ def test_models_as_people_have_them_are_served_as_they_are_trained(
     run = tmp_path / "runs" / "tiny"
     (trial,), probes = of(run, TrialChecked), of(run, IdentityChecked)
     assert trial.ok and all(name.endswith("k_proj.bias") for name in trial.unseen), trial
-    assert {one.version for one in probes} == set(range(4)) and all(one.ok for one in probes)
-    assert max(one.mean_abs_diff for one in probes) < 1e-6 and not servers()
+    assert {probe.version for probe in probes} == set(range(4)) and all(probe.ok for probe in probes)
+    assert max(probe.mean_abs_diff for probe in probes) < 1e-6 and not servers()
 
 
 class _Forgetful(VllmDialect):
@@ -239,7 +239,7 @@ def test_an_adapter_and_a_server_that_is_killed_while_it_generates_and_while_it_
     headrace.train(config_for(tmp_path, model, lora={"rank": 4}, train={"steps": 6, "learning_rate": 0.05}))
     killer.join()
     checked(run, steps=6, deaths=2)
-    live = [one.update for one in of(run, WeightsLive)]
+    live = [update.update for update in of(run, WeightsLive)]
     assert [one.version for one in live] == [0, *range(7)]
     assert [one.kind for one in live] == ["full", *["adapter"] * 7]
     assert all("killed by SIGKILL" in fact.how for fact in of(run, WorkerLost)), of(run, WorkerLost)
@@ -275,7 +275,7 @@ def test_the_checksums_stop_a_run_of_which_vllm_has_not_loaded_one_norm(
     config["watch"] = {**config["watch"], "trial": False}  # whose first norm would be kept
     with pytest.raises(IdentityError, match=r"version 1, and 1 of \d+ checksums .*model\.norm\.weight"):
         headrace.train(config)
-    assert all(one.ok for one in of(tmp_path / "runs" / "tiny", IdentityChecked)) and not servers()
+    assert all(probe.ok for probe in of(tmp_path / "runs" / "tiny", IdentityChecked)) and not servers()
 
 
 def test_a_model_that_it_cannot_compute_is_refused_at_its_first_request(tiny_tokenizer: Path, tmp_path: Path) -> None:

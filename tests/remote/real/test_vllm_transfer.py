@@ -48,8 +48,8 @@ def run(directory: Path, config: Config) -> list[WeightsLive]:
     assert headrace.train(config).reason == "finished"
     (ended,) = of(directory / "runs" / "tiny", RunEnded)
     probes = of(directory / "runs" / "tiny", IdentityChecked)
-    assert ended.accounting.balance() == 0 and all(one.ok for one in probes)
-    assert {one.version for one in probes} == set(range(5)), "every version is probed"
+    assert ended.accounting.balance() == 0 and all(probe.ok for probe in probes)
+    assert {probe.version for probe in probes} == set(range(5)), "every version is probed"
     return of(directory / "runs" / "tiny", WeightsLive)
 
 

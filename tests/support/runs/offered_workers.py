@@ -42,7 +42,7 @@ def offering(directory: Path, port: int, *more: str, count: int = 1) -> Iterator
     try:
         yield workers
     finally:
-        for one in workers:
-            if one.poll() is None:
-                one.kill()
-            one.communicate()
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+            worker.communicate()

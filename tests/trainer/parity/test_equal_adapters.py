@@ -47,8 +47,8 @@ def adapted(name, dtype):
     adapters = Adapters(forward.model, loras_of(name), dtype, saved(name))
     torch.manual_seed(7)
     with torch.no_grad():
-        for one in LORAS:
-            for key, tensor in adapters.state(one).items():
+        for lora in LORAS:
+            for key, tensor in adapters.state(lora).items():
                 if "lora_B" in key:
                     tensor.normal_(std=0.05)
     return forward, adapters
@@ -58,9 +58,9 @@ def rows_of(name, adapters, dtype, temperature=1.0, **options):
     """Every request is made for each adapter, and once without any."""
     specs = {one: (lora.spec(one), adapters.state(one)) for one, lora in loras_of(name).items()}
     requests = [
-        replace(request, id=f"{request.id}/{one}", adapter=one)
+        replace(request, id=f"{request.id}/{lora}", adapter=lora)
         for request in requests_of(3, temperature)
-        for one in (*LORAS, "")
+        for lora in (*LORAS, "")
     ]
     return sampled(name, dict(adapters.base()), requests, dtype, adapters=specs, **options)
 
@@ -72,14 +72,14 @@ def test_several_adapters_in_any_pack_of_any_batch(name, temperature, dtype):
     rows = rows_of(name, adapters, dtype, temperature, max_running=11)
     plain = rows.pop("")
     said = {}
-    for one in rows:
-        adapters.activate(one)
+    for row in rows:
+        adapters.activate(row)
         for budget, share in PACKINGS:
-            for pack in packs_of(rows[one], budget, share):
+            for pack in packs_of(rows[row], budget, share):
                 assert torch.equal(scored(forward, pack, temperature, dtype), pack.sampled)
         (pack,) = packs_of(plain)
-        said[one] = scored(forward, pack, temperature, dtype)
-        assert (said[one] - pack.sampled).abs().max() > 0.01, "the adapter says nothing"
+        said[row] = scored(forward, pack, temperature, dtype)
+        assert (said[row] - pack.sampled).abs().max() > 0.01, "the adapter says nothing"
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])

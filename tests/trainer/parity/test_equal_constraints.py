@@ -122,7 +122,7 @@ def test_gradients_are_those_of_a_reference_in_float64_that_knows_the_language(d
     chosen = [
         row
         for row in rows
-        if "".join(LETTERS[token] for token in row.tokens[:-1]) in [one.replace(" ", "Ġ") for one in TEXTS]
+        if "".join(LETTERS[token] for token in row.tokens[:-1]) in [text.replace(" ", "Ġ") for text in TEXTS]
     ]
     chosen = [row for row in chosen if row.tokens[-1] == EOS]
     assert len(chosen) >= 4
@@ -142,9 +142,9 @@ def test_gradients_are_those_of_a_reference_in_float64_that_knows_the_language(d
     assert (ours - theirs).norm() < (0.02 if dtype == torch.bfloat16 else 1e-5) * theirs.norm()
 
 
-def may_follow(said: str) -> list[int]:
+def may_follow(message: str) -> list[int]:
     texts = [text.replace(" ", "Ġ") for text in TEXTS]
     going_on = [
-        number for number, letter in enumerate(LETTERS) if any(text.startswith(said + letter) for text in texts)
+        number for number, letter in enumerate(LETTERS) if any(text.startswith(message + letter) for text in texts)
     ]
-    return going_on + ([EOS] if said in texts else [])
+    return going_on + ([EOS] if message in texts else [])

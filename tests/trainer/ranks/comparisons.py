@@ -91,12 +91,12 @@ def compare_exact(ranks: RankProcesses, name: str, parallel: ParallelConfig, lor
             assert (found[key] - one).abs().max() <= NEAR.get(name, 1e-12), key
 
 
-def weights(one: TorchTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in one.parameters()}
+def weights(trainer: TorchTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.parameters()}
 
 
-def steps(one: TorchTrainer, case: Case, until: int) -> list[Any]:
-    return [one.step(case.batch(one.version)) for _ in range(one.version, until)]
+def steps(trainer: TorchTrainer, case: Case, until: int) -> list[Any]:
+    return [trainer.step(case.batch(trainer.version)) for _ in range(trainer.version, until)]
 
 
 def three_steps(directory: Path, case: Case) -> tuple[list[Any], dict[str, Tensor], list[float], float]:

@@ -87,17 +87,17 @@ def shifted(adapter: Iterable[Tensor]) -> None:
 Gradients = tuple[float, float, dict[str, Tensor], int]
 
 
-def gradients(one: TorchTrainer, case: Case) -> Gradients:
+def gradients(trainer: TorchTrainer, case: Case) -> Gradients:
     given = case.batch(0)
     if "lora" in case:
-        shifted(one._learners[""].parameters.values())
-    plan = one._plan(given)
+        shifted(trainer._learners[""].parameters.values())
+    plan = trainer._plan(given)
     pairs = pairs_of(given) if "pairs" in case else None
-    sums = one._gradients(plan, given.temperature, pairs=pairs)
-    parameters = one._learners[""].parameters
-    found = {name: one._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
-    norm = one._placement.norm([p for p in parameters.values() if p.grad is not None])
-    one._learners[""].forget()
+    sums = trainer._gradients(plan, given.temperature, pairs=pairs)
+    parameters = trainer._learners[""].parameters
+    found = {name: trainer._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+    norm = trainer._placement.norm([p for p in parameters.values() if p.grad is not None])
+    trainer._learners[""].forget()
     return sums.loss, float(norm), found, len(plan.packs)
 
 

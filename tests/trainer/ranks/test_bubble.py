@@ -153,7 +153,7 @@ def counted(directory: Path, case: Any) -> Counted:
     state = [value for kept in learner.optimizer.state.values() for name, value in kept.items() if name != "step"]
     tensors = (*here, *state, *(p.grad for p in here if p.grad is not None))
     longest = max(len(pack.tokens) for pack in plan.packs)
-    return Counted(len(plan.packs), longest, sends.bytes, sum(one.nbytes for one in tensors))
+    return Counted(len(plan.packs), longest, sends.bytes, sum(tensor.nbytes for tensor in tensors))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

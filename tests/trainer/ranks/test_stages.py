@@ -31,16 +31,16 @@ from support.plain_trainer import same_numbers
 # -- gradients ---------------------------------------------------------------------------------------------------------------
 
 
-def gradients(one: TorchTrainer, case: Case) -> tuple[float, float, dict[str, Tensor], int]:
+def gradients(trainer: TorchTrainer, case: Case) -> tuple[float, float, dict[str, Tensor], int]:
     """Loss, norm, gradients (all of them on the rank that leads), microbatches."""
-    given, learner = case.batch(0), one._learners[""]
+    given, learner = case.batch(0), trainer._learners[""]
     if "lora" in case:
         shifted(learner.parameters.values())
-    plan = one._plan(given)
-    sums = one._gradients(plan, given.temperature, pairs=pairs_of(given) if "pairs" in case else None)
+    plan = trainer._plan(given)
+    sums = trainer._gradients(plan, given.temperature, pairs=pairs_of(given) if "pairs" in case else None)
     there = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
-    norm = one._placement.norm([p for p in learner.parameters.values() if p.grad is not None])
-    found = {name: tensor.clone() for name, tensor in one._placement.gather(there).items()}
+    norm = trainer._placement.norm([p for p in learner.parameters.values() if p.grad is not None])
+    found = {name: tensor.clone() for name, tensor in trainer._placement.gather(there).items()}
     learner.forget()
     return sums.loss, float(norm), found, len(plan.packs)
 

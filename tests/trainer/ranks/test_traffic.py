@@ -201,7 +201,7 @@ def test_layers_that_are_computed_again_ask_for_half_as_much_again(two: RankProc
         assert again == 1.5 * kept > 0
 
 
-def activations(one: TorchTrainer, pack: Pack) -> int:
+def activations(trainer: TorchTrainer, pack: Pack) -> int:
     """Bytes that a pack keeps for its backward pass, without weights and masks."""
     kept: dict[int, int] = {}
 
@@ -215,7 +215,7 @@ def activations(one: TorchTrainer, pack: Pack) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        scores = one._forward.logprobs(pack, 1.0, torch.float32)
+        scores = trainer._forward.logprobs(pack, 1.0, torch.float32)
     scores.logprob.sum().backward()
     return sum(kept.values())
 

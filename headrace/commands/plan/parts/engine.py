@@ -401,7 +401,7 @@ class SimulatedEngine:
 
     async def abort(self) -> None:
         self._passes.advance()
-        for flight in [*self._running.values(), *(one[2] for one in self._waiting)]:
+        for flight in [*self._running.values(), *(entry[2] for entry in self._waiting)]:
             if not flight.gone:
                 self._end(flight, "interrupted")
         self._touch()
@@ -475,7 +475,7 @@ class SimulatedEngine:
         """Returns the transcripts of all requests so far, after reporting them to the listeners."""
         self._passes.advance()
         found, names = {}, None if among is None else set(among)
-        for flight in [*self._running.values(), *(one[2] for one in self._waiting)]:
+        for flight in [*self._running.values(), *(entry[2] for entry in self._waiting)]:
             if not flight.gone and (names is None or flight.request.id in names):
                 so_far = self._completion(flight, "interrupted")
                 self._listeners.report(flight, so_far, self.version, None)

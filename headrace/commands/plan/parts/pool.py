@@ -56,7 +56,7 @@ class Replicas:
 
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         names = None if among is None else list(among)
-        return {name: one for engine in self._engines for name, one in engine.unfinished(names).items()}
+        return {name: transcript for engine in self._engines for name, transcript in engine.unfinished(names).items()}
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
         for engine in self._engines:
@@ -70,13 +70,13 @@ class Replicas:
         all_of = [engine.snapshot() for engine in self._engines]
         count = len(all_of)
         return EngineStats(
-            running=sum(one.running for one in all_of),
-            waiting=sum(one.waiting for one in all_of),
-            kv_used=sum(one.kv_used for one in all_of) / count,
-            sampled_tokens=sum(one.sampled_tokens for one in all_of),
-            prompt_tokens=sum(one.prompt_tokens for one in all_of),
-            steps=sum(one.steps for one in all_of),
-            busy_seconds=sum(one.busy_seconds for one in all_of) / count,
+            running=sum(stats.running for stats in all_of),
+            waiting=sum(stats.waiting for stats in all_of),
+            kv_used=sum(stats.kv_used for stats in all_of) / count,
+            sampled_tokens=sum(stats.sampled_tokens for stats in all_of),
+            prompt_tokens=sum(stats.prompt_tokens for stats in all_of),
+            steps=sum(stats.steps for stats in all_of),
+            busy_seconds=sum(stats.busy_seconds for stats in all_of) / count,
             version=self.version,
             swaps=all_of[0].swaps,
         )

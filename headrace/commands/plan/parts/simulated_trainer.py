@@ -41,7 +41,7 @@ class SimulatedTrainer:
     def _forward_tokens(self, batch: Batch) -> int:
         """Counts the forwarded tokens; the prompt of a group is forwarded once, and so are the turns before a fork."""
         prompts = sum(group.rows[0].prompt[1] for group in batch.groups if group.rows)
-        again = sum(shared_again(one, self._grain) for group in batch.groups for one in group.scored)
+        again = sum(shared_again(rollout, self._grain) for group in batch.groups for rollout in group.scored)
         return prompts + sum(real_tokens(row, self._grain) for row in batch.rows) - again
 
     async def copy(self, adapter: str = "") -> None:

@@ -88,7 +88,7 @@ async def time_publishing(
                 report = await engine.load(update)
                 loads[loaded].append(clock() - started - report.swap_seconds)
             swaps.append(report.swap_seconds)
-    alone, beside, send = (statistics.median(one) for one in (loads[False], loads[True], sends))
+    alone, beside, send = (statistics.median(times) for times in (loads[False], loads[True], sends))
     longer = statistics.median(steps_beside) - statistics.median(steps)
     return Publishing(
         copy=statistics.median(copies),
@@ -255,8 +255,10 @@ class Bench:
         return groups, statistics.median(seconds)
 
     async def _score(self, groups: Sequence[Group]) -> None:
-        episodes = [[one.episode for one in group.scored] for group in groups]
-        await asyncio.gather(*(self._scorer.score(one.prompt, two) for one, two in zip(groups, episodes, strict=True)))
+        episodes = [[rollout.episode for rollout in group.scored] for group in groups]
+        await asyncio.gather(
+            *(self._scorer.score(group.prompt, two) for group, two in zip(groups, episodes, strict=True))
+        )
 
     async def _roll(self, prompt: Prompt) -> list[Episode]:
         rollout = self._config.rollout
@@ -269,8 +271,8 @@ class Bench:
             )
 
         results = await roll_out(SINGLE_TURN, prompt, numbers, ask=ask, decode=self._decode)
-        episodes = [one.episode for one in results if isinstance(one, Played)]
-        if failures := [one for one in results if isinstance(one, Failure)]:
+        episodes = [result.episode for result in results if isinstance(result, Played)]
+        if failures := [result for result in results if isinstance(result, Failure)]:
             failed = failures[0]
             raise ConfigError(
                 f"a rollout of the task failed ({failed.reason}: {failed.detail}); train a few steps first"
@@ -279,7 +281,7 @@ class Bench:
 
     def _group(self, ticket: int, prompt: Prompt, episodes: Sequence[Episode]) -> Group:
         """Makes a group with artificial rewards, so that every row has an advantage."""
-        scored = tuple(Scored(one, float(i % 2), {"calibrate": float(i % 2)}) for i, one in enumerate(episodes))
+        scored = tuple(Scored(episode, float(i % 2), {"calibrate": float(i % 2)}) for i, episode in enumerate(episodes))
         return Group(ticket, prompt, scored, self._algorithm.rows(prompt, scored))
 
     # -- the engine -----------------------------------------------------------------------------------------------------

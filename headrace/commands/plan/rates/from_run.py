@@ -119,11 +119,11 @@ def _outside(samples: Sequence[EngineSample], waits: Sequence[Waited], live: Seq
     messages and sends tokens, and a core may be taken. 1 if it cannot be found, as where waits for the engine include those for tools."""
     begin, end = samples[0].t, samples[-1].t
     asked, until = 0.0, begin
-    for wait in sorted(waits, key=lambda one: one.t - one.seconds):
+    for wait in sorted(waits, key=lambda wait: wait.t - wait.seconds):
         if (wait.owner, wait.what) == ("rollouts", "the engine"):
             since, last = max(until, wait.t - wait.seconds), min(end, wait.t)
             asked, until = asked + max(0.0, last - since), max(until, last)
-    asked -= sum(one.pause for one in live if begin < one.t <= end)
+    asked -= sum(update.pause for update in live if begin < update.t <= end)
     busy = samples[-1].stats.busy_seconds - samples[0].stats.busy_seconds
     return max(1.0, asked / busy) if busy > 0 else 1.0
 
@@ -140,13 +140,13 @@ def _engine(
             sampled, prompt = new.sampled_tokens - old.sampled_tokens, new.prompt_tokens - old.prompt_tokens
             rows.append((new.steps - old.steps, sampled, prompt))
             busy.append(new.busy_seconds - old.busy_seconds)
-    a, b, c = (outside * float(one) for one in nonnegative(np.array(rows, float), np.array(busy)))
+    a, b, c = (outside * float(coefficient) for coefficient in nonnegative(np.array(rows, float), np.array(busy)))
     return EngineRates(
         ((1.0, a + b), (float(max(2, max_running)), a + b * max(2, max_running))),
         c,
         max_running=max_running,
-        verify=statistics.mean(one.load.verify_seconds for one in live),
-        swap=statistics.mean(one.load.swap_seconds for one in live),
+        verify=statistics.mean(update.load.verify_seconds for update in live),
+        swap=statistics.mean(update.load.swap_seconds for update in live),
     )
 
 
@@ -156,7 +156,7 @@ def _trainer(steps: Sequence[StepRow], waits: Sequence[Waited], live: Sequence[W
     messages = max(0.0, _waited(waits, "controller", "the trainer (step)") - inside)
     publish = _waited(waits, "controller", "the trainer (publish)")
     score = _waited(waits, "controller", "the trainer (probe)")
-    published = publish or statistics.mean(one.update.seconds for one in live)
+    published = publish or statistics.mean(update.update.seconds for update in live)
     send = _waited(waits, "delivery", "the trainer (the published weights)")
     return TrainerRates(token, fixed_part + messages, published, send=send, score=score)
 

@@ -174,8 +174,8 @@ def shape_of(name: str) -> Architecture:
     if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)b", key)):
         raise ConfigError(f"--model {name}: write a size such as 9b, or one of {', '.join(SHAPES)}")
     parameters = float(match[1]) * 1e9
-    dense = [one for one in SHAPES.values() if one.active == one.parameters]
-    near = min(dense, key=lambda one: abs(math.log(one.parameters / parameters))) if parameters else dense[0]
+    dense = [shape for shape in SHAPES.values() if shape.active == shape.parameters]
+    near = min(dense, key=lambda shape: abs(math.log(shape.parameters / parameters))) if parameters else dense[0]
     if not 0.1e9 <= parameters <= 1e12:
         raise ConfigError(f"--model {name}: plans are for models of 0.1b to 1000b")
     return dataclasses.replace(near, parameters=parameters, active=parameters)

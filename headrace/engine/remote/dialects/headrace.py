@@ -125,7 +125,7 @@ def _heard(event: Any, request: Request) -> Heard:
         raise Unreachable(f"the server sent {len(tokens)} tokens and {len(content)} log-probs")
     scores, scored_by = _scores(event, request)
     return Heard(
-        runs=_spans(choice["spans"], tokens, [_number(one["logprob"]) for one in content]),
+        runs=_spans(choice["spans"], tokens, [_number(entry["logprob"]) for entry in content]),
         details=_details(choice, content, request),
         scores=scores,
         scored_by=scored_by,
@@ -161,13 +161,13 @@ def _details(choice: Any, content: Sequence[Any], request: Request) -> list[Toke
     return [
         TokenDetails(
             request.id,
-            array("i", [top["token_id"] for top in one["top_logprobs"]]).tobytes(),
-            array("f", [_number(top["logprob"]) for top in one["top_logprobs"]]).tobytes(),
+            array("i", [top["token_id"] for top in entry["top_logprobs"]]).tobytes(),
+            array("f", [_number(top["logprob"]) for top in entry["top_logprobs"]]).tobytes(),
             array("i", mask).tobytes(),
             set_name=bytes.fromhex(set_name),
             set=base64.b64decode(one_set),
         )
-        for one, mask, (set_name, one_set) in zip(content, masks, sets, strict=True)
+        for entry, mask, (set_name, one_set) in zip(content, masks, sets, strict=True)
     ]
 
 
@@ -179,7 +179,8 @@ def _scores(event: Any, request: Request) -> tuple[PromptScores | None, str]:
         raise Unreachable(f"the server scored {len(rows)} tokens of a prompt of {len(request.prompt)}")
     logprobs = tuple(_number(row[str(token)]["logprob"]) for row, token in zip(rows, request.prompt[1:], strict=True))
     tops = [
-        sorted((one["rank"], int(token), one["logprob"]) for token, one in row.items() if "rank" in one) for row in rows
+        sorted((entry["rank"], int(token), entry["logprob"]) for token, entry in row.items() if "rank" in entry)
+        for row in rows
     ]
     ids = array("i", [token for row in tops for _, token, _ in row[:k]])
     values = array("f", [_number(value) for row in tops for _, _, value in row[:k]])
@@ -224,7 +225,7 @@ def _command(config: EngineConfig, found: Found, place: Place) -> tuple[list[str
 SERVER = ServerKind(
     words="headrace",
     about="the same engine behind HTTP (`headrace serve`), which the run starts, unless `urls` names one",
-    dialect=lambda one: HeadraceDialect(one.access),
+    dialect=lambda server: HeadraceDialect(server.access),
     starts=Startable(
         modules=[["headrace", "headrace"], ["uvicorn", "uvicorn"], ["starlette", "starlette"]],
         install=install("serve"),

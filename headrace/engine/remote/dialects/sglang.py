@@ -269,7 +269,7 @@ SERVER = ServerKind(
     words="SGLang",
     about="an SGLang server that is running",
     untried="a real SGLang server, only a fake that refuses what its documentation does not have",
-    dialect=lambda one: SglangDialect(end_tokens(one.model_dir)),
+    dialect=lambda server: SglangDialect(end_tokens(server.model_dir)),
     control=Control(
         "/get_server_info",
         "/pause_generation, /update_weights_from_disk, /load_lora_adapter",

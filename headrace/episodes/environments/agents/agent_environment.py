@@ -109,8 +109,8 @@ class AgentEnvironment:
         try:
             return await rollout.until(exited, seconds, process.pid)
         except TimeoutError:
-            said = f"took more than {seconds:g} s between its turns (environment.seconds)"
-            raise RolloutFailed("environment_timeout", said) from None
+            message = f"took more than {seconds:g} s between its turns (environment.seconds)"
+            raise RolloutFailed("environment_timeout", message) from None
         finally:
             exited.cancel()
 
@@ -125,6 +125,6 @@ class AgentEnvironment:
         if code:
             raise RolloutFailed("agent_exit", f"its process {process.how(code)}{refused}", process.traceback)
         if not rollout.answered:
-            said = f"its process ended without asking for a turn at OPENAI_BASE_URL; it {process.how(code)}{refused}"
-            raise RolloutFailed("environment_turns", said)
+            message = f"its process ended without asking for a turn at OPENAI_BASE_URL; it {process.how(code)}{refused}"
+            raise RolloutFailed("environment_turns", message)
         return printed_reward(process.output) if self._agents.alone else {}

@@ -43,15 +43,19 @@ def printed_reward(output: str) -> GivenRewards:
     if not line:
         raise RolloutFailed("environment_reward", f"printed no reward: the last line of its output is empty; {wanted}")
     try:
-        said = json.loads(line)
+        printed = json.loads(line)
     except (ValueError, RecursionError):
-        said = None
-    rewards = said if isinstance(said, dict) else {NAME: said}
-    named = [value for one in rewards.values() for value in (one.values() if isinstance(one, dict) else [one])]
+        printed = None
+    rewards = printed if isinstance(printed, dict) else {NAME: printed}
+    named = [
+        value for reward in rewards.values() for value in (reward.values() if isinstance(reward, dict) else [reward])
+    ]
     if not named or not all(isinstance(value, (bool, int, float)) for value in named):
         raise RolloutFailed("environment_reward", f"the last line of its output is no reward: {line!r:.80}; {wanted}")
     try:
-        return {name: _floats(one) if isinstance(one, dict) else float(one) for name, one in rewards.items()}
+        return {
+            name: _floats(reward) if isinstance(reward, dict) else float(reward) for name, reward in rewards.items()
+        }
     except OverflowError:
         raise RolloutFailed("environment_reward", f"the reward is too large: {line:.40}...") from None
 

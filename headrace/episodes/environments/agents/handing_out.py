@@ -82,10 +82,10 @@ def open_handing_out(opened: OpenedWith) -> EnvironmentKind:
     sock = bind(config.host, config.port, "environment.")
     rollouts = ServedRollouts(opened, Gateway(opened.encoder, opened.stop, opened.sampling, ServerLimits(), sock))
     desk = Desk(rollouts, opened.alone, opened.log.parent / ADDRESS_FILE)
-    said = "agents, which take rollouts at the address that headrace gateway shows"
+    message = "agents, which take rollouts at the address that headrace gateway shows"
     remarks = rollouts.gateway.remarks
     return EnvironmentKind(
-        desk.make, config.limits, resumes="restarted", close=desk.close, remarks=remarks, players=said
+        desk.make, config.limits, resumes="restarted", close=desk.close, remarks=remarks, players=message
     )
 
 
@@ -195,7 +195,7 @@ def _flat(rewards: GivenRewards) -> Iterator[tuple[str, float]]:
     """Yields all rewards, those of a role under its name."""
     for name, given in rewards.items():
         if isinstance(given, Mapping):
-            yield from ((f"{name}.{one}", value) for one, value in given.items())
+            yield from ((f"{name}.{key}", value) for key, value in given.items())
         else:
             yield name, given
 
@@ -220,11 +220,11 @@ class HandedOut:
         try:
             rewards = await rollout.until(offer.ended, seconds, os.getpid())
         except TimeoutError:
-            said = (
+            message = (
                 f"the agent that took it has not ended it after {seconds:g} s between its turns (environment.seconds)"
             )
             refused = f"; the gateway refused it: {rollout.error}" if rollout.error else ""
             raise RolloutFailed(
-                "environment_timeout", f"{said}; turns that it had: {rollout.answered}{refused}"
+                "environment_timeout", f"{message}; turns that it had: {rollout.answered}{refused}"
             ) from None
         return rewards or {}  # none: it has failed, and the session knows why

@@ -61,11 +61,11 @@ class OutsideAgents:
         address: str,
         command: Sequence[str],
         at_once: int,
-        said: Callable[[str], None],
+        say: Callable[[str], None],
         patience: float = PATIENCE,
     ) -> None:
-        """`address`: that of the run's gateway. `said`: receives a line for each rollout that has ended. `patience`: in seconds."""
-        self._address, self._at_once, self._said, self._patience = address.rstrip("/"), at_once, said, patience
+        """`address`: that of the run's gateway. `say`: receives a line for each rollout that has ended. `patience`: in seconds."""
+        self._address, self._at_once, self._said, self._patience = address.rstrip("/"), at_once, say, patience
         self.why = ""
         """The reason why there are no more rollouts."""
         self._command = command_paths(command, Path.cwd())  # each process runs in a directory of its own

@@ -101,8 +101,10 @@ def give(agent: Agent, rollout: GatewayRollout, rewards: GivenRewards) -> dict[s
             continue
         speaker = rollout.speaker_named(role)
         if speaker is None or speaker.last is None:
-            said = f"gave the role {role} a reward, and it had no turn: its turns are those of the model {ROLE}{role}"
-            raise RolloutFailed("environment_reward", said)
+            message = (
+                f"gave the role {role} a reward, and it had no turn: its turns are those of the model {ROLE}{role}"
+            )
+            raise RolloutFailed("environment_reward", message)
         for name, value in given.items():
             agent.reward(f"{role}.{name}", value, speaker.last)
     return {name: value for name, value in rewards.items() if not isinstance(value, Mapping)}

@@ -40,10 +40,10 @@ def open_atropos(opened: OpenedWith) -> EnvironmentKind:
     sock = bind(config.host, config.port, "environment.")
     rollouts = ServedRollouts(opened, Gateway(opened.encoder, opened.stop, opened.sampling, ServerLimits(), sock))
     atropos = Atropos(rollouts, facts, opened.encoder, alone=opened.alone, log=opened.log)
-    said = "environments of Atropos, which find the run at the address that headrace gateway shows"
+    message = "environments of Atropos, which find the run at the address that headrace gateway shows"
     remarks = rollouts.gateway.remarks
     return EnvironmentKind(
-        atropos.make, config.limits, resumes="restarted", close=atropos.close, remarks=remarks, players=said
+        atropos.make, config.limits, resumes="restarted", close=atropos.close, remarks=remarks, players=message
     )
 
 
@@ -92,7 +92,7 @@ class Atropos:
     async def _answer(self, request: HttpRequest, path: str) -> Response:
         if answer := self._routes.get((request.method, path.rstrip("/"))):
             return await answer(request)
-        known = ", ".join(f"{method} /{one}" for method, one in self._routes)
+        known = ", ".join(f"{method} /{path_}" for method, path_ in self._routes)
         raise Refused(404, f"{request.method} /{path} is not served here; there are: {known}")
 
     def _said(self, line: str) -> None:
@@ -126,7 +126,11 @@ class AtroposEnvironment:
         try:
             return await served.until(rollout.ended, seconds, os.getpid())
         except TimeoutError:
-            said = f"no environment has posted its group within {seconds:g} s after its last turn (environment.seconds)"
+            message = (
+                f"no environment has posted its group within {seconds:g} s after its last turn (environment.seconds)"
+            )
             refused = f"; it was refused: {served.error}" if served.error else ""
             hint = "; groups with equal scores are posted with --env.ensure_scores_are_not_same false only"
-            raise RolloutFailed("not_posted", f"{said}; turns that it had: {served.answered}{refused}{hint}") from None
+            raise RolloutFailed(
+                "not_posted", f"{message}; turns that it had: {served.answered}{refused}{hint}"
+            ) from None

@@ -91,10 +91,10 @@ class TrajectoryRoutes:
         rollouts: OpenRollouts,
         written: Written,
         decode: Written,
-        said: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
-        """`said`: receives a line for each group of which something was refused."""
-        self._facts, self._rollouts, self._written, self._decode, self._said = facts, rollouts, written, decode, said
+        """`say`: receives a line for each group of which something was refused."""
+        self._facts, self._rollouts, self._written, self._decode, self._said = facts, rollouts, written, decode, say
         self._limits = ServerLimits()
         self._envs: list[_Env] = []
 
@@ -113,14 +113,14 @@ class TrajectoryRoutes:
 
     async def register_env(self, request: HttpRequest) -> Response:
         env = await read_posted(request, EnvRegistration, self._limits)
-        name = f"{env.desired_name}_{sum(one.given.desired_name == env.desired_name for one in self._envs)}"
+        name = f"{env.desired_name}_{sum(other.given.desired_name == env.desired_name for other in self._envs)}"
         if env.group_size != self._facts.group_size:
-            said = (
+            message = (
                 f"the environment {name} has groups of {env.group_size}, and the run has rollout.group_size = "
                 f"{self._facts.group_size}: set --env.group_size {self._facts.group_size}"
             )
-            self._said(said)
-            return json_response({"status": said})  # it prints that, and asks again
+            self._said(message)
+            return json_response({"status": message})  # it prints that, and asks again
         self._envs.append(_Env(given=env, name=name))
         self._said(f"the environment {name} has registered")
         return json_response(
@@ -143,7 +143,7 @@ class TrajectoryRoutes:
 
     async def status_env(self, request: HttpRequest) -> Response:
         env = await self._env(request)
-        total = sum(one.share for one in self._envs)
+        total = sum(other.share for other in self._envs)
         return json_response(
             {
                 "current_step": self._step(),
@@ -219,20 +219,25 @@ class InferenceRoutes:
             raise Refused(400, "logprobs = 0 is served, and no prompt_logprobs, and no stream", "unsupported_parameter")
         prompt, most = tuple(body.prompt.prompt_token_ids), most_tokens("max_tokens", body.max_tokens)
         known = self._of_tokens(prompt)
-        answers = await self._sampled(request, known, digest_of(prompt), count, lambda one: one.texts.ask(prompt, most))
+        answers = await self._sampled(
+            request, known, digest_of(prompt), count, lambda speaker: speaker.texts.ask(prompt, most)
+        )
         if answers is None:
             return GONE
-        done = [one.completion for one in answers]
+        done = [answer.completion for answer in answers]
         return json_response(
             {
-                "text": [one.reply.text for one in answers],
+                "text": [answer.reply.text for answer in answers],
                 "prompt": self._rules.encoder.written(prompt),
-                "finish_reasons": ["length" if is_cut(one) else "stop" for one in answers],
+                "finish_reasons": ["length" if is_cut(answer) else "stop" for answer in answers],
                 "logprobs": [
-                    [[{str(token): logprob}] for token, logprob in zip(one.tokens, one.logprobs, strict=True)]
-                    if one
+                    [
+                        [{str(token): logprob}]
+                        for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)
+                    ]
+                    if completion
                     else []
-                    for one in done
+                    for completion in done
                 ],
             }
         )
@@ -243,7 +248,7 @@ class InferenceRoutes:
         _refuse_stream(body.stream)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         most, tools = most_tokens("max_tokens", asked), offered_tools(body)
-        shown = [schema(one) for one in tools]
+        shown = [schema(tool) for tool in tools]
         constraint = await constraint_of(
             self._rules,
             tools,
@@ -252,7 +257,9 @@ class InferenceRoutes:
             tool_choice=body.tool_choice,
             several=body.parallel_tool_calls,
         )
-        known = [one for one in self._rollouts.playing() if one.served.speaker().chats.continues(body.messages)]
+        known = [
+            rollout for rollout in self._rollouts.playing() if rollout.served.speaker().chats.continues(body.messages)
+        ]
         first = blake2b(msgspec.json.encode([for_template(body.messages), shown]), digest_size=16).digest()
         use = asked_of(body, self._rules)
         answers = await self._sampled(
@@ -260,28 +267,28 @@ class InferenceRoutes:
             known,
             first,
             count,
-            lambda one: one.chats.ask(body.messages, shown, most, asked=use, constraint=constraint),
+            lambda speaker: speaker.chats.ask(body.messages, shown, most, asked=use, constraint=constraint),
         )
         made = ChatAnswer(
             model=body.model or MODEL, logprobs=bool(body.logprobs), token_bytes=self._rules.encoder.token_bytes
         )
-        return GONE if answers is None else json_response(_joined([made.whole(one) for one in answers]))
+        return GONE if answers is None else json_response(_joined([made.whole(answer) for answer in answers]))
 
     async def completions(self, request: HttpRequest) -> Response:
         body = await read_body(request, Completions, self._rules.limits)
         count = self._count(body)
         _refuse_stream(body.stream)
         prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens)
-        known = [one for one in self._rollouts.playing() if one.served.speaker().texts.continues(prompt)]
+        known = [rollout for rollout in self._rollouts.playing() if rollout.served.speaker().texts.continues(prompt)]
         first = blake2b(msgspec.json.encode(prompt), digest_size=16).digest()
         constraint = await constraint_of(
             self._rules, response_format=body.response_format, outputs=body.structured_outputs
         )
         answers = await self._sampled(
-            request, known, first, count, lambda one: one.texts.ask(prompt, most, constraint=constraint)
+            request, known, first, count, lambda speaker: speaker.texts.ask(prompt, most, constraint=constraint)
         )
         made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, encoder=self._rules.encoder)
-        return GONE if answers is None else json_response(_joined([made.whole(one) for one in answers]))
+        return GONE if answers is None else json_response(_joined([made.whole(answer) for answer in answers]))
 
     def _count(self, body: Drawing) -> int:
         """Returns the number of completions that are asked for. Raises Refused for what the run does not have."""
@@ -291,9 +298,13 @@ class InferenceRoutes:
 
     def _of_tokens(self, prompt: tuple[int, ...]) -> list[OpenRollout]:
         """Returns the rollouts that the prompt continues: those with the most of its tokens."""
-        known = [one for one in self._rollouts.playing() if one.tokens and prompt[: len(one.tokens)] == one.tokens]
-        longest = max((len(one.tokens) for one in known), default=0)
-        return [one for one in known if len(one.tokens) == longest < len(prompt)]
+        known = [
+            rollout
+            for rollout in self._rollouts.playing()
+            if rollout.tokens and prompt[: len(rollout.tokens)] == rollout.tokens
+        ]
+        longest = max((len(rollout.tokens) for rollout in known), default=0)
+        return [rollout for rollout in known if len(rollout.tokens) == longest < len(prompt)]
 
     async def _sampled(
         self,
@@ -306,18 +317,18 @@ class InferenceRoutes:
         """Samples the turns of a request; None if the client has left. `known`: the rollouts that it may continue; `first`: the digest
         of the request, if it continues none."""
         if known and count > 1:
-            said = f"n = {count} completions of a later turn would be alternatives, of which one can be posted"
-            raise Refused(400, f"{said}: send a request for each rollout")
-        idle = [one for one in known if not one.busy][:1]
+            message = f"n = {count} completions of a later turn would be alternatives, of which one can be posted"
+            raise Refused(400, f"{message}: send a request for each rollout")
+        idle = [rollout for rollout in known if not rollout.busy][:1]
         if known and not idle:
             raise Refused(409, "the turn that this request continues is being continued by another request")
-        for one in idle:
-            one.busy = True
+        for rollout in idle:
+            rollout.busy = True
         try:
             return await while_there(request, self._turns(idle, first, count, ask))
         finally:
-            for one in idle:
-                one.busy = False
+            for rollout in idle:
+                rollout.busy = False
 
     async def _turns(
         self,
@@ -328,18 +339,18 @@ class InferenceRoutes:
     ) -> list[TreeReply]:
         rollouts = found or await self._rollouts.take(first, count)
         try:
-            ended = await asyncio.gather(*(_turn(one.served, ask) for one in rollouts), return_exceptions=True)
+            ended = await asyncio.gather(*(_turn(rollout.served, ask) for rollout in rollouts), return_exceptions=True)
         except asyncio.CancelledError:
-            for one in rollouts:
-                one.fail("agent_failed", "the environment closed the connection before its turn was sampled")
+            for rollout in rollouts:
+                rollout.fail("agent_failed", "the environment closed the connection before its turn was sampled")
             raise
         answers: list[TreeReply] = []
-        for one, turn in zip(rollouts, ended, strict=True):
+        for rollout, turn in zip(rollouts, ended, strict=True):
             if isinstance(turn, BaseException):
                 for other in rollouts:
                     other.fail("agent_failed", f"its request was refused: {turn}")
                 raise turn
-            self._rollouts.extended(one, turn)
+            self._rollouts.extended(rollout, turn)
             answers.append(turn)
         return answers
 
@@ -357,10 +368,10 @@ def _refuse_stream(stream: bool) -> None:
 def _joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Joins answers with one choice each."""
     first, *_ = answers
-    usages = [one["usage"] for one in answers]
-    sampled = sum(one["completion_tokens"] for one in usages)
+    usages = [answer["usage"] for answer in answers]
+    sampled = sum(usage["completion_tokens"] for usage in usages)
     prompt = usages[0]["prompt_tokens"]
     return first | {
-        "choices": [one["choices"][0] | {"index": place} for place, one in enumerate(answers)],
+        "choices": [answer["choices"][0] | {"index": place} for place, answer in enumerate(answers)],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
     }

@@ -179,7 +179,7 @@ class OpenTicket:
     rollouts: list[OpenRollout] = field(default_factory=list)
 
     def free(self) -> list[OpenRollout]:
-        return [one for one in self.rollouts if not one.taken.is_set() and not one.ended.done()]
+        return [rollout for rollout in self.rollouts if not rollout.taken.is_set() and not rollout.ended.done()]
 
 
 class _Wanted(NamedTuple):
@@ -201,7 +201,9 @@ class OpenRollouts:
     @contextmanager
     def offered(self, served: GatewayRollout, prompt_id: str) -> Iterator[OpenRollout]:
         """A rollout that may be taken within the context."""
-        ticket = next((one for one in self._tickets if one.prompt_id == prompt_id and self._grows(one)), None)
+        ticket = next(
+            (ticket for ticket in self._tickets if ticket.prompt_id == prompt_id and self._grows(ticket)), None
+        )
         if ticket is None:
             self._tickets.append(ticket := OpenTicket(prompt_id))
         rollout = OpenRollout(served=served, ticket=ticket)
@@ -215,7 +217,7 @@ class OpenRollouts:
 
     def playing(self) -> list[OpenRollout]:
         """The rollouts that were taken and have no score yet, the oldest ticket's first."""
-        return [one for ticket in self._tickets for one in ticket.rollouts if one.playing]
+        return [rollout for ticket in self._tickets for rollout in ticket.rollouts if rollout.playing]
 
     async def take(self, first: bytes, count: int) -> list[OpenRollout]:
         """Takes rollouts of one ticket. `first`: the digest of the request that begins them. Waits until there are so many. Raises
@@ -223,16 +225,16 @@ class OpenRollouts:
         if self._closed:
             raise _run_is_over()
         if count > self.group_size:
-            said = f"n = {count} completions are more than the rollout.group_size = {self.group_size} of the run"
-            raise Refused(400, f"{said}: set --env.group_size {self.group_size}")
+            message = f"n = {count} completions are more than the rollout.group_size = {self.group_size} of the run"
+            raise Refused(400, f"{message}: set --env.group_size {self.group_size}")
         wanted = _Wanted(first, count, asyncio.get_running_loop().create_future())
         self._wanted.append(wanted)
         self._hand_out()
         try:
             return await wanted.found
         except asyncio.CancelledError:
-            for one in wanted.found.result() if wanted.found.done() and not wanted.found.cancelled() else ():
-                one.fail("agent_failed", "the environment closed the connection before its turn was sampled")
+            for rollout in wanted.found.result() if wanted.found.done() and not wanted.found.cancelled() else ():
+                rollout.fail("agent_failed", "the environment closed the connection before its turn was sampled")
             raise
 
     async def close(self) -> None:
@@ -254,16 +256,24 @@ class OpenRollouts:
         return len(ticket.rollouts) < self.group_size and not ticket.first
 
     def _hand_out(self) -> None:
-        for wanted in [one for one in self._wanted if not one.found.cancelled()]:
+        for wanted in [request for request in self._wanted if not request.found.cancelled()]:
             if found := self._find(wanted.first, wanted.rollouts):
-                for one in found:
-                    one.taken.set()
+                for rollout in found:
+                    rollout.taken.set()
                 wanted.found.set_result(found)
-        self._wanted = deque(one for one in self._wanted if not one.found.done())
+        self._wanted = deque(request for request in self._wanted if not request.found.done())
 
     def _find(self, first: bytes, count: int) -> list[OpenRollout]:
-        begun = (one for one in self._tickets if one.first == first and len(one.free()) >= count)
-        whole = (one for one in self._tickets if not one.first and len(one.free()) == self.group_size)
+        begun = (
+            open_ticket
+            for open_ticket in self._tickets
+            if open_ticket.first == first and len(open_ticket.free()) >= count
+        )
+        whole = (
+            open_ticket
+            for open_ticket in self._tickets
+            if not open_ticket.first and len(open_ticket.free()) == self.group_size
+        )
         ticket = next(begun, None) or next(whole, None)
         if ticket is None:
             return []
@@ -272,13 +282,15 @@ class OpenRollouts:
 
     def _over(self, ticket: OpenTicket) -> None:
         """Ends the rollouts that nobody has asked for when all others of their ticket are over."""
-        left = [one for one in ticket.rollouts if not one.ended.done()]
-        if not any(one.taken.is_set() for one in left):
+        left = [rollout for rollout in ticket.rollouts if not rollout.ended.done()]
+        if not any(rollout.taken.is_set() for rollout in left):
             begun = len(ticket.rollouts) - len(left)
-            for one in left if ticket.first else ():
-                said = f"the environment has asked for {begun} of the {len(ticket.rollouts)} rollouts of its group"
-                one.fail("environment_turns", f"{said}: its rollouts begin with different messages, or it was ended")
-        if all(one.ended.done() for one in ticket.rollouts) and ticket in self._tickets:
+            for rollout in left if ticket.first else ():
+                message = f"the environment has asked for {begun} of the {len(ticket.rollouts)} rollouts of its group"
+                rollout.fail(
+                    "environment_turns", f"{message}: its rollouts begin with different messages, or it was ended"
+                )
+        if all(rollout.ended.done() for rollout in ticket.rollouts) and ticket in self._tickets:
             self._tickets.remove(ticket)
 
 
@@ -313,7 +325,7 @@ class GroupFound(NamedTuple):
 class Sequences:
     def __init__(self, playing: Sequence[OpenRollout], written: Written, decode: Written) -> None:
         """`written`, `decode`: tokens to text, with special tokens and without."""
-        self._playing = [one for one in playing if one.sampled]
+        self._playing = [rollout for rollout in playing if rollout.sampled]
         self._written, self._decode = written, decode
         self._texts: dict[OpenRollout, tuple[str, str]] = {}
 
@@ -328,7 +340,7 @@ class Sequences:
             else:
                 place.score(score)
                 scored += 1
-        known = [one for one in places if one]
+        known = [place for place in places if place]
         unknown = len(places) - len(known)
         return GroupFound(scored, len(known) - scored + _fail_replaced(known, unknown), unknown)
 
@@ -336,26 +348,26 @@ class Sequences:
         """Ends the rollouts of a group of which nothing can be trained."""
         known = [self._with(tokens) for tokens in group.tokens]
         for found in known:
-            for one in found[:1]:
-                one.fail("environment_reward", problem)
+            for rollout in found[:1]:
+                rollout.fail("environment_reward", problem)
         return GroupFound(0, sum(map(bool, known)), len(known) - sum(map(bool, known)))
 
     def _places(self, group: PostedGroup) -> list[OpenRollout | None]:
         """Returns the rollout of each sequence. Of several with the same tokens, it is one of the ticket that has most of the group."""
         candidates = [self._with(tokens) for tokens in group.tokens]
-        tickets = Counter(ticket for found in candidates for ticket in {one.ticket for one in found})
+        tickets = Counter(ticket for found in candidates for ticket in {rollout.ticket for rollout in found})
         places: list[OpenRollout | None] = []
         for found in candidates:
-            free = [one for one in found if one not in places]
-            places.append(max(free, key=lambda one: tickets[one.ticket], default=None))
+            free = [rollout for rollout in found if rollout not in places]
+            places.append(max(free, key=lambda rollout: tickets[rollout.ticket], default=None))
         return places
 
     def _with(self, tokens: Sequence[int]) -> list[OpenRollout]:
         digest = digest_of(tokens)
-        if same := [one for one in self._playing if one.digest == digest]:
+        if same := [rollout for rollout in self._playing if rollout.digest == digest]:
             return same
         whole, plain = self._written(tokens), self._decode(tokens)
-        return [one for one in self._playing if self._begins(whole, plain, one)]
+        return [rollout for rollout in self._playing if self._begins(whole, plain, rollout)]
 
     def _begins(self, whole: str, plain: str, rollout: OpenRollout) -> bool:
         """Whether a text is that of the rollout, and behind it nothing but special tokens and white space."""
@@ -376,8 +388,8 @@ def _problem(rollout: OpenRollout, tokens: Sequence[int], mask: Sequence[int], s
         return "environment_reward", "its mask leaves out all of it"
     sampled = [place for places in rollout.sampled for place in places]
     if tuple(tokens) == rollout.tokens and trained != sampled:
-        said = f"its mask leaves {len(trained)} tokens to be trained, and {len(sampled)} were sampled"
-        return "environment_reward", f"{said}; a turn is trained as a whole, and all of them are"
+        message = f"its mask leaves {len(trained)} tokens to be trained, and {len(sampled)} were sampled"
+        return "environment_reward", f"{message}; a turn is trained as a whole, and all of them are"
     return None
 
 
@@ -385,11 +397,13 @@ def _fail_replaced(known: Sequence[OpenRollout], unknown: int) -> int:
     """Ends the rollouts in whose place a group has sequences that were not sampled here. Nobody will post them any more."""
     if not known or not unknown:
         return 0
-    ticket = Counter(one.ticket for one in known).most_common(1)[0][0]
-    left = [one for one in ticket.rollouts if one.playing and one not in known and not one.served.asking][:unknown]
-    for one in left:
-        said = (
+    ticket = Counter(rollout.ticket for rollout in known).most_common(1)[0][0]
+    left = [
+        rollout for rollout in ticket.rollouts if rollout.playing and rollout not in known and not rollout.served.asking
+    ][:unknown]
+    for rollout in left:
+        message = (
             "the environment has posted its group with other tokens than were sampled for it, which are of unknown age"
         )
-        one.fail("environment_reward", said)
+        rollout.fail("environment_reward", message)
     return len(left)

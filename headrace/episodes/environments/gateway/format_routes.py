@@ -120,7 +120,7 @@ def usage_of(answer: TreeReply) -> dict[str, int]:
 def _reason(answer: TreeReply) -> str:
     if is_cut(answer):
         return "length"
-    return "tool_calls" if any(not one.problem for one in answer.reply.calls) else "stop"
+    return "tool_calls" if any(not call.problem for call in answer.reply.calls) else "stop"
 
 
 def _chunk(delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -167,7 +167,7 @@ async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRule
         tool_choice=body.tool_choice,
         several=body.parallel_tool_calls,
     )
-    shown = [schema(one) for one in tools]
+    shown = [schema(tool) for tool in tools]
     asked = asked_of(body, rules)
     turn = TurnRequest(
         speaker,
@@ -205,8 +205,8 @@ async def completions(request: HttpRequest, rollout: GatewayRollout, rules: Gate
     check_drawing(body, rules)
     speaker = speaker_of(request, rollout, rules, body.model)
     if body.logprobs:
-        said = f"logprobs = {body.logprobs} is not served; 0 asks for the log-probs of the sampled tokens"
-        raise Refused(400, said, "unsupported_parameter")
+        message = f"logprobs = {body.logprobs} is not served; 0 asks for the log-probs of the sampled tokens"
+        raise Refused(400, message, "unsupported_parameter")
     prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens) or DEFAULT
     constraint = await constraint_of(rules, response_format=body.response_format, outputs=body.structured_outputs)
     turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream, constraint))
@@ -248,8 +248,8 @@ def _check_generate(body: Generate, rules: GatewayRules) -> None:
     """Raises Refused for what the run does not have. Tokens that end a completion anyway may be named, and special ones may be shown."""
     drawing = body.sampling_params
     if other := sorted(set(drawing.stop_token_ids or ()) - rules.encoder.end_tokens()):
-        said = f"the token {other[0]} does not end a completion of this model, so that stop_token_ids would change what is sampled"
-        raise Refused(400, f"{said}; use a renderer of this model, or set rollout.stop", "unsupported_parameter")
+        message = f"the token {other[0]} does not end a completion of this model, so that stop_token_ids would change what is sampled"
+        raise Refused(400, f"{message}; use a renderer of this model, or set rollout.stop", "unsupported_parameter")
     drawing.stop_token_ids = drawing.skip_special_tokens = None
     check_drawing(drawing, rules)
     asked = {
@@ -262,8 +262,8 @@ def _check_generate(body: Generate, rules: GatewayRules) -> None:
         "return_routed_experts": bool(body.return_routed_experts),
     }
     if found := [name for name, there in asked.items() if there]:
-        said = f"{found[0]} is not served here; leave it out: an answer has the sampled tokens and their log-probs"
-        raise Refused(400, said, "unsupported_parameter")
+        message = f"{found[0]} is not served here; leave it out: an answer has the sampled tokens and their log-probs"
+        raise Refused(400, message, "unsupported_parameter")
 
 
 def prompt_of(body: Completions) -> str | list[int]:
@@ -271,8 +271,8 @@ def prompt_of(body: Completions) -> str | list[int]:
     match body.prompt:
         case str(text) | [str(text)]:
             return text
-        case [[*tokens]] | [*tokens] if tokens and all(isinstance(one, int) for one in tokens):
-            return [one for one in tokens if isinstance(one, int)]
+        case [[*tokens]] | [*tokens] if tokens and all(isinstance(token, int) for token in tokens):
+            return [token for token in tokens if isinstance(token, int)]
     raise Refused(
         400, "prompt is not served as a list of several, or as none; send a request for each", "unsupported_parameter"
     )
@@ -344,7 +344,7 @@ async def responses(request: HttpRequest, rollout: GatewayRollout, rules: Gatewa
         tool_choice=body.tool_choice,
         several=body.parallel_tool_calls,
     )
-    shown = [schema(one) for one in tools]
+    shown = [schema(tool) for tool in tools]
     history = history_of(body, rollout.responses)
     asked = asked_of_template(body, rules.encoder.variables)
     given = [*system_of(body), *history]
@@ -381,7 +381,7 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
     constraint = await constraint_of(
         rules, offered, response_format=format_of(body), tool_choice=choice_of(body), several=parallel_of(body)
     )
-    tools = [schema(one) for one in offered]
+    tools = [schema(tool) for tool in offered]
     asked = TemplateUse(continues=body.messages[-1].role == "assistant")
     turn = TurnRequest(
         speaker,

@@ -126,13 +126,15 @@ class Gateway:
         try:
             route = MODEL_ROUTE if path.startswith(MODEL_ROUTE) else path
             if route not in ROUTES:
-                raise Refused(404, f"/{path} is not served here; there are: {', '.join(f'/{one}' for one in ROUTES)}")
+                raise Refused(
+                    404, f"/{path} is not served here; there are: {', '.join(f'/{served}' for served in ROUTES)}"
+                )
             method, answer = ROUTES[route]
             if request.method != method:
                 raise Refused(405, f"/{path} takes {method}", headers={"Allow": method})
             if rollout.asking >= AT_ONCE:
-                said = f"{AT_ONCE} requests of this rollout are under way; try again"
-                raise Refused(429, said, "busy", {"Retry-After": "1"})
+                message = f"{AT_ONCE} requests of this rollout are under way; try again"
+                raise Refused(429, message, "busy", {"Retry-After": "1"})
             return await answer(request, rollout, self)
         except Refused as refused:
             raise rollout.refused(refused) from None
@@ -141,12 +143,12 @@ class Gateway:
         rollout, key = self._rollouts.get(secret), _key(request)
         if rollout is not None and (key == secret or key not in self._rollouts):
             return rollout
-        said = (
+        message = (
             "the key belongs to another rollout than the address; use the OPENAI_API_KEY that came with the OPENAI_BASE_URL"
             if rollout
             else "the address names no rollout that is in progress; use the OPENAI_BASE_URL that the process was given"
         )
-        refused = Refused(401, said, "invalid_api_key")
+        refused = Refused(401, message, "invalid_api_key")
         raise rollout.refused(refused) if rollout is not None else refused
 
     # -- fields of requests that the run decides ----------------------------------------------------------------------------

@@ -105,9 +105,9 @@ class ChatTree:
 def reply_as_sent(reply: ChatReply) -> dict[str, Any]:
     """The reply as a message that the client gets, and sends back with the next request."""
     calls = [
-        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-        for one in reply.calls
-        if not one.problem
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in reply.calls
+        if not call.problem
     ]
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     return message | ({"tool_calls": calls} if calls else {})
@@ -124,16 +124,16 @@ def _digests(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
 def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
     """Digests what a message says. Clients write calls with other white space, and leave out empty fields."""
     calls = [
-        (one["id"], one["function"]["name"], _plain(one["function"]["arguments"]))
-        for one in message.get("tool_calls", ())
+        (call["id"], call["function"]["name"], _plain(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
     ]
     # Frameworks name their replies. The name in the answer of a tool is that of its call.
     name = message.get("name") if message["role"] not in ("assistant", "tool") else None
-    said = [message["role"], message.get("content") or "", message.get("tool_call_id"), name]
-    said += [thought] if (thought := message.get("reasoning_content")) else []
+    parts = [message["role"], message.get("content") or "", message.get("tool_call_id"), name]
+    parts += [thought] if (thought := message.get("reasoning_content")) else []
     # Every request has all messages of its conversation, and few of them make calls, whose numbers may be of any size.
     made = json.dumps(calls, sort_keys=True).encode() if calls else b""
-    return blake2b(before + msgspec.json.encode(said) + made, digest_size=16).digest()
+    return blake2b(before + msgspec.json.encode(parts) + made, digest_size=16).digest()
 
 
 def _plain(arguments: Any) -> Any:
@@ -246,21 +246,21 @@ class TextTree:
     def _of_text(self, prompt: str) -> _Next:
         if not (known := self._with_text(prompt)):
             return _Next(self._encoder.encode_text(prompt), None)
-        path = max(known, key=lambda one: len(one.text))
+        path = max(known, key=lambda path: len(path.text))
         glue = self._encoder.encode_completion(prompt[len(path.text) :], False)
         return _Next((*path.tokens[:-1], *glue), None) if path.ended else _Next(glue, path)
 
     def _of_tokens(self, prompt: tuple[int, ...]) -> _Next:
         if not (known := self._with_tokens(prompt)):
             return _Next(prompt, None)
-        path = max(known, key=lambda one: len(one.tokens))
+        path = max(known, key=lambda path: len(path.tokens))
         return _Next(prompt[len(path.tokens) :], path)
 
     def _with_text(self, prompt: str) -> list[_Path]:
-        return [one for one in self._paths if one.text and prompt.startswith(one.text)]
+        return [path for path in self._paths if path.text and prompt.startswith(path.text)]
 
     def _with_tokens(self, prompt: tuple[int, ...]) -> list[_Path]:
-        return [one for one in self._paths if prompt[: len(one.tokens)] == one.tokens]
+        return [path for path in self._paths if prompt[: len(path.tokens)] == path.tokens]
 
     def _keep(self, prompt: str | Sequence[int], place: _Next, done: Completion) -> None:
         text, ended = self._encoder.decode(done.tokens), self._encoder.has_ended(done)
@@ -336,7 +336,7 @@ class GatewayRollout:
             return found
         if len(self._speakers) >= MOST_SPEAKERS:
             raise Refused(400, f"the rollout has {MOST_SPEAKERS} agents already; ask in one of their roles")
-        number = 1 + sum(one == role for one, _ in self._speakers)
+        number = 1 + sum(other == role for other, _ in self._speakers)
         name = f"{role or 'agent'} {number}" if number > 1 else role
         while self.speaker_named(name):  # `solver 2` may be a role, or the second agent of `solver`
             if number == 1:
@@ -347,11 +347,11 @@ class GatewayRollout:
         return speaker
 
     def speaker_named(self, name: str) -> Speaker | None:
-        return next((one for one in self._speakers.values() if one.name == name), None)
+        return next((speaker for speaker in self._speakers.values() if speaker.name == name), None)
 
     def speaker_in(self, session: str) -> Speaker | None:
         """Returns the agent whose requests named this session."""
-        return next((one for (_, named), one in self._speakers.items() if named == session), None)
+        return next((speaker for (_, named), speaker in self._speakers.items() if named == session), None)
 
     def refused(self, refusal: Refused) -> Refused:
         """Notes why a request was refused."""

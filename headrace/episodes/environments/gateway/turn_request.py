@@ -100,8 +100,8 @@ def speaker_of(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRule
     """Returns the agent that asks. Raises Refused for a role without a name."""
     role = model.removeprefix(ROLE) if model and model.startswith(ROLE) else ""
     if (model == ROLE) or not role.isprintable() or len(role) > LONGEST_ROLE:
-        said = f"the model {model!r:.80} names no role; write {ROLE} and a name of at most {LONGEST_ROLE} characters"
-        raise Refused(400, said)
+        message = f"the model {model!r:.80} names no role; write {ROLE} and a name of at most {LONGEST_ROLE} characters"
+        raise Refused(400, message)
     return rollout.speaker(role, request.headers.get(rules.session_header, "") if rules.session_header else "")
 
 
@@ -124,7 +124,7 @@ def check_drawing(body: Drawing, rules: GatewayRules) -> None:
 def check_sampling(rules: GatewayRules, stop: Sequence[str], fields: Mapping[str, object]) -> None:
     """Raises Refused for a stop string that the run does not have. `fields`: those that the run decides, with the values that the request
     asks for."""
-    if other := [one for one in stop if one not in rules.stop]:
+    if other := [text for text in stop if text not in rules.stop]:
         raise Refused(
             400,
             f"stop = {other[0]!r} is not a stop string of the run; set rollout.stop = [{other[0]!r}], or leave it out",
@@ -173,8 +173,10 @@ async def constraint_of(
 def note_strict(rules: GatewayRules, tools: Sequence[Tool]) -> None:
     """Notes that arguments of tools are what the model writes."""
     if any(tool.function.strict for tool in tools):
-        said = "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
-        rules.remark("strict", said)
+        message = (
+            "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
+        )
+        rules.remark("strict", message)
 
 
 def asked_of(body: Chat, rules: GatewayRules) -> TemplateUse:
@@ -182,8 +184,10 @@ def asked_of(body: Chat, rules: GatewayRules) -> TemplateUse:
     given = body.chat_template_kwargs or {}
     arguments = with_effort(given, body.reasoning_effort, rules.encoder.variables)
     if arguments is None:
-        said = f"the agent asks for reasoning_effort = {body.reasoning_effort}, which the chat template does not know"
-        rules.remark("reasoning_effort", said)
+        message = (
+            f"the agent asks for reasoning_effort = {body.reasoning_effort}, which the chat template does not know"
+        )
+        rules.remark("reasoning_effort", message)
     return TemplateUse(arguments=given if arguments is None else arguments, continues=continues_last(body))
 
 
@@ -204,7 +208,7 @@ def turn_of(answer: TreeReply) -> WholeTurn:
     reply, done = answer.reply, answer.completion
     return WholeTurn(
         text=reply.text,
-        calls=[TurnCall(one.id, one.name, one.arguments) for one in reply.calls if not one.problem],
+        calls=[TurnCall(call.id, call.name, call.arguments) for call in reply.calls if not call.problem],
         cut=is_cut(answer),
         prompt_tokens=answer.prompt_tokens,
         count=reply.tokens,
@@ -269,8 +273,8 @@ class TurnRequest:
         except Exception as error:
             rollout.broken = rollout.broken or error
             rollout.over.set()
-            said = "the rollout is over: the engine has failed"
-            raise rollout.refused(Refused(503, said, "rollout_over")) from None
+            message = "the rollout is over: the engine has failed"
+            raise rollout.refused(Refused(503, message, "rollout_over")) from None
         self._speaker.answered(answer)
         return answer
 

@@ -124,9 +124,9 @@ class GameRollout(LibraryRollout):
         return {}
 
     def _asked(self) -> Any:
-        self._player, said = self._game.said()
-        self._replies.said(self._player, said)
-        return said if self.players == 1 else (_role(self._player), said)
+        self._player, observation = self._game.said()
+        self._replies.said(self._player, observation)
+        return observation if self.players == 1 else (_role(self._player), observation)
 
     def _moves(self, move: str) -> bool:
         """Makes a move, and returns whether the game is over."""
@@ -181,16 +181,16 @@ def _made_by(settings: LibrarySettings) -> tuple[Callable[[], Any], int, float |
 
     from textarena import SinglePlayerState, TwoPlayerState
 
-    said = []
+    problems = []
     for players, state in enumerate((SinglePlayerState, TwoPlayerState), 1):
         try:
             _try(make, players, state)
             return make, players, None if unfinished is None else float(unfinished)
         except Exception as error:  # the games check with assert, and each has its own errors
             words = next((line.strip() for line in str(error).splitlines() if any(map(str.isalnum, line))), "")
-            said.append(f"with {players}: {type(error).__name__}: {words}")
+            problems.append(f"with {players}: {type(error).__name__}: {words}")
     raise ConfigError(
-        f"environment.name = {settings.name}: neither one player nor two can play this game here ({'; '.join(said)}); name another game, or "
+        f"environment.name = {settings.name}: neither one player nor two can play this game here ({'; '.join(problems)}); name another game, or "
         "give it what it asks for"
     )
 

@@ -135,7 +135,7 @@ def _creator(name: str) -> Callable[..., Any]:
         except Exception as error:  # what a module raises while it is imported is its own affair
             raise ConfigError(f"environment.name = {name}: importing {place} failed: {one_line(error)}") from None
         made = getattr(module, attribute, None) or _missing(name, place, attribute, vars(module))
-    lacks = [one for one in METHODS if inspect.isclass(made) and not callable(getattr(made, one, None))]
+    lacks = [method for method in METHODS if inspect.isclass(made) and not callable(getattr(made, method, None))]
     if lacks or not callable(made):
         what = f"has no method {lacks[0]}" if lacks else "cannot be called"
         raise ConfigError(
@@ -146,7 +146,7 @@ def _creator(name: str) -> Callable[..., Any]:
 
 
 def _missing(name: str, place: str, attribute: str, there: Mapping[str, Any]) -> Any:
-    classes = [one for one, value in there.items() if inspect.isclass(value)]
+    classes = [defined for defined, value in there.items() if inspect.isclass(value)]
     raise ConfigError(f"environment.name = {name}: {place} defines no {attribute}{near(attribute, classes)}")
 
 
@@ -170,7 +170,11 @@ def _registered(name: str) -> Callable[..., Any]:
 def _accepted(made: Callable[..., Any]) -> frozenset[str] | None:
     """Returns the names of the arguments; None if it takes any."""
     parameters = inspect.signature(made).parameters.values()
-    return None if any(one.kind is one.VAR_KEYWORD for one in parameters) else frozenset(one.name for one in parameters)
+    return (
+        None
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        else frozenset(parameter.name for parameter in parameters)
+    )
 
 
 def _begun(result: Any) -> list[dict[str, Any]]:

@@ -88,8 +88,8 @@ def text_of(observation: Any, field: str) -> str:
         raise ValueError(
             f"the server's observation has no field {field}; there are: {', '.join(observation)} (environment.options.observation)"
         )
-    said = observation[field] if field else observation
-    return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+    text = observation[field] if field else observation
+    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
 
 
 class ServedRollout(LibraryRollout):

@@ -128,8 +128,8 @@ class TasksetEnvironment:
         try:
             return await rollout.until(ended, seconds, process.pid)
         except TimeoutError:
-            said = f"took more than {seconds:g} s between its turns (environment.seconds)"
-            raise RolloutFailed("environment_timeout", said) from None
+            message = f"took more than {seconds:g} s between its turns (environment.seconds)"
+            raise RolloutFailed("environment_timeout", message) from None
 
     def _rewards(self, end: TasksetEnded | None, rollout: GatewayRollout, agent: Agent) -> Mapping[str, float]:
         if end is None:

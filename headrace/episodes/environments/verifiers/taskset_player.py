@@ -104,8 +104,8 @@ class TasksetPlayer:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             last = errors[-1] if errors else None
-            said = f"{last.type}: {last.message}" if last else "it was not completed, and nothing says why"
-            raise Failed(said, (last.traceback or "") if last else "")
+            message = f"{last.type}: {last.message}" if last else "it was not completed, and nothing says why"
+            raise Failed(message, (last.traceback or "") if last else "")
         own = [trace for trace in episode.traces if trace.agent.name in self._seats]
         return [
             {"session": trace.id, "rewards": _rewards(trace), "trained": True}
@@ -123,7 +123,7 @@ class TasksetPlayer:
 
 
 def _rewards(trace: Any) -> dict[str, float | str]:
-    return {name: _sent(one.value) for name, one in trace.rewards.items() if one is not None}
+    return {name: _sent(reward.value) for name, reward in trace.rewards.items() if reward is not None}
 
 
 def _sent(value: object) -> float | str:
@@ -161,10 +161,10 @@ def _policy_seats(vf: Any, config: Any) -> dict[str, str]:
     seats = dict(_seats(vf, config))
     asks = [name for name, seat in seats.items() if seat.client is None]
     if not asks:
-        said = (
+        message = (
             f"all agents of the environment ({', '.join(seats)}) have a model of their own, and none would be trained"
         )
-        raise NotOpened(f"{said}: remove environment.options.NAME.client of those that are to be trained")
+        raise NotOpened(f"{message}: remove environment.options.NAME.client of those that are to be trained")
     return {name: f"policy/{name}" if len(asks) > 1 else "policy" for name in asks}
 
 
@@ -185,9 +185,9 @@ def _placed(vf: Any, config: Any, asking: dict[str, str], max_turns: int) -> Any
             ident = config.taskset.id if seat.harness is None else seat.harness.id
             harness = update.get("harness") or seat.harness or vf.harness_config_type(ident)(id=ident)
             if vf.load_harness(harness).EXECUTES_CODE:
-                said = f"the harness {harness.id} of the agent {name} executes what the model writes, and nothing says where"
+                message = f"the harness {harness.id} of the agent {name} executes what the model writes, and nothing says where"
                 remedy = f'environment.options.{name}.runtime = {{ type = "docker" }}, or "subprocess" for this machine, unprotected'
-                raise NotOpened(f"{said}: set {remedy}")
+                raise NotOpened(f"{message}: set {remedy}")
         changed[name] = seat.model_copy(update=update)
     return config.model_copy(update=changed)
 
@@ -211,8 +211,8 @@ async def _until_end(player: TasksetPlayer, reports: Any) -> None:
         except asyncio.CancelledError:
             end |= {"failed": "cancelled"}
         except Exception as error:  # of the taskset: data, as every failure is
-            said = traceback.format_exc()[-KEPT:]
-            end |= {"failed": f"{type(error).__name__}: {error}"[:2000], "traceback": said}
+            traceback_text = traceback.format_exc()[-KEPT:]
+            end |= {"failed": f"{type(error).__name__}: {error}"[:2000], "traceback": traceback_text}
         del playing[id]
         _say(reports, end)
 
@@ -246,9 +246,9 @@ def _listen(loop: asyncio.AbstractEventLoop, obey: Any) -> None:
     os._exit(1)
 
 
-def _say(reports: Any, said: dict[str, Any]) -> None:
+def _say(reports: Any, report: dict[str, Any]) -> None:
     with suppress(BrokenPipeError):  # the run is over
-        reports.write(f"{json.dumps(said)}\n")
+        reports.write(f"{json.dumps(report)}\n")
         reports.flush()
 
 

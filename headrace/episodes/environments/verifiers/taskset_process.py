@@ -160,7 +160,7 @@ class TasksetPool:
     async def least_busy(self) -> TasksetProcess:
         """Starts as many processes as are allowed, one with each of the first rollouts. Raises RolloutFailed if none can be started."""
         async with self._starting:
-            self._processes = [one for one in self._processes if one.alive]
+            self._processes = [candidate for candidate in self._processes if candidate.alive]
             if len(self._processes) < self._width:
                 process = TasksetProcess(self._python, self._settings, self._log)
                 try:
@@ -168,12 +168,12 @@ class TasksetPool:
                 except ProcessLost as lost:
                     raise RolloutFailed("environment_died", str(lost)) from None
                 self._processes.append(process)
-            return min(self._processes, key=lambda one: one.playing)
+            return min(self._processes, key=lambda candidate: candidate.playing)
 
     @property
     def pids(self) -> Sequence[int]:
-        return [one.pid for one in self._processes if one.alive]
+        return [process.pid for process in self._processes if process.alive]
 
     async def close(self) -> None:
-        await asyncio.gather(*(one.close() for one in self._processes))
+        await asyncio.gather(*(process.close() for process in self._processes))
         self._processes.clear()

@@ -96,19 +96,19 @@ class EnvironmentPool:
 
     async def _least_busy(self) -> EnvironmentProcess:
         async with self._starting:
-            self._shared = [one for one in self._shared if one.alive]
+            self._shared = [candidate for candidate in self._shared if candidate.alive]
             site = await self._sites.least(self._shared_on)
             if self._shared_on(site) < self._width:
                 process = EnvironmentProcess(self._settings, self._log, site)
                 await process.start()
                 self._shared.append(process)
-            return min(self._shared, key=lambda one: one.playing)
+            return min(self._shared, key=lambda candidate: candidate.playing)
 
     def _shared_on(self, site: Site) -> int:
-        return sum(one.site is site for one in self._shared)
+        return sum(process.site is site for process in self._shared)
 
     def _playing_on(self, site: Site) -> int:
-        return sum(one.playing for one in (*self._shared, *self._retired) if one.site is site)
+        return sum(process.playing for process in (*self._shared, *self._retired) if process.site is site)
 
     async def _sort_out(self, process: EnvironmentProcess) -> None:
         """Gives no more rollouts to a process in which threads of tools hang, and ends it when it has none left."""
@@ -122,9 +122,9 @@ class EnvironmentPool:
     @property
     def pids(self) -> list[int]:
         """The process ids of the live processes."""
-        return [one.pid for one in (*self._shared, *self._retired) if one.alive]
+        return [process.pid for process in (*self._shared, *self._retired) if process.alive]
 
     async def close(self) -> None:
-        await asyncio.gather(*(one.close() for one in (*self._shared, *self._retired)))
+        await asyncio.gather(*(process.close() for process in (*self._shared, *self._retired)))
         self._shared.clear()
         self._retired.clear()

@@ -201,20 +201,26 @@ def arguments(function: Callable[..., Any], offered: Mapping[str, Any], *, agent
     the agent. Raises TypeError for one that is missing."""
     parameters = [*inspect.signature(function).parameters.values()]
     first = parameters.pop(0).name if agent else ""
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         given = {name: value for name, value in offered.items() if name != first}
     else:
-        given = {one.name: offered[one.name] for one in parameters if one.name in offered}
-    missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
-    if missing := [name for name in missing if name in {one.name for one in parameters if _named(one)}]:
+        given = {parameter.name: offered[parameter.name] for parameter in parameters if parameter.name in offered}
+    missing = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.name not in given
+    ]
+    if missing := [
+        name for name in missing if name in {parameter.name for parameter in parameters if _named(parameter)}
+    ]:
         raise TypeError(
             f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}"
         )
     return given
 
 
-def _named(one: inspect.Parameter) -> bool:
-    return one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+def _named(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def signature_problem(function: Any) -> str:
@@ -230,7 +236,11 @@ def signature_problem(function: Any) -> str:
     first, *others = [*inspect.signature(function).parameters.values(), None]
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         return "takes no agent; it is called as fn(agent, prompt=..., **columns)"
-    for one in others:
-        if one is not None and one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
-            return f"takes {one.name} by position only; it is called as fn(agent, prompt=..., **columns)"
+    for parameter in others:
+        if (
+            parameter is not None
+            and parameter.kind is parameter.POSITIONAL_ONLY
+            and parameter.default is parameter.empty
+        ):
+            return f"takes {parameter.name} by position only; it is called as fn(agent, prompt=..., **columns)"
     return ""

@@ -75,38 +75,38 @@ class StepDriver:
     async def play(self, given: Mapping[str, Any], resumed: ResumedTurn | None) -> Any:
         """Returns the rewards. `given`: the columns for the instance; `resumed`: the turn in which the rollout was when another process
         played it; None: it begins."""
-        one = await self._call(lambda: self._made(**given))
+        instance = await self._call(lambda: self._made(**given))
         try:
-            reply = await self._again(one, resumed) if resumed else None
-            while not is_end(said := await self._step(one, reply)):
-                role, messages = said if isinstance(said, tuple) else ("", said)
-                reply = await self._ask(one, role, messages)
-            return said
+            reply = await self._again(instance, resumed) if resumed else None
+            while not is_end(answer := await self._step(instance, reply)):
+                role, messages = answer if isinstance(answer, tuple) else ("", answer)
+                reply = await self._ask(instance, role, messages)
+            return answer
         finally:
-            if callable(close := getattr(one, "close", None)):
+            if callable(close := getattr(instance, "close", None)):
                 await (close() if is_async(close) else self._call(close))
 
-    async def _again(self, one: Any, resumed: ResumedTurn) -> AgentReply:
+    async def _again(self, instance: Any, resumed: ResumedTurn) -> AgentReply:
         if self._keeps:
             state = msgspec.msgpack.decode(resumed.state)
-            await self._call(lambda: one.restore(state))
+            await self._call(lambda: instance.restore(state))
         speaker = self._speaker(resumed.role)
-        if tools := _tools_of(one, resumed.role):
+        if tools := _tools_of(instance, resumed.role):
             self._offered[resumed.role] = tools
             await speaker.equip(tools)
         return await speaker.resumed(resumed.results)
 
-    async def _step(self, one: Any, reply: AgentReply | None) -> Any:
+    async def _step(self, instance: Any, reply: AgentReply | None) -> Any:
         if self._asynchronous:
-            return await one.step(self._agent, reply)
-        return await self._in_thread(lambda agent: one.step(agent, reply))
+            return await instance.step(self._agent, reply)
+        return await self._in_thread(lambda agent: instance.step(agent, reply))
 
-    async def _ask(self, one: Any, role: str, messages: Any) -> AgentReply:
-        tools = _tools_of(one, role)
+    async def _ask(self, instance: Any, role: str, messages: Any) -> AgentReply:
+        tools = _tools_of(instance, role)
         new = tools is not None and tools != self._offered.get(role)
         if tools is not None:
             self._offered[role] = tools
-        state = await self._call(lambda: _written(one.export_state())) if self._keeps else b""
+        state = await self._call(lambda: _written(instance.export_state())) if self._keeps else b""
         return await self._speaker(role).ask(messages, tools if new else None, state)
 
     def _speaker(self, role: str) -> AsyncAgent:
@@ -117,18 +117,18 @@ class StepDriver:
         return work() if self._asynchronous else await self._in_thread(lambda _: work())
 
 
-def is_end(said: Any) -> bool:
+def is_end(answer: Any) -> bool:
     """Whether a step returned rewards, or nothing, which is no messages either."""
-    if isinstance(said, str):
+    if isinstance(answer, str):
         return False
-    if isinstance(said, Mapping):
-        return "role" not in said
-    return not isinstance(said, Sequence)
+    if isinstance(answer, Mapping):
+        return "role" not in answer
+    return not isinstance(answer, Sequence)
 
 
-def _tools_of(one: Any, role: str) -> Tools | None:
+def _tools_of(instance: Any, role: str) -> Tools | None:
     """Returns the tools of a role; None if the class says nothing about them."""
-    tools = getattr(one, "tools", None)
+    tools = getattr(instance, "tools", None)
     found: Tools | None = tools.get(role) if isinstance(tools, Mapping) else None if role else tools
     return found
 

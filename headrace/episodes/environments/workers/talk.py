@@ -123,7 +123,7 @@ class AsyncAgent:
 
     async def resumed(self, results: Sequence[Message]) -> AgentReply:
         """Returns the reply of the turn in which the rollout goes on. `results`: those of its tool calls that were finished."""
-        self._results = {one["tool_call_id"]: one for one in results}
+        self._results = {result["tool_call_id"]: result for result in results}
         return await self._reply(ChatAsked(self._id, [], None, self.name, resumes=True))
 
     async def _reply(self, asked: ChatAsked) -> AgentReply:
@@ -131,15 +131,15 @@ class AsyncAgent:
         if reply.refused:
             raise ValueError(reply.refused)
         calls = tuple(
-            CalledTool(one.name, {} if one.problem else json.loads(one.arguments), one.id, one.problem)
-            for one in reply.calls
+            CalledTool(call.name, {} if call.problem else json.loads(call.arguments), call.id, call.problem)
+            for call in reply.calls
         )
         return AgentReply(reply.text, calls, "limit" if reply.over else reply.stop, reply.tokens, self.name)
 
     async def call(self, reply: AgentReply) -> list[Message]:
         """Runs the tools that the reply calls, all at once, and returns their results as messages for `chat`. A call that is malformed,
         names no tool or does not fit it, and a tool that raises or takes too long, gives a message that says so."""
-        return list(await asyncio.gather(*(self._answer(one) for one in reply.tool_calls)))
+        return list(await asyncio.gather(*(self._answer(tool_call) for tool_call in reply.tool_calls)))
 
     def reward(self, name: str, value: float) -> None:
         """Gives this agent's last turn a reward of its own. That of a role is recorded as `role.name`."""
@@ -194,7 +194,9 @@ def messages_of(given: object) -> list[Message]:
     messages = [given] if isinstance(given, Mapping) else given
     if not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"chat was given {given!r:.80}; give it a text, or messages {{role, content}}")
-    for one in messages:
-        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"chat was given {one!r:.80} for a message; a message has the texts role and content")
-    return [dict(one) for one in messages]
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise ValueError(f"chat was given {message!r:.80} for a message; a message has the texts role and content")
+    return [dict(message) for message in messages]

@@ -172,6 +172,6 @@ def _loaded_alone() -> types.ModuleType:
     assert found is not None and found.submodule_search_locations
     for name, below in ((_ALONE, ""), (f"{_ALONE}.utils", "utils")):
         package = types.ModuleType(name)
-        package.__path__ = [str(Path(one) / below) for one in found.submodule_search_locations]
+        package.__path__ = [str(Path(folder) / below) for folder in found.submodule_search_locations]
         sys.modules[name] = package
     return importlib.import_module(f"{_ALONE}.utils.chat_template_utils")

@@ -152,7 +152,7 @@ class Answers:
         found = work(*from_json(args, self._other_of, given), **from_json(named, self._other_of, given))
         answer = {"value": self._json(found)}
         if in_place or found is None:
-            answer["given"] = [contents(one, self._other, given) for one in given.all]
+            answer["given"] = [contents(container, self._other, given) for container in given.all]
         return answer
 
     def _elements(self, elements: Any, most: int) -> Any:
@@ -195,7 +195,7 @@ class Answers:
             return {"class": self._class(value)}
         if isinstance(value, BaseException):
             return {"error": self._error(value)}
-        if any(value is one for one in SAME_IN_BOTH):
+        if any(value is function for function in SAME_IN_BOTH):
             return {"builtin": value.__name__}
         kind = "coroutine" if inspect.iscoroutine(value) else "iterator" if isinstance(value, Iterator) else "kept"
         return {kind: self._keep(value)}
@@ -237,5 +237,5 @@ class Answers:
     def _class(self, kind: type) -> Any:
         if getattr(builtins, kind.__name__, None) is kind:
             return {"builtin": kind.__name__}
-        bases = [self._class(one) for one in kind.__bases__ if issubclass(one, BaseException)]
+        bases = [self._class(base) for base in kind.__bases__ if issubclass(base, BaseException)]
         return {"number": self._keep(kind), "name": kind.__name__, "module": kind.__module__, "bases": bases}

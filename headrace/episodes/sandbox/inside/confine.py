@@ -23,8 +23,8 @@ _OPEN_FILES, _PENDING_SIGNALS = 64, 64
 
 def take_descriptors(given: Sequence[int], gate: int) -> None:
     """Closes all but the four that are given, which become 0, 1, 2 and the channel, and the gate's."""
-    for place, one in enumerate([os.dup2(one, 64 + place) for place, one in enumerate((*given, gate))]):
-        os.dup2(one, place)
+    for place, moved in enumerate([os.dup2(descriptor, 64 + place) for place, descriptor in enumerate((*given, gate))]):
+        os.dup2(moved, place)
     os.closerange(_GATE + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 

@@ -75,12 +75,12 @@ def _connect() -> None:
 
 def _send(inbox: str) -> None:
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
-            one.sendto(b"x", inbox)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.sendto(b"x", inbox)
     except OSError:
-        for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM):
-            with one:
-                one.sendto(b"x", inbox)
+        for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM):
+            with end:
+                end.sendto(b"x", inbox)
 
 
 def _change(path: str) -> None:

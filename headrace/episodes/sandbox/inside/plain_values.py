@@ -122,7 +122,7 @@ def as_json(
 
     def each(elements: Any) -> list[Any]:
         found = list(elements)
-        return found if _simple(found) else [as_json(one, other, depth + 1, given, grow=grow) for one in found]
+        return found if _simple(found) else [as_json(element, other, depth + 1, given, grow=grow) for element in found]
 
     if given is not None and isinstance(value, _CHANGEABLE):
         if (place := given.place(value)) is not None:
@@ -144,7 +144,7 @@ def _simple(elements: list[Any]) -> bool:
     kinds = set(map(type, elements))
     if not kinds <= _IN_JSON:
         return False
-    return int not in kinds or all(-_EXACT < one < _EXACT for one in elements if type(one) is int)
+    return int not in kinds or all(-_EXACT < element < _EXACT for element in elements if type(element) is int)
 
 
 def _container(value: Any, each: Callable[[Any], list[Any]]) -> Any:
@@ -155,7 +155,7 @@ def _container(value: Any, each: Callable[[Any], list[Any]]) -> Any:
         case tuple():
             return _tuple(value, each)
         case dict():
-            known = next((one.__name__ for one in _DICTS if type(value) is one), "dict")
+            known = next((kind.__name__ for kind in _DICTS if type(value) is kind), "dict")
             return {known: [each(pair) for pair in dict.items(value)]}
         case set():
             return {"set": each(set.__iter__(value))}
@@ -184,7 +184,9 @@ def _tuple(value: Any, each: Callable[[Any], list[Any]]) -> Any:
 
 def contents(container: Any, other: Other, given: Given) -> Any:
     """Returns what one of the given containers holds now, in which the others are only named."""
-    sent = _container(container, lambda elements: [as_json(one, other, 1, given, grow=False) for one in elements])
+    sent = _container(
+        container, lambda elements: [as_json(element, other, 1, given, grow=False) for element in elements]
+    )
     assert sent is not None
     return sent
 
@@ -213,7 +215,7 @@ def from_json(sent: Any, other: Callable[[str, Any], Any], given: Given | None =
     def each(elements: Any) -> list[Any]:
         if set(map(type, elements)).isdisjoint((list, dict)):
             return list(elements)
-        return [from_json(one, other, given, grow=grow) for one in elements]
+        return [from_json(element, other, given, grow=grow) for element in elements]
 
     made = _changeable(kind, body)
     if made is not None:

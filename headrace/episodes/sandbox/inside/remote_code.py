@@ -241,7 +241,7 @@ class RemoteIterator(RemoteObject):
         raise ended or StopIteration
 
     def __contains__(self, item: Any) -> bool:
-        return any(one is item or one == item for one in self)
+        return any(element is item or element == item for element in self)
 
 
 class RemoteCoroutine(RemoteObject):
@@ -361,7 +361,7 @@ class RemoteCode:
         given = Given()
         sent = {"args": self._sent(list(args), given), "named": self._sent(named, given)}
         answer = self._answer({"ask": "call", "of": number, "in_place": in_place, **sent})
-        changed = [self._read(self._value, one, given) for one in answer.get("given", ())]
+        changed = [self._read(self._value, contents, given) for contents in answer.get("given", ())]
         for container, new in zip(given.all, changed, strict=False):
             refill(container, new)
         return self._read(self._value, answer["value"])
@@ -519,7 +519,7 @@ class RemoteCode:
             case "error":
                 return self._error(body)
             case "builtin":
-                return next(one for one in SAME_IN_BOTH if one.__name__ == body)
+                return next(function for function in SAME_IN_BOTH if function.__name__ == body)
         raise ValueError(f"the code sends no {kind}")
 
     def _class(self, sent: dict[str, Any]) -> type:
@@ -543,7 +543,7 @@ class RemoteCode:
         if isinstance(known, type) and issubclass(known, BaseException):
             return _new_class(name, (known,))
         try:
-            return _new_class(name, tuple(self._class(one) for one in bases))
+            return _new_class(name, tuple(self._class(base) for base in bases))
         except TypeError:  # bases of the code that do not fit together here
             return _new_class(name, (Exception,))
 

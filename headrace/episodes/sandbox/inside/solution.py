@@ -76,10 +76,14 @@ def _guarded(work: Any) -> int:
 
 def _print(error: BaseException) -> None:
     """Prints the traceback without the frames of this file."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-    own = [one for one in frames if not one.filename.endswith("/ast.py")] if isinstance(error, SyntaxError) else frames
-    said = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
-    sys.stderr.write("".join([*said, *traceback.format_exception_only(error)]))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = (
+        [frame for frame in frames if not frame.filename.endswith("/ast.py")]
+        if isinstance(error, SyntaxError)
+        else frames
+    )
+    messages = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
+    sys.stderr.write("".join([*messages, *traceback.format_exception_only(error)]))
 
 
 def end(code: int) -> NoReturn:

@@ -115,7 +115,7 @@ class _Rewriting(ast.NodeTransformer):
         self.generic_visit(node)
         name = _name(node.func)
         if name in _EXPECTING:
-            node.args = [self._with_stand_in(one) for one in node.args]
+            node.args = [self._with_stand_in(part) for part in node.args]
         if name.startswith("assert"):
             self.lines.asserts.update(_span(node))
         return node
@@ -131,7 +131,7 @@ class _Rewriting(ast.NodeTransformer):
 
     def _with_stand_in(self, node: Any) -> Any:
         if isinstance(node, ast.Tuple):
-            node.elts = [self._with_stand_in(one) for one in node.elts]
+            node.elts = [self._with_stand_in(element) for element in node.elts]
         if (name := _name(node)) not in STAND_INS:
             return node
         return ast.Tuple([node, ast.Name(_stand_in(name), ast.Load())], ast.Load())
@@ -192,15 +192,15 @@ def run_test(test: str, entry_point: str) -> NoReturn:
 
 
 def _end_badly(error: BaseException, rewriting: _Rewriting, *, used: bool) -> NoReturn:
-    said = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, ImportError) and not raised_by_code(error):
-        end_test("unsupported", f"the test imports what is not there: {said}")
+        end_test("unsupported", f"the test imports what is not there: {message}")
     if not used:
-        end_test("unsupported", f"{_CALLS_NOTHING}; and it fails: {said}")
+        end_test("unsupported", f"{_CALLS_NOTHING}; and it fails: {message}")
     if isinstance(error, MemoryError) and not raised_by_code(error):
         end_test("unsupported", "the test itself uses more than sandbox.memory_mib")
     sure = isinstance(error, tuple(STAND_INS.values())) and not rewriting.expects
-    end_test("failed", str(error) if isinstance(error, AssertionError) else said, sure=sure)
+    end_test("failed", str(error) if isinstance(error, AssertionError) else message, sure=sure)
 
 
 def _end_well(code: RemoteCode, *, used: bool) -> NoReturn:

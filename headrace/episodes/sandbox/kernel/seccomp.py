@@ -187,7 +187,7 @@ def program(machine: str, pid: int, *, asks: bool) -> bytes:
     for numbers, alternatives in checked(pid).values():
         if numbers[column] != _NONE:
             then = _instruction(_RET, _ASK) if asks and numbers == _CLONE else _PERMIT
-            tests = [one for words in alternatives for one in _if_all(words, then)]
+            tests = [test for words in alternatives for test in _if_all(words, then)]
             code += _if(numbers[column], [*tests, refuse])
     for number in (numbers[column] for numbers in ALLOWED.values() if numbers[column] != _NONE):
         code += [_instruction(_JEQ, number, 0, 1), _PERMIT]

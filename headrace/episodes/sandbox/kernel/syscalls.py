@@ -22,7 +22,7 @@ def checked(result: int) -> int:
 
 def system_call(number: int, *arguments: int | bytes | None) -> int:
     """Integers are passed as 64 bits, bytes as a pointer to them. Raises OSError."""
-    given = (ctypes.c_long(one) if isinstance(one, int) else one for one in arguments)
+    given = (ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments)
     return checked(_c.syscall(ctypes.c_long(number), *given))
 
 

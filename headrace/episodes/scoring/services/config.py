@@ -121,13 +121,13 @@ class _Stepwise(Protocol):
     def extract(self) -> Extract: ...
 
 
-def step_problems(name: str, one: _Stepwise) -> Iterator[str]:
+def step_problems(name: str, endpoint: _Stepwise) -> Iterator[str]:
     """Returns a sentence with its remedy for settings of a function or service that cannot work together."""
-    if one.segments and (one.compares or one.extract):
-        other = "compares" if one.compares else "extract"
+    if endpoint.segments and (endpoint.compares or endpoint.extract):
+        other = "compares" if endpoint.compares else "extract"
         yield f"{name}: segments scores the steps of a whole completion, and {other} has no meaning with it; remove one"
-    if one.form != "sum" and not one.segments:
-        yield f'{name}: form = "{one.form}" needs segments, the text that ends a step; set it, or remove form'
+    if endpoint.form != "sum" and not endpoint.segments:
+        yield f'{name}: form = "{endpoint.form}" needs segments, the text that ends a step; set it, or remove form'
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

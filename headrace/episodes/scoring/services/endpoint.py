@@ -167,8 +167,8 @@ class Endpoint:
             if bad.final or number > self._config.retries:
                 return Failure(bad.reason, f"{bad} (attempt {number})" if number > 1 else str(bad))
             if pause >= left:
-                said = f"no usable answer within {self._config.deadline:g} s (deadline), after {number} attempts; the last: {bad}"
-                return Failure("reward_timeout", said)
+                message = f"no usable answer within {self._config.deadline:g} s (deadline), after {number} attempts; the last: {bad}"
+                return Failure("reward_timeout", message)
             await asyncio.sleep(pause)
             left -= pause
 
@@ -192,13 +192,13 @@ def _json_of(answer: HttpAnswer, url: str) -> Any:
 
 
 def _refusal(answer: HttpAnswer, url: str) -> BadAnswer:
-    status, said = answer.status, f"{url} answers {answer.status}: {_shown(answer.body)}"
+    status, message = answer.status, f"{url} answers {answer.status}: {_shown(answer.body)}"
     if 300 <= status < 400:
         place = answer.headers.get("Location", "another place")
         return BadAnswer("reward_refused", f"{url} redirects to {place}; set url to that", final=True)
     if status in _PASSING or status >= 500:
-        return BadAnswer("reward_unreachable", said, wait=_retry_after(answer.headers.get("Retry-After", "")))
-    return BadAnswer("reward_refused", f"{said}{_REFUSED.get(status, '')}", final=True)
+        return BadAnswer("reward_unreachable", message, wait=_retry_after(answer.headers.get("Retry-After", "")))
+    return BadAnswer("reward_refused", f"{message}{_REFUSED.get(status, '')}", final=True)
 
 
 def _retry_after(value: str) -> float:
@@ -240,7 +240,7 @@ def _scores(answer: Any, job: ScoringJob) -> Values:
         raise BadAnswer("reward_bad_answer", f'the answer has no "scores": {answer!r:.120}')
     scores = answer["scores"]
     given = [_one(value) for value in scores] if isinstance(scores, list) else scores
-    values = read_values(given, len(job.completions), [len(one) for one in job.segments])
+    values = read_values(given, len(job.completions), [len(segment) for segment in job.segments])
     for value in values:
         if isinstance(value, Failure) and value.reason != "reward_failed":
             raise BadAnswer(value.reason, value.detail)

@@ -72,8 +72,8 @@ def read_score(text: str, config: JudgeConfig) -> float:
 
 def read_ranking(text: str, count: int) -> list[int]:
     """Returns the rank of each completion, 0 for the best; equally good ones share one. Raises BadAnswer unless each is named once."""
-    said = re.sub(r"[^A-Z=>]", "", _last(_RANKING, text, "RANKING").upper())
-    tiers = [tier.split("=") for tier in said.split(">")]
+    ranking = re.sub(r"[^A-Z=>]", "", _last(_RANKING, text, "RANKING").upper())
+    tiers = [tier.split("=") for tier in ranking.split(">")]
     named = [label for tier in tiers for label in tier]
     if sorted(named) != sorted(LABELS[:count]):
         raise _unreadable(f"its ranking has to name each of {', '.join(LABELS[:count])} once", text)
@@ -141,7 +141,7 @@ class Judge:
         config, ask = self._config, self._ask
         scores = await asyncio.gather(
             *(
-                ask(ask_for_score(job.prompt, text, config), lambda said: read_score(said, config), effort)
+                ask(ask_for_score(job.prompt, text, config), lambda reply: read_score(reply, config), effort)
                 for text in texts
             )
         )
@@ -154,7 +154,7 @@ class Judge:
             return [Failure("nothing_to_compare", "the group has one completion to rank, because the others failed")]
         if len(texts) == 1:
             return [0.5] * len(job.completions)
-        ranks = await self._ask(ask_for_ranking(job.prompt, texts), lambda said: read_ranking(said, len(texts)), effort)
+        ranks = await self._ask(ask_for_ranking(job.prompt, texts), lambda text: read_ranking(text, len(texts)), effort)
         if isinstance(ranks, Failure):
             return [ranks] * len(job.completions)
         by_text = dict(zip(texts, ranks, strict=True))

@@ -186,7 +186,7 @@ class TraceScorer:
         await self._inner.close()
 
     def _teacher_of(self, prompt: Prompt) -> Teacher | None:
-        teacher = next((one for one in self._teachers if one.takes(prompt)), None)
+        teacher = next((teacher for teacher in self._teachers if teacher.takes(prompt)), None)
         if self._teachers and teacher is None:
             self.untaught += 1
             if (
@@ -206,10 +206,10 @@ class TraceScorer:
         async with self._waits.named("scoring", f"the teacher {teacher.name}"):
             scored = await asyncio.gather(*(score_episode(teacher.engine, prompt, e, teacher.top) for e in episodes))
         return [
-            Failure(one.reason, f"{teacher.name}: {one.detail}")
-            if isinstance(one, Failure)
-            else tuple(_trace(teacher.name, turn) for turn in one)
-            for one in scored
+            Failure(rollout.reason, f"{teacher.name}: {rollout.detail}")
+            if isinstance(rollout, Failure)
+            else tuple(_trace(teacher.name, turn) for turn in rollout)
+            for rollout in scored
         ]
 
     async def _references(
@@ -220,10 +220,10 @@ class TraceScorer:
         async with self._waits.named("scoring", "the reference"):
             scored = await asyncio.gather(*(score_episode(self._reference, prompt, e) for e in episodes))
         return [
-            Failure(one.reason.replace("teacher", "reference"), one.detail)
-            if isinstance(one, Failure)
-            else tuple(s.logprobs for s in one)
-            for one in scored
+            Failure(rollout.reason.replace("teacher", "reference"), rollout.detail)
+            if isinstance(rollout, Failure)
+            else tuple(s.logprobs for s in rollout)
+            for rollout in scored
         ]
 
 
@@ -242,9 +242,9 @@ def _joined(
     referred: tuple[tuple[float, ...], ...] | Failure,
 ) -> Scored | Failure:
     """Joins reward, teachers' and reference's log-probs. If one of them failed, so has the rollout."""
-    for one in (judged, taught, referred):
-        if isinstance(one, Failure):
-            return one
+    for stage_answers in (judged, taught, referred):
+        if isinstance(stage_answers, Failure):
+            return stage_answers
     return msgspec.structs.replace(judged, teachers=taught, references=referred)
 
 

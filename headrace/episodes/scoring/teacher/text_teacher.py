@@ -105,10 +105,10 @@ def _conversation(episode: Episode, number: int, *, as_calls: bool) -> list[Mess
     """Returns the messages before the completion of a turn. `as_calls`: replies have the calls that were read from them, instead of the text
     that was sampled."""
     turn = episode.turns[number]
-    messages = [{key: one[key] for key in _FOR_TEMPLATES if key in one} for one in turn.messages]
+    messages = [{key: message[key] for key in _FOR_TEMPLATES if key in message} for message in turn.messages]
     for before in (*turn.parents, *turn.rewrites)[:1]:
-        said = episode.turns[before]
-        reply = dict(said.reply) if as_calls else {"role": "assistant", "content": said.completion.text}
+        earlier = episode.turns[before]
+        reply = dict(earlier.reply) if as_calls else {"role": "assistant", "content": earlier.completion.text}
         return [*_conversation(episode, before, as_calls=as_calls), reply, *messages]
     return messages
 
@@ -125,7 +125,7 @@ class TextScorer:
             self._inner.score(prompt, episodes),
             asyncio.gather(*(self._column(teacher, prompt, episodes) for teacher in asked)),
         )
-        return [_weighed(one, asked, [column[i] for column in columns]) for i, one in enumerate(judged)]
+        return [_weighed(rollout, asked, [column[i] for column in columns]) for i, rollout in enumerate(judged)]
 
     async def close(self) -> None:
         await self._inner.close()

@@ -57,18 +57,18 @@ class LetterBox:
         return [letter for letter, _ in zip(found, range(most), strict=False)]
 
     def hold(self, ids: Collection[str], who: str, now: float) -> None:
-        for one in ids:
-            if one in self._letters:
-                self._holders[one] = Held(who, now)
+        for name in ids:
+            if name in self._letters:
+                self._holders[name] = Held(who, now)
 
     def kept(self, ids: Collection[str], who: str) -> list[str]:
         """Those of `ids` that `who` still holds."""
-        return [one for one in ids if (held := self._holders.get(one)) and held.who == who]
+        return [name for name in ids if (held := self._holders.get(name)) and held.who == who]
 
     def settle(self, ids: Collection[str]) -> None:
-        for one in ids:
-            self._letters.pop(one, None)
-            self._holders.pop(one, None)
+        for name in ids:
+            self._letters.pop(name, None)
+            self._holders.pop(name, None)
 
     @property
     def keys(self) -> set[str]:
@@ -253,9 +253,9 @@ class JsonlBus:
         await asyncio.to_thread(self._append, queue, _line("settle", list(ids)))
 
     async def unsettled(self, queue: str) -> set[str]:
-        def look(one: _Queue) -> set[str]:
-            with one.file.locked():
-                return one.catch_up(self._clock()).keys
+        def look(queue_file: _Queue) -> set[str]:
+            with queue_file.file.locked():
+                return queue_file.catch_up(self._clock()).keys
 
         return await asyncio.to_thread(look, self._queue(queue))
 

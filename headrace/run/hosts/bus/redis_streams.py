@@ -131,7 +131,7 @@ class RedisBus:
     async def _inherit(self, stream: str, who: str, most: int) -> list[Letter]:
         client, silent = self._client, round(self._lease * 1000)
         found = await client.xpending_range(stream, GROUP, "-", "+", most, idle=silent)
-        ids = [one["message_id"] for one in found]
+        ids = [entry["message_id"] for entry in found]
         return _entries(await client.xclaim(stream, GROUP, who, silent, ids)) if ids else []
 
     async def keep(self, queue: str, who: str, ids: Collection[str]) -> None:
@@ -259,8 +259,8 @@ def _code_of(error: Exception) -> str:
     ):
         if isinstance(error, kind):
             return code
-    said = str(error)
-    inner = said.rpartition("of pipeline caused error: ")[2].lstrip("('\"")
+    message = str(error)
+    inner = message.rpartition("of pipeline caused error: ")[2].lstrip("('\"")
     return inner.partition(" ")[0] + " "
 
 

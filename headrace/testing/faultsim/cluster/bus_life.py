@@ -52,8 +52,8 @@ class BusLives:
         server = MemoryServer()
         self._park = HostPark(size, self._machines, self._checks, server, self._seed)
         keepers = self._park.open(self._processes)
-        for one in mishaps:
-            loop.call_at(one.t, self._befall, one)
+        for mishap in mishaps:
+            loop.call_at(mishap.t, self._befall, mishap)
         try:
             while True:
                 self._began = loop.time()

@@ -115,7 +115,7 @@ class ClusterEngineProcess(FakeProcess):
             case "cancel":
                 name = unpack(frame.payload, str)
                 self._rows.pop(name, None)
-                self._waiting = [one for one in self._waiting if one[2].id != name]
+                self._waiting = [entry for entry in self._waiting if entry[2].id != name]
                 heapq.heapify(self._waiting)
             case "load":
                 self._do(self._load(frame))

@@ -80,7 +80,7 @@ def _over_a_fleet(day: _Setting, mishaps: Sequence[Mishap]) -> _Lived:
     at, since, down = 0.0, 0.0, 0.0
     while True:
         life = FleetLife(day.size, machines, day.checks, directory=day.directory, seed=day.seed, until=day.until)
-        ended, reason = _live(life, at, [one for one in mishaps if one.t >= since])
+        ended, reason = _live(life, at, [mishap for mishap in mishaps if mishap.t >= since])
         day.checks.serve(ended, 0)
         down += min(life.up_at, ended) - at
         if not reason:
@@ -95,8 +95,8 @@ def _live(life: FleetLife, at: float, mishaps: Sequence[Mishap]) -> tuple[float,
     """Runs one process of the controller from the time `at` on. Returns the time of its end, and the reason; empty if the day is over."""
     loop = VirtualTimeLoop()
     loop.jump(at)
-    for one in mishaps:
-        loop.call_at(max(at, one.t), life.befall, one)
+    for mishap in mishaps:
+        loop.call_at(max(at, mishap.t), life.befall, mishap)
     task = loop.create_task(life.run())
     try:
         loop.run_until_complete(task)

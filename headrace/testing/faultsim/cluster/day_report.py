@@ -52,7 +52,7 @@ class DayReport(Struct, frozen=True, kw_only=True):
             f"{size.gpus:,} GPUs: {size.engines} {'rollout hosts' if self.bus else 'engines'} of {size.gpus_per_engine}, {size.ranks} trainer ranks; {self.seconds / 3600:g} hours, "
             f"seed {self.seed}, failures × {self.harsher:g}"
         )
-        counts = Counter(one.kind for one in self.mishaps)
+        counts = Counter(mishap.kind for mishap in self.mishaps)
         yield "mishaps      " + (", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none")
         yield (
             f"workers      {self.deaths} deaths of engines, {self.absences} left the rotation; in it for "

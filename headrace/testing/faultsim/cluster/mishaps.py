@@ -57,7 +57,7 @@ def mishaps_of(size: ClusterSize, seconds: float, seed: int, harsher: float = 1.
         while t < seconds:
             found.append(Mishap(t, kind, rng.random(), _duration(kind, rng)))
             t += rng.expovariate(per_day * harsher / DAY)
-    return sorted(found, key=lambda one: one.t)
+    return sorted(found, key=lambda mishap: mishap.t)
 
 
 def _duration(kind: Kind, rng: random.Random) -> float:

@@ -109,7 +109,7 @@ class Stacks(NamedTuple):
         """Both as the kernels read them: in bfloat16 packed for one direction."""
         weights = (self.gate_up, self.down)
         if dtype == torch.bfloat16:
-            return [one.packed(weight)[backward] for one, weight in zip(self.packed, weights, strict=True)]  # type: ignore[misc]
+            return [packed.packed(weight)[backward] for packed, weight in zip(self.packed, weights, strict=True)]  # type: ignore[misc]
         return [weight.detach().float().contiguous() for weight in weights]
 
 
@@ -144,8 +144,8 @@ class _Experts(torch.autograd.Function):
         mixture = _mixture(stacks, which, weights, operands=held, kept=kept, told=told)
         matrices = (stacks.gate_up, stacks.down)
         into = [
-            one.gradient(weight) if need else (None, False)
-            for one, weight, need in zip(stacks.packed, matrices, needs, strict=True)
+            packed.gradient(weight) if need else (None, False)
+            for packed, weight, need in zip(stacks.packed, matrices, needs, strict=True)
         ]
         (mixture.by_gate_up, mixture.add_gate_up), (mixture.by_down, mixture.add_down) = (
             (address(gradient), add) for gradient, add in into

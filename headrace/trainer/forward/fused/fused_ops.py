@@ -158,7 +158,7 @@ def operands(
 ) -> list[tuple[Tensor | None, Tensor | None]]:
     """Returns for each weight the two packings that `binding.Weight` calls across and down. Each direction reads one of them."""
     if dtype == torch.bfloat16:
-        return [one.packed(weight) for one, weight in zip(packed, weights, strict=True)]
+        return [packed_weight.packed(weight) for packed_weight, weight in zip(packed, weights, strict=True)]
     rooms = _room([_packed_size(weight) for weight in weights])
     held: list[tuple[Tensor | None, Tensor | None]] = [(None, room) if backward else (room, None) for room in rooms]
     for weight, into in zip(weights, held, strict=True):
@@ -176,10 +176,10 @@ def give(weight: Tensor, gradient: Tensor) -> None:
 
 def packed_of(module: Any) -> Iterator[tuple[PackedWeight, Tensor]]:
     """Yields what a module has packed, and the weight that it is packed from: one of a linear layer, two of experts."""
-    if isinstance(one := getattr(module, "packed", None), PackedWeight):
-        yield one, module.weight
-    for name, one in getattr(module, "packed_stacks", {}).items():
-        yield one, getattr(module, name)
+    if isinstance(packed := getattr(module, "packed", None), PackedWeight):
+        yield packed, module.weight
+    for name, packed in getattr(module, "packed_stacks", {}).items():
+        yield packed, getattr(module, name)
 
 
 def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:

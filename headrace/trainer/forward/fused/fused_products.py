@@ -90,13 +90,13 @@ class Together:
     def outputs(self, low: Tensor, wide: Sequence[bool]) -> list[Tensor]:
         """Room for the results, [..., n] each, in the dtype of `low`, or in float32 where they are `wide`."""
         return [
-            low.new_empty(*low.shape[:-1], len(weight), dtype=torch.float32 if one else low.dtype)
-            for weight, one in zip(self.weights, wide, strict=True)
+            low.new_empty(*low.shape[:-1], len(weight), dtype=torch.float32 if is_wide else low.dtype)
+            for weight, is_wide in zip(self.weights, wide, strict=True)
         ]
 
     def factors(self, low: Tensor, outputs: Sequence[Tensor]) -> tuple[Any, list[Any], Tensor | None]:
         """(the C++ structs of the products, what must live as long as they, the thin product [..., ranks], which is computed here)."""
-        across = [one for one, _ in operands(self.packed, self.weights, low.dtype, backward=False)]
+        across = [factor for factor, _ in operands(self.packed, self.weights, low.dtype, backward=False)]
         biases = [served_bias(bias, low.dtype) for bias in self._biases]
         thin = self._thin(low) if self._ranks else None
         beside = [None] * len(across) if thin is None else [*self._beside_zeros(low.dtype)]
@@ -197,8 +197,8 @@ class Together:
 
     def _weight_gradients(self, low: Tensor, d_y: Sequence[Tensor], trained: Sequence[bool]) -> None:
         into = [
-            one.gradient(weight) if train else (None, False)
-            for one, weight, train in zip(self.packed, self.weights, trained, strict=True)
+            packed.gradient(weight) if train else (None, False)
+            for packed, weight, train in zip(self.packed, self.weights, trained, strict=True)
         ]
         weight_gradient(low, d_y, [gradient for gradient, _ in into], [add for _, add in into])
         for weight, (gradient, add) in zip(self.weights, into, strict=True):
