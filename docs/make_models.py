@@ -157,7 +157,7 @@ def page(rows: list[Row]) -> str:
         "",
         "With its own cache, a model's keys, values and states are those that transformers keeps. Where a state can be cut (attention without windows), forks and",
         "siblings begin from a copy. Recurrent states and windows cannot: they are kept at the ends of prompts and computed again elsewhere, which `recomputed_tokens`",
-        "counts, and `kv_version` names the weights that did it.",
+        "counts, and `kv_version` names the weights that did it. Sparse attention (`index_topk`) is compared over texts that it sees whole.",
         "",
         "| model type | outcome | how | largest Δ log-prob | why |",
         "|---|---|---|---|---|",

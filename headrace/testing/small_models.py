@@ -88,6 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"qk_head_dim": 24},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {"num_key_value_heads": 2, "num_attention_heads": 4},

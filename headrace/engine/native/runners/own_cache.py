@@ -158,14 +158,14 @@ class OwnCacheRunner:
                 self._states.keep(_key(segment.table, start), state.copied(start))
             rows = segment.rows[(segment.rows >= start) & (segment.rows < stop)] - start
             logits.append(self._call(state, whole[:stop], rows))
-        if all(bool(part.isfinite().all()) for part in logits):
+        if self._call.keeps and all(bool(part.isfinite().all()) for part in logits):
             self._states.keep(_key(segment.table, len(whole)), state)
         return logits, again
 
     def _begin(self, segment: CachedSegment) -> tuple[State | None, bool]:
         """The state of the segment's context, if it can be gone on from; and whether all of it is of the live weights."""
         context, fresh = segment.context, len(segment.marks) - segment.context
-        if not context:
+        if not context or not self._call.keeps:
             return None, False
         if not self._call.extends and fresh > 1 and fresh * STEPS_FOR_A_PASS > context + fresh:
             return None, False  # all in one call is quicker than token by token
@@ -176,7 +176,7 @@ class OwnCacheRunner:
 
     def _calls(self, done: int, tokens: int, samples: bool) -> list[tuple[int, int]]:
         """The stretches of tokens that are forwarded together, one after the other. `samples`: the last token's logits are wanted."""
-        if self._call.extends and (self._call.can_be_cut or not samples):
+        if not self._call.keeps or (self._call.extends and (self._call.can_be_cut or not samples)):
             return [(done, tokens)]
         together = tokens - 1 if self._call.extends or not done else done
         alone = [(at, at + 1) for at in range(together, tokens)]
@@ -227,6 +227,9 @@ class ModelCall:
         self._takes = set(inspect.signature(model.model.forward).parameters)
         self._given = bool(model.model._supports_default_dynamic_cache())
         """Whether the cache is made outside of the model."""
+        self.keeps = bool(self._takes & {"cache", "state"})
+        """Whether it keeps anything from pass to pass; the first GPT does not, and computes every sequence from its beginning each time."""
+        self._given &= self.keeps
         layers: list[Any] = DynamicCache(config=self._text).layers if self._given else [None]
         self.extends = not model.model._is_stateful and all(is_plain(layer) for layer in layers)
         """Whether several tokens may follow a state in one call."""
