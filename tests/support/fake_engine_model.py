@@ -43,7 +43,7 @@ def routing_of(token: int, position: int, version: int) -> np.ndarray:
 
 
 class FakeRunner:
-    path, arithmetic, exact = "fake", "", True
+    path, arithmetic, exact, keeps = "fake", "", True, False
     vocabulary = VOCABULARY
     block_nbytes = 1024
     experts = (LAYERS, K)
