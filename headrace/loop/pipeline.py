@@ -229,7 +229,7 @@ class Pipeline:
             if parts.turns.alternate:
                 await self._leaving.unless(parts.turns.over(bool(delivery) and parts.interrupts.swap.at_once))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
-                await self._whole(self._saving.begin(self.step, loops))
+                await self._save_beside(loops)
             self._replan(parts.minutes.stepped(self.step, report.seconds))
         if self.step < self._plan.steps and not self.interrupted:
             parts.minutes.over(self.step)
@@ -375,7 +375,7 @@ class Pipeline:
         if self.step >= plan.steps:  # at the last step, both are done anyway
             return
         if _due(plan.checkpoint_every, saved, self.step):
-            await self._whole(self._saving.begin(self.step, loops))
+            await self._save_beside(loops)
         if due := _due(plan.evaluate_every, self._earlier.evaluated, self.step):
             if due < self.step:
                 self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
@@ -395,6 +395,13 @@ class Pipeline:
         checkpoint waits for this work: else it could combine weights and tickets of different steps, or be written twice at once."""
         under_way = self._under_way = asyncio.ensure_future(work)
         return await asyncio.shield(under_way)
+
+    async def _save_beside(self, loops: asyncio.TaskGroup) -> None:
+        """Captures a checkpoint of this moment, which is written beside training. `loops`: is told of errors that must end the run.
+
+        It is told here and not by the shielded work, which may end after the group has ended with another error."""
+        await self._whole(self._saving.begin(self.step))
+        self._saving.watch(loops)
 
     async def _save_result(self) -> None:
         """Saves the final checkpoint. Without it the run does not count as finished."""
@@ -602,12 +609,12 @@ class Saving:
         self._reported: set[str] = set()
         """The kinds of warnings that were given."""
 
-    async def begin(self, step: int, loops: asyncio.TaskGroup | None = None) -> None:
+    async def begin(self, step: int) -> None:
         """Captures a checkpoint of this moment, between two steps, and begins to write it.
 
         Consumes: the trainer's turn, for the copy.
         Waits for: the checkpoint before, which must be written, and the trainer's copy.
-        Unblocked by: the disk; the trainer. `loops`: is told of errors that must end the run; those of the disk are only recorded.
+        Unblocked by: the disk; the trainer.
         """
         began, before = self._clock(), self._step
         await self.finish()
@@ -621,7 +628,10 @@ class Saving:
         if step == self._parts.snapshots.saved_step:
             return
         await self._busy(SAVING, self._capture, step)
-        if loops and self._writing:
+
+    def watch(self, loops: asyncio.TaskGroup) -> None:
+        """Lets errors of the checkpoint that is being written end the group; those of the disk are only recorded."""
+        if self._writing:
             loops.create_task(_errors_of(self._writing))
 
     async def finish(self) -> str:
