@@ -131,6 +131,21 @@ PINNED = {
             Fault("engine_lost", 2, 383),
         ),
     ),
+    # a checkpoint whose copy was made while an error ended the loops: their group took no more tasks, and that error was told instead
+    "outlived": Case(
+        44,
+        order="stalest",
+        groups=3,
+        max_lag=3,
+        group_size=2,
+        steps=5,
+        checkpoint_every=1,
+        evaluate_every=1,
+        curriculum="contrast",
+        grows=True,
+        served=True,
+        faults=(Fault("engine_dies", 0, 65),),
+    ),
 }
 """By their names in `docs/simulation.md`."""
 
