@@ -132,7 +132,7 @@ PINNED = {
         ),
     ),
     # a checkpoint whose copy was made while an error ended the loops: their group took no more tasks, and that error was told instead
-    "outlived": Case(
+    "shielded": Case(
         44,
         order="stalest",
         groups=3,
