@@ -56,6 +56,23 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "granite": ("Granite", {**GQA, "logits_scaling": 4.0}, "row by row, own head"),  # scales logits
     "gpt_oss": ("GptOss", {**GQA, "num_local_experts": 4, "sliding_window": 4}, "row by row, chunked head"),  # sinks
     "bloom": ("Bloom", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "row by row, chunked head"),
+    "qwen3_next": (  # a delta rule, whose norm takes a gate too, and experts
+        "Qwen3Next",
+        {
+            **GQA,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        "row by row, chunked head",
+    ),
+    "llama4": ("Llama4Text", {**GQA, "num_local_experts": 4, "intermediate_size_mlp": 48}, "row by row, chunked head"),
     "mamba": ("Mamba", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}, "row by row, chunked head"),
 }
 

@@ -226,9 +226,12 @@ def _own_hidden(model: Any, tokens: Tensor) -> Tensor:
 
 def _inner(model: Any) -> Any:
     """The model without its head, to be called within the root's call only."""
-    if model.base_model is model:
+    inner = model.base_model
+    if inner is model:  # it is not where the prefix of its checkpoints says, as in Llama 4
+        inner = getattr(model, "model", None)
+    if inner is None:
         raise AttributeError(f"{type(model).__name__} has no inner model")
-    return model.base_model
+    return inner
 
 
 def own_logits(model: Any, tokens: Tensor) -> Tensor:

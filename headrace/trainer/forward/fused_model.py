@@ -9,6 +9,7 @@ checkpoint has the same keys.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ def _norm_spec(module: Any) -> NormSpec | None:
     weight: Any = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float) or [*module.parameters()] != [weight]:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gate is another input
         return None
     x = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1)
     with torch.no_grad():
