@@ -11,6 +11,7 @@ import pytest
 
 from docs.site_pages import slug
 from headrace import cli
+from headrace.algo.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n    ", "")
@@ -18,6 +19,15 @@ PAGES = [ROOT / name for name in ("README.md", "ROADMAP.md", "CONTRIBUTING.md", 
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 MADE = ("messages.md", "commands.md", "recipes.md", "index.md", "api")
 """Pages that are made with the site."""
+
+
+def test_the_number_of_recipes_is_told_as_it_is() -> None:
+    status, picture = (ROOT / "docs" / name for name in ("status.md", "architecture.svg"))
+    assert f"GRPO and {len(RECIPES) - 1} other recipes" in README
+    assert (
+        f"[{len(RECIPES)} recipes of one table]" in status.read_text()
+        and f"{len(RECIPES)} recipes" in picture.read_text()
+    )
 
 
 def test_the_readme_is_read_in_a_minute() -> None:
@@ -40,12 +50,13 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             )
 
 
-def test_every_line_of_the_readme_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_of_the_readme_and_of_the_cheatsheet_is_a_command() -> None:
     lines = re.findall(r"^(headrace .*)$", README, re.MULTILINE)
     lines += re.findall(r"`(headrace [a-z]+[^`]*)`", README)
-    assert len(lines) >= 8
+    lines += re.findall(r"^(headrace .*?)(?: {2,}.*)$", (ROOT / "docs" / "cheatsheet.md").read_text(), re.MULTILINE)
+    assert len(lines) >= 30
     for line in lines:
-        words = shlex.split(line.partition("#")[0])[1:]
+        words = shlex.split(line.partition("#")[0].partition(" -- ")[0])[1:]
         parsed, unknown = cli.front_parser().parse_known_args(words)
         assert not unknown and parsed.command, line
 
