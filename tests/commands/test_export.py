@@ -19,6 +19,7 @@ from fake_hub import TOKEN, FakeHub, fake_hub
 import headrace
 from headrace import cli
 from headrace.commands.publishing.model_card import HEIGHT, LINE, WIDTH, curve_picture
+from headrace.core.errors import ConfigError
 from support.tiny_run import tiny_config
 
 
@@ -199,4 +200,8 @@ def test_a_script_of_trl_uploads_what_it_trained(
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         assert trainer.push_to_hub("the end", dataset_name="sums").startswith(f"{hub.address}/org/sums/commit/")
         assert hub.private == {"org/sums": True} and hub.messages[-1] == "the end"
+        with pytest.raises(ConfigError, match="revision= cannot be honoured"):
+            trainer.push_to_hub(revision="v2")
+        with pytest.raises(TypeError, match="'data'"):
+            trainer.push_to_hub(data="sums")
         assert {"model.safetensors", "README.md"} <= set(hub.files["org/sums"])

@@ -360,27 +360,43 @@ class GRPOTrainer:
         dtype: Literal["float32", "bfloat16"] = "float32" if value_of(self.args, "bf16") is False else "bfloat16"
         return headrace.export(self._trained(), to, dtype)
 
-    def push_to_hub(self, commit_message: str = "", blocking: bool = True, **others: Any) -> str:
+    def push_to_hub(
+        self,
+        commit_message: str = "",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> str:
         """Uploads the trained model to hub_model_id (or the name of output_dir, under the user of the token), with a card made from the
-        run. Returns the address of the commit. Names of a data set or tags are in the card already, from the run's settings."""
+        run, and returns the address of the commit when it is there (`blocking` or not). `card`: what TRL writes into its card; ours has it
+        from the run's settings. Raises ConfigError for a revision: uploads go to the main branch."""
         from headrace.commands.publishing.export_command import push_run
         from headrace.commands.publishing.hub import full_name
 
-        token = value_of(self.args, "hub_token")
+        _refuse_no_card(card)
+        if revision or value_of(self.args, "hub_revision"):
+            raise ConfigError(
+                "push_to_hub uploads to the main branch, and revision= cannot be honoured; the model is safe, and save_model writes it"
+            )
+        token = token or value_of(self.args, "hub_token")
         name = full_name(value_of(self.args, "hub_model_id") or self.output_dir.resolve().name, token)
         with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
             folder = Path(scratch) / "model"
             checkpoint = self._export(folder)
             private = bool(value_of(self.args, "hub_private_repo"))
-            how = {"private": private, "message": commit_message, "token": token}
-            return push_run(self._trained(), folder, checkpoint, name=name, **how)
+            return push_run(
+                self._trained(), folder, checkpoint, name=name, private=private, message=commit_message, token=token
+            )
 
-    def create_model_card(self, *names: Any, **others: Any) -> None:
-        """Writes the card of the run into output_dir, as `push_to_hub` uploads it."""
+    def create_model_card(self, model_name: str | None = None, **card: Any) -> None:
+        """Writes the model and the card of the run into output_dir, as `push_to_hub` uploads them. `card`: as there."""
         from headrace.commands.publishing.model_card import write_card
 
+        _refuse_no_card(card)
         self.save_model()
-        write_card(self._trained(), self.output_dir, self.state.global_step, self.output_dir.resolve().name)
+        name = model_name or self.output_dir.resolve().name
+        write_card(self._trained(), self.output_dir, self.state.global_step, name)
 
     def log(self, logs: Mapping[str, Any], *more: Any) -> None:
         """Adds a row to `state.log_history`."""
@@ -539,6 +555,17 @@ class ScriptCallbacks:
                 method(trainer.args, trainer.state, self._control, processing_class=trainer.processing_class, **more)
         if self._control.should_training_stop and event != "on_train_end":
             raise headrace.StopTraining
+
+
+CARD = (
+    "dataset", "dataset_args", "dataset_name", "dataset_tags", "finetuned_from", "language", "license", "model_name", "tags", "tasks",
+)  # fmt: skip
+"""Words that scripts of TRL and transformers give for a card."""
+
+
+def _refuse_no_card(given: Mapping[str, Any]) -> None:
+    if strange := [name for name in given if name not in CARD]:
+        raise TypeError(f"got an unexpected keyword argument {strange[0]!r}")
 
 
 def _usual_place(model: Any) -> str:

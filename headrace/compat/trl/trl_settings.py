@@ -183,7 +183,7 @@ NO_MEANING: dict[str, dict[str, Any]] = {
     },
     _SAVE: {
         "save_only_model": False, "save_on_each_node": False, "enable_jit_checkpoint": False,
-        "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "trackio_space_id": None,
+        "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "hub_strategy": "every_save", "hub_always_push": False, "trackio_space_id": None,
         "trackio_bucket_id": None, "trackio_static_space_id": None,
     },
 }  # fmt: skip
@@ -211,6 +211,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "parallelism_config": (None, "several devices are train.parallel"),
     "fsdp": (None, "several devices are train.parallel, which holds a part of the weights on each"),
     "deepspeed": (None, "several devices are train.parallel, which holds a part of the weights on each"),
+    "hub_revision": (None, "trainer.push_to_hub() uploads to the main branch"),
     "load_best_model_at_end": (False, "headrace export --step takes any checkpoint that was kept"),
 }  # fmt: skip
 
