@@ -114,8 +114,9 @@ class RowScores(NamedTuple):
     logprobs: np.ndarray
     """[R] float64; not a number where the logits hold NaN or infinity."""
     top_ids: np.ndarray | None
-    """The same as in `Drawn`."""
+    """[R, top] int32, most probable first, as in `Drawn`; None if none were asked for."""
     top_logprobs: np.ndarray | None
+    """[R, top] float64"""
 
 
 def uniforms(seed: np.ndarray, counter: np.ndarray) -> np.ndarray:

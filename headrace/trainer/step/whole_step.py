@@ -44,7 +44,7 @@ class PairNumbers(NamedTuple):
 
     pairs: int = 0
     agreed: float = 0.0
-    """StepPart of the pairs whose margin is positive: the policy prefers what was preferred."""
+    """Share of the pairs whose margin is positive: the policy prefers what was preferred."""
     margin: float = 0.0
     """Mean of `PairLoss.margin`."""
 

@@ -6,7 +6,7 @@ into our cache. So it gets continuous batching, chunked prefill and shared promp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,14 @@ import torch
 from torch.nn.functional import pad
 
 from headrace.core.errors import ConfigError
-from headrace.core.weights import AdapterSpec
-from headrace.engine.kinds import OWN_FAMILIES
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
-from headrace.engine.native.runners.module_weights import LayerWatch, ModuleWeights, decoder_layers
+from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner
 from headrace.engine.native.runners.skeleton import Skeleton, attention
 
 
-class HuggingFaceRunner(PagedRunner):
+class HuggingFaceRunner(ModuleRunner, PagedRunner):
     """Raises ConfigError for adapters, and for exactness of mixtures of experts, which it does not support."""
 
     def __init__(
@@ -36,39 +34,19 @@ class HuggingFaceRunner(PagedRunner):
         exact: bool = False,
         max_adapters: int = 0,
     ) -> None:
-        self.path = f"hugging face {model.model_type}"
+        ModuleRunner.__init__(self, f"hugging face {model.model_type}", model.model, max_adapters)
         self._model = model.model
-        if max_adapters:
-            raise ConfigError(
-                f"{self.path} runs through a forward pass that is not ours, and serves no adapters (they are served beside "
-                f'{", ".join(OWN_FAMILIES)}); in a run set lora.publish = "merged", in a server leave out --adapters'
-            )
         if exact and model.model._can_set_experts_implementation():
             raise ConfigError(
                 f"engine.exact = true, but in {self.path} how an expert adds depends on how many tokens chose it; serve "
                 "qwen3_moe, mixtral or olmoe through the fused path, or set it to false"
             )
-        super().__init__(model.geometry, dtype, device, exact)
-        self._weights = ModuleWeights(model.model)
+        PagedRunner.__init__(self, model.geometry, dtype, device, exact)
         self._layers = decoder_layers(model.model, model.geometry.layers)
-
-    # -- weights ------------------------------------------------------------------------------------------------------------
-
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        return self._weights.prepare(tensors)
-
-    def use(self, weights: Any) -> None:
-        self._weights.use(weights)
 
     def free(self) -> None:
         super().free()
         self._weights.clear()
-
-    def prepare_adapter(self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Any:
-        raise ValueError(f"{self.path} serves no adapters; merge {spec.name} into the weights")
-
-    def use_adapter(self, slot: int, adapter: Any) -> None:
-        assert adapter is None, "an adapter that was never prepared"
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,15 @@
-"""The weights of a transformers model, put into its modules by name and taken out again."""
+"""What runners over a transformers model have in common: weights in its modules, by name, and the search for a layer that breaks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from headrace.core.errors import ConfigError
+from headrace.core.weights import AdapterSpec
+from headrace.engine.kinds import OWN_FAMILIES
 from headrace.models.saved_buffers import saved_buffers
 
 
@@ -45,6 +49,32 @@ class ModuleWeights:
         """Lets go of the weights."""
         self.use(self._nothing)
         self.loaded = False
+
+
+class ModuleRunner:
+    """The part of a runner that is the same whoever keeps keys and values: weights in modules, and no adapters."""
+
+    def __init__(self, path: str, model: torch.nn.Module, max_adapters: int) -> None:
+        """`path`: the way of serving, in words. Raises ConfigError if adapters are to be served."""
+        self.path = path
+        if max_adapters:
+            raise ConfigError(
+                f"{path} runs through a forward pass that is not ours, and serves no adapters (they are served beside "
+                f'{", ".join(OWN_FAMILIES)}); in a run set lora.publish = "merged", in a server leave out --adapters'
+            )
+        self._weights = ModuleWeights(model)
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        return self._weights.prepare(tensors)
+
+    def use(self, weights: Any) -> None:
+        self._weights.use(weights)
+
+    def prepare_adapter(self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Any:
+        raise ValueError(f"{self.path} serves no adapters; merge {spec.name} into the weights")
+
+    def use_adapter(self, slot: int, adapter: Any) -> None:
+        assert adapter is None, "an adapter that was never prepared"
 
 
 def decoder_layers(model: torch.nn.Module, layers: int) -> list[torch.nn.Module]:

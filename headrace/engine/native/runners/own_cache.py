@@ -12,7 +12,7 @@ siblings, who begin there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from headrace.core.errors import ConfigError
-from headrace.core.weights import AdapterSpec
-from headrace.engine.kinds import OWN_FAMILIES
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
-from headrace.engine.native.runners.module_weights import LayerWatch, ModuleWeights, decoder_layers
+from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.runners.states import MarkedBlocks, State, States, is_plain
 from headrace.native.memory import uploaded
@@ -35,7 +33,7 @@ SMALLEST_BLOCK = 4096
 """Bytes that a block counts at least, so that a state of fixed size does not make millions of them."""
 
 
-class OwnCacheRunner:
+class OwnCacheRunner(ModuleRunner):
     """Raises ConfigError for adapters and for exactness, which it does not support."""
 
     arithmetic = ""
@@ -52,12 +50,7 @@ class OwnCacheRunner:
         exact: bool = False,
         max_adapters: int = 0,
     ) -> None:
-        self.path = f"own cache {model.model_type}"
-        if max_adapters:
-            raise ConfigError(
-                f"{self.path} runs through a forward pass that is not ours, and serves no adapters (they are served beside "
-                f'{", ".join(OWN_FAMILIES)}); in a run set lora.publish = "merged", in a server leave out --adapters'
-            )
+        super().__init__(f"own cache {model.model_type}", model.model, max_adapters)
         if exact:
             raise ConfigError(
                 f"engine.exact = true, but {self.path} forwards prompts in parts, whose sums depend on how they are cut; set it to false"
@@ -66,7 +59,6 @@ class OwnCacheRunner:
             model.model.set_attn_implementation("sdpa" if model.model._supports_sdpa else "eager")
         self.device = device
         self._call = ModelCall(model, device)
-        self._weights = ModuleWeights(model.model)
         self._layers = decoder_layers(model.model, getattr(model.config, "num_hidden_layers", 0))
         self.block_nbytes = _block_nbytes(model, context_length, dtype)
         if any(isinstance(value, torch.Tensor) for module in model.model.modules() for value in vars(module).values()):
@@ -102,18 +94,9 @@ class OwnCacheRunner:
 
     # -- weights ------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        return self._weights.prepare(tensors)
-
     def use(self, weights: Any) -> None:
-        self._weights.use(weights)
+        super().use(weights)
         self._live += 1
-
-    def prepare_adapter(self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Any:
-        raise ValueError(f"{self.path} serves no adapters; merge {spec.name} into the weights")
-
-    def use_adapter(self, slot: int, adapter: Any) -> None:
-        assert adapter is None, "an adapter that was never prepared"
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
