@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.algo.noise import NoiseWatch
 from headrace.algo.training_rows import Algorithm
@@ -116,7 +115,8 @@ def assemble(
         notebook=restored.notebook,
         decode=decode,
         waits=telemetry.waits,
-        **_room_of(engine, environment, plan, telemetry),
+        context_length=engine.capabilities.context_length,
+        openings=_openings(engine, environment, plan, telemetry),
     )
     return Parts(
         curriculum=restored.curriculum,
@@ -166,16 +166,17 @@ def groups_alone(
         notebook=Notebook(plan.adapter),
         decode=decode,
         waits=telemetry.waits,
-        **_room_of(engine, environment, plan, telemetry),
+        context_length=engine.capabilities.context_length,
+        openings=_openings(engine, environment, plan, telemetry),
     )
 
 
-def _room_of(engine: Engine, environment: EnvironmentKind, plan: LoopPlan, telemetry: Telemetry) -> dict[str, Any]:
-    """Fields of `OwnGroups` that follow from what the engine holds."""
+def _openings(engine: Engine, environment: EnvironmentKind, plan: LoopPlan, telemetry: Telemetry) -> Openings:
+    """The gate of first turns, for what the engine holds."""
     has = engine.capabilities
     longest = min(environment.limits.tokens or has.context_length, has.context_length)
     cache = CacheSize(tokens=has.kv_tokens, rows=has.rows, longest=longest, kv_gib=plan.kv_gib)
-    return {"context_length": has.context_length, "openings": Openings(cache, telemetry.warn)}
+    return Openings(cache, telemetry.warn)
 
 
 async def go_live(

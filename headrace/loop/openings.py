@@ -178,7 +178,7 @@ class Openings:
                 self._open_up(rollout, newcomer)
             heapq.heappop(self._waiting)
         loop = asyncio.get_running_loop()
-        ends = [end for one in self._open.values() if (end := self._counts_until(one)) > loop.time()]
+        ends = [end for opened in self._open.values() if (end := self._counts_until(opened)) > loop.time()]
         if self._waiting and (finite := [end for end in ends if end < math.inf]):
             self._timer = loop.call_at(min(finite), self._admit)
 
@@ -190,17 +190,17 @@ class Openings:
         for future in turns:
             future.set_result(None)
 
-    def _counts_until(self, one: _Open) -> float:
-        if one.sampling:
+    def _counts_until(self, opened: _Open) -> float:
+        if opened.sampling:
             return math.inf
         now = asyncio.get_running_loop().time()
-        return one.since + min(LONGEST, self._pace.seconds(one.prompt + one.tokens, now))
+        return opened.since + min(LONGEST, self._pace.seconds(opened.prompt + opened.tokens, now))
 
     def _fits(self, newcomer: _Open) -> bool:
-        if not any(one.sampling for one in self._open.values()):
+        if not any(opened.sampling for opened in self._open.values()):
             return True
         now = asyncio.get_running_loop().time()
-        counted = [one for one in self._open.values() if self._counts_until(one) > now]
+        counted = [opened for opened in self._open.values() if self._counts_until(opened) > now]
         return self._needed([*counted, newcomer]) <= SHARE * self._cache.tokens
 
     def _needed(self, rollouts: list[_Open]) -> float:
