@@ -126,11 +126,17 @@ def _difference(model: torch.nn.Module, prompt: tuple[int, ...], told: list[tupl
 
 def _words(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1].strip()}"[:160]
+    return _cell(f"{type(error).__name__}: {lines[-1].strip()}")
 
 
 def _reason(sentence: str) -> str:
-    return sentence.split("native engine: ")[-1].removesuffix("; choose another model")
+    return _cell(sentence.split("native engine: ")[-1].removesuffix("; choose another model"))
+
+
+def _cell(text: str) -> str:
+    """The first line, as far as it is a cell."""
+    line = text.splitlines()[0]
+    return line if len(line) <= 160 else line[:159].rstrip() + "…"
 
 
 def page(rows: list[Row]) -> str:
