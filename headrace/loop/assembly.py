@@ -105,18 +105,17 @@ def assemble(
     elsewhere: GroupSource | None = None,
 ) -> Parts:
     """`evaluated_by` scores held-out rollouts, without penalties and teachers' log-probs. `elsewhere`: where rollouts are sampled, if not here."""
-    groups = elsewhere or OwnGroups(
+    groups = elsewhere or _own_groups(
+        restored.interrupts,
+        restored.notebook,
         plan=plan,
-        evaluation=evaluation,
-        interrupts=restored.interrupts,
+        engine=engine,
         environment=environment,
         scorer=scorer,
         evaluated_by=evaluated_by,
-        notebook=restored.notebook,
+        evaluation=evaluation,
         decode=decode,
-        waits=telemetry.waits,
-        context_length=engine.capabilities.context_length,
-        openings=_openings(engine, environment, plan, telemetry),
+        telemetry=telemetry,
     )
     return Parts(
         curriculum=restored.curriculum,
@@ -156,27 +155,50 @@ def groups_alone(
     telemetry: Telemetry,
 ) -> OwnGroups:
     """The groups of a process that has no pipeline: of an evaluation, of a rollout host."""
-    return OwnGroups(
+    return _own_groups(
+        Interrupts(engine, partial, telemetry.waits, telemetry.clock),
+        Notebook(plan.adapter),
         plan=plan,
-        evaluation=evaluation,
-        interrupts=Interrupts(engine, partial, telemetry.waits, telemetry.clock),
+        engine=engine,
         environment=environment,
         scorer=scorer,
         evaluated_by=evaluated_by,
-        notebook=Notebook(plan.adapter),
+        evaluation=evaluation,
         decode=decode,
-        waits=telemetry.waits,
-        context_length=engine.capabilities.context_length,
-        openings=_openings(engine, environment, plan, telemetry),
+        telemetry=telemetry,
     )
 
 
-def _openings(engine: Engine, environment: EnvironmentKind, plan: LoopPlan, telemetry: Telemetry) -> Openings:
-    """The gate of first turns, for what the engine holds."""
+def _own_groups(
+    interrupts: Interrupts,
+    notebook: Notebook,
+    *,
+    plan: LoopPlan,
+    engine: Engine,
+    environment: EnvironmentKind,
+    scorer: Scorer,
+    evaluated_by: Scorer,
+    evaluation: EvalConfig,
+    decode: Decode,
+    telemetry: Telemetry,
+) -> OwnGroups:
+    """The groups that this engine samples, as many at once as its cache holds."""
     has = engine.capabilities
     longest = min(environment.limits.tokens or has.context_length, has.context_length)
     cache = CacheSize(tokens=has.kv_tokens, rows=has.rows, longest=longest, kv_gib=plan.kv_gib)
-    return Openings(cache, telemetry.warn)
+    return OwnGroups(
+        plan=plan,
+        evaluation=evaluation,
+        interrupts=interrupts,
+        environment=environment,
+        scorer=scorer,
+        evaluated_by=evaluated_by,
+        notebook=notebook,
+        decode=decode,
+        waits=telemetry.waits,
+        context_length=has.context_length,
+        openings=Openings(cache, telemetry.warn),
+    )
 
 
 async def go_live(

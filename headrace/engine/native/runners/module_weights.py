@@ -1,4 +1,4 @@
-"""What runners over a transformers model have in common: weights in its modules, by name, and the search for a layer that breaks."""
+"""The part that runners over a transformers model share: weights in its modules, by name, and the search for a layer that breaks."""
 
 from __future__ import annotations
 
