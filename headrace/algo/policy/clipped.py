@@ -78,6 +78,36 @@ class PPOClip(Clipped):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class CEGPPO(Clipped):
+    """-r·A inside the bounds of PPO; -β·sg(bound / r)·r·A for a token that its advantage pushes beyond one, which keeps the gradient that it has at the
+    bound, times β (CE-GPPO, arXiv 2509.20712; the authors' `compute_gppo_loss_general_beta`, Kwai-Klear/CE-GPPO). β = 0 for both would be PPO's clip.
+
+    Choice: no dual clip, which the authors' code has at 3.
+    """
+
+    name: ClassVar[str] = "ce_gppo"
+    cuts: ClassVar[tuple[str, ...]] = ()
+    beyond_low: Annotated[float, Field(ge=0)] = 0.75
+    """The part of the bound's gradient that a bad token below 1 - clip_low keeps: more of it lowers the entropy."""
+    beyond_high: Annotated[float, Field(ge=0)] = 1.0
+    """The part of the bound's gradient that a good token above 1 + clip_high keeps: more of it raises the entropy."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage
+        beyond = self.clipped(ratio, advantage).clipped
+        low, high = self.beyond_low * (1 - self.clip_low), self.beyond_high * (1 + self.clip_high)
+        kept = ratio.new_tensor(high).where(advantage > 0, ratio.new_tensor(low)) / ratio.detach()
+        return TokenLoss(-kept.where(beyond, kept.new_ones(())) * ratio * advantage, beyond)
+
+    def log_bounds(self) -> None:
+        return None
+
+    def words(self) -> Iterator[str]:
+        yield from super().words()
+        yield f"beyond it {self.beyond_low:.6g} and {self.beyond_high:.6g} of the gradient at the bound"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class M2PO(Clipped):
     """-min(r·A, clip(r, e^-b, e^b)·A) with one b for the whole step, the largest |log r| of a harmful token at which the mean of min((log r)², b²)
     over the harmful tokens stays below τ (M2PO, arXiv 2510.01161; the authors' `compute_m2po_policy_loss`, Infini-AI-Lab/M2PO). A token is
