@@ -213,6 +213,9 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         size, host = BYTES[train.weights], "cpu" if train.offload_optimizer else device
         yield MemoryNeed("trainer", f"weights ({train.weights})", split * size, device, certain=True)
         yield MemoryNeed("trainer", "gradients", split * size, device, certain=True)
+        if device == "cuda" and computing < size and ranks == 1:  # on a CPU the kernels pack theirs
+            lowered = shape.parameters * computing
+            yield MemoryNeed("trainer", f"weights as a step computes with them ({plan.train_dtype})", lowered, device)
         optimizer = 12 if train.offload_optimizer else 8
         yield MemoryNeed("trainer", "AdamW", split * optimizer, host, certain=True)
         if (plan.shared or plan.lent) and device == "cuda":

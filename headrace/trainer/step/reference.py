@@ -21,6 +21,7 @@ from headrace.core.protocols import WeightSender
 from headrace.core.reports import Captured
 from headrace.core.weights import WeightUpdate
 from headrace.trainer.forward.forward import Forward
+from headrace.trainer.forward.lowered import lowered_by_autocast
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Keep, on_host
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 def frozen(model: Any, dtype: torch.dtype) -> Any:
     """Returns a copy in evaluation mode that gives the same numbers under autocast to `dtype`."""
-    lowered = _lowered_by_autocast(model)
+    lowered = {id(parameter) for _, _, parameter in lowered_by_autocast(model)}
     embedding = model.get_input_embeddings()
     raised = type(embedding) is torch.nn.Embedding and _survives(embedding.weight, dtype)
     if not raised:
@@ -52,15 +53,6 @@ def frozen(model: Any, dtype: torch.dtype) -> Any:
         original = embedding.weight.dtype
         copied.get_input_embeddings().register_forward_hook(lambda module, args, output: output.to(original))
     return copied
-
-
-def _lowered_by_autocast(model: Any) -> set[int]:
-    """Ids of the parameters that autocast lowers: those of linear layers, and of stacked experts unless transformers multiplies them in
-    groups, which autocast does not reach."""
-    lowered = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
-    if getattr(model.config, "_experts_implementation", "eager") == "eager":
-        lowered |= {id(p) for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
-    return lowered
 
 
 def _survives(weight: Float[Tensor, "*shape"], dtype: torch.dtype) -> bool:

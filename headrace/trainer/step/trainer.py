@@ -32,6 +32,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, packed_hidden, together
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
+from headrace.trainer.forward.lowered import StepCopies, step_copies
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters
@@ -107,6 +108,10 @@ class TorchTrainer:
         )  # under LoRA they are one
         for model in models:
             self._placement.spread(model)
+        # weights that are gathered anew for every pass have no copy that could serve two, adapters are small, and kernels know a weight that
+        # they have packed by its place in memory, where the next copy may lie
+        alone = self._placement.plain and not adapters and not self._fused
+        self._copies_of_step = step_copies(self._forward, self._dtype) if alone else StepCopies((), self._dtype)
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
         self._resting = Resting(
@@ -250,7 +255,8 @@ class TorchTrainer:
     def logprobs(self, pack: Pack, temperature: float) -> list[float]:
         """[M] log-probs of the pack's targets as a step computes them before its update: recorded experts and sampling mask apply."""
         there = pack.to(self._device)
-        with forward_only(), computed_in(self._dtype, self._device), self._replay(there):
+        copies = self._copies_of_step.used()
+        with forward_only(), copies, computed_in(self._dtype, self._device), self._replay(there):
             found = self._forward.logprobs(there, temperature, self._dtype).logprob
         return self._placement.of_head(found).tolist()
 
@@ -412,6 +418,7 @@ class TorchTrainer:
             pairs=pairs,
             picked=picked,
             replay=self._replay,
+            copies=self._copies_of_step.used,
             bitwise=self._config.parity == "bitwise",
         )
         return gradient.fill(plan)
