@@ -80,9 +80,12 @@ class Simulated:
     def leads(self) -> bool:
         return self._rank == 0
 
-    def load(self, directory: Path, device: torch.device) -> Any:
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
         with _LOADING:
             return load_model(directory, device)
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        return self._exchange("of_leader", compute() if self.leads else None)[0]  # type: ignore[return-value]
 
     def spread(self, model: Any) -> None:
         held = list(model.parameters())

@@ -200,8 +200,12 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     yield MemoryNeed("trainer", "Python and torch", PROCESS * ranks, "cpu")
     computing = BYTES[plan.train_dtype]
     if ranks > 1:
-        loaded = max(4 * shape.parameters * ranks, checkpoint_bytes(shape, plan))
-        yield MemoryNeed("trainer", "the whole model in each rank while it loads, a checkpoint in one", loaded, "cpu")
+        whole = train.parallel.pipeline > 1 or plan.lora.dora  # others read what they hold (placement/filling.py)
+        loaded = 4 * shape.parameters * ranks if whole else 0
+        what = (
+            "the whole model in each rank while it loads, a checkpoint in one" if whole else "a checkpoint in one rank"
+        )
+        yield MemoryNeed("trainer", what, max(loaded, checkpoint_bytes(shape, plan)), "cpu")
     everyone = ranks if device == "cpu" else 1
     split = shape.parameters * everyone / (train.parallel.split * train.parallel.pipeline)
     if plan.adapters:

@@ -4,7 +4,7 @@ Every operation that needs a collective, or the whole of a tensor that may be sp
 to distribute a model is a new implementation of this protocol, without a branch anywhere else. On one device every method is a
 plain torch call (`port.py`).
 
-    load      load, spread                      the model as it was saved, and as it lies in training
+    load      load, of_leader, spread           the model as it was saved, and as it lies in training
     split     plan, accumulate                  the microbatches of this rank, and the gradients of the whole step
     sum       sum, largest, join                numbers, and columns of tokens, of all ranks
     know      of_head, each                     numbers that another rank has
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.packing import Pack, StepPlan, StepRows, pack_rows
+
+T = TypeVar("T")
 
 Microbatch = Callable[[int], AbstractContextManager[Tensor]]
 """The loss of the microbatch of this number, a scalar with gradient. Its backward pass belongs inside the context."""
@@ -80,8 +82,12 @@ class Placement(Protocol):
     def context(self) -> Context | None:
         """The ranks that compute each microbatch together with this one; None: it computes its own alone."""
 
-    def load(self, directory: Path, device: torch.device) -> Any:
-        """The whole model in float32, as `causal_lm.load_model`; the device is that of `spread`."""
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
+        """The model in float32, as `causal_lm.load_model`, or its outline (`outline.py`) if its `values` are not needed before `spread`, which then reads
+        this rank's part of them. The device is that of `spread`."""
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        """The result of a computation that the rank that leads makes for all. Raises its ConfigError on all of them."""
 
     def spread(self, model: Any) -> None:
         """Gives each rank its part of a model that is complete: its adapters are added, its weights lowered. Its parameters may be
@@ -148,8 +154,11 @@ class Single:
     plain: bool = True
     context: None = None
 
-    def load(self, directory: Path, device: torch.device) -> Any:
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
         return load_model(directory, device)
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        return compute()
 
     def spread(self, model: Any) -> None:
         """Leaves the model where it is."""

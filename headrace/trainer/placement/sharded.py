@@ -16,7 +16,7 @@ Or neighbouring ranks compute each microbatch together (`forward/context.py`). T
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,12 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
+from headrace.trainer.model.outline import hollow, is_outline, outline
 from headrace.trainer.packing import StepPlan, StepRows, split_ranks
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.port import Keep, Microbatches, on_host
+from headrace.trainer.placement.filling import fill
+from headrace.trainer.placement.port import Keep, Microbatches, T, on_host
+from headrace.trainer.placement.rendezvous import of_leader
 from headrace.trainer.placement.tensor_parallel import split_by_plan, split_experts
 
 
@@ -78,11 +81,21 @@ class Sharded:
         """Whether the microbatches of this rank count in sums: of those that compute them together, one does."""
         return self.context is None or self.context.rank == 0
 
-    def load(self, directory: Path, device: torch.device) -> Any:
-        """Loads into the host's memory: a device never holds more than its part and one layer."""
-        return load_model(directory, torch.device("cpu"))
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
+        """Values are loaded into the host's memory: a device never holds more than its part and one layer."""
+        found = None if values else outline(directory)
+        return load_model(directory, torch.device("cpu")) if found is None else found
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        return of_leader(compute)
 
     def spread(self, model: Any) -> None:
+        hollow(model)
+        self._divide(model)
+        if is_outline(model):
+            fill(model, self._device)
+
+    def _divide(self, model: Any) -> None:
         config, experts, summed = self._config, set[str](), list[str]()
         if config.expert > 1:
             experts = split_experts(model, self._all_experts(), self._tensor)

@@ -36,7 +36,8 @@ from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.packing import StepPlan, StepRows, fill_up, split_ranks
 from headrace.trainer.parallel import LOOPS, ParallelConfig, stages_of
 from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages
-from headrace.trainer.placement.port import Keep, Microbatches, on_host
+from headrace.trainer.placement.port import Keep, Microbatches, T, on_host
+from headrace.trainer.placement.rendezvous import of_leader
 from headrace.trainer.placement.sharded import kept_whole, split_layers
 
 # --- The microbatches of a step through the stages of a pipeline
@@ -220,9 +221,13 @@ class Staged:
         """Whether this rank has the head."""
         return self._place == self._config.pipeline - 1
 
-    def load(self, directory: Path, device: torch.device) -> Any:
-        """Loads into the host's memory: a device never holds more than its stages."""
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
+        """Loads everything into the host's memory: whether the cut into stages is exact is tried with the whole model. A device never holds more than its
+        stages."""
         return load_model(directory, torch.device("cpu"))
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        return of_leader(compute)
 
     def spread(self, model: Any) -> None:
         config = self._config
