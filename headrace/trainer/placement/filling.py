@@ -1,4 +1,6 @@
-"""Weights read from files by ranks that hold parts of them: a model is split before it has values, and each rank then reads its own part.
+"""What a rank reads from files and writes into them, of tensors that are split over ranks.
+
+Weights are read by ranks that hold parts of them: a model is split before it has values, and each rank then reads its own part.
 
 torch's and transformers' ways to split a model copy each rank's part out of the whole. The whole here is memory that was never written, of which the system
 has no pages (`outline.hollow`). So a rank's memory is its part, and one tensor at a time where a family's tensors have to be converted as a whole.
@@ -6,14 +8,17 @@ has no pages (`outline.hollow`). So a rank's memory is its part, and one tensor 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from headrace.trainer.model.outline import Region, Runs, WeightFiles, named_tensors
+from headrace.trainer.placement.port import Piece
 
 
 @torch.no_grad()
@@ -45,23 +50,41 @@ def fill(model: Any, device: torch.device) -> None:
     model.unread = set()
 
 
+def piece_of(tensor: DTensor) -> Piece | None:
+    """What this rank writes of a tensor that is split; None if another rank has the same, or there is nothing here."""
+    place = tensor.device_mesh.get_coordinate() or ()
+    copied = any(at for at, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate())
+    values = tensor.to_local().detach()
+    if copied or not values.numel():
+        return None
+    return Piece(values, region_of(tensor), tensor.shape)
+
+
+def part_of(read: Callable[[Region | None], Tensor], like: DTensor) -> DTensor:
+    """This rank's part of a tensor that is split as another."""
+    values = read(region_of(like)).to(like.to_local().device)
+    return DTensor.from_local(
+        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def region_of(tensor: DTensor) -> Region:
     """The part of a tensor that this rank holds, by dimensions. It is where torch puts the numbers of a dimension's places when it splits them alike."""
-    return [_runs(tensor, dim) for dim in range(tensor.ndim)]
+    return _region(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
 
 
-def _runs(tensor: DTensor, dim: int) -> Runs:
-    size = tensor.shape[dim]
-    placements = []
-    for placement in tensor.placements:
-        if getattr(placement, "dim", None) not in (dim, dim - tensor.ndim):
-            placements.append(Replicate())
-        else:
-            placements.append(_of_first(placement))
-    if all(placement.is_replicate() for placement in placements):
-        return [(0, size)]
-    places = torch.arange(size, device=tensor.device_mesh.device_type)
-    mine = distribute_tensor(places, tensor.device_mesh, placements, src_data_rank=None).to_local()
+@lru_cache(1 << 12)
+def _region(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any]) -> Region:
+    return [_runs(shape, dim, mesh, placements) for dim in range(len(shape))]
+
+
+def _runs(shape: torch.Size, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Runs:
+    of_this = (dim, dim - len(shape))
+    split = [_of_first(placed) if getattr(placed, "dim", None) in of_this else Replicate() for placed in placements]
+    if all(placement.is_replicate() for placement in split):
+        return [(0, shape[dim])]
+    places = torch.arange(shape[dim], device=mesh.device_type)
+    mine = distribute_tensor(places, mesh, split, src_data_rank=None).to_local()
     return list(_stretches(mine.cpu()))
 
 

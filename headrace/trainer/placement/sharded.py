@@ -26,17 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
-from headrace.trainer.model.outline import hollow, is_outline, outline
+from headrace.trainer.model.outline import Region, hollow, is_outline, outline
 from headrace.trainer.packing import StepPlan, StepRows, split_ranks
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.filling import fill
-from headrace.trainer.placement.port import Keep, Microbatches, T, on_host
+from headrace.trainer.placement.filling import fill, part_of, piece_of
+from headrace.trainer.placement.port import Microbatches, Piece, T
 from headrace.trainer.placement.rendezvous import of_leader
 from headrace.trainer.placement.tensor_parallel import split_by_plan, split_experts
 
@@ -211,19 +211,14 @@ class Sharded:
     def whole(self, tensor: Tensor) -> Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
-    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            whole = self.whole(tensor)
-            if self.leads:
-                found[name] = keep(name, whole)
-        return found
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """What is whole on every rank is small, and rank 0 writes it."""
+        split = {name: piece_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        mine = {name: Piece(tensor) for name, tensor in tensors.items() if name not in split and self.leads}
+        return {name: piece for name in tensors if (piece := split.get(name) or mine.get(name)) is not None}
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
-            return whole
-        # every rank has the whole: nothing is sent
-        return distribute_tensor(whole.to(self._device), like.device_mesh, like.placements, src_data_rank=None)
+    def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
+        return part_of(read, like) if isinstance(like, DTensor) else read(None)
 
 
 def split_layers(

@@ -28,6 +28,7 @@ from headrace.core.weights import AdapterSpec, trial_version
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers
+from headrace.native.resources import available
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
@@ -75,9 +76,11 @@ class TorchTrainer:
         keep_routing: bool = False,
         adapters: Mapping[str, Assignment] | None = None,
         placement: Placement | None = None,
+        beside: int = 1,
     ) -> None:
         """`keep_routing`: force the experts that the sampler chose. `adapters`: by name, what is trained instead of all weights; the one
-        with the empty name is published merged into them. `placement`: where the weights lie; one device by default."""
+        with the empty name is published merged into them. `placement`: where the weights lie; one device by default. `beside`: ranks that share this machine's memory, this one
+        included."""
         torch.manual_seed(seed)
         self._placement = placement or Single()
         self._model_dir, self._config, self._seed = model_dir, config, seed
@@ -116,7 +119,7 @@ class TorchTrainer:
         self._resting = Resting(
             models, lambda: [learner.optimizer for learner in self._learners.values()], self._device
         )
-        self._copies = {name: HostCopy() for name in self._learners}
+        self._copies = {name: HostCopy(lambda: available() // beside) for name in self._learners}
         self._reading = threading.Lock()
         """Held by a thread that reads frozen weights: they stay where they are."""
         self._reserved = False
@@ -324,18 +327,18 @@ class TorchTrainer:
         self._captured(adapter, on_host)(directory)
 
     def capture(self, adapter: str = "") -> tuple[Captured, Callable[[Path], None]]:
-        """Copies what a checkpoint holds to the host's memory. Returns the rest of `save`, which may be done in another thread while the
-        model is trained, unless the report says that there is no room for a copy.
-
-        Several ranks gather it in the first one, which has memory for it only while it is written."""
-        contents, copies = self._contents(adapter), self._copies[adapter]
-        found = checkpoint.tensors(contents, self._learners[adapter].optimizer)
-        if not self._placement.plain:
-            copies, short = HostCopy(), ""
-        else:
-            short = copies.short(found.items())
+        """Copies what a checkpoint holds of this rank to the host's memory. Returns the rest of `save`, which may be done in another thread while the
+        model is trained, unless the report says that there is no room for a copy. If one of several ranks has none, no rank makes one."""
+        copies, placement = self._copies[adapter], self._placement
+        found = checkpoint.tensors(self._contents(adapter), self._learners[adapter].optimizer)
+        mine = {name: piece.values for name, piece in placement.pieces(found).items()}
+        short = copies.short(mine.items())
+        nbytes = sum(tensor.nbytes for tensor in mine.values())
+        everyone, _ = placement.each(torch.tensor([nbytes, int(bool(short))]))
+        if everyone[:, 1].any():
+            short = short or "another rank has no room for a copy of its part"
         write = self._captured(adapter, on_host if short else copies.keep)
-        return Captured(sum(tensor.nbytes for tensor in found.values()), short), write
+        return Captured(int(everyone[:, 0].sum()), short), write
 
     def _captured(self, adapter: str, keep: Keep) -> Callable[[Path], None]:
         learner, adapters, together = self._learners[adapter], self._adapters, not self._placement.plain
