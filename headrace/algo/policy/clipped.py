@@ -35,7 +35,7 @@ class Clipped(Loss):
     def clipped(self, ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"]) -> TokenLoss:
         return _clipped(ratio, advantage, 1 - self.clip_low, 1 + self.clip_high)
 
-    def log_bounds(self) -> tuple[float, float]:
+    def log_bounds(self) -> tuple[float, float] | None:
         return math.log(1 - self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)
 
     def words(self) -> Iterator[str]:

@@ -199,9 +199,11 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     train, device, ranks = plan.train, plan.train_device, plan.train.parallel.ranks
     yield MemoryNeed("trainer", "Python and torch", PROCESS * ranks, "cpu")
     computing = BYTES[plan.train_dtype]
-    if ranks > 1:
-        loaded = max(4 * shape.parameters * ranks, checkpoint_bytes(shape, plan))
-        yield MemoryNeed("trainer", "the whole model in each rank while it loads, a checkpoint in one", loaded, "cpu")
+    if train.parallel.pipeline > 1 or (
+        ranks > 1 and plan.lora.dora
+    ):  # others read what they hold (placement/filling.py)
+        loaded = 4 * shape.parameters * ranks
+        yield MemoryNeed("trainer", "the whole model in each rank while it loads", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1
     split = shape.parameters * everyone / (train.parallel.split * train.parallel.pipeline)
     if plan.adapters:
@@ -223,8 +225,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
-    if ranks == 1:  # of several, one gathers it, for as long as it is written
-        yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
+    yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
     yield MemoryNeed("trainer", "activations, about", _activations(shape, train, computing) * everyone, device)
 
 
