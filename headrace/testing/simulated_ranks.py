@@ -21,7 +21,7 @@ from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.model.outline import Region
 from headrace.trainer.packing import StepPlan, StepRows, split_ranks
-from headrace.trainer.placement.port import Microbatches, Piece
+from headrace.trainer.placement.port import Microbatches, TensorPiece
 
 T = TypeVar("T")
 DEADLINE = 600.0
@@ -151,13 +151,13 @@ class Simulated:
             return tensor.detach()
         return torch.cat(self._exchange(f"whole {tuple(tensor.shape)}", tensor.detach()[self._rows(tensor)]))
 
-    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        found = {name: Piece(tensor) for name, tensor in tensors.items() if not tensor.ndim and self.leads}
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorPiece]:
+        found = {name: TensorPiece(tensor) for name, tensor in tensors.items() if not tensor.ndim and self.leads}
         for name, tensor in tensors.items():
             if tensor.ndim and len(mine := tensor[self._rows(tensor)]):
                 start = self._rows(tensor).start
                 region = [[(start, start + len(mine))], *([(0, size)] for size in tensor.shape[1:])]
-                found[name] = Piece(mine, region, tensor.shape)
+                found[name] = TensorPiece(mine, region, tensor.shape)
         return found
 
     def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:

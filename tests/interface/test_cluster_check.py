@@ -180,7 +180,7 @@ def test_every_machine_reads_what_the_others_wrote(tiny_llama: Path, tmp_path: P
     found = placed(tmp_path, tiny_llama, [NodeHost(), NodeHost()])
     assert [one.state for one in found] == ["ok"] * 3
     assert all(
-        "checkpoints, which rank 0 writes" in one.value and "files of 2 others seen" in one.value for one in found
+        "checkpoints, which all ranks write" in one.value and "files of 2 others seen" in one.value for one in found
     )
     assert not [*tmp_path.glob(".shared*")]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.trainer.model.outline import cut
-from headrace.trainer.placement.port import Piece
+from headrace.trainer.placement.port import TensorPiece
 from headrace.trainer.step.checkpoint_files import SavedTensors, part_file, write
 
 Runs = list[tuple[int, int]]
@@ -52,7 +52,7 @@ def test_parts_are_read_in_other_parts(tmp_path_factory: pytest.TempPathFactory,
     directory = tmp_path_factory.mktemp("parts")
     paths = [directory / part_file("model", rank, len(holders)) for rank in range(len(holders))]
     for path, region in zip(paths, holders, strict=True):
-        write(path, {"x": Piece(cut(tensor, region), region, tensor.shape)})
+        write(path, {"x": TensorPiece(cut(tensor, region), region, tensor.shape)})
     saved = SavedTensors(paths)
     assert torch.equal(saved.read("x"), tensor)
     assert torch.equal(saved.read("x", wanted), cut(tensor, wanted))
@@ -67,7 +67,7 @@ def test_a_file_is_one_that_safetensors_reads(tmp_path: Path) -> None:
         "e": torch.arange(256, dtype=torch.uint8),
         "f": torch.empty(0, 3),
     }
-    write(tmp_path / "model.safetensors", {name: Piece(tensor) for name, tensor in tensors.items()})
+    write(tmp_path / "model.safetensors", {name: TensorPiece(tensor) for name, tensor in tensors.items()})
     found, saved = load_file(tmp_path / "model.safetensors"), SavedTensors([tmp_path / "model.safetensors"])
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == saved.dtypes[name] == tensor.dtype
@@ -77,7 +77,7 @@ def test_a_file_is_one_that_safetensors_reads(tmp_path: Path) -> None:
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     for rank in (0, 1):
         region = [[(2 * rank, 2 * rank + 2)]]
-        write(tmp_path / part_file("model", rank, 2), {"x": Piece(torch.ones(2), region, (4,))})
+        write(tmp_path / part_file("model", rank, 2), {"x": TensorPiece(torch.ones(2), region, (4,))})
     paths = sorted(tmp_path.iterdir())
     assert torch.equal(SavedTensors(paths).read("x"), torch.ones(4))
     with pytest.raises(CheckpointError, match="have 2 of the 4 values of x; resume from an older"):

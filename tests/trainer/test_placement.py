@@ -216,13 +216,15 @@ def test_what_ranks_save_one_device_resumes_and_the_other_way_round(model_dir, t
             assert (found[name] - tensor).abs().max() <= 3e-5, name
 
 
-def test_only_the_rank_that_leads_writes(model_dir, tmp_path):  # noqa: F811
+def test_each_rank_writes_its_part_and_the_facts_are_from_the_one_that_leads(model_dir, tmp_path):  # noqa: F811
     def save(trainer: TorchTrainer) -> bool:
         trainer.save(tmp_path / f"by-{trainer._placement.leads}")
         return trainer._placement.leads
 
     assert on_ranks(model_dir("llama"), AlgoConfig(), save) == [True, False]
-    assert [path.name for path in tmp_path.iterdir()] == ["by-True"]
+    written = {path.name: sorted(file.name for file in path.iterdir()) for path in tmp_path.iterdir()}
+    first, second = ([f"{stem}-0000{rank}-of-00002.safetensors" for stem in ("model", "optimizer")] for rank in (1, 2))
+    assert written == {"by-True": [*first, "trainer.json"], "by-False": second}
 
 
 def test_weights_read_outside_of_the_root_show(model_dir):  # noqa: F811

@@ -81,7 +81,7 @@ def shared_places(config: RunConfig) -> list[SharedPlace]:
     """Returns the directories that machines of this run share."""
     found = []
     if ranks_of(config):
-        found.append(SharedPlace(Path(config.out), "checkpoints, which rank 0 writes and all ranks read", "out"))
+        found.append(SharedPlace(Path(config.out), "checkpoints, which all ranks write and read", "out"))
     if config.engine.shared_dir:
         found.append(SharedPlace(Path(config.engine.shared_dir), "weights as files", "engine.shared_dir"))
     kind, _, place = config.orchestration.bus.partition(":")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from headrace.core.errors import ConfigError
 from headrace.models.tokenizer import name_all
@@ -111,31 +115,47 @@ def enable_checkpointing(model: Any, contexts: Callable[[], Any] | None = None) 
     model.train()  # transformers checkpoints in training mode only
 
 
+SHARD = 4_000_000_000
+"""Bytes of a file of exported weights, about."""
+
+
 def export_model(
     model: Any,
     source: Path,
     directory: Path,
     *,
     dtype: Literal["bfloat16", "float32"],
-    whole: Callable[[torch.Tensor], torch.Tensor],
+    whole: Callable[[str], torch.Tensor],
     leads: bool = True,
+    most: int = SHARD,
 ) -> None:
-    """Writes a directory that `transformers` loads: weights in `dtype`, config, and all other files of `source`.
+    """Writes a directory that `transformers` loads: weights in `dtype`, config, and all other files of `source`. No more than a file's worth of weights
+    is in memory at a time, and a layer. `most`: bytes of a file, about.
 
-    `whole`: `Placement.whole`, called for every tensor on every rank; only the rank that leads writes.
+    `whole`: gives a tensor of the model's `state_dict` by its name. It is called for every one, in one order, on every rank; only the rank that leads
+    writes.
     """
-    saved = model.state_dict()
-    # tied parameters stay one tensor, which `save_pretrained` writes once
-    names = {name: name for name in saved} | tied_names(model)
-    lowered = {}
-    for name in dict.fromkeys(names.values()):
-        tensor = whole(saved[name])
+    if leads:
+        directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
+    shards, left_out = (
+        _Shards(model, directory, most),
+        tied_names(model).keys() | set(model._keys_to_ignore_on_save or ()),
+    )
+    for names in _by_layer([name for name in model.state_dict() if name not in left_out]):
+        given = {}
+        for name in names:
+            tensor = whole(name)
+            if leads:
+                given[name] = _to(tensor, getattr(torch, dtype))
         if leads:
-            lowered[name] = _to(tensor, getattr(torch, dtype))
+            shards.add(given)
     if not leads:
         return
-    directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
-    model.save_pretrained(directory, state_dict={name: lowered[own_name] for name, own_name in names.items()})
+    shards.finish()
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 gives a model a class of its own
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
     for path in source.iterdir():  # tokenizer, chat template, generation config, licence
@@ -143,6 +163,61 @@ def export_model(
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
     name_all(directory)
+
+
+def _by_layer(names: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the names of each layer together: a family's own files may join or cut tensors of one."""
+    layer = lambda name: match.group() if (match := re.match(r".*?\.\d+\.", name)) else ""  # noqa: E731
+    for _, together in itertools.groupby(names, layer):
+        yield list(together)
+
+
+class _Shards:
+    """The files of exported weights, with the names and shapes that the family's own files have."""
+
+    def __init__(self, model: Any, directory: Path, most: int) -> None:
+        self._model, self._directory, self._most = model, directory, most
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._written: list[list[str]] = []
+        """The names in each file."""
+        self._bytes = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes all tensors of a layer, in the host's memory. Raises OSError where a file cannot be written."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for name, tensor in revert_weight_conversion(self._model, tensors).items():
+            if self._waiting and sum(t.nbytes for t in self._waiting.values()) + tensor.nbytes > self._most:
+                self._write()
+            self._waiting[name] = tensor.contiguous().clone()  # parts of a tensor that was cut share its memory
+
+    def finish(self) -> None:
+        """Writes the rest, names the files by their number, and lists them."""
+        self._write()
+        for path in self._directory.glob("model*.safetensors*"):  # of an earlier export
+            if not path.name.startswith("model-part"):
+                path.unlink()
+        count = len(self._written)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._written):
+            file = f"model-{number + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
+            self._path(number).replace(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            (self._directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        try:
+            save_file(self._waiting, self._path(len(self._written)), metadata={"format": "pt"})
+        except SafetensorError as error:  # its only report of a full disk
+            raise OSError(str(error)) from error
+        self._bytes += sum(tensor.nbytes for tensor in self._waiting.values())
+        self._written.append(list(self._waiting))
+        self._waiting = {}
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"model-part-{number}.safetensors"
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a rank reads from files and writes into them, of tensors that are split over ranks.
+"""Parts of tensors that are split over ranks: read from files, and written into them.
 
 Weights are read by ranks that hold parts of them: a model is split before it has values, and each rank then reads its own part.
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from headrace.trainer.model.outline import Region, Runs, WeightFiles, named_tensors
-from headrace.trainer.placement.port import Piece
+from headrace.trainer.placement.port import TensorPiece
 
 
 @torch.no_grad()
@@ -50,14 +50,14 @@ def fill(model: Any, device: torch.device) -> None:
     model.unread = set()
 
 
-def piece_of(tensor: DTensor) -> Piece | None:
-    """What this rank writes of a tensor that is split; None if another rank has the same, or there is nothing here."""
+def piece_of(tensor: DTensor) -> TensorPiece | None:
+    """Returns what this rank writes of a tensor that is split; None if another rank has the same, or there is nothing here."""
     place = tensor.device_mesh.get_coordinate() or ()
     copied = any(at for at, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate())
     values = tensor.to_local().detach()
     if copied or not values.numel():
         return None
-    return Piece(values, region_of(tensor), tensor.shape)
+    return TensorPiece(values, region_of(tensor), tensor.shape)
 
 
 def part_of(read: Callable[[Region | None], Tensor], like: DTensor) -> DTensor:

@@ -62,8 +62,8 @@ class Microbatches:
     """Those whose gradients are wanted."""
 
 
-class Piece(NamedTuple):
-    """What a rank writes of a tensor."""
+class TensorPiece(NamedTuple):
+    """The part of a tensor that a rank writes."""
 
     values: Tensor
     region: Region | None = None
@@ -148,7 +148,7 @@ class Placement(Protocol):
         """All values of a parameter, of its moments, or of a buffer, without gradient; the tensor itself if this rank holds
         all of it."""
 
-    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorPiece]:
         """The parts of these tensors that this rank writes, where they lie; every value is written by one rank. Ranks may have tensors of their own: moments of
         parameters that the rest has not."""
 
@@ -213,8 +213,8 @@ class Single:
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
-    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        return {name: Piece(tensor) for name, tensor in tensors.items()}
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorPiece]:
+        return {name: TensorPiece(tensor) for name, tensor in tensors.items()}
 
     def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
         return read(None)

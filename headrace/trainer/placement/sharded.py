@@ -36,7 +36,7 @@ from headrace.trainer.model.outline import Region, hollow, is_outline, outline
 from headrace.trainer.packing import StepPlan, StepRows, split_ranks
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.filling import fill, part_of, piece_of
-from headrace.trainer.placement.port import Microbatches, Piece, T
+from headrace.trainer.placement.port import Microbatches, T, TensorPiece
 from headrace.trainer.placement.rendezvous import of_leader
 from headrace.trainer.placement.tensor_parallel import split_by_plan, split_experts
 
@@ -211,10 +211,10 @@ class Sharded:
     def whole(self, tensor: Tensor) -> Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
-    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """What is whole on every rank is small, and rank 0 writes it."""
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorPiece]:
+        """Rank 0 writes what is whole on every rank: it is small."""
         split = {name: piece_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-        mine = {name: Piece(tensor) for name, tensor in tensors.items() if name not in split and self.leads}
+        mine = {name: TensorPiece(tensor) for name, tensor in tensors.items() if name not in split and self.leads}
         return {name: piece for name in tensors if (piece := split.get(name) or mine.get(name)) is not None}
 
     def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:

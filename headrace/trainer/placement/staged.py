@@ -38,7 +38,7 @@ from headrace.trainer.packing import StepPlan, StepRows, fill_up, split_ranks
 from headrace.trainer.parallel import LOOPS, ParallelConfig, stages_of
 from headrace.trainer.placement.filling import part_of, piece_of
 from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages
-from headrace.trainer.placement.port import Microbatches, Piece, T
+from headrace.trainer.placement.port import Microbatches, T, TensorPiece
 from headrace.trainer.placement.rendezvous import of_leader
 from headrace.trainer.placement.sharded import kept_whole, split_layers
 
@@ -352,20 +352,20 @@ class Staged:
             return part_of(read, like)
         return torch.empty_like(like) if like.is_meta else read(None)
 
-    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """Of several ranks that hold the same, the first of the pipeline writes it, in the first pipeline that does."""
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorPiece]:
+        """The first rank of the first pipeline that holds a tensor, or a part of it, writes it."""
         held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
         known: list[Any] = [None] * self._config.pipeline
         dist.all_gather_object(known, list(held), group=self._line)
         before = {name for names in known[: self._place] for name in names}
-        found: dict[str, Piece] = {}
+        found: dict[str, TensorPiece] = {}
         for name, tensor in held.items():
             if name in before or dist.get_rank(self._replicas):
                 continue
             if (piece := piece_of(tensor) if isinstance(tensor, DTensor) else None) is not None:
                 found[name] = piece
             elif not isinstance(tensor, DTensor) and not self._copy:
-                found[name] = Piece(tensor)
+                found[name] = TensorPiece(tensor)
         return found
 
 

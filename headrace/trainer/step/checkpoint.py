@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from headrace.core.errors import CheckpointError
 from headrace.durable.atomic_files import sync_to_disk
 from headrace.trainer.model.adapters import ADAPTER_MODEL
 from headrace.trainer.model.low_memory import MixedAdamW
-from headrace.trainer.placement.port import Keep, Piece, Placement, on_host
+from headrace.trainer.placement.port import Keep, Placement, TensorPiece, on_host
 from headrace.trainer.step import checkpoint_files
 from headrace.trainer.step.checkpoint_files import SavedTensors, unreadable
 
@@ -86,7 +86,7 @@ def capture(
     counts, _ = placement.each(torch.tensor([len(kept[0]) + len(kept[1])]))
     writers = [number for number, (count,) in enumerate(counts.tolist()) if count or not number]
     if placement.leads:
-        kept[1] |= {name: Piece(state) for name, state in _rng(generators.flatten()).items()}
+        kept[1] |= {name: TensorPiece(state) for name, state in _rng(generators.flatten()).items()}
     facts = {"format": FORMAT, "version": version, "seed": seed, "base": contents.base, "entropy": list(entropy)}
     if len(writers) > 1:
         facts |= {"format": FORMAT_OF_PARTS, "ranks": len(counts), "writers": writers}
@@ -107,7 +107,7 @@ def capture(
     return write
 
 
-def _kept(pieces: Mapping[str, Piece], keep: Keep) -> dict[str, Piece]:
+def _kept(pieces: Mapping[str, TensorPiece], keep: Keep) -> dict[str, TensorPiece]:
     return {name: piece._replace(values=keep(name, piece.values)) for name, piece in pieces.items()}
 
 
@@ -135,21 +135,28 @@ def tensors(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimizer, placement: Placement) -> int:
     """Restores everything and returns the version. Raises CheckpointError before anything is changed."""
-    facts = _read_facts(directory)
-    if (base := str(facts.get("base", ""))) != contents.base:
-        problem = "it holds an adapter of other base weights" if base else "it holds all weights of a model, no adapter"
-        raise _foreign(directory, problem if contents.base else "it holds an adapter, not all weights of a model")
-    weights, rest = _saved(directory, contents.file, facts), _saved(directory, OPTIMIZER, facts)
-    _check(directory / contents.file, weights, _trained(contents, optimizer))
+    trained, facts = _trained(contents, optimizer), _read_facts(directory)
+    weights, rest = weights_of(directory, replace(contents, weights=trained)), _saved(directory, OPTIMIZER, facts)
     state = _optimizer_state(directory, rest, contents, optimizer=optimizer, placement=placement)
     with torch.no_grad():
-        for name, tensor in _trained(contents, optimizer).items():
+        for name, tensor in trained.items():
             tensor.copy_(placement.part(partial(weights.read, name), like=tensor))
     if isinstance(optimizer, MixedAdamW):
         optimizer.show_masters()
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     _restore_rng(rest, placement)
     return int(facts["version"])
+
+
+def weights_of(directory: Path, contents: Contents) -> SavedTensors:
+    """The weights of a checkpoint. Raises CheckpointError if they are not those of the contents, by names, shapes and dtypes."""
+    facts = _read_facts(directory)
+    if (base := str(facts.get("base", ""))) != contents.base:
+        problem = "it holds an adapter of other base weights" if base else "it holds all weights of a model, no adapter"
+        raise _foreign(directory, problem if contents.base else "it holds an adapter, not all weights of a model")
+    weights = _saved(directory, contents.file, facts)
+    _check(directory / contents.file, weights, contents.weights)
+    return weights
 
 
 def entropy_of(directory: Path) -> tuple[float, float] | None:

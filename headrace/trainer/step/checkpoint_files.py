@@ -25,7 +25,7 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError
 from headrace.models.resolve import LONGEST_HEADER, read_header
 from headrace.trainer.model.outline import Region
-from headrace.trainer.placement.port import Piece
+from headrace.trainer.placement.port import TensorPiece
 
 PARTS = "parts"
 """The key in a file's metadata."""
@@ -52,8 +52,9 @@ def part_file(stem: str, rank: int, ranks: int) -> str:
     return f"{stem}-{rank + 1:05}-of-{ranks:05}.safetensors"
 
 
-def write(path: Path, pieces: Mapping[str, Piece]) -> None:
-    """Writes a file in the order of the mapping. The values are in the host's memory. Raises OSError (disk full, say)."""
+def write(path: Path, pieces: Mapping[str, TensorPiece]) -> None:
+    """Writes a file, with the widest values first and by name, as safetensors does. They are in the host's memory. Raises OSError (disk full, say)."""
+    pieces = dict(sorted(pieces.items(), key=lambda entry: (-entry[1].values.itemsize, entry[0])))
     header: dict[str, Any] = {}
     parts = {name: [list(piece.shape), piece.region] for name, piece in pieces.items() if piece.region is not None}
     if parts:
@@ -91,11 +92,12 @@ class SavedTensors:
         self.shapes: dict[str, torch.Size] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         spelled = {spelling: dtype for dtype, spelling in _DTYPES.items()}
+        self._files: dict[Path, Any] = {}
         for path in paths:
             try:
                 stored = read_header(path)
-                with safe_open(path, "pt") as file:
-                    parts = json.loads((file.metadata() or {}).get(PARTS, "{}"))
+                self._files[path] = safe_open(path, "pt")
+                parts = json.loads((self._files[path].metadata() or {}).get(PARTS, "{}"))
                 for name, tensor in stored.items():
                     shape, region = parts.get(name, (tensor.shape, None))
                     self._places.setdefault(name, []).append(_Place(path, region))
@@ -130,11 +132,10 @@ class SavedTensors:
 
     def _copy(self, path: Path, name: str, overlap: Sequence[Sequence[tuple[slice, slice]]], found: Tensor) -> None:
         try:
-            with safe_open(path, "pt") as file:
-                stored = file.get_slice(name)
-                for boxes in itertools.product(*overlap):
-                    source = stored[tuple(theirs for _, theirs in boxes)] if boxes else stored[...]
-                    found[tuple(mine for mine, _ in boxes)] = source
+            stored = self._files[path].get_slice(name)
+            for boxes in itertools.product(*overlap):
+                source = stored[tuple(theirs for _, theirs in boxes)] if boxes else stored[...]
+                found[tuple(mine for mine, _ in boxes)] = source
         except (OSError, SafetensorError) as error:
             raise unreadable(path, error) from error
 

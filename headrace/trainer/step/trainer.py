@@ -47,12 +47,12 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
-from headrace.trainer.model.outline import is_outline, sample
+from headrace.trainer.model.outline import is_outline, outline, sample
 from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
 from headrace.trainer.placement.port import Keep, Placement, Single, T, on_host, own_values_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
-from headrace.trainer.step.checkpoint import Contents
+from headrace.trainer.step.checkpoint import Contents, all_weights, weights_of
 from headrace.trainer.step.gradient import Gradient, Replay, Sums
 from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner
@@ -402,17 +402,21 @@ class TorchTrainer:
     def _export(self, directory: Path, dtype: Literal["bfloat16", "float32"], adapter: str, merge: bool) -> None:
         placement = self._placement
         if self._adapters is None:
-            export_model(
-                self._model, self._model_dir, directory, dtype=dtype, whole=placement.whole, leads=placement.leads
-            )
+            self._exported(self._model, directory, dtype, placement.whole)
         elif merge:
             merged = dict(self._adapters.merged(adapter))  # on every rank: it gathers
             if placement.leads:
                 model = load_model(self._model_dir, self._device)
                 model.load_state_dict(merged, strict=False)  # tied parameters and buffers are there already
-                export_model(model, self._model_dir, directory, dtype=dtype, whole=Single().whole)
+                self._exported(model, directory, dtype, Single().whole)
         elif placement.leads:
             self._adapters.export(adapter, directory)
+
+    def _exported(
+        self, model: Any, directory: Path, dtype: Literal["bfloat16", "float32"], whole: Callable[[Tensor], Tensor]
+    ) -> None:
+        saved, leads = model.state_dict(), self._placement.leads
+        export_model(model, self._model_dir, directory, dtype=dtype, whole=lambda name: whole(saved[name]), leads=leads)
 
     def _plan(self, batch: Batch) -> StepPlan:
         learner = self._learners[batch.adapter]
@@ -504,10 +508,15 @@ def export_weights(
     masters = train.weights == "float32" or train.offload_optimizer
     kept: Literal["float32", "bfloat16"] = "float32" if masters else "bfloat16"
     train = dataclasses.replace(train, dtype=kept, weights=kept, offload_optimizer=False)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    if not trained.lora.rank and (model := outline(model_dir)) is not None:  # needs no trainer, and a layer's memory
+        if kept == "bfloat16":
+            lower_weights(model, torch.bfloat16)
+        export_model(model, model_dir, to, dtype=dtype, whole=weights_of(checkpoint, all_weights(model)).read)
+        return
     adapters = {"": dataclasses.replace(trained, train=train)} if trained.lora.rank else {}
     trainer = TorchTrainer(model_dir, train, trained.algo, seed, adapters=adapters)
     trainer.restore(checkpoint)
-    to.parent.mkdir(parents=True, exist_ok=True)
     trainer.export(to, dtype, merge=merge)
 
 
