@@ -14,6 +14,7 @@ sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.device import __main__ as queue  # noqa: E402
 from benchmarks.device.entry import ORDER, Figure, Line, Result, all_results, entry_of, failed, read, verdict  # noqa: E402
+from benchmarks.device.packages import missing, needed, remedy  # noqa: E402
 from benchmarks.device.run_entry import run_entry  # noqa: E402
 from headrace.commands.plan.rates.hardware import GPUS  # noqa: E402
 
@@ -139,3 +140,16 @@ def test_a_budget_that_is_used_up_begins_no_entry(tmp_path: Path, capsys: pytest
     assert queue.run(["smoke", "decode"], 1.0, tmp_path, "cpu", {}) == 0
     printed = capsys.readouterr().out
     assert printed.count("not begun: the budget is used up") == 2 and "0/11" in printed
+
+
+def test_packages_that_are_missing_are_named_with_the_way_to_bring_them() -> None:
+    assert missing(("tasks",)) == []
+    said = remedy(["pydantic>=2.11,<3"])
+    assert "lacks pydantic>=2.11,<3" in said and "make device WHEELS=wheels" in said
+    assert "make device PYTHON=" in remedy(["torch>=2.11,<2.14", "pydantic>=2.11,<3"])
+
+
+def test_what_is_needed_is_walked_through_but_not_into_torch() -> None:
+    """`pydantic-core` is no requirement of headrace's own; `sympy` may be one of torch's, whose build is the machine's own."""
+    walked = [name for name, _ in needed()]
+    assert "pydantic-core" in walked and "torch" in walked and "jinja2" not in walked
