@@ -73,7 +73,7 @@ CASES = (
         formula="six steps, all killed at the third, the rest after `--resume`",
         kills="run",
     ),
-    Case(name="LoRA 16", sets=("lora.rank=16",), formula="six steps"),
+    Case(name="LoRA 16", sets=("lora.rank=16",), formula="six steps", package="peft"),
     Case(name="vLLM", sets=("engine.kind=vllm",), formula="six steps", gpu=True, package="vllm"),
     Case(
         name="vLLM, in turns",

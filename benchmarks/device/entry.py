@@ -65,8 +65,6 @@ class Entry:
     lines: tuple[Line, ...]
     measure: Callable[[Bench], Iterator[Figure]]
     """Yields a figure for every line, each as soon as it is known."""
-    needs: tuple[str, ...] = ()
-    """Packages beside those that headrace installs. Lines that lack theirs are not measured, and say so."""
     least_memory: float = 0.0
     """Bytes of the device's memory without which the entry is not begun."""
 

@@ -46,7 +46,7 @@ def measure(bench: Bench) -> Iterator[Figure]:
             if not bench.tiny
             else {},
         )
-        if count == 1 or (bench.tiny and sequences == 1):
+        if sequences == 1:
             seconds = decoded / found.overall - tokens * found.seconds / count
             yield Figure("a prompt of 128k", count * length / max(seconds, 1e-9), note="decoding subtracted")
         del core
