@@ -35,6 +35,9 @@ def main(words: Sequence[str] | None = None) -> int:
         "--results", type=Path, help="where results are read and written; in a rehearsal nowhere that is kept"
     )
     options = parser.parse_args(words)
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # an entry is a session of its own: it would live on
     environment = provide(options.wheels)
     from benchmarks.device.entry import RESULTS  # headrace can be imported from here on
 
@@ -100,7 +103,7 @@ def _child(name: str, limit: float, results: Path, device: str, environment: Map
     finally:
         if child.poll() is None:
             _end(child)
-    return "finished" if code == 0 else f"failed (exit status {code})"
+    return {0: "finished", 3: "not begun: the card is too small"}.get(code, f"failed (exit status {code})")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -116,9 +119,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def summary(names: Sequence[str], endings: Mapping[str, str], results: Path, left: float) -> Iterator[str]:
     """Yields a table: every entry, how it ended, and its figures that are not as predicted."""
-    from benchmarks.device.entry import all_results, entry_of, verdict
+    from benchmarks.device.entry import entry_of, read, verdict
 
-    newest = {result.entry: result for result in all_results(results)}
+    paths = sorted(results.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    newest = {result.entry: result for result in map(read, paths)}
     yield f"\n{'entry':10} {'ended':34} {'s':>5} {'figures':>8}  not as predicted"
     for name in names:
         result, entry = newest.get(name), entry_of(name)

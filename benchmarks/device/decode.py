@@ -11,9 +11,7 @@ import torch
 from benchmarks.device import loads
 from benchmarks.device.entry import Entry, Figure, Line
 from benchmarks.device.loads import Bench
-from benchmarks.device.predictions import OVERHEAD, READS, UNGRAPHED, decoding, overhead
-from headrace.commands.plan.rates.hardware import Gpu
-from headrace.commands.plan.rates.shapes import SHAPES
+from benchmarks.device.predictions import OVERHEAD, UNGRAPHED, decoding, overhead
 from headrace.core.types import Request, Sampling
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.core import Core
@@ -32,10 +30,8 @@ FILTERED = 0.02
 ROOFLINE = f"n / ({OVERHEAD} + roofline / 80 %)"
 
 
-def _one_long(chip: Gpu) -> float:
-    """Keys and values of 64 sequences are copied at the length of the longest: read, written, read."""
-    copied = 3 * 64 * LONG * SHAPES["135m"].cache_bytes / (READS * chip.bandwidth)
-    return 64 / (overhead(64, 30) + copied)
+MEAN = (LONG + 63 * PROMPT) / 64 + TOKENS / 2
+"""Tokens in each cache where one of 64 sequences is long."""
 
 
 LINES = (
@@ -51,8 +47,8 @@ LINES = (
     ),
     Line(
         name="135m, 64, one of 8,000 tokens",
-        predicted=_one_long,
-        formula="64 / (overhead + three times 64 × 8,000 tokens of cache / 80 % of the bandwidth): all are copied at the longest one's length",
+        predicted=decoding("135m", 64, context=MEAN),
+        formula=f"{ROOFLINE}, of the tokens that there are: attention reads pages where they lie, and no sequence pays for the length of another",
     ),
     Line(
         name="135m, 64, prompts arriving",

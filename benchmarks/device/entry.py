@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from benchmarks.device.loads import Bench
 
 RESULTS = Path(__file__).with_name("results")
-ORDER = ("smoke", "decode", "training", "memory", "mixture", "ranks", "kernels", "long")
+ORDER = ("smoke", "decode", "training", "demo", "memory", "mixture", "ranks", "kernels", "long")
 """Modules of this package, in the order in which a machine that comes by is spent on them."""
 BASIS = "measured by an earlier script; predictions are made of it"
 """`Result.ended` of figures to which predictions cannot be compared."""
@@ -65,8 +65,6 @@ class Entry:
     lines: tuple[Line, ...]
     measure: Callable[[Bench], Iterator[Figure]]
     """Yields a figure for every line, each as soon as it is known."""
-    needs: tuple[str, ...] = ()
-    """Packages beside those that headrace installs. Lines that lack theirs are not measured, and say so."""
     least_memory: float = 0.0
     """Bytes of the device's memory without which the entry is not begun."""
 

@@ -201,6 +201,7 @@ def sample(
             if name in names:
                 drawn[name].append(token)
                 scores[name].append(logprob)
+    assert passes, f"{len(names)} sequences never decoded at once: engine.kv_gib or max_running is too small"
     count = sum(map(len, drawn.values()))
     assert count == len(names) * tokens, f"{count} tokens of {len(names)} × {tokens} were sampled"
     return Sampled(statistics.median(passes), count / (time.perf_counter() - started), drawn, scores)

@@ -7,24 +7,13 @@ from collections.abc import Iterator
 from benchmarks.device import loads
 from benchmarks.device.entry import Entry, Figure, Line
 from benchmarks.device.loads import Bench
-from benchmarks.device.predictions import PRODUCTS, READS, TRAINED, overhead, pass_floor, trained
+from benchmarks.device.predictions import PRODUCTS, TRAINED, decoding, trained
 from headrace.commands.plan.rates.hardware import Gpu
 from headrace.commands.plan.rates.shapes import SHAPES
 
 MODEL = SHAPES["1.5b"]
-COPIES = 3
-"""A pass reads keys and values, writes a copy, and reads that (`engine/native/runners/attention.py`); a kernel that reads pages makes it 1."""
 MANY, SHORTER, LONGER, ROW = 8, 32_000, 128_000, 65_536
 TOKENS = 48
-
-
-def _decoding(sequences: int, context: int):
-    def predicted(chip: Gpu) -> float:
-        weights = pass_floor(chip, MODEL, sequences, 0)
-        caches = COPIES * sequences * context * MODEL.cache_bytes / chip.bandwidth
-        return sequences / (overhead(sequences, MODEL.layers) + (weights + caches) / READS)
-
-    return predicted
 
 
 def _prompt(chip: Gpu) -> float:
@@ -46,7 +35,7 @@ def measure(bench: Bench) -> Iterator[Figure]:
             if not bench.tiny
             else {},
         )
-        if count == 1 or (bench.tiny and sequences == 1):
+        if sequences == 1:
             seconds = decoded / found.overall - tokens * found.seconds / count
             yield Figure("a prompt of 128k", count * length / max(seconds, 1e-9), note="decoding subtracted")
         del core
@@ -62,14 +51,14 @@ def measure(bench: Bench) -> Iterator[Figure]:
     )
 
 
-BY = "n / (overhead + (weights once, caches read, written and read: 3 times) / 80 % of the bandwidth)"
+BY = "n / (overhead + roofline / 80 %): weights and caches read once"
 ENTRY = Entry(
     name="long",
     about="1.5b with random weights; tokens/s",
     limit=180,
     lines=(
-        Line(name="8 behind 32k", predicted=_decoding(MANY, SHORTER), formula=BY),
-        Line(name="1 behind 128k", predicted=_decoding(1, LONGER), formula=BY),
+        Line(name="8 behind 32k", predicted=decoding("1.5b", MANY, context=SHORTER), formula=BY),
+        Line(name="1 behind 128k", predicted=decoding("1.5b", 1, context=LONGER), formula=BY),
         Line(
             name="a prompt of 128k",
             predicted=_prompt,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,9 @@ CASES = (
 
 def measure(bench: Bench) -> Iterator[Figure]:
     for case in CASES:
+        if case.lora and importlib.util.find_spec("peft") is None:
+            yield from (Figure(name, None, "peft is not here") for name in (case.name, f"{case.name}: memory"))
+            continue
         learner = loads.trainer(
             bench, case.model, lora=case.lora, microbatch_tokens=MICROBATCH, dtype="bfloat16", **case.train
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,9 @@ from benchmarks.device.entry import RESULTS, Figure, Result, entry_of, failed, v
 from benchmarks.device.loads import Bench, Device
 
 ROOT = Path(__file__).parent.parent.parent
+NOT_BEGUN = "not begun"
+TOO_SMALL = 3
+"""Exit status where the card has too little memory."""
 
 
 def run_entry(name: str, device: Device, results: Path, *, tiny: bool = False) -> Result:
@@ -30,7 +34,7 @@ def run_entry(name: str, device: Device, results: Path, *, tiny: bool = False) -
         entry=name, card=card_of(device), date=f"{datetime.now(UTC):%Y-%m-%d}", commit=commit(), torch=torch.__version__
     )
     if device == "cuda" and (memory := torch.cuda.get_device_properties(0).total_memory) < entry.least_memory:
-        result.ended = f"not begun: it needs {entry.least_memory / 1e9:.0f} GB, and the card has {memory / 1e9:.0f}"
+        result.ended = f"{NOT_BEGUN}: it needs {entry.least_memory / 1e9:.0f} GB, and the card has {memory / 1e9:.0f}"
         return result
     with tempfile.TemporaryDirectory(prefix="headrace-device-") as folder:
         bench = Bench(device=device, folder=Path(folder), chip=result.chip, tiny=tiny)
@@ -41,6 +45,10 @@ def run_entry(name: str, device: Device, results: Path, *, tiny: bool = False) -
                 result.write(results)
                 print(line_of(result, figure), flush=True)
             result.ended = "finished"
+        except SystemExit:  # the queue's SIGTERM
+            result.ended = "ended at its limit"
+            result.write(results)
+            raise
         except Exception as error:
             if tiny:
                 raise
@@ -78,8 +86,13 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     disable_progress_bar()
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that its folder, of many gigabytes, is removed
     result = run_entry(options.entry, options.device, options.results, tiny=options.tiny)
     print(f"{result.entry}: {result.ended} after {result.seconds:.0f} s", flush=True)
+    if result.ended.startswith(NOT_BEGUN):
+        return TOO_SMALL
     entry = entry_of(options.entry)
     wrong = [figure for figure in result.figures if failed(entry.line(figure.name), figure)]
     return int(result.ended != "finished" or bool(wrong))

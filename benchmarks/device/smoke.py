@@ -21,6 +21,7 @@ CHECKS = {
     "Triton compiles": "a kernel of three lines",
     "torch.compile compiles": "a function of two operations, with its gradient",
     "varlen attention": "torch's kernel passes the trial of `native/cuda_ops.py`, gradients included",
+    "attention reads pages": "the engine's kernel passes its trial; else keys and values are copied for every pass",
     "exact: alone and among eight": "the same tokens and log-probs, bit for bit",
     "graphs captured while weights arrive": "32 sizes, another thread copies and verifies weights all the time",
 }
@@ -50,6 +51,11 @@ def _compiled(bench: Bench) -> None:
 
 def _varlen(bench: Bench) -> None:
     assert varlen_kernel(torch.device(bench.device), torch.bfloat16, 64), "it fails its trial: the slow paths are taken"
+
+
+def _pages(bench: Bench) -> None:
+    core = loads.engine(bench, "135m", 2)
+    assert core._runner._cache.kernel is not None, "no kernel: the engine's log says why"
 
 
 def _exact(bench: Bench) -> None:
@@ -85,12 +91,13 @@ def _beside_weights(bench: Bench) -> None:
     assert not errors, errors[0]
 
 
-ON_GPU = ("Triton compiles", "torch.compile compiles", "varlen attention")
+ON_GPU = ("Triton compiles", "torch.compile compiles", "varlen attention", "attention reads pages")
 """What a CPU need not have."""
 TRIED: dict[str, Callable[[Bench], None]] = {
     "Triton compiles": _triton,
     "torch.compile compiles": _compiled,
     "varlen attention": _varlen,
+    "attention reads pages": _pages,
     "exact: alone and among eight": _exact,
     "graphs captured while weights arrive": _beside_weights,
 }
