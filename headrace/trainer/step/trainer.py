@@ -29,6 +29,7 @@ from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.share import StepShare, head_of
 from headrace.trainer.forward.forward import choose_forward, packed_hidden, together
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
@@ -45,7 +46,7 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
-from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
+from headrace.trainer.packing import DealtRows, Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
 from headrace.trainer.placement.port import Keep, Placement, Single, on_host, own_values_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
@@ -168,18 +169,25 @@ class TorchTrainer:
         fused = f", fused {' '.join(self._fused)}" if self._fused else ""
         return f"{self._forward.path}{fused}, {self.dtype}"
 
-    def step(self, batch: Batch) -> TrainReport:
-        """Makes one optimizer step on the whole batch. A skipped step (`TrainReport.skipped`) leaves everything as it was."""
+    @property
+    def packed(self) -> bool:
+        """Whether rows that begin alike share tokens."""
+        return self._forward.packed
+
+    def step(self, given: Batch | StepShare) -> TrainReport:
+        """Makes one optimizer step, given the whole of its rows or this rank's share. A skipped step (`TrainReport.skipped`) leaves
+        everything as it was."""
+        batch = given.head if isinstance(given, StepShare) else head_of(given)
         learner = self._activate(batch.adapter)
         assert batch.step == learner.version, f"batch of step {batch.step} for weights of version {learner.version}"
         started = time.perf_counter()
-        plan = self._plan(batch)
+        plan = self._plan(given)
         if not plan.packs:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         try:
             pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
-            picked = PickedNumbers(batch)
+            picked = PickedNumbers(batch.picked)
             sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked)
         except UnequalLogprobs:
             learner.forget()
@@ -377,7 +385,11 @@ class TorchTrainer:
         elif placement.leads:
             self._adapters.export(adapter, directory)
 
-    def _plan(self, batch: Batch) -> StepPlan:
+    def _plan(self, batch: Batch | StepShare) -> StepPlan:
+        if isinstance(batch, StepShare):
+            learner = self._learners[batch.head.adapter]
+            more = {"constant": learner.algo.length_constant, "step": batch.head.step}
+            return self._placement.plan(DealtRows(batch.dealt, learner.aggregation, **more))
         learner = self._learners[batch.adapter]
         rows = StepRows(
             batch.rows,
