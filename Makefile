@@ -23,7 +23,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo/demo.toml
 ARGS ?=
 
-.PHONY: setup lock demo test test-slow fuzz lint dist site docs bench bench-engine bench-trainer bench-end-to-end clean
+.PHONY: setup lock demo test test-slow fuzz lint dist site docs models device device-rehearsal bench bench-engine bench-trainer bench-end-to-end clean
 
 setup: $(STAMP)
 
@@ -87,9 +87,24 @@ docs: setup
 	$(BIN)/python docs/make_trl.py
 	$(BIN)/python docs/make_names.py
 	$(BIN)/python docs/make_resuming.py
+	$(BIN)/python docs/make_device.py
 
 models: setup
 	$(BIN)/python docs/make_models.py
+
+# The queue of measurements for a machine with a GPU (docs/gpu.md), with a Python that has a CUDA build of torch: nothing is installed into it.
+# ENTRIES="smoke decode" runs these; BUDGET is in seconds, for all together; WHEELS is a folder of packages where there is no network.
+ENTRIES ?=
+BUDGET ?= 600
+WHEELS ?=
+DEVICE_PYTHON ?= $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),python3)
+
+device:
+	$(DEVICE_PYTHON) -m benchmarks.device $(ENTRIES) --seconds $(BUDGET) $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+# The same scripts on the CPU with tiny shapes: no minute of a GPU is spent on a typo.
+device-rehearsal: setup
+	$(BIN)/python -m benchmarks.device $(ENTRIES) --device cpu --seconds 3600 $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)

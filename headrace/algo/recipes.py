@@ -13,11 +13,11 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as settings_dataclass
 
-from headrace.algo.policy.clipped import GMPO, GSPO, M2PO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import CEGPPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.pairs import DPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
-from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
+from headrace.algo.policy.weighted import CISPO, TOPR, VESPO, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.rules import OPSM, RULES, KPop, Rule, Veto, with_thresholds
 from headrace.settings.strict import STRICT
 
@@ -291,6 +291,16 @@ RECIPES: dict[str, Recipe] = {
         "centred", DPPOTVQuadratic(), "token_mean", about="an earlier default of prime-rl", papers=("2602.02276",)
     ),
     "ipo": Recipe("centred", IPO(), "token_mean", about="prime-rl"),
+    "ce_gppo": Recipe(
+        "group_norm",
+        CEGPPO(),
+        "token_mean",
+        about="tokens beyond the bounds keep a part of their gradient",
+        papers=("2509.20712",),
+    ),
+    "vespo": Recipe(
+        "group_norm", VESPO(), "token_mean", about="a soft weight of the whole trajectory", papers=("2602.10693",)
+    ),
     "m2po": Recipe(
         "group_norm",
         M2PO(),
@@ -420,6 +430,8 @@ REFERENCES: dict[str, str] = {
     "dppo_kl": "paper",
     "dppo_tv_quadratic": "prime-rl's default of early 2026",
     "ipo": "prime-rl's loss of this name",
+    "ce_gppo": "Kwai-Klear/CE-GPPO, `compute_gppo_loss_general_beta`, without its dual clip",
+    "vespo": "paper, by TRL's `get_gamma_weights`",
     "m2po": "Infini-AI-Lab/M2PO, `core_algos.compute_m2po_policy_loss`",
     "second_moment": "AReaL, `get_m2po_loss_mask`",
     "clip_cov": "paper, without its draw",

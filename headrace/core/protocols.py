@@ -179,6 +179,10 @@ class Worker(Protocol):
     def door(self) -> str:
         """HOST:PORT at which a trainer's worker elsewhere listens for the other ranks; empty for all others."""
 
+    @property
+    def local_rank(self) -> int:
+        """The number that whoever started a worker elsewhere gave it on its machine (LOCAL_RANK); 0 for all others."""
+
 
 Heard = Callable[[str, "msgspec.Raw"], None]
 """A function that is called with method and payload (msgpack) of every push of a worker."""

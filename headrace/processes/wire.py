@@ -377,6 +377,10 @@ class ConnectedWorker:
     def door(self) -> str:
         return ""
 
+    @property
+    def local_rank(self) -> int:
+        return 0
+
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         try:
             return await self.channel.call(method, payload, returns)

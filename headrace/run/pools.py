@@ -125,6 +125,8 @@ async def open_pools(
         started.append(trainer)
         async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
+        for note in trainer.notes:
+            telemetry.warn(note)
         async with telemetry.waits.named("start", "the engine to make room for it"):
             await starting.finish(ready.manifests, sum(map(bool, config.trained)))
         check_needs(engine.capabilities, config)

@@ -24,15 +24,23 @@ class FakeArrivals:
         return arrival
 
     def offer(
-        self, process: FakeProcess, host: str = "here", seat: str = "", door: str = "", kind: Kind = "engine"
+        self,
+        process: FakeProcess,
+        host: str = "here",
+        seat: str = "",
+        door: str = "",
+        *,
+        kind: Kind = "engine",
+        local_rank: int = 0,
     ) -> None:
-        """The process offers itself: it takes its seat, or else the first that is free, now or later. `door`: that of a trainer's rank; `kind`: what
-        a process without one offers."""
+        """The process offers itself: it takes its seat, or else the first that is free, now or later. `door`: that of a trainer's rank, and `local_rank` its number
+        on its machine; `kind`: what a process without one offers."""
         reader = asyncio.StreamReader()
         process.to_controller = Pipe(
             process.network, lambda data: reader.feed_data(data) if data else reader.feed_eof()
         )
-        hello = Hello(__version__, "", "trainer" if door else kind, seat, host=host, pid=1, door=door)
+        offered: Kind = "trainer" if door else kind
+        hello = Hello(__version__, "", offered, seat, host=host, pid=1, door=door, local_rank=local_rank)
         writer: asyncio.StreamWriter = Pipe(process.network, process.arrive)  # type: ignore[assignment]
         model_dir = "" if kind in USER_CODE else "/the/model"
         self._spares.append(Arrived(reader, writer, hello, "127.0.0.1", model_dir))

@@ -19,8 +19,9 @@ from torch import Tensor
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.model.outline import Region
 from headrace.trainer.packing import DealtRows, StepPlan, StepRows, own_plan
-from headrace.trainer.placement.port import Keep, Microbatches, on_host
+from headrace.trainer.placement.port import Microbatches, Piece
 
 T = TypeVar("T")
 DEADLINE = 600.0
@@ -80,9 +81,12 @@ class Simulated:
     def leads(self) -> bool:
         return self._rank == 0
 
-    def load(self, directory: Path, device: torch.device) -> Any:
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
         with _LOADING:
             return load_model(directory, device)
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        return self._exchange("of_leader", compute() if self.leads else None)[0]  # type: ignore[return-value]
 
     def spread(self, model: Any) -> None:
         held = list(model.parameters())
@@ -147,12 +151,17 @@ class Simulated:
             return tensor.detach()
         return torch.cat(self._exchange(f"whole {tuple(tensor.shape)}", tensor.detach()[self._rows(tensor)]))
 
-    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
-        whole = {name: self.whole(tensor) for name, tensor in tensors.items()}
-        return {name: keep(name, tensor) for name, tensor in whole.items()} if self.leads else {}
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        found = {name: Piece(tensor) for name, tensor in tensors.items() if not tensor.ndim and self.leads}
+        for name, tensor in tensors.items():
+            if tensor.ndim and len(mine := tensor[self._rows(tensor)]):
+                start = self._rows(tensor).start
+                region = [[(start, start + len(mine))], *([(0, size)] for size in tensor.shape[1:])]
+                found[name] = Piece(mine, region, tensor.shape)
+        return found
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        return self._own(whole)
+    def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
+        return self._own(read(None))
 
     def _exchange(self, call: str, value: T) -> list[T]:
         return self._ring.exchange(self._rank, call, value)

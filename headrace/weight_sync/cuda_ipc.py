@@ -5,7 +5,7 @@
 
 As through shared memory, slot v % 2 may be written again only after v + 1 is live. The fingerprint is that of every transport, so both ends
 copy the bytes to the host, in pieces, to compute it. Tests run it over the CPU's stand-in for such memory (`device_memory.py`), and
-`benchmarks/device.sh` checks it on a GPU; docs/benchmarks.md says what that has shown.
+`make device` checks it on a GPU; docs/gpu.md says what that has shown.
 """
 
 from __future__ import annotations

@@ -51,6 +51,13 @@ def test_constants_are_those_of_the_papers():
         "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
         "m2po": {"clip_low": 0.3, "clip_high": 0.5, "tau": 0.04},
         "sapo": {"tau": 1.0, "tau_negative": 1.05},
+        "ce_gppo": {"clip_low": 0.2, "clip_high": 0.2, "beyond_low": 0.75, "beyond_high": 1.0},
+        "vespo": {
+            "kernel_power": 2.0,
+            "kernel_rate": 3.0,
+            "kernel_power_negative": 3.0,
+            "kernel_rate_negative": 2.0,
+        },
         "kimi": {"tau": 0.1},
         **{name: {"cap": 2.0} for name in ("reinforce", "opd", "opd_topk")},
         "dppo_tv": {"delta": 0.2, "cap": 20.0},

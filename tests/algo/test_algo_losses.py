@@ -16,11 +16,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from headrace.algo.policy.clipped import GMPO, GSPO, M2PO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import CEGPPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
-from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
+from headrace.algo.policy.weighted import CISPO, TOPR, VESPO, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.recipes import LOSSES, RECIPES, REFERENCES, Recipe
 
 Array = np.ndarray
@@ -150,6 +150,28 @@ def ref_m2po(lp, sg, old, adv, seq, c):
     return [ppo(x, o, a, 1 - low, high - 1) for x, o, a in zip(lp, old, adv, strict=True)]
 
 
+def ref_ce_gppo(lp, sg, old, adv, seq, c):
+    def one_of(x: float, s: float, o: float, a: float) -> float:
+        r, now = math.exp(x - o), math.exp(s - o)
+        if a < 0 and now < 1 - c["clip_low"]:
+            return -c["beyond_low"] * (1 - c["clip_low"]) / now * r * a
+        if a > 0 and now > 1 + c["clip_high"]:
+            return -c["beyond_high"] * (1 + c["clip_high"]) / now * r * a
+        return -r * a
+
+    return [one_of(*token) for token in zip(lp, sg, old, adv, strict=True)]
+
+
+def ref_vespo(lp, sg, old, adv, seq, c):
+    def weight(t: int) -> float:
+        w = math.exp(sum(sg[u] - old[u] for u in members(seq, t)))
+        kind = "" if adv[t] >= 0 else "_negative"
+        power, rate = c[f"kernel_power{kind}"], c[f"kernel_rate{kind}"]
+        return w**power * math.exp(rate * (1 - w))
+
+    return [-weight(t) * a * x for t, (x, a) in enumerate(zip(lp, adv, strict=True))]
+
+
 def ref_ce(lp, sg, old, adv, seq, c):
     return [-a * x for x, a in zip(lp, adv, strict=True)]
 
@@ -179,6 +201,8 @@ CASES: list[tuple[Loss, Callable[..., list[float]]]] = [  # constants such that 
     (TOPRToken(), ref_topr_token),
     (M2PO(tau=1e-4, clip_low=0.2, clip_high=0.25), ref_m2po),
     (GMPO(clip_low=0.2, clip_high=0.3), ref_gmpo),
+    (CEGPPO(clip_low=0.2, clip_high=0.28, beyond_low=0.5, beyond_high=0.8), ref_ce_gppo),
+    (VESPO(), ref_vespo),
     (KLCov(penalty=0.7), ref_kl_cov),
     (CrossEntropy(), ref_ce),
 ]

@@ -117,7 +117,13 @@ def trained(case: Case, shared: bool) -> dict[str, Tensor]:
         model.set_attn_implementation("eager")
     if case.lora:
         adapt(model)
-    reference = reference_of(forward, torch.float32, case.routing) if case.reference else None
+    reference = (
+        reference_of(
+            forward, torch.float32, lambda own: RoutingReplay(own, torch.float32) if case.routing else no_replay
+        )
+        if case.reference
+        else None
+    )
     if not case.lora:
         model.load_state_dict(moved(case.family), strict=False)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,6 +1,6 @@
 """The engine on a pretended CUDA device: no call mixes devices, and its tokens and log-probs are those of the CPU.
 
-CUDA graphs are captured by the real device only (`benchmarks/device.sh`), so the engine is `exact` here, which decodes without them.
+CUDA graphs are captured by the real device only (`make device`), so the engine is `exact` here, which decodes without them.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "entropy_target": {"use_adaptive_entropy": True},
     "entropy_coef_delta": {"use_adaptive_entropy": True},
     "sapo_temperature_pos": {"loss_type": "sapo"},
+    **{f"vespo_{name}": {"loss_type": "vespo"} for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
 }
 """Fields that only mean something beside others."""
 OTHER: dict[str, Any] = {
@@ -148,6 +149,10 @@ def test_defaults_of_trl_are_dapo_with_linear_decay() -> None:
             {"name": "sapo", "tau": 1.0, "tau_negative": 1.05, "aggregation": "seq_mean_token_mean"},
         ),
         (
+            {"loss_type": "vespo", "vespo_k_neg": 4.0},
+            {"name": "vespo", "kernel_power": 2.0, "kernel_power_negative": 4.0, "aggregation": "token_mean"},
+        ),
+        (
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
             {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
         ),
@@ -170,7 +175,8 @@ def test_losses_become_parts_of_a_recipe(given: dict[str, Any], expected: dict[s
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"loss_type": "vespo"}, "loss_type='vespo' cannot be honoured"),
+        ({"loss_type": "ppo"}, "loss_type='ppo' cannot be honoured"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "cannot be honoured"),
         ({"loss_type": "cispo"}, "epsilon_high=0.2 would weigh"),
         ({"loss_type": "luspo"}, 'needs importance_sampling_level="sequence"'),
         ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "cannot be honoured"),
@@ -261,7 +267,7 @@ def test_all_refusals_come_at_once_and_before_anything_is_written(tmp_path: Path
             eval_dataset=ROWS[:4],
             peft_config=object(),
             callbacks=[Listener(), Unheard()],
-            args={"fp16": True, "num_iterations": 2, "loss_type": "vespo"},
+            args={"fp16": True, "num_iterations": 2, "loss_type": "ppo"},
         )
     lines = str(refused.value).splitlines()
     words = ["fp16=", "num_iterations=", "reward_funcs", "Unheard has on_save", "messages", "loss_type", "LoraConfig"]

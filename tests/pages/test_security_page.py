@@ -52,7 +52,7 @@ def test_every_door_has_its_row_and_every_row_a_test_that_exists() -> None:
     [
         ("`test_a_page_cannot_pause_an_engine`", "`test_a_page_cannot_pause_a_trainer`"),
         ("tests/attacks/test_other_origins.py", "tests/attacks/test_no_origins.py"),
-        ("`test_an_end_that_means_nothing_is_refused_and_may_be_sent_again`", ""),
+        ("`test_a_token_that_could_be_guessed_and_a_certificate_that_is_none_are_refused`", ""),
         ("| Tinker | a client", "| Tinker | | a client"),
     ],
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import headrace
 from headrace import cli
@@ -20,6 +19,7 @@ from headrace.core.errors import WorkerDied
 from headrace.durable.journal import count_steps
 from headrace.facts.facts import RunEnded, StepTrained
 from headrace.run.config import dump_config, load_config
+from headrace.trainer.step.checkpoint import saved_weights
 from support import tiny_models
 from support.tiny_run import Config, at_steps, of, ranks_of, tiny_config, weights_of
 
@@ -40,7 +40,8 @@ def config_of(directory: Path, model: Path, name: str, **train: Any) -> Config:
 
 
 def final(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors")
+    saved = saved_weights(directory / "checkpoints" / f"step-{STEPS:06d}")
+    return {name: saved.read(name) for name in saved}
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.models.resolve import resolve_model
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward
-from headrace.trainer.forward.routing import RoutingReplay
+from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.model.causal_lm import enable_checkpointing
 from headrace.trainer.packing import Pack, StepRows, pack_rows, pack_sequence
 from headrace.trainer.step.reference import reference_of
@@ -167,7 +167,7 @@ def test_a_model_with_adapters_on_experts_and_routers_is_replayed():
                 parameter.normal_()
         with replay(pack):
             assert not torch.allclose(logprobs(forward, pack), before, atol=1e-2)
-        reference = reference_of(forward, torch.float32, keep_routing=True)
+        reference = reference_of(forward, torch.float32, lambda own: RoutingReplay(own, torch.float32))
         assert torch.allclose(reference(pack, 1.0), before, atol=1e-5)
         assert reference.bytes == 0
 
@@ -177,7 +177,7 @@ def test_a_model_with_adapters_on_experts_and_routers_is_replayed():
 def test_the_reference_is_the_policy_bit_for_bit_until_a_weight_moves(name, dtype):
     forward = forward_of(name)
     routes = name in MIXTURES
-    reference = reference_of(forward, dtype, keep_routing=routes)
+    reference = reference_of(forward, dtype, lambda own: RoutingReplay(own, dtype) if routes else no_replay)
     pack = routed(pack_sequence(TOKENS), name) if routes else pack_sequence(TOKENS)
     replay = RoutingReplay(forward, dtype) if routes else None
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):

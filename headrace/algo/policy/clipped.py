@@ -35,7 +35,7 @@ class Clipped(Loss):
     def clipped(self, ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"]) -> TokenLoss:
         return _clipped(ratio, advantage, 1 - self.clip_low, 1 + self.clip_high)
 
-    def log_bounds(self) -> tuple[float, float]:
+    def log_bounds(self) -> tuple[float, float] | None:
         return math.log(1 - self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)
 
     def words(self) -> Iterator[str]:
@@ -75,6 +75,36 @@ class PPOClip(Clipped):
         yield from super().words()
         if self.dual_clip:
             yield f"dual_clip = {self.dual_clip:.6g}"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CEGPPO(Clipped):
+    """-r·A inside the bounds of PPO; -β·sg(bound / r)·r·A for a token that its advantage pushes beyond one, which keeps the gradient that it has at the
+    bound, times β (CE-GPPO, arXiv 2509.20712; the authors' `compute_gppo_loss_general_beta`, Kwai-Klear/CE-GPPO). β = 0 for both would be PPO's clip.
+
+    Choice: no dual clip, which the authors' code has at 3.
+    """
+
+    name: ClassVar[str] = "ce_gppo"
+    cuts: ClassVar[tuple[str, ...]] = ()
+    beyond_low: Annotated[float, Field(ge=0)] = 0.75
+    """The part of the bound's gradient that a bad token below 1 - clip_low keeps: more of it lowers the entropy."""
+    beyond_high: Annotated[float, Field(ge=0)] = 1.0
+    """The part of the bound's gradient that a good token above 1 + clip_high keeps: more of it raises the entropy."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage
+        beyond = self.clipped(ratio, advantage).clipped
+        low, high = self.beyond_low * (1 - self.clip_low), self.beyond_high * (1 + self.clip_high)
+        kept = ratio.new_tensor(high).where(advantage > 0, ratio.new_tensor(low)) / ratio.detach()
+        return TokenLoss(-kept.where(beyond, kept.new_ones(())) * ratio * advantage, beyond)
+
+    def log_bounds(self) -> None:
+        return None
+
+    def words(self) -> Iterator[str]:
+        yield from super().words()
+        yield f"beyond it {self.beyond_low:.6g} and {self.beyond_high:.6g} of the gradient at the bound"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.loss import Cap, ClipHigh, ClipLow, Loss, Reach
-from headrace.algo.policy.tokens import TokenLoss, Tokens, ratio_of, sequence_sum, unclipped
+from headrace.algo.policy.loss import Cap, ClipHigh, ClipLow, Loss, Penalty, Reach
+from headrace.algo.policy.tokens import MAX_LOG_RATIO, TokenLoss, Tokens, ratio_of, sequence_sum, unclipped
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
@@ -96,6 +96,34 @@ def _tapered(tokens: Tokens, gap: Float[Tensor, " M"]) -> TokenLoss:
     good = tokens.advantage > 0
     weight = ratio.clamp(max=1.0).masked_fill(good, 1.0)
     return TokenLoss(-weight * tokens.advantage * tokens.logprob, ~good & (ratio > 1))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class VESPO(Loss):
+    """-sg(φ)·A·logprob with φ = w^k·exp(λ·(1 - w)), where w = exp(Σ_t(logprob - old)) is the ratio of the whole trajectory (VESPO, arXiv 2602.10693;
+    TRL's `get_gamma_weights`): the weight is 1 on policy, and goes to 0 both for large and for small w, smoothly and without a division by the length.
+    """
+
+    name: ClassVar[str] = "vespo"
+    reach: ClassVar[Reach] = "sequence"
+    kernel_power: Penalty = 2.0
+    """k of rollouts whose advantage is not negative: the larger, the faster the weight falls as the trajectory becomes less probable."""
+    kernel_rate: Penalty = 3.0
+    """λ of rollouts whose advantage is not negative: the larger, the faster the weight falls as the trajectory becomes more probable."""
+    kernel_power_negative: Penalty = 3.0
+    """k of rollouts of negative advantage."""
+    kernel_rate_negative: Penalty = 2.0
+    """λ of rollouts of negative advantage."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        gap = sequence_sum(tokens.logprob.detach() - old, tokens.sequence).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        good = self._kernel(gap, self.kernel_power, self.kernel_rate)
+        bad = self._kernel(gap, self.kernel_power_negative, self.kernel_rate_negative)
+        return unclipped(-good.where(tokens.advantage >= 0, bad) * tokens.advantage * tokens.logprob)
+
+    @staticmethod
+    def _kernel(gap: Float[Tensor, " M"], power: float, rate: float) -> Float[Tensor, " M"]:
+        return (power * gap - rate * gap.expm1()).exp()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.commands.plan.alternation import Alternation, Lending, alternating, lending
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.hardware import NETWORK
+from headrace.commands.plan.rates.own_runs import how_far, known, with_own_runs
 from headrace.commands.plan.rates.rates import Rates, Travel, load_rates, save_rates, travel_of
 from headrace.commands.plan.rates.shapes import shape_of
 from headrace.commands.plan.reasons import BUSY
@@ -168,8 +169,9 @@ def seconds_of_turns(run: Path) -> float | None:
 def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, float]:
     """Returns the rates, and the share of groups that have contrast."""
     if request.hardware:
-        notes.append(EXPECTED)
-        return _computed(request), 1.0
+        rates = _computed(request)
+        notes += _of_data_sheets(request)
+        return rates, 1.0
     if request.run and not request.calibrate:
         from headrace.commands.plan.rates.from_run import rates_of_run
 
@@ -188,6 +190,14 @@ def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, flo
     return rates, 1.0
 
 
+def _of_data_sheets(request: PlanRequest) -> list[str]:
+    """Returns what is known of rates that headrace has not measured itself; nothing if it has measured all of them."""
+    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    if known(chip, shape).all:
+        return []
+    return [EXPECTED, *filter(None, [how_far(chip, shape)])]
+
+
 def rates_file(model: str) -> Path:
     return cache_dir() / "rates" / f"{Path(model).name}.json"
 
@@ -200,9 +210,10 @@ def _computed(request: PlanRequest) -> Rates:
     chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
     context = request.config.train.parallel.context
     if request.gpus == 1 and context == 1 and hardware.fits_one(chip, shape):
-        return hardware.shared_rates(
+        shared = hardware.shared_rates(
             chip, shape, request.config.engine.max_running, request.model, passes=request.passes
         )
+        return with_own_runs(shared, chip, shape, request.passes)
     replica, trainer = hardware.replica_gpus(chip, shape), -(-hardware.trainer_gpus(chip, shape) // context) * context
     if request.gpus < replica + trainer:
         raise ConfigError(
@@ -210,7 +221,7 @@ def _computed(request: PlanRequest) -> Rates:
             f"({replica} to generate, {trainer} to train); raise --gpus, or choose a model that fits on one GPU"
         )
     running = request.config.engine.max_running
-    return hardware.rates(
+    computed = hardware.rates(
         chip,
         shape,
         replica=replica,
@@ -222,6 +233,7 @@ def _computed(request: PlanRequest) -> Rates:
         context=context,
         passes=request.passes,
     )
+    return with_own_runs(computed, chip, shape, request.passes)
 
 
 def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[str]) -> Scenario:
@@ -309,7 +321,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
         trainer = request.gpus - replicas * replica  # the trainer gets the GPUs that are left over
         if trainer % context:
             return None
-        rates = hardware.rates(
+        computed = hardware.rates(
             chip,
             shape,
             replica=replica,
@@ -321,6 +333,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
             context=context,
             passes=request.passes,
         )
+        rates = with_own_runs(computed, chip, shape, request.passes)
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 
     return split

@@ -178,19 +178,17 @@ def _members(file: Path, archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
 
 Updates = dict[str, tuple[float, float]]
 """The norm of a tensor's change, and that of the tensor after it, by its name."""
-NAMES = ("model.safetensors", "adapter_model.safetensors")
 
 
 def norms_of_updates(before: Path, after: Path) -> Updates:
     """`before`, `after`: directories of checkpoints, with weights as the trainer keeps them."""
-    from safetensors import safe_open
+    from headrace.trainer.step.checkpoint import saved_weights
 
-    name = next(name for name in NAMES if (before / name).exists())
     found: Updates = {}
-    with safe_open(before / name, "pt") as old, safe_open(after / name, "pt") as new:
-        for key in sorted(old.keys()):
-            a, b = old.get_tensor(key).double(), new.get_tensor(key).double()
-            found[key] = float((b - a).norm()), float(b.norm())
+    old, new = saved_weights(before), saved_weights(after)
+    for key in sorted(old):
+        a, b = old.read(key).double(), new.read(key).double()
+        found[key] = float((b - a).norm()), float(b.norm())
     return found
 
 

@@ -73,10 +73,14 @@ HONOURED: dict[str, tuple[Any, str]] = {
     "importance_sampling_level": ("token", 'sequence: algo.loss = "gspo"'),
     "loss_type": (
         "dapo",
-        "algo.loss and algo.aggregation; bnpo is as dapo, because a denominator belongs to the whole step here; vespo is refused",
+        "algo.loss and algo.aggregation; bnpo is as dapo, because a denominator belongs to the whole step here",
     ),
     "sapo_temperature_neg": (1.05, "algo.tau_negative"),
     "sapo_temperature_pos": (1.0, "algo.tau"),
+    "vespo_k_pos": (2.0, "algo.kernel_power"),
+    "vespo_lambda_pos": (3.0, "algo.kernel_rate"),
+    "vespo_k_neg": (3.0, "algo.kernel_power_negative"),
+    "vespo_lambda_neg": (2.0, "algo.kernel_rate_negative"),
     "reward_weights": (None, "the weights of reward.functions"),
     "scale_rewards": ("group", 'group: algo.advantage = "group_norm"; none: "centred"; batch is refused'),
     "multi_objective_aggregation": ("sum_then_normalize", 'normalize_then_sum: algo.advantage = "gdpo"'),
@@ -157,8 +161,7 @@ NO_MEANING: dict[str, dict[str, Any]] = {
         "label_smoothing_factor": 0.0, "remove_unused_columns": False, "label_names": None,
     },
     _OFF: {
-        "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "ref_model_mixup_alpha": 0.6,
-        "ref_model_sync_steps": 512, "greater_is_better": None, "metric_for_best_model": None,
+        "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "greater_is_better": None, "metric_for_best_model": None,
     },
     _LOG: {
         "logging_steps": 10, "logging_strategy": "steps", "logging_first_step": False, "log_on_each_node": True,
@@ -288,6 +291,7 @@ AGGREGATIONS = {
     "bnpo": "token_mean",
     "cispo": "token_mean",
     "sapo": "seq_mean_token_mean",
+    "vespo": "token_mean",
     "luspo": "seq_mean_token_sum",
 }
 """The denominator of each of TRL's losses, by `loss_type`."""
@@ -367,12 +371,12 @@ def algo_from(args: Any) -> Tree:
     if kind not in AGGREGATIONS:
         raise ConfigError(f"loss_type={kind!r} cannot be honoured; there are: {', '.join(AGGREGATIONS)}")
     algo: Tree = {"name": "grpo", "aggregation": AGGREGATIONS[kind], "advantage": _advantage(args)}
-    if kind in ("cispo", "sapo"):
+    if own := {"cispo": _cispo, "sapo": _sapo, "vespo": _vespo}.get(kind):
         if level != "token":
             raise ConfigError(
                 f'loss_type={kind!r} with importance_sampling_level={level!r} cannot be honoured; use "token"'
             )
-        algo |= _cispo(args) if kind == "cispo" else _sapo(args)
+        algo |= own(args)
     else:
         low = value_of(args, "epsilon")
         high = value_of(args, "epsilon_high")
@@ -439,6 +443,16 @@ def _sapo(args: Any) -> Tree:
         "tau": float(value_of(args, "sapo_temperature_pos")),
         "tau_negative": float(value_of(args, "sapo_temperature_neg")),
     }
+
+
+def _vespo(args: Any) -> Tree:
+    kernel = {
+        "kernel_power": "vespo_k_pos",
+        "kernel_rate": "vespo_lambda_pos",
+        "kernel_power_negative": "vespo_k_neg",
+        "kernel_rate_negative": "vespo_lambda_neg",
+    }
+    return {"name": "vespo", **{name: float(value_of(args, field)) for name, field in kernel.items()}}
 
 
 def _advantage(args: Any) -> str:

@@ -251,6 +251,7 @@ def dial(
         host=socket.gethostname(),
         pid=os.getpid(),
         door="{}:{}".format(*door.getsockname()[:2]) if door else "",
+        local_rank=_local_rank(),
         packages=own_packages(),
     )
     refused = f"the controller at {address} refused this {kind}"
@@ -269,6 +270,12 @@ def dial(
     end = WorkerEnd(SessionEnd(sock, redial, welcome.reconnect) if welcome.reconnect else sock, DESERTED, door)
     threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
     return end
+
+
+def _local_rank() -> int:
+    """The number of this process on its machine, from torchrun or Slurm; 0 without one."""
+    number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
+    return int(number) if number.isdecimal() else 0
 
 
 def _door(address: str) -> socket.socket:

@@ -67,6 +67,8 @@ class Hello(Struct, frozen=True, tag="headrace"):
     pid: int = 0
     door: str = ""
     """HOST:PORT at which a trainer's worker listens for the other ranks."""
+    local_rank: int = 0
+    """The number that `torchrun`, `srun` or the like gave it on its machine."""
     packages: dict[str, str] = {}
     """The versions of those that decide what it computes (`same_model.py`)."""
     session: str = ""

@@ -114,6 +114,10 @@ class SeatedWorker(ConnectedWorker):
     def door(self) -> str:
         return self._arrived.hello.door if self._arrived else ""
 
+    @property
+    def local_rank(self) -> int:
+        return self._arrived.hello.local_rank if self._arrived else 0
+
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         if method != "start":
             return await super().call(method, payload, returns)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.core.batches import Batch
-from headrace.core.errors import HeadraceError, WorkerDied
+from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.core.protocols import Job, Launcher, Worker
 from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.core.weights import WeightUpdate
@@ -31,6 +31,7 @@ from headrace.run.worker.worker_messages import SharedStart, TrainerReady, Train
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.deal import Dealing
 from headrace.trainer.dealing.share import PackedShare, shares_of
+from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, PassReport, Publish, SharedLora, StepDone, TrainingPass
 
 # --- The ranks of a trainer, called as one worker.
@@ -74,6 +75,12 @@ class RankGroup:
         """The directory in which they find each other."""
         self._ended: asyncio.Future[str] | None = None
         self._watching: list[asyncio.Task[None]] = []
+        self.notes: list[str] = []
+        """Sentences about how the ranks lie on machines, for people."""
+
+    @property
+    def local_rank(self) -> int:
+        return 0
 
     @property
     def door(self) -> str:
@@ -85,7 +92,7 @@ class RankGroup:
         self._ended = loop.create_future()
         self._meeting = OwnedDirectory("ranks")
         self._watching = [loop.create_task(self._find_stopped())]
-        starts = [loop.create_task(self._begin(rank)) for rank in range(len(self._workers))]
+        starts = [loop.create_task(self._begin(worker)) for worker in self._workers]
         everyone = asyncio.gather(*starts)
         try:
             either: list[asyncio.Future[Any]] = [everyone, self._ended]
@@ -93,17 +100,24 @@ class RankGroup:
             if not everyone.done():
                 raise WorkerDied("trainer", await self.watch())
             await everyone
+            self._workers, came = by_machine(self._workers), self._workers
+            if self._workers != came:
+                seats = [self._names[came.index(worker)] for worker in self._workers]
+                numbers = ", ".join(f"{seat} is rank {rank}" for rank, seat in enumerate(seats))
+                self.notes = [f"ranks are numbered by machine, not in the order in which they came: {numbers}"]
         finally:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
 
-    async def _begin(self, rank: int) -> None:
-        await self._workers[rank].start()
-        self._watching.append(asyncio.get_running_loop().create_task(self._watch(rank)))
+    async def _begin(self, worker: Worker) -> None:
+        await worker.start()
+        self._watching.append(asyncio.get_running_loop().create_task(self._watch(worker)))
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
-        if not isinstance(payload, TrainerStart):
+        if isinstance(payload, TrainerStart):
+            self.notes += apart(list(map(machine_of, self._workers)), payload)
+        else:
             payload = pack_payload(payload)  # once
         return await self._call(method, [self._own(payload, rank) for rank in range(len(self._workers))], returns)
 
@@ -148,7 +162,7 @@ class RankGroup:
         if not isinstance(payload, TrainerStart):
             return payload
         assert self._meeting
-        machines = [worker.door.rpartition(":")[0] for worker in self._workers]
+        machines = list(map(machine_of, self._workers))
         place, beside = self.door or f"{self._meeting.path}/store", machines.count(machines[rank])
         return msgspec.structs.replace(payload, rank=rank, meeting=place, beside=beside)
 
@@ -188,9 +202,9 @@ class RankGroup:
 
     # -- one of them is lost --------------------------------------------------------------------------------------------
 
-    async def _watch(self, rank: int) -> None:
-        how = await self._workers[rank].watch()
-        self._lose(f"of rank {rank} {how}")
+    async def _watch(self, worker: Worker) -> None:
+        how = await worker.watch()
+        self._lose(f"of rank {self._workers.index(worker)} {how}")
 
     async def _find_stopped(self) -> None:
         """A stopped process closes no connection, and the others would wait for it in a collective."""
@@ -210,6 +224,41 @@ class RankGroup:
         if not self._ended.done():
             self._ended.set_result(how)
             self.kill()
+
+
+def machine_of(worker: Worker) -> str:
+    """The address of a worker's machine; empty for a child of the run."""
+    return worker.door.rpartition(":")[0]
+
+
+def by_machine(workers: Sequence[Worker]) -> list[Worker]:
+    """The workers in the order of ranks: by machines, in the order in which these came, and on each by the numbers that they have there. Neighbours work together most
+    closely, and workers of two machines that start at once come alternately."""
+    machines = list(dict.fromkeys(map(machine_of, workers)))
+    return sorted(workers, key=lambda worker: (machines.index(machine_of(worker)), worker.local_rank))
+
+
+def apart(machines: Sequence[str], start: TrainerStart) -> Iterator[str]:
+    """Yields sentences about ranks that exchange much for every layer and are on different machines. `machines`: of each rank. Raises ConfigError where
+    layers are split between machines."""
+    parallel = ParallelConfig(**start.train.get("parallel", {}))
+    here = ", ".join(f"{machines.count(machine)} on {machine}" for machine in dict.fromkeys(machines))
+    sizes = {"tensor": parallel.tensor, "context": parallel.context, "expert": parallel.expert}
+    for name, size in sizes.items():
+        groups = (machines[first : first + size] for first in range(0, len(machines), size))
+        if all(len(set(group)) == 1 for group in groups):
+            continue
+        asked = f"train.parallel.{name} = {size}"
+        if name == "tensor":
+            raise ConfigError(
+                f"{asked} lets {size} ranks compute every layer together, and they would be on different machines (ranks: {here}); start a multiple of "
+                f"{size} ranks on each machine, or raise train.parallel.shard instead of tensor"
+            )
+        what = "tokens travel to their experts" if name == "expert" else "keys and values travel"
+        yield (
+            f"{asked} is spread over machines (ranks: {here}): {what} between them in every layer, so that the network may be what the trainer waits for; "
+            f"a multiple of {size} ranks on each machine avoids it"
+        )
 
 
 def _failed(call: asyncio.Future[Any]) -> BaseException | None:
@@ -240,6 +289,11 @@ class ProcessTrainer:
         self._worker = trainer_worker(launcher, start, cores)
         self._parallel = TrainConfig(**start.train).parallel
         self._packed, self._steps = True, itertools.count(1)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about how the ranks lie on machines."""
+        return self._worker.notes if isinstance(self._worker, RankGroup) else ()
 
     async def open(self) -> TrainerReady:
         ready = await self._opened()

@@ -202,9 +202,11 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     train, device, ranks = plan.train, plan.train_device, plan.train.parallel.ranks
     yield MemoryNeed("trainer", "Python and torch", PROCESS * ranks, "cpu")
     computing = BYTES[plan.train_dtype]
-    if ranks > 1:
-        loaded = max(4 * shape.parameters * ranks, checkpoint_bytes(shape, plan))
-        yield MemoryNeed("trainer", "the whole model in each rank while it loads, a checkpoint in one", loaded, "cpu")
+    if train.parallel.pipeline > 1 or (
+        ranks > 1 and plan.lora.dora
+    ):  # others read what they hold (placement/filling.py)
+        loaded = 4 * shape.parameters * ranks
+        yield MemoryNeed("trainer", "the whole model in each rank while it loads", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1
     split = shape.parameters * everyone / (train.parallel.split * train.parallel.pipeline)
     if plan.adapters:
@@ -216,6 +218,9 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         size, host = BYTES[train.weights], "cpu" if train.offload_optimizer else device
         yield MemoryNeed("trainer", f"weights ({train.weights})", split * size, device, certain=True)
         yield MemoryNeed("trainer", "gradients", split * size, device, certain=True)
+        if device == "cuda" and computing < size and ranks == 1:  # on a CPU the kernels pack theirs
+            lowered = shape.parameters * computing
+            yield MemoryNeed("trainer", f"weights as a step computes with them ({plan.train_dtype})", lowered, device)
         optimizer = 12 if train.offload_optimizer else 8
         yield MemoryNeed("trainer", "AdamW", split * optimizer, host, certain=True)
         if (plan.shared or plan.lent) and device == "cuda":
@@ -223,8 +228,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
-    if ranks == 1:  # of several, one gathers it, for as long as it is written
-        yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
+    yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
     yield MemoryNeed("trainer", "activations, about", _activations(shape, train, computing) * everyone, device)
 
 

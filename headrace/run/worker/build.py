@@ -96,6 +96,7 @@ def build_trainer_core(
         keep_routing=start.keep_routing,
         adapters=adapters,
         placement=_placement(start, train, door),
+        beside=start.beside,
     )
     for name, checkpoint in start.restore.items():
         core.restore(Path(checkpoint), name)

@@ -266,21 +266,41 @@ def _kinds_of_rope(model: Any) -> set[str]:
 # -- the choice -------------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+class ForwardWay(NamedTuple):
+    """How a model can be run."""
+
+    packed: bool
+    chunked_head: bool
+
+
 def choose_forward(model: Any) -> Forward:
     """Returns the fastest way that gives the model's own numbers, and sets the model's attention accordingly.
 
     The model must be in float32 and evaluation mode. Costs a few forward passes of a dozen tokens.
     """
+    return forward_of(model, way_of(model))
+
+
+def forward_of(model: Any, way: ForwardWay) -> Forward:
+    """The forward pass of a model that is run in this way; sets its attention accordingly."""
+    if way.packed:
+        register()
+        model.set_attn_implementation(NAME)
+    return Forward(model, way.packed, way.chunked_head)
+
+
+@torch.no_grad()
+def way_of(model: Any) -> ForwardWay:
+    """Tries the ways, as `choose_forward`, and leaves the model as it was."""
     shared, one, two, other = _probe(model)
     tokens = torch.cat([shared, one])
     if not _head_agrees(model, tokens, own_logits(model, tokens)):
-        return Forward(model, packed=False, chunked_head=False)
+        return ForwardWay(packed=False, chunked_head=False)
     previous = model.config._attn_implementation
-    if _packs(model, shared, one, two, other):
-        return Forward(model, packed=True, chunked_head=True)
-    model.set_attn_implementation(previous)
-    return Forward(model, packed=False, chunked_head=True)
+    try:
+        return ForwardWay(_packs(model, shared, one, two, other), chunked_head=True)
+    finally:
+        model.set_attn_implementation(previous)
 
 
 def _probe(model: Any) -> list[Tensor]:

@@ -59,8 +59,9 @@ class RoutingReplay:
     backward pass need not be inside, even if layers are checkpointed: `enable_checkpointing(model, replay.checkpoint_contexts)`.
     """
 
-    def __init__(self, forward: Forward, dtype: torch.dtype) -> None:
-        """`forward` is used as it will be later, computing in `dtype`; its model is in evaluation mode and not yet checkpointed.
+    def __init__(self, forward: Forward, dtype: torch.dtype, normalised: bool | None = None) -> None:
+        """`forward` is used as it will be later, computing in `dtype`; its model is in evaluation mode and not yet checkpointed. `normalised`: what was found out about
+        all routers of a model that has no values yet; None: it is tried.
 
         Costs three forward passes of a dozen tokens.
         """
@@ -76,8 +77,19 @@ class RoutingReplay:
         if not self._routers:
             raise self._unsupported("it has no top-k routers")
         self._context: Context | None = None
-        self._probe()  # by each rank alone
+        if normalised is None:
+            self._probe()  # by each rank alone
+        else:
+            for router in self._routers:
+                router.normalised = normalised
         self._context = forward.context
+
+    @property
+    def normalised(self) -> bool:
+        """Whether the chosen experts' probabilities are divided by their sum. Raises ConfigError if that differs from layer to layer."""
+        if len(found := {router.normalised for router in self._routers}) > 1:
+            raise self._unsupported("its routers differ from layer to layer")
+        return found.pop()
 
     @property
     def layers(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.models.lora import LoraConfig
 from headrace.settings.extras import absent
+from headrace.trainer.model.outline import hollow, is_outline
 
 # --- A frozen base in 8 or 4 bits (QLoRA
 # Dettmers et al., arXiv:2305.14314), in blocks that share a scale.
@@ -136,10 +138,13 @@ class Adapters:
         configs: Mapping[str, LoraConfig],
         dtype: torch.dtype,
         source: Path,
+        *,
         whole: Callable[[Tensor], Tensor] = Tensor.detach,
+        of_leader: Callable[[Callable[[], str]], str] = lambda compute: compute(),
     ) -> None:
         """`dtype` is that of the computation; `source` the directory of the base model, which is written into the adapter's config;
-        `whole` gives all of a base weight (`Placement.whole`). The adapters themselves are small: every rank holds them whole.
+        `whole` gives all of a base weight, `of_leader` what one rank computes for all (`Placement`). The adapters themselves are small: every rank holds
+        them whole. An outline (`outline.py`) has to be sealed when it has its values.
 
         Raises ConfigError for targets that the model does not have, and ranks above its dimensions.
         """
@@ -148,7 +153,10 @@ class Adapters:
         modules, stacks = adaptable(model), expert_parameters(model)
         for config in configs.values():
             check(type(model).__name__, modules, stacks, config)
-        self.base_mark = self._fingerprint(model.named_parameters())
+        if is_outline(model):
+            self.base_mark = of_leader(lambda: fingerprint(model.named_parameters(), partial(model.files.whole, model)))
+        else:
+            self.base_mark = fingerprint(model.named_parameters(), whole)
         """Fingerprint of the base model as it was read: it does not depend on the dtype of the computation."""
         kinds = {config.quantise for config in configs.values()}
         assert len(kinds) <= 1, "one base for all adapters"
@@ -157,6 +165,7 @@ class Adapters:
         self._modules, self._stacks = adaptable(model), stacks
         self._owners = _owners(model)
         _freeze(model, dtype, [] if any(config.experts for config in configs.values()) else stacks)
+        hollow(model)  # peft puts adapters where the weights are
         self._model, self._source = model, source
         self._active: str | None = None
         self._peft: Any = None
@@ -164,7 +173,9 @@ class Adapters:
         self._added = itertools.count()
         for name, config in configs.items():
             self.add(name, config)
-        self._frozen_mark = self._fingerprint(self._base.items())
+        self._frozen_mark = ""
+        if not is_outline(model):
+            self.seal()
         for name in [*configs][:1]:
             self.activate(name)
 
@@ -227,9 +238,13 @@ class Adapters:
             layers = self._layers.get(key)
             yield key, weight if layers is None else _add(weight, layers, self._inner[name])
 
+    def seal(self) -> None:
+        """Takes the mark of the frozen weights, which `check_base` compares. Does nothing where it was taken."""
+        self._frozen_mark = self._frozen_mark or fingerprint(self._base.items(), self._whole)
+
     def check_base(self) -> None:
         """Raises IdentityError if the frozen weights have changed since the start: an adapter belongs to its base."""
-        if (found := self._fingerprint(self._base.items())) != self._frozen_mark:
+        if (found := fingerprint(self._base.items(), self._whole)) != self._frozen_mark:
             raise IdentityError(
                 f"the frozen base weights changed while adapters were trained: their fingerprint was {self._frozen_mark} and is "
                 f"now {found}. Nothing trained since then can be trusted; resume from an earlier checkpoint, and please "
@@ -253,13 +268,14 @@ class Adapters:
         settings.save_pretrained(directory)
         settings.inference_mode = before
 
-    def _fingerprint(self, parameters: Iterable[tuple[str, Tensor]]) -> str:
-        """xxh3-128 over names and bytes: about 10 GB a second."""
-        mark = xxhash.xxh3_128()
-        for name, parameter in parameters:
-            mark.update(name.encode())
-            mark.update(self._whole(parameter).contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
-        return mark.hexdigest()
+
+def fingerprint(parameters: Iterable[tuple[str, Tensor]], whole: Callable[[Tensor], Tensor]) -> str:
+    """xxh3-128 over names and bytes: about 10 GB a second."""
+    mark = xxhash.xxh3_128()
+    for name, parameter in parameters:
+        mark.update(name.encode())
+        mark.update(whole(parameter).contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return mark.hexdigest()
 
 
 # --- making them -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -50,17 +50,22 @@ def load_model(directory: Path, device: torch.device) -> Any:
         )
     except Exception as error:  # a damaged file, a foreign architecture, ...: every library raises its own kind
         raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
-    # transformers would continue with random numbers in their place
+    check_complete(directory, info)
+    switch_noise_off(model)
+    model = model.to(device).eval()
+    own_pages(model.parameters())  # frozen ones are never written: whoever saves a model there again would change them
+    return model
+
+
+def check_complete(directory: Path, info: Mapping[str, Any]) -> None:
+    """`info`: transformers' report on a model that it has loaded. Raises ConfigError if a weight is missing or does not fit: transformers
+    would continue with random numbers in its place."""
     wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if wrong:
         raise ConfigError(
             f"the weights in {directory} lack or do not fit {len(wrong)} parameters of its config.json, the first: {wrong[0]}; "
             "save the model again with `save_pretrained`"
         )
-    _switch_noise_off(model)
-    model = model.to(device).eval()
-    own_pages(model.parameters())  # frozen ones are never written: whoever saves a model there again would change them
-    return model
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -83,7 +88,7 @@ KEPT = ("router_jitter_noise",)
 """Kept: PhiMoE uses it in its routing in evaluation mode too."""
 
 
-def _switch_noise_off(model: torch.nn.Module) -> None:
+def switch_noise_off(model: torch.nn.Module) -> None:
     """Sets dropout to 0: the ratio to the sampler's log-probs means nothing under it, and checkpointing needs training mode."""
     module: Any
     for module in model.modules():

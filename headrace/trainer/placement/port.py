@@ -4,13 +4,14 @@ Every operation that needs a collective, or the whole of a tensor that may be sp
 to distribute a model is a new implementation of this protocol, without a branch anywhere else. On one device every method is a
 plain torch call (`port.py`).
 
-    load      load, spread                      the model as it was saved, and as it lies in training
+    load      load, of_leader, spread           the model as it was saved, and as it lies in training
     split     plan, accumulate                  the microbatches of this rank, and the gradients of the whole step
     sum       sum, largest, join                numbers, and columns of tokens, of all ranks
     know      of_head, each                     numbers that another rank has
     norm      norm, clip                        of the whole gradient
-    gather    whole, part, gather               for checkpoints, exports and the weight sender; and back
-    optimizer                                   its state lies where the parameters lie, is saved by `whole`, restored by `part`
+    gather    whole                             for exports and the weight sender
+    keep      pieces, part                      the part of each tensor that this rank writes into a checkpoint, and reads from one
+    optimizer                                   its state lies where the parameters lie, and is kept like them
 
 All but `leads`, `plain`, `context` and `part` are collective: every rank calls them, in one order, with the same parameters. Gradients are sums over
 ranks, never means (C9). The forward pass runs within the call of the root module (`forward/forward.py`), and the head's matrix is read within
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +35,10 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.model.outline import Region
 from headrace.trainer.packing import DealtRows, Pack, StepPlan, StepRows, pack_rows, plan_of
+
+T = TypeVar("T")
 
 Microbatch = Callable[[int], AbstractContextManager[Tensor]]
 """The loss of the microbatch of this number, a scalar with gradient. Its backward pass belongs inside the context."""
@@ -56,6 +60,16 @@ class Microbatches:
     precision: Precision
     parameters: Sequence[torch.nn.Parameter]
     """Those whose gradients are wanted."""
+
+
+class Piece(NamedTuple):
+    """What a rank writes of a tensor."""
+
+    values: Tensor
+    region: Region | None = None
+    """The places of the values in the whole tensor; None: they are the whole."""
+    shape: Sequence[int] = ()
+    """That of the whole tensor, if the values are a part."""
 
 
 Keep = Callable[[str, Tensor], Tensor]
@@ -80,8 +94,12 @@ class Placement(Protocol):
     def context(self) -> Context | None:
         """The ranks that compute each microbatch together with this one; None: it computes its own alone."""
 
-    def load(self, directory: Path, device: torch.device) -> Any:
-        """The whole model in float32, as `causal_lm.load_model`; the device is that of `spread`."""
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
+        """The model in float32, as `causal_lm.load_model`, or its outline (`outline.py`) if its `values` are not needed before `spread`, which then reads
+        this rank's part of them. The device is that of `spread`."""
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        """The result of a computation that the rank that leads makes for all. Raises its ConfigError on all of them."""
 
     def spread(self, model: Any) -> None:
         """Gives each rank its part of a model that is complete: its adapters are added, its weights lowered. Its parameters may be
@@ -100,7 +118,8 @@ class Placement(Protocol):
 
         It is the placement that loops, because a pipeline has an order of its own. Each microbatch runs, forward and backward, in an
         autocast context of its own: a context that spans several keeps lowered copies of weights, and where parameters are gathered
-        anew for every pass these are stale (FSDP2 of torch 2.13, three microbatches: gradients wrong by up to 53 %).
+        anew for every pass these are stale (FSDP2 of torch 2.13, three microbatches: gradients wrong by up to 53 %). Weights that stay where
+        they are have copies for the whole step (`forward/lowered.py`), which autocast finds lowered already.
         """
 
     def sum(self, values: Tensor) -> Tensor:
@@ -129,12 +148,12 @@ class Placement(Protocol):
         """All values of a parameter, of its moments, or of a buffer, without gradient; the tensor itself if this rank holds
         all of it."""
 
-    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
-        """`whole` of several tensors, in the host's memory, on the rank that leads; others keep nothing. Ranks may have tensors of
-        their own: moments of parameters that the rest has not. `keep` takes each there, before the next is gathered."""
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """The parts of these tensors that this rank writes, where they lie; every value is written by one rank. Ranks may have tensors of their own: moments of
+        parameters that the rest has not."""
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `whole`: this rank's part of a tensor. `like`: the parameter or buffer that it belongs to."""
+    def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
+        """This rank's part of a tensor. `read`: reads a region of it, or all (None). `like`: the parameter or buffer that it belongs to."""
 
 
 # --- One device that holds everything: each method is the plain torch call.
@@ -148,8 +167,11 @@ class Single:
     plain: bool = True
     context: None = None
 
-    def load(self, directory: Path, device: torch.device) -> Any:
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
         return load_model(directory, device)
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        return compute()
 
     def spread(self, model: Any) -> None:
         """Leaves the model where it is."""
@@ -191,11 +213,11 @@ class Single:
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
-    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
-        return {name: keep(name, tensor) for name, tensor in tensors.items()}
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        return {name: Piece(tensor) for name, tensor in tensors.items()}
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        return whole
+    def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
+        return read(None)
 
 
 # --- The values that a rank publishes without gathering them

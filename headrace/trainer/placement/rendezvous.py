@@ -15,14 +15,18 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from headrace.core.errors import ConfigError
 from headrace.native.memory import return_freed_memory
+
+T = TypeVar("T")
 
 DEADLINE = timedelta(days=7)
 """The deadline of a collective: later than any of the controller's, which says who waits for whom."""
@@ -131,3 +135,17 @@ def check_same(what: str, mine: str, remedy: str) -> None:
             f"{what} of rank {other} (on {found[other][0]}) are not those of rank 0 (on {found[0][0]}): {found[other][1]} instead of "
             f"{found[0][1]}; {remedy}"
         )
+
+
+def of_leader(compute: Callable[[], T]) -> T:
+    """The result of a computation that rank 0 makes for all ranks, which all call this at the same time. Raises its ConfigError, on all of them."""
+    found: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = compute()
+        except ConfigError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found)
+    if found[1]:
+        raise ConfigError(found[1])
+    return found[0]

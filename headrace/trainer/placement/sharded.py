@@ -16,7 +16,7 @@ Or neighbouring ranks compute each microbatch together (`forward/context.py`). T
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
+from headrace.trainer.model.outline import Region, hollow, is_outline, outline
 from headrace.trainer.packing import DealtRows, StepPlan, StepRows, own_plan
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.port import Keep, Microbatches, on_host
+from headrace.trainer.placement.filling import fill, part_of, piece_of
+from headrace.trainer.placement.port import Microbatches, Piece, T
+from headrace.trainer.placement.rendezvous import of_leader
 from headrace.trainer.placement.tensor_parallel import split_by_plan, split_experts
 
 
@@ -78,11 +81,21 @@ class Sharded:
         """Whether the microbatches of this rank count in sums: of those that compute them together, one does."""
         return self.context is None or self.context.rank == 0
 
-    def load(self, directory: Path, device: torch.device) -> Any:
-        """Loads into the host's memory: a device never holds more than its part and one layer."""
-        return load_model(directory, torch.device("cpu"))
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
+        """Values are loaded into the host's memory: a device never holds more than its part and one layer."""
+        found = None if values else outline(directory)
+        return load_model(directory, torch.device("cpu")) if found is None else found
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        return of_leader(compute)
 
     def spread(self, model: Any) -> None:
+        hollow(model)
+        self._divide(model)
+        if is_outline(model):
+            fill(model, self._device)
+
+    def _divide(self, model: Any) -> None:
         config, experts, summed = self._config, set[str](), list[str]()
         if config.expert > 1:
             experts = split_experts(model, self._all_experts(), self._tensor)
@@ -198,19 +211,14 @@ class Sharded:
     def whole(self, tensor: Tensor) -> Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
-    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            whole = self.whole(tensor)
-            if self.leads:
-                found[name] = keep(name, whole)
-        return found
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """What is whole on every rank is small, and rank 0 writes it."""
+        split = {name: piece_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        mine = {name: Piece(tensor) for name, tensor in tensors.items() if name not in split and self.leads}
+        return {name: piece for name in tensors if (piece := split.get(name) or mine.get(name)) is not None}
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
-            return whole
-        # every rank has the whole: nothing is sent
-        return distribute_tensor(whole.to(self._device), like.device_mesh, like.placements, src_data_rank=None)
+    def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
+        return part_of(read, like) if isinstance(like, DTensor) else read(None)
 
 
 def split_layers(

@@ -28,15 +28,18 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
+from headrace.trainer.model.outline import Region
 from headrace.trainer.packing import DealtRows, StepPlan, StepRows, fill_up, own_plan
 from headrace.trainer.parallel import LOOPS, ParallelConfig, stages_of
+from headrace.trainer.placement.filling import part_of, piece_of
 from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages
-from headrace.trainer.placement.port import Keep, Microbatches, on_host
+from headrace.trainer.placement.port import Microbatches, Piece, T
+from headrace.trainer.placement.rendezvous import of_leader
 from headrace.trainer.placement.sharded import kept_whole, split_layers
 
 # --- The microbatches of a step through the stages of a pipeline
@@ -220,9 +223,13 @@ class Staged:
         """Whether this rank has the head."""
         return self._place == self._config.pipeline - 1
 
-    def load(self, directory: Path, device: torch.device) -> Any:
-        """Loads into the host's memory: a device never holds more than its stages."""
+    def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
+        """Loads everything into the host's memory: whether the cut into stages is exact is tried with the whole model. A device never holds more than its
+        stages."""
         return load_model(directory, torch.device("cpu"))
+
+    def of_leader(self, compute: Callable[[], T]) -> T:
+        return of_leader(compute)
 
     def spread(self, model: Any) -> None:
         config = self._config
@@ -340,30 +347,26 @@ class Staged:
         dist.broadcast(found, group=self._line, group_src=int(have))
         return found
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        if isinstance(like, DTensor):  # every rank has the whole: nothing is sent
-            return distribute_tensor(whole.to(self._device), like.device_mesh, like.placements, src_data_rank=None)
-        return torch.empty_like(whole, device="meta") if like.is_meta else whole
+    def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
+        if isinstance(like, DTensor):
+            return part_of(read, like)
+        return torch.empty_like(like) if like.is_meta else read(None)
 
-    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
-        """The ranks of the first pipeline send them to its first, one by one."""
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """Of several ranks that hold the same, the first of the pipeline writes it, in the first pipeline that does."""
         held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
         known: list[Any] = [None] * self._config.pipeline
-        mine = [(name, tensor.shape, tensor.dtype) for name, tensor in held.items()]
-        dist.all_gather_object(known, mine, group=self._line)
-        found: dict[str, Tensor] = {}
-        for place, given in enumerate(known):
-            for name, shape, dtype in given:
-                if name in found:  # of a rank before
-                    continue
-                whole = found[name] = _together(held[name]) if place == self._place else torch.empty(0)
-                if place and place == self._place and not self._copy:
-                    dist.send(whole, group=self._line, group_dst=0)
-                elif place and self.leads:
-                    whole = torch.empty(shape, dtype=dtype, device=self._device)
-                    dist.recv(whole, group=self._line, group_src=place)
-                found[name] = keep(name, whole) if self.leads else torch.empty(0)
-        return found if self.leads else {}
+        dist.all_gather_object(known, list(held), group=self._line)
+        before = {name for names in known[: self._place] for name in names}
+        found: dict[str, Piece] = {}
+        for name, tensor in held.items():
+            if name in before or dist.get_rank(self._replicas):
+                continue
+            if (piece := piece_of(tensor) if isinstance(tensor, DTensor) else None) is not None:
+                found[name] = piece
+            elif not isinstance(tensor, DTensor) and not self._copy:
+                found[name] = Piece(tensor)
+        return found
 
 
 def _together(tensor: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
-"""The trainer's part of a checkpoint, bit for bit: three files, no pickles.
+"""The trainer's part of a checkpoint, bit for bit, without pickles:
 
     model.safetensors       trained parameters by name, tied ones once, and buffers that are part of the model; float32 (the masters,
                             where weights are offloaded), or bfloat16 where nothing more exact is kept. For an adapter it is
                             `adapter_model.safetensors`, beside peft's `adapter_config.json`
     optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>
     trainer.json            format, version, seed; the entropy's factor and last mean; for an adapter, the fingerprint of the base it
-                            belongs to
+                            belongs to; the ranks that wrote files, where several did
 
-The learning rate is a function of the version, so a schedule has no state of its own. Every tensor is written whole, however it is
-placed: what one mesh saved, another restores. `rng/cpu` has the random states of all ranks, one after another.
+Ranks that hold parts of tensors write these parts, each into files of its own (`checkpoint_files.py`): `model-00001-of-00002.safetensors`. Ranks that read them, however many and
+split in whatever way, and a process alone read what they hold. The learning rate is a function of the version, so a schedule has no state of its own. `rng/cpu` has the random states
+of all ranks, one after another.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.durable.atomic_files import sync_to_disk
+from headrace.trainer.model.adapters import ADAPTER_MODEL
 from headrace.trainer.model.low_memory import MixedAdamW
-from headrace.trainer.placement.port import Keep, Placement, on_host
+from headrace.trainer.placement.port import Keep, Piece, Placement, on_host
+from headrace.trainer.step import checkpoint_files
+from headrace.trainer.step.checkpoint_files import SavedTensors, unreadable
 
 if TYPE_CHECKING:
     from jaxtyping import UInt8
 
 
-FORMAT = 1
+FORMAT, FORMAT_OF_PARTS = 1, 2
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
 
@@ -59,7 +62,7 @@ def save(
     version: int,
     seed: int,
 ) -> None:
-    """Writes and flushes the three files; the caller renames the directory. Raises OSError (disk full, say)."""
+    """Writes and flushes the files; the caller renames the directory. Raises OSError (disk full, say)."""
     capture(contents, optimizer, placement=placement, version=version, seed=seed)(directory)
 
 
@@ -73,26 +76,56 @@ def capture(
     entropy: tuple[float, float] = (0.0, math.nan),
     keep: Keep = on_host,
 ) -> Callable[[Path], None]:
-    """Takes all that a checkpoint holds, and returns the rest of `save`, which needs no other rank. `keep`: makes copies, if the model is trained
-    before they are written."""
-    weights = placement.gather(_trained(contents, optimizer), keep)
-    moments = placement.gather(_moments(contents, optimizer), keep)
-    generators, _ = placement.each(torch.get_rng_state())
-    random = _rng(generators.flatten())
+    """Takes all that this rank writes of a checkpoint, and returns the rest of `save`, which needs no other rank. `keep`: makes copies, if the model is
+    trained before they are written."""
+    kept = [
+        _kept(placement.pieces(tensors), keep)
+        for tensors in (_trained(contents, optimizer), _moments(contents, optimizer))
+    ]
+    generators, rank = placement.each(torch.get_rng_state())
+    counts, _ = placement.each(torch.tensor([len(kept[0]) + len(kept[1])]))
+    writers = [number for number, (count,) in enumerate(counts.tolist()) if count or not number]
+    if placement.leads:
+        kept[1] |= {name: Piece(state) for name, state in _rng(generators.flatten()).items()}
     facts = {"format": FORMAT, "version": version, "seed": seed, "base": contents.base, "entropy": list(entropy)}
+    if len(writers) > 1:
+        facts |= {"format": FORMAT_OF_PARTS, "ranks": len(counts), "writers": writers}
     text = json.dumps(facts)
+    files = [_file(name, rank, facts) for name in (contents.file, OPTIMIZER)]
 
     def write(directory: Path) -> None:
-        if not placement.leads:
+        if rank not in writers:
             return
         directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
-        _write(directory / contents.file, weights)
-        _write(directory / OPTIMIZER, {**moments, **random})
-        (directory / TRAINER).write_text(text)
-        for name in (contents.file, OPTIMIZER, TRAINER):
+        for name, pieces in zip(files, kept, strict=True):
+            checkpoint_files.write(directory / name, pieces)
             sync_to_disk(directory / name)
+        if placement.leads:
+            (directory / TRAINER).write_text(text)
+            sync_to_disk(directory / TRAINER)
 
     return write
+
+
+def _kept(pieces: Mapping[str, Piece], keep: Keep) -> dict[str, Piece]:
+    return {name: piece._replace(values=keep(name, piece.values)) for name, piece in pieces.items()}
+
+
+def _file(name: str, rank: int, facts: Mapping[str, Any]) -> str:
+    """The name of a file that a rank writes."""
+    ranks = facts.get("ranks", 1)
+    return name if ranks == 1 else checkpoint_files.part_file(name.removesuffix(".safetensors"), rank, ranks)
+
+
+def saved_weights(directory: Path) -> SavedTensors:
+    """The weights of a checkpoint, of a model or of an adapter. Raises CheckpointError if they cannot be read."""
+    facts = _read_facts(directory)
+    name = next((name for name in (MODEL, ADAPTER_MODEL) if (directory / _file(name, 0, facts)).exists()), MODEL)
+    return _saved(directory, name, facts)
+
+
+def _saved(directory: Path, name: str, facts: Mapping[str, Any]) -> SavedTensors:
+    return SavedTensors([directory / _file(name, rank, facts) for rank in facts.get("writers", [0])])
 
 
 def tensors(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -102,21 +135,21 @@ def tensors(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimizer, placement: Placement) -> int:
     """Restores everything and returns the version. Raises CheckpointError before anything is changed."""
-    version, base = _read_facts(directory)
-    if base != contents.base:
+    facts = _read_facts(directory)
+    if (base := str(facts.get("base", ""))) != contents.base:
         problem = "it holds an adapter of other base weights" if base else "it holds all weights of a model, no adapter"
         raise _foreign(directory, problem if contents.base else "it holds an adapter, not all weights of a model")
-    weights, rest = _read(directory / contents.file), _read(directory / OPTIMIZER)
+    weights, rest = _saved(directory, contents.file, facts), _saved(directory, OPTIMIZER, facts)
     _check(directory / contents.file, weights, _trained(contents, optimizer))
     state = _optimizer_state(directory, rest, contents, optimizer=optimizer, placement=placement)
     with torch.no_grad():
         for name, tensor in _trained(contents, optimizer).items():
-            tensor.copy_(placement.part(weights[name], like=tensor))
+            tensor.copy_(placement.part(partial(weights.read, name), like=tensor))
     if isinstance(optimizer, MixedAdamW):
         optimizer.show_masters()
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     _restore_rng(rest, placement)
-    return version
+    return int(facts["version"])
 
 
 def entropy_of(directory: Path) -> tuple[float, float] | None:
@@ -152,7 +185,7 @@ def _moments(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def _optimizer_state(
     directory: Path,
-    rest: Mapping[str, Tensor],
+    rest: SavedTensors,
     contents: Contents,
     *,
     optimizer: torch.optim.Optimizer,
@@ -164,31 +197,31 @@ def _optimizer_state(
     known = {f"{key}/{name}" for name, _ in ordered for key in ("exp_avg", "exp_avg_sq", "step")}
     state: dict[int, dict[str, Tensor]] = {}
     for number, (name, parameter) in enumerate(ordered):
-        found = {key: rest[f"{key}/{name}"] for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}/{name}" in rest}
-        shapes = [found[key].shape for key in ("exp_avg", "exp_avg_sq") if key in found]
+        found = [key for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}/{name}" in rest]
+        shapes = [rest.shapes[f"{key}/{name}"] for key in found if key != "step"]
         if found and (len(found) != 3 or shapes != [parameter.shape] * 2):
             raise _foreign(directory, f"the optimizer state of {name} does not fit")
         if found:  # `step` is a scalar, and every rank has it
-            moments = {key: placement.part(t, like=parameter) for key, t in found.items() if key != "step"}
-            state[number] = {**moments, "step": found["step"]}
+            moments = {key: placement.part(partial(rest.read, f"{key}/{name}"), like=parameter) for key in found[:2]}
+            state[number] = {**moments, "step": rest.read(f"step/{name}")}
     strangers = [name for name in rest if name not in known and not name.startswith("rng/")]
     if strangers:
         raise _foreign(directory, f"{OPTIMIZER} holds {strangers[0]}, which the model does not have")
     return state
 
 
-def _check(file: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def _check(file: Path, found: SavedTensors, expected: Mapping[str, Tensor]) -> None:
     missing = [name for name in expected if name not in found]
     strangers = [name for name in found if name not in expected]
     if missing or strangers:
         problem = f"lacks {missing[0]}" if missing else f"holds {strangers[0]}, which the model does not have"
         raise _foreign(file.parent, f"{file.name} {problem}")
     for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
-            shapes = f"{list(found[name].shape)} instead of {list(tensor.shape)}"
+        if found.shapes[name] != tensor.shape:
+            shapes = f"{list(found.shapes[name])} instead of {list(tensor.shape)}"
             raise _foreign(file.parent, f"{name} has shape {shapes}")
-        if found[name].dtype != tensor.dtype:
-            written = str(found[name].dtype).removeprefix("torch.")
+        if found.dtypes[name] != tensor.dtype:
+            written = str(found.dtypes[name]).removeprefix("torch.")
             raise CheckpointError(
                 f"checkpoint {file.parent.name} holds {name} in {written}, and train.weights or train.offload_optimizer ask "
                 "for another dtype; resume with the settings it was written with"
@@ -206,45 +239,27 @@ def _rng(cpu: UInt8[Tensor, "*state"]) -> dict[str, Tensor]:
     return {"rng/cpu": cpu, **{f"rng/cuda:{i}": state for i, state in enumerate(cuda)}}
 
 
-def _restore_rng(rest: Mapping[str, Tensor], placement: Placement) -> None:
+def _restore_rng(rest: SavedTensors, placement: Placement) -> None:
     """Every rank goes on with its own random numbers, or with those of rank 0 where there were other ranks."""
     if "rng/cpu" in rest:
         now, mine = placement.each(torch.get_rng_state())
-        saved = rest["rng/cpu"].view(-1, now.shape[1])
+        saved = rest.read("rng/cpu").view(-1, now.shape[1])
         torch.set_rng_state(saved[mine if len(saved) == len(now) else 0].clone())
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if f"rng/cuda:{i}" in rest:
-            torch.cuda.set_rng_state(rest[f"rng/cuda:{i}"], i)
+            torch.cuda.set_rng_state(rest.read(f"rng/cuda:{i}"), i)
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:
-        raise OSError(f"could not write {path.name}: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _read_facts(directory: Path) -> tuple[int, str]:
-    """Returns the version, and the fingerprint of the base."""
+def _read_facts(directory: Path) -> dict[str, Any]:
     path = directory / TRAINER
     try:
         facts = json.loads(path.read_text())
-        version, form, base = int(facts["version"]), facts["format"], str(facts.get("base", ""))
+        form = facts["format"]
+        int(facts["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(path, error) from error
-    if form != FORMAT:
-        raise CheckpointError(f"checkpoint {directory.name} has format {form}; this version of headrace reads {FORMAT}")
-    return version, base
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {path.parent.name}: {path.name} cannot be read ({error}); resume from an older checkpoint"
-    )
+        raise unreadable(path, error) from error
+    if form not in (FORMAT, FORMAT_OF_PARTS):
+        raise CheckpointError(
+            f"checkpoint {directory.name} has format {form}; this version of headrace reads {FORMAT} and {FORMAT_OF_PARTS}"
+        )
+    return dict(facts)

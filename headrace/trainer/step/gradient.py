@@ -7,7 +7,7 @@ token is fixed for the whole step before its first microbatch (C9).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,8 @@ class Gradient:
     device: torch.device
     reference: Reference | None = None
     replay: Replay = no_replay
+    copies: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Open while the model computes: weights are then those that autocast would lower for every microbatch (`forward/lowered.py`)."""
     pairs: StepPairs | None = None
     """The preferences of the step, if the loss is one of pairs."""
     bitwise: bool = False
@@ -157,6 +159,16 @@ class Gradient:
 
     def fill(self, plan: StepPlan) -> Sums:
         """Adds the gradient of the whole step, over all microbatches and ranks, to the parameters' `.grad`. Returns its sums."""
+        with self.copies():
+            self._accumulate(plan)
+        self.sums.combine(self.placement, self.kept)
+        if self.picked:
+            self.picked.combine(self.placement.sum)
+        if self.kept:
+            self._make_up_for(self.kept.factor)
+        return self.sums
+
+    def _accumulate(self, plan: StepPlan) -> None:
         packs = [pack.to(self.device) for pack in plan.packs]
         references = [self._referred(pack) for pack in packs]
         reach = self.learner.reach
@@ -172,12 +184,6 @@ class Gradient:
             parameters=list(self.learner.parameters.values()),
         )
         self.placement.accumulate(work)
-        self.sums.combine(self.placement, self.kept)
-        if self.picked:
-            self.picked.combine(self.placement.sum)
-        if self.kept:
-            self._make_up_for(self.kept.factor)
-        return self.sums
 
     def _precision(self) -> AbstractContextManager[None]:
         return computed_in(self.dtype, self.device)

@@ -21,7 +21,8 @@ from headrace.core.protocols import WeightSender
 from headrace.core.reports import Captured
 from headrace.core.weights import WeightUpdate
 from headrace.trainer.forward.forward import Forward
-from headrace.trainer.forward.routing import RoutingReplay, no_replay
+from headrace.trainer.forward.lowered import lowered_by_autocast
+from headrace.trainer.forward.routing import no_replay
 from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Keep, on_host
 from headrace.trainer.step.host_memory import HostCopy
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 
 def frozen(model: Any, dtype: torch.dtype) -> Any:
     """Returns a copy in evaluation mode that gives the same numbers under autocast to `dtype`."""
-    lowered = _lowered_by_autocast(model)
+    lowered = {id(parameter) for _, _, parameter in lowered_by_autocast(model)}
     embedding = model.get_input_embeddings()
-    raised = type(embedding) is torch.nn.Embedding and _survives(embedding.weight, dtype)
+    weight = model.files.whole(model, embedding.weight) if embedding.weight.is_meta else embedding.weight
+    raised = type(embedding) is torch.nn.Embedding and _survives(weight, dtype)
     if not raised:
         lowered.discard(id(embedding.weight))
     # deepcopy takes the copies of parameters from here, so that there is never a second one in float32
@@ -52,15 +54,6 @@ def frozen(model: Any, dtype: torch.dtype) -> Any:
         original = embedding.weight.dtype
         copied.get_input_embeddings().register_forward_hook(lambda module, args, output: output.to(original))
     return copied
-
-
-def _lowered_by_autocast(model: Any) -> set[int]:
-    """Ids of the parameters that autocast lowers: those of linear layers, and of stacked experts unless transformers multiplies them in
-    groups, which autocast does not reach."""
-    lowered = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
-    if getattr(model.config, "_experts_implementation", "eager") == "eager":
-        lowered |= {id(p) for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
-    return lowered
 
 
 def _survives(weight: Float[Tensor, "*shape"], dtype: torch.dtype) -> bool:
@@ -78,6 +71,9 @@ def _survives(weight: Float[Tensor, "*shape"], dtype: torch.dtype) -> bool:
 # The copy is made before a checkpoint is restored, so that a resumed run has the reference that it started with.
 
 
+ReplayRoutes = Callable[[Pack], AbstractContextManager[Any]]
+
+
 @dataclass(frozen=True)
 class Reference:
     """`reference(pack, temperature)` -> [M] log-probs of the pack's targets, without gradient.
@@ -90,7 +86,7 @@ class Reference:
     """The dtype of the computation."""
     switch: Callable[[], AbstractContextManager[Any]]
     """Open while the reference computes: it switches adapters off."""
-    replay: Callable[[Pack], AbstractContextManager[Any]]
+    replay: ReplayRoutes
     bytes: int
     """The size of the weights that it has of its own; 0 under LoRA."""
 
@@ -101,11 +97,11 @@ class Reference:
             return self.forward.logprobs(untaught, temperature, self.dtype).logprob
 
 
-def reference_of(forward: Forward, dtype: torch.dtype, keep_routing: bool = False) -> Reference:
+def reference_of(
+    forward: Forward, dtype: torch.dtype, replay_of: Callable[[Forward], ReplayRoutes] = lambda _: no_replay
+) -> Reference:
     """The reference of a model as it is now, in evaluation mode: the same model without its adapters, or a frozen copy of one without any.
-
-    Raises ConfigError when routes are to be replayed and cannot be.
-    """
+    `replay_of`: makes what forces the recorded experts. Raises what it raises."""
     switch: Callable[[], AbstractContextManager[Any]]
     adapters = adapter_layers(forward.model)
     if adapters:
@@ -114,7 +110,7 @@ def reference_of(forward: Forward, dtype: torch.dtype, keep_routing: bool = Fals
         own = replace(forward, model=frozen(forward.model, dtype))
         switch, size = nullcontext, sum(p.nbytes for p in own.model.parameters())
 
-    return Reference(own, dtype, switch, RoutingReplay(own, dtype) if keep_routing else no_replay, size)
+    return Reference(own, dtype, switch, replay_of(own), size)
 
 
 # -- without adapters -------------------------------------------------------------------------------------------------------

@@ -28,11 +28,13 @@ from headrace.core.weights import AdapterSpec, trial_version
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers
+from headrace.native.resources import available
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.share import StepShare, head_of
-from headrace.trainer.forward.forward import choose_forward, packed_hidden, together
+from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
+from headrace.trainer.forward.lowered import StepCopies, step_copies
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters
@@ -46,8 +48,9 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
+from headrace.trainer.model.outline import is_outline, sample
 from headrace.trainer.packing import DealtRows, Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
-from headrace.trainer.placement.port import Keep, Placement, Single, on_host, own_values_of
+from headrace.trainer.placement.port import Keep, Placement, Single, T, on_host, own_values_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
@@ -75,31 +78,34 @@ class TorchTrainer:
         keep_routing: bool = False,
         adapters: Mapping[str, Assignment] | None = None,
         placement: Placement | None = None,
+        beside: int = 1,
     ) -> None:
         """`keep_routing`: force the experts that the sampler chose. `adapters`: by name, what is trained instead of all weights; the one
-        with the empty name is published merged into them. `placement`: where the weights lie; one device by default."""
+        with the empty name is published merged into them. `placement`: where the weights lie; one device by default. `beside`: ranks that share this machine's memory, this one
+        included."""
         torch.manual_seed(seed)
         self._placement = placement or Single()
         self._model_dir, self._config, self._seed = model_dir, config, seed
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
-        self._model = self._placement.load(model_dir, self._device)
+        loras = {name: assignment.lora for name, assignment in (adapters or {}).items()}
+        self._model = self._placement.load(model_dir, self._device, values=any(lora.dora for lora in loras.values()))
         self.tied = tied_names(self._model)
         self.kept = frozenset(saved_buffers(self._model))
         """Names of published tensors that keep their own dtype."""
-        self._forward = together(choose_forward(self._model), self._placement.context)
+        self._forward = together(forward_of(self._model, self._tried(way_of)), self._placement.context)
         self._fused = self._fuse()
-        loras, whole = {name: assignment.lora for name, assignment in (adapters or {}).items()}, self._placement.whole
         self.arithmetic = self._shared_arithmetic(loras)
         self._assignments = adapters or {"": Assignment(config, algo)}
-        self._adapters = Adapters(self._model, loras, self._dtype, model_dir, whole) if loras else None
-        replay = RoutingReplay(self._forward, self._dtype) if keep_routing else None
-        self._replay: Replay = replay or no_replay
+        self._adapters = self._adapted(loras) if loras else None
+        replay_of = self._replays() if keep_routing else (lambda _: no_replay)
+        self._replay: Replay = replay_of(self._forward)
         asked = any(assignment.algo.reference_in_loss for assignment in self._assignments.values())
         # made before a checkpoint is restored, so that it stays the model that the run began with
-        self._reference = reference_of(self._forward, self._dtype, keep_routing) if asked else None
+        self._reference = reference_of(self._forward, self._dtype, replay_of) if asked else None
         if config.gradient_checkpointing:
-            enable_checkpointing(self._model, replay.checkpoint_contexts if replay else None)
+            contexts = self._replay.checkpoint_contexts if isinstance(self._replay, RoutingReplay) else None
+            enable_checkpointing(self._model, contexts)
         if config.weights == "bfloat16":
             lower_weights(self._model, self._dtype)
         reference = self._reference
@@ -108,15 +114,45 @@ class TorchTrainer:
         )  # under LoRA they are one
         for model in models:
             self._placement.spread(model)
+        if self._adapters:
+            self._adapters.seal()
+        # weights that are gathered anew for every pass have no copy that could serve two, adapters are small, and kernels know a weight that
+        # they have packed by its place in memory, where the next copy may lie
+        alone = self._placement.plain and not adapters and not self._fused
+        self._copies_of_step = step_copies(self._forward, self._dtype) if alone else StepCopies((), self._dtype)
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
         self._resting = Resting(
             models, lambda: [learner.optimizer for learner in self._learners.values()], self._device
         )
-        self._copies = {name: HostCopy() for name in self._learners}
+        self._copies = {name: HostCopy(lambda: available() // beside) for name in self._learners}
         self._reading = threading.Lock()
         """Held by a thread that reads frozen weights: they stay where they are."""
         self._reserved = False
+
+    def _adapted(self, loras: Mapping[str, LoraConfig]) -> Adapters:
+        there = self._placement
+        return Adapters(self._model, loras, self._dtype, self._model_dir, whole=there.whole, of_leader=there.of_leader)
+
+    def _tried(self, trial: Callable[[Any], T]) -> T:
+        """Returns what a trial of the model finds out; of an outline, a trial that one rank makes with its first layers."""
+        model = self._model
+        if not is_outline(model):
+            return trial(model)
+
+        def alone() -> T:
+            with sample(model):
+                return trial(model)
+
+        return self._placement.of_leader(alone)
+
+    def _replays(self) -> Callable[[Forward], RoutingReplay]:
+        """Makes what forces recorded experts in a model. Raises ConfigError where they cannot be forced."""
+        if not is_outline(self._model):
+            return lambda forward: RoutingReplay(forward, self._dtype)
+        way = ForwardWay(self._forward.packed, self._forward.chunked_head)
+        normalised = self._tried(lambda model: RoutingReplay(forward_of(model, way), self._dtype).normalised)
+        return lambda forward: RoutingReplay(forward, self._dtype, normalised)
 
     def _fuse(self) -> tuple[str, ...]:
         """The kinds of modules that use C++ kernels. Raises ConfigError where kernels are asked for and cannot be used."""
@@ -258,7 +294,8 @@ class TorchTrainer:
     def logprobs(self, pack: Pack, temperature: float) -> list[float]:
         """[M] log-probs of the pack's targets as a step computes them before its update: recorded experts and sampling mask apply."""
         there = pack.to(self._device)
-        with forward_only(), computed_in(self._dtype, self._device), self._replay(there):
+        copies = self._copies_of_step.used()
+        with forward_only(), copies, computed_in(self._dtype, self._device), self._replay(there):
             found = self._forward.logprobs(there, temperature, self._dtype).logprob
         return self._placement.of_head(found).tolist()
 
@@ -304,18 +341,18 @@ class TorchTrainer:
         self._captured(adapter, on_host)(directory)
 
     def capture(self, adapter: str = "") -> tuple[Captured, Callable[[Path], None]]:
-        """Copies what a checkpoint holds to the host's memory. Returns the rest of `save`, which may be done in another thread while the
-        model is trained, unless the report says that there is no room for a copy.
-
-        Several ranks gather it in the first one, which has memory for it only while it is written."""
-        contents, copies = self._contents(adapter), self._copies[adapter]
-        found = checkpoint.tensors(contents, self._learners[adapter].optimizer)
-        if not self._placement.plain:
-            copies, short = HostCopy(), ""
-        else:
-            short = copies.short(found.items())
+        """Copies what a checkpoint holds of this rank to the host's memory. Returns the rest of `save`, which may be done in another thread while the
+        model is trained, unless the report says that there is no room for a copy. If one of several ranks has none, no rank makes one."""
+        copies, placement = self._copies[adapter], self._placement
+        found = checkpoint.tensors(self._contents(adapter), self._learners[adapter].optimizer)
+        mine = {name: piece.values for name, piece in placement.pieces(found).items()}
+        short = copies.short(mine.items())
+        nbytes = sum(tensor.nbytes for tensor in mine.values())
+        everyone, _ = placement.each(torch.tensor([nbytes, int(bool(short))]))
+        if everyone[:, 1].any():
+            short = short or "another rank has no room for a copy of its part"
         write = self._captured(adapter, on_host if short else copies.keep)
-        return Captured(sum(tensor.nbytes for tensor in found.values()), short), write
+        return Captured(int(everyone[:, 0].sum()), short), write
 
     def _captured(self, adapter: str, keep: Keep) -> Callable[[Path], None]:
         learner, adapters, together = self._learners[adapter], self._adapters, not self._placement.plain
@@ -424,6 +461,7 @@ class TorchTrainer:
             pairs=pairs,
             picked=picked,
             replay=self._replay,
+            copies=self._copies_of_step.used,
             bitwise=self._config.parity == "bitwise",
         )
         return gradient.fill(plan)

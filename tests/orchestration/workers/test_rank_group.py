@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +349,64 @@ def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_
     assert [heard[rank].door for rank in range(3)] == ["10.0.0.97:7000", "10.0.0.97:7001", "10.0.0.98:7002"]
     assert [(heard[rank].rank, heard[rank].beside) for rank in range(3)] == [(0, 2), (1, 2), (2, 1)]
     assert [worker.who for worker in facts.of(WorkerJoined)] == [f"trainer rank {rank}" for rank in range(3)]
+
+
+def joined(hosts: str, parallel: dict[str, int], locals_: Sequence[int] = ()) -> tuple[list[TrainerStart], list[str]]:
+    """What ranks that come from these machines, one after another, are told at their start, by their number; and what people are told. `locals_`: the numbers
+    that they have on their machines."""
+    heard: list[TrainerStart] = []
+
+    async def answer(rank: int, frame: Frame) -> None:
+        heard.append(unpack(frame.payload, TrainerStart))
+
+    async def go() -> list[str]:
+        arrivals = FakeArrivals()
+        group = RankGroup(JoinLauncher(arrivals, telemetry_of(FactList())), len(hosts), (), ())
+        for number, host in enumerate(hosts):
+            local_rank = locals_[number] if locals_ else 0
+            door = f"10.0.0.{ord(host)}:{7000 + number}"
+            arrivals.offer(Beating(number, answer), host, "", door, local_rank=local_rank)
+        await group.start()
+        start = msgspec.structs.replace(bare_start(transport=Tcp("t"), ranks=len(hosts)), train={"parallel": parallel})
+        try:
+            await group.call("start", start, type(None))
+        finally:
+            await group.end()
+        return group.notes
+
+    notes = virtual_time.run(go())
+    return sorted(heard, key=lambda start: start.rank), notes
+
+
+def test_ranks_of_a_machine_are_neighbours_in_whatever_order_they_come() -> None:
+    heard, notes = joined("abab", {"shard": 2, "tensor": 2})
+    assert [start.door for start in heard] == ["10.0.0.97:7000", "10.0.0.97:7002", "10.0.0.98:7001", "10.0.0.98:7003"]
+    assert {start.meeting for start in heard} == {"10.0.0.97:7000"}
+    assert [start.beside for start in heard] == [2] * 4
+    assert len(notes) == 1 and "trainer rank 2 is rank 1, trainer rank 1 is rank 2" in notes[0]
+    assert joined("aabb", {"shard": 4})[1] == []
+
+
+def test_the_numbers_of_a_machine_are_those_of_its_starter() -> None:
+    heard, _ = joined("abab", {"shard": 4}, locals_=(1, 0, 0, 1))
+    assert [start.door for start in heard] == ["10.0.0.97:7002", "10.0.0.97:7000", "10.0.0.98:7001", "10.0.0.98:7003"]
+    assert {start.meeting for start in heard} == {"10.0.0.97:7002"}
+
+
+def test_layers_that_would_be_split_between_machines_are_refused() -> None:
+    words = r"tensor = 2 .* different machines \(ranks: 3 on 10.0.0.97, 1 on 10.0.0.98\); start a multiple of 2 ranks on each"
+    with pytest.raises(ConfigError, match=words):
+        joined("aaba", {"shard": 2, "tensor": 2})
+    joined("abba", {"shard": 2, "tensor": 2})  # the remedies
+    joined("aaba", {"shard": 4})
+
+
+@pytest.mark.parametrize("name", ["context", "expert"])
+def test_what_travels_between_machines_in_every_layer_is_told(name: str) -> None:
+    parallel = {"shard": 2, "context": 2} if name == "context" else {"shard": 4, "expert": 4}
+    (note,) = joined("aaab", parallel)[1]
+    assert f"train.parallel.{name} = " in note and "is spread over machines (ranks: 3 on 10.0.0.97, 1 on" in note
+    assert joined("aabb" if name == "context" else "aaaa", parallel)[1] == []
 
 
 def test_a_rank_that_leaves_before_the_last_one_has_come_ends_the_start() -> None:

@@ -3,7 +3,7 @@ function of this module, so that every process finds it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,20 @@ from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.step.trainer import TorchTrainer
 from support import tiny_models
 from support.plain_trainer import same_numbers
+
+
+def gathered(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors that the ranks hold, whole; those that several have are the first one's."""
+    whole = {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in held.items() if not t.is_meta
+    }
+    everyone: list[dict[str, Tensor]] = [{}] * dist.get_world_size() if dist.is_initialized() else [whole]
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, whole)
+    found: dict[str, Tensor] = {}
+    for tensors in everyone:
+        found = {**tensors, **found}
+    return found
 
 
 def refused(directory: Path, case: Case) -> str:
@@ -173,3 +187,17 @@ def resume(ranks: RankProcesses, case: Case, to: Path, *, near: float = 3e-5, al
     for key, tensor in weights(single).items():
         for found in (whole[0][0], *others):
             assert (tensor - found[key]).abs().max() <= near, key
+
+
+def capture_and_go_on(directory: Path, case: Case, to: Path) -> tuple[int, int]:
+    """Two steps, a capture, a third step, and only then the files. Returns the bytes of this rank's files, and of all that was captured."""
+    one = trainer_of_rank(directory, case)
+    steps(one, case, 2)
+    report, write = one.capture()
+    assert not report.short
+    steps(one, case, 3)
+    write(to / "checkpoint")
+    dist.barrier()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = sum(path.stat().st_size for path in (to / "checkpoint").glob(f"*-{rank + 1:05}-of-{ranks:05}.safetensors"))
+    return own, report.nbytes

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from comparisons import (
+    capture_and_go_on,
     compare_exact,
     compare_steps,
     refused,
@@ -16,13 +17,13 @@ from comparisons import (
     three_in_a_row,
 )
 from rank_processes import RankProcesses
-from safetensors.torch import load_file
-from sharded_case import CPU, GROUPS, Case, compare, trainer_of_rank
+from sharded_case import CPU, GROUPS, Case, Piped, compare, trainer_of_rank
 from torch.distributed.tensor import DTensor
 
 from headrace.trainer.forward.forward import within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.step.checkpoint import saved_weights
 from support import tiny_models
 
 CASES = {
@@ -152,6 +153,27 @@ def test_a_checkpoint_goes_on_bit_for_bit_on_its_mesh_and_equally_on_another(
     resume(two, RESUMED[name], tmp_path, near=3e-5 if name != "bfloat16" else 0.1)  # rounded with other random numbers
 
 
+CAPTURED = {
+    "FSDP2": Case(model="llama-deep"),
+    "TP": Case(model="llama", parallel={"shard": 1, "tensor": 2}),
+    "a pipeline": Piped(model="qwen3-deep"),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_each_rank_writes_its_part_of_the_moment_of_the_capture(name: str, two: RankProcesses, tmp_path: Path) -> None:
+    case = CAPTURED[name]
+    directory = tiny_models.saved(case["model"])
+    for own, everything in two.run(capture_and_go_on, directory, case, tmp_path):
+        assert 0.3 * everything < own < 0.7 * everything + 20_000  # and names and places
+    whole = two.run(three_in_a_row, directory, case)
+    for (expected, state), (found, found_state) in zip(
+        whole, two.run(third_step, directory, case, tmp_path / "checkpoint"), strict=True
+    ):
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+        assert torch.equal(state, found_state)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "LoRA"])
 def test_a_checkpoint_of_two_ranks_goes_on_on_four(
@@ -170,9 +192,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_four(
 def test_what_ranks_export_one_device_loads(two: RankProcesses, tmp_path: Path) -> None:
     case = Case(model="qwen3")
     two.run(save_after_two, tiny_models.saved("qwen3"), case, tmp_path)
-    saved, exported = load_file(tmp_path / "checkpoint" / "model.safetensors"), load_model(tmp_path / "export", CPU)
+    saved, exported = saved_weights(tmp_path / "checkpoint"), load_model(tmp_path / "export", CPU)
     for key, parameter in exported.named_parameters():
-        assert torch.equal(parameter, saved[key]), key
+        assert torch.equal(parameter, saved.read(key)), key
 
 
 def kinds_of_head(directory: Path, case: Case) -> tuple[bool, bool]:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparisons import refused, resume, save_after_two, steps, third_step, three_in_a_row, weights
+from comparisons import gathered, refused, resume, save_after_two, steps, third_step, three_in_a_row, weights
 from rank_processes import RankProcesses
-from safetensors.torch import load_file
 from sharded_case import CPU, GROUPS, Case, Piped, shifted, trainer_of_rank
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from headrace.trainer.packing import Pack, pack_sequence
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.staged import Staged
+from headrace.trainer.step.checkpoint import saved_weights
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import pairs_of
 from support import tiny_models
@@ -41,7 +41,7 @@ def gradients(trainer: TorchTrainer, case: Case) -> tuple[float, float, dict[str
     sums = trainer._gradients(plan, given.temperature, pairs=pairs_of(head_of(given)) if "pairs" in case else None)
     there = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
     norm = trainer._placement.norm([p for p in learner.parameters.values() if p.grad is not None])
-    found = {name: tensor.clone() for name, tensor in trainer._placement.gather(there).items()}
+    found = gathered(there)
     learner.forget()
     return sums.loss, float(norm), found, len(plan.packs)
 
@@ -211,7 +211,7 @@ def exact_steps(directory: Path, placement: Placement, place: int = 0, places: i
         placement.clip(there, norm, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: tensor.clone() for name, tensor in placement.gather(named).items()}
+    return gathered(named)
 
 
 def exact_steps_of_rank(directory: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
@@ -361,12 +361,12 @@ def test_what_is_published_and_exported_is_what_is_saved(two: RankProcesses, tmp
     case = Piped(model="qwen3-deep")
     directory = tiny_models.saved(case["model"])
     two.run(save_after_two, directory, case, tmp_path)
-    saved, exported = load_file(tmp_path / "checkpoint" / "model.safetensors"), load_model(tmp_path / "export", CPU)
+    saved, exported = saved_weights(tmp_path / "checkpoint"), load_model(tmp_path / "export", CPU)
     for key, parameter in exported.named_parameters():
-        assert torch.equal(parameter, saved[key]), key
+        assert torch.equal(parameter, saved.read(key)), key
     names = [name for name, _ in exported.named_parameters()]
     for found in two.run(published_after_two, directory, case):
-        assert list(found) == names and all(torch.equal(found[name], saved[name]) for name in names)
+        assert list(found) == names and all(torch.equal(found[name], saved.read(name)) for name in names)
 
 
 # -- what does not go --------------------------------------------------------------------------------------------------------

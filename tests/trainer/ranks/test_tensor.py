@@ -18,7 +18,6 @@ from comparisons import (
     weights,
 )
 from rank_processes import RankProcesses
-from safetensors.torch import load_file
 from sharded_case import CPU, GROUPS, Case, compare, trainer_of_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +29,7 @@ from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local
 from headrace.trainer.packing import Kept
 from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.step.checkpoint import saved_weights
 from support import tiny_models
 
 TENSOR = {"shard": 1, "tensor": 2}
@@ -240,9 +240,9 @@ RESUMED = {
 
 def test_a_checkpoint_goes_on_bit_for_bit_and_on_one_device(two: RankProcesses, tmp_path: Path) -> None:
     resume(two, RESUMED["qwen3"], tmp_path)
-    saved, exported = load_file(tmp_path / "checkpoint" / "model.safetensors"), load_model(tmp_path / "export", CPU)
+    saved, exported = saved_weights(tmp_path / "checkpoint"), load_model(tmp_path / "export", CPU)
     for key, parameter in exported.named_parameters():
-        assert torch.equal(parameter, saved[key]), key
+        assert torch.equal(parameter, saved.read(key)), key
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@
     an update on its way    bytes of the weights / network (`rates.py`)
 
 Peaks are from the manufacturers; the shares of them that are reached are those of well-tuned stacks, written below with what others
-measured. A short measurement on the machine itself (`--calibrate`) or a finished run gives better figures.
+measured. What headrace itself measured takes their place where it can (`own_runs.py`). A short measurement on the machine itself
+(`--calibrate`) or a finished run gives better figures.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ WEIGHTS_SHARE, USABLE = 0.65, 0.9
 """Shares of a replica's memory: for weights at most, and for weights and cache together."""
 TRAINING_BYTES, TRAINING_USABLE = 16, 0.8
 """Bytes per parameter of weights, gradients and AdamW's state in mixed precision, and the share of memory for them."""
+BESIDE_STEP = 0.2
+"""Seconds of a step beside its products and the optimizer's: an assumption."""
 SHARED = 2.0
 """Factor by which engine and trainer slow each other down on one GPU: their kernels take turns."""
 
@@ -234,7 +237,7 @@ def trainer_rates(
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
         token=token_seconds(chip, model, mesh, microbatch, passes),
-        step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
+        step=BESIDE_STEP + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
         publish=0.05 + 3 * BFLOAT16 * model.parameters / memory,
         send=travel.compare if travel else 0.0,
         gpus=gpus,

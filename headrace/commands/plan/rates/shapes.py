@@ -36,8 +36,19 @@ class Architecture:
         return 2 * BFLOAT16 * self.layers * self.kv_heads * self.head
 
 
-# From the published config.json of each: Qwen2.5 (dense), Qwen3 (8b and mixtures of experts), Llama 3.3 (70b).
+# From the published config.json of each: SmolLM2 (135m), Qwen2.5 (dense), Qwen3 (8b and mixtures of experts), Llama 3.3 (70b).
 SHAPES = {
+    "135m": Architecture(
+        parameters=0.1345e9,
+        active=0.1345e9,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        head=64,
+        hidden=576,
+        inner=1536,
+        outer=0.0283e9,
+    ),
     "0.5b": Architecture(
         parameters=0.494e9,
         active=0.494e9,
