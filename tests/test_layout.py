@@ -70,7 +70,7 @@ ROOMS = {
     "run.hosts": ("bus",),
     "serve": ("routes", "training"),
     "testing": ("servers", "faultsim"),
-    "trainer": ("kernels", "packing", "model", "forward", "placement", "step", "shared"),
+    "trainer": ("kernels", "dealing", "packing", "model", "forward", "placement", "step", "shared"),
     "views": ("screen", "report", "sinks", "board"),
     "weight_sync": ("delta", "in_vllm"),
 }

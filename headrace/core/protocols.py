@@ -355,7 +355,12 @@ class TrainerCore(Protocol):
     """A trainer inside its worker process. It trains all weights, under the empty name, or adapters of a frozen base, under
     their own names."""
 
-    def step(self, batch: Batch) -> TrainReport: ...
+    def step(self, given: Any) -> TrainReport:
+        """Makes an optimizer step. `given`: a `Batch`, or what this rank has of one (`trainer/dealing/share.py`)."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows that begin alike share tokens."""
 
     @property
     def version(self) -> int:

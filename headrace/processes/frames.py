@@ -17,8 +17,8 @@ HEAD = _LENGTH.size
 """Bytes before each body. They hold its length."""
 
 LONGEST = 1 << 30
-"""Most bytes of a body. A batch of 1,024 completions of 16,384 tokens takes 0.5 GB; a longer frame is an error, or not from headrace. Streams
-of strangers and of the user's code have lower limits."""
+"""Most bytes of a body. A row of a million tokens takes 14 MB; a longer frame is an error, or not from headrace. Streams of strangers and of
+the user's code have lower limits."""
 
 
 class FrameTooLong(HeadraceError, ValueError):

@@ -74,8 +74,7 @@ def numbered(frame: Frame, numbers: Iterator[int]) -> bytes:
     """Packs a frame under the next number. Raises ValueError for one that is too long for the other end; it uses up no number."""
     if (size := len(memoryview(frame.payload)) + _AROUND) > LONGEST:
         raise ValueError(
-            f"{frame.method} would be a message of {size / 1e9:.1f} GB, and the limit is {LONGEST / 1e9:.1f} GB; lower "
-            "staleness.groups_per_step, rollout.group_size or rollout.max_tokens"
+            f"{frame.method} would be a message of {size / 1e9:.1f} GB, and the limit is {LONGEST / 1e9:.1f} GB; lower rollout.max_tokens"
         )
     return pack(msgspec.structs.replace(frame, number=next(numbers)))
 

@@ -37,6 +37,7 @@ from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import check_model_dir, resolve_model
 from headrace.native.resources import gib
+from headrace.processes.frames import LONGEST
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, measure_share
 from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task
 from headrace.run.choosing import fit_minutes, settle
@@ -76,6 +77,7 @@ from headrace.run.teaching import PlannedTeacher, plan_teachers
 from headrace.run.wording import headline, placement, untried
 from headrace.settings.user_code import defines
 from headrace.trainer.config import TrainConfig, change_of_rate, drawn
+from headrace.trainer.dealing.share import MOST_TRAJECTORIES, TOKEN_BYTES
 from headrace.views.screen.start_line import StartSteps
 from headrace.weight_sync.cuda_ipc import NO_GPU
 from headrace.weight_sync.delta.efficiency import poor_settings
@@ -522,6 +524,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     if not config.orchestration.elsewhere:  # else each has a machine of its own
         problems += share_problems(config.engine, plan.engine_device)
     problems += nothing_to_lend(config, plan.engine_device, plan.train_device)
+    problems += _step_problems(config, shape)
     for problem in problems:
         found.doubt(problem, certain=True)
     form, dtype = config.weight_sync.form, config.engine.serving_dtype
@@ -536,6 +539,24 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
             found.doubt(problem, certain=True)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
         found.sections["Where"] = [*found.sections["Where"], line]
+
+
+def _step_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Yields what cannot be sent to the trainer once a step has been sampled."""
+    routed = shape.layers * shape.chosen * (1 if shape.experts <= 256 else 2) if config.rollout.keep_routing else 0
+    longest = min(config.longest_rollout, config.engine.context_length or config.longest_rollout)
+    if (size := longest * (TOKEN_BYTES + routed)) > LONGEST:
+        experts = ", or set rollout.keep_routing = false" if routed else ""
+        yield (
+            f"a rollout of {longest} tokens can become a row of {size / 1e9:.1f} GB, and a message to the trainer has at most {LONGEST / 1e9:.1f} GB; "
+            f"lower rollout.max_tokens or engine.context_length{experts}"
+        )
+    rollouts = config.staleness.groups_per_step * config.rollout.group_size
+    if rollouts >= MOST_TRAJECTORIES:
+        yield (
+            f"a step of {rollouts} rollouts has more than the {MOST_TRAJECTORIES - 1} that ranks can tell apart; lower "
+            "staleness.groups_per_step or rollout.group_size"
+        )
 
 
 def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:

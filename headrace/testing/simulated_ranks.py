@@ -20,7 +20,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.model.outline import Region
-from headrace.trainer.packing import StepPlan, StepRows, split_ranks
+from headrace.trainer.packing import DealtRows, StepPlan, StepRows, own_plan
 from headrace.trainer.placement.port import Microbatches, TensorPiece
 
 T = TypeVar("T")
@@ -109,8 +109,8 @@ class Simulated:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(self, rows: StepRows) -> StepPlan:
-        return split_ranks(rows, self._ring.ranks)[self._rank]
+    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
+        return own_plan(rows, self._rank, self._ring.ranks)
 
     def accumulate(self, work: Microbatches) -> None:
         for number in range(len(work.packs)):

@@ -59,8 +59,14 @@ class ParallelConfig:
 
     @property
     def batches(self) -> int:
-        """The number of microbatches that are computed at once."""
+        """The number of microbatches that are computed at once, and of the shares of a step."""
         return self.shard * self.replicate
+
+    def share_of(self, rank: int) -> int:
+        """The share of a step that this rank has: that of all ranks which compute its microbatches together."""
+        if self.pipeline > 1:
+            return rank % self.batches
+        return rank // (self.context * self.tensor)
 
 
 def repeats(heads: int, kv_heads: int, context: int) -> int:

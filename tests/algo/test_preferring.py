@@ -23,6 +23,7 @@ from headrace.core.batches import Batch, Group
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.share import head_of
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import numbers_of, pairs_of
 from support.trainer_calls import V, model_dir, near  # noqa: F401
@@ -133,7 +134,7 @@ def gradient_after_a_step(trainer: TorchTrainer) -> tuple[float, dict[str, torch
     trainer.step(Batch(0, groups(algo, seed=1)))
     given = Batch(1, groups(algo))
     plan = trainer._plan(given)
-    sums = trainer._gradients(plan, 1.0, pairs=pairs_of(given))
+    sums = trainer._gradients(plan, 1.0, pairs=pairs_of(head_of(given)))
     found = {
         name: trainer._placement.whole(p.grad) for name, p in trainer._model.named_parameters() if p.grad is not None
     }

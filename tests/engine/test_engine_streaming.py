@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.reports import LoadReport
-from headrace.core.steps import StepOutput, Transcript, spans_of, write_down
+from headrace.core.steps import Finished, StepOutput, Transcript, spans_of, write_down
 from headrace.core.types import Completion, Request, Sampling, VersionSpan
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
@@ -23,8 +23,8 @@ from headrace.engine.native.core import NativeEngine
 from headrace.engine.request_book import scoring
 from headrace.engine.streaming import check_parts, mixtures
 from headrace.loop.world import virtual_time
-from headrace.processes.wire import Frame, pack_payload
-from headrace.run.worker.engine_loop import EngineLoop
+from headrace.processes.wire import Frame, pack_payload, unpack
+from headrace.run.worker.engine_loop import HOLD, EngineLoop, Outputs
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request, update
 from support.fake_engine_model import CoreDriver, prompt
@@ -276,3 +276,70 @@ def test_the_fake_streams_alike() -> None:
     answer, report = virtual_time.run(go())
     assert [(span.version, span.mixed) for span in answer.spans] == [(0, False), (0, True), (1, False)]
     assert report.mixed_tokens == answer.spans[2].start - answer.spans[1].start == 8
+
+
+# --- several passes in a message
+
+
+class HeldClock:
+    """Outputs with a clock that the test sets, and what they sent."""
+
+    def __init__(self) -> None:
+        self.now, self.sent = 0.0, list[tuple[float, list[int]]]()
+        self.outputs = Outputs(self.push, lambda: self.now)
+
+    def push(self, method: str, payload: Any) -> None:
+        told = [payload] if method == "output" else [unpack(raw, StepOutput) for raw in payload]
+        self.sent.append((self.now, [output.version for output in told]))
+
+    def passes(self, count: int, seconds: float, rows: int = 64, ends: Sequence[int] = ()) -> None:
+        for number in range(count):
+            self.now = round(self.now + seconds, 6)
+            names = tuple(f"t{row}/0" for row in range(rows))
+            finished = (Finished("t0/0", "stop"),) if number in ends else ()
+            columns = (1,) * rows, (-0.5,) * rows, (0,) * rows
+            self.outputs.add(StepOutput(number, names, *columns, finished=finished), seconds)
+
+
+def test_fast_passes_of_many_rows_share_messages_and_none_waits_longer_than_fifty_milliseconds() -> None:
+    held = HeldClock()
+    held.passes(64, 1 / 64)
+    held.outputs.flush()
+    assert [version for _, versions in held.sent for version in versions] == list(range(64)), "each once, in order"
+    assert len(held.sent) <= 22
+    made = [(number + 1) / 64 for number in range(64)]
+    assert max(at - made[version] for at, versions in held.sent for version in versions) <= HOLD
+
+
+@pytest.mark.parametrize(
+    ("passes", "messages"),
+    [
+        ({"count": 20, "seconds": 0.01, "rows": 4}, 20),  # somebody may watch
+        ({"count": 20, "seconds": 0.06}, 20),  # passes of a laptop
+        ({"count": 4, "seconds": 0.001, "ends": (0, 1, 2, 3)}, 4),  # a turn that is over
+    ],
+)
+def test_what_somebody_may_wait_for_is_not_held(passes: dict[str, Any], messages: int) -> None:
+    held = HeldClock()
+    held.passes(**passes)
+    assert len(held.sent) == messages
+
+
+def test_a_message_of_held_passes_stays_small() -> None:
+    held = HeldClock()
+    held.passes(40, 0.0001, rows=2000)
+    assert max(len(versions) for _, versions in held.sent) <= 3
+
+
+def test_held_passes_are_sent_before_any_answer(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every pass held as long as possible, the order of what a fast engine tells is that of a slow one."""
+    monkeypatch.setattr("headrace.run.worker.engine_loop.HOLD_ROWS", 0)
+    monkeypatch.setattr("headrace.run.worker.engine_loop.HOLD", 1e9)
+    process.send(0, "add", request("r", prompt(5), 100))
+    process.send(0, "stats", None)
+    for _ in range(10):
+        process.loop.round()
+    assert not process.end.of("output") and not process.end.of("outputs"), "they are held"
+    process.load(101, 1)
+    names = [name for name, _ in process.end.sent]
+    assert names.index("outputs") < names.index("reply 101")

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
 from headrace.native.resources import GIB, gib
 from headrace.run.build import build_task
-from headrace.run.config import RunConfig, dump_config, load_config
+from headrace.run.config import RunConfig, dump_config, load_config, read_config
 from headrace.run.python_inputs import with_python_inputs
 from headrace.run.rehearsal import memory_needs
 from headrace.run.rehearsal.first_rows import first_prompts, length_problem, lengths
 from headrace.run.rehearsal.machine import Machine, place_problem
 from headrace.run.rehearsal.memory_needs import MemoryPlan, ModelShape, needs, notes, read_shape, refusals
 from headrace.run.rehearsal.words import algorithm, page
-from headrace.run.rehearse import Rehearsal, rehearse
+from headrace.run.rehearse import Rehearsal, _step_problems, rehearse
 from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 from headrace.settings.user_code import defines
@@ -237,6 +238,50 @@ def test_lengths_and_what_is_said_of_them(tmp_path, tiny_llama):
     assert f"engine.context_length to {max(counts) + 8}" in length_problem(found, 8, 16, 0)
     assert "this model has 17 positions" in length_problem(found, 8, 64, 17)
     assert length_problem(lengths(prompts, max(counts)), 8, 16, 0) == ""
+
+
+# --- the step ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "remedy", "sentence"),
+    [
+        (
+            {"rollout": {"max_tokens": 80_000_000}, "engine": {"context_length": 100_000_000}},
+            {"engine": {"context_length": 70_000_000}},
+            "a rollout of 80000000 tokens can become a row of 1.1 GB",
+        ),
+        (
+            {"staleness": {"groups_per_step": 1 << 20}, "rollout": {"group_size": 16}},
+            {"rollout": {"group_size": 15}},
+            "a step of 16777216 rollouts has more than the 16777215 that ranks can tell apart",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_to_the_trainer_is_refused_before_it_is_sampled(
+    tmp_path: Path, tiny_llama: Path, problem: Config, remedy: Config, sentence: str
+) -> None:
+    bare = tiny_config(tmp_path, tiny_llama)
+
+    def problems(*changes: Config) -> list[str]:
+        raw = {section: dict(values) for section, values in bare.items() if isinstance(values, dict)}
+        for section, values in (item for change in changes for item in change.items()):
+            raw[section] = {**raw.get(section, {}), **values}
+        return list(_step_problems(read_config({**bare, **raw}), BILLION))
+
+    (found,) = problems(problem)
+    assert found.startswith(sentence) and "; lower " in found
+    assert problems(problem, remedy) == []
+
+
+def test_recorded_experts_count_among_the_bytes_of_a_row(tmp_path: Path, tiny_llama: Path) -> None:
+    bare = tiny_config(tmp_path, tiny_llama)
+    long = {**bare, "rollout": {**bare["rollout"], "max_tokens": 3_000_000, "keep_routing": True}}
+    long["engine"] = {**bare.get("engine", {}), "context_length": 4_000_000}
+    mixture = replace(BILLION, layers=48, experts=128, chosen=8)
+    (found,) = _step_problems(read_config(long), mixture)
+    assert "set rollout.keep_routing = false" in found
+    assert not list(_step_problems(read_config(long), BILLION))
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------

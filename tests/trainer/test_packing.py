@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from headrace.algo.objective import seq_mean_token_mean, token_mean
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.types import Prompt, RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
+from headrace.trainer.dealing.row_paths import picked_rows
 from headrace.trainer.packing import (
     ROOT,
     Kept,
@@ -482,7 +483,7 @@ def test_numbers_return_to_the_places_of_their_tokens_up_to_a_budget():
     groups = tuple(Group(30 + i, Prompt("p", "", (1,)), (), tuple(rows[2 * i : 2 * i + 2])) for i in range(2))
 
     def picked(step: int, most: int) -> list[tuple[int, int, list[float], list[float]]]:
-        numbers = PickedNumbers(Batch(step, groups), most)
+        numbers = PickedNumbers(picked_rows(Batch(step, groups), most))
         for pack in plan_of(rows, budget=4).packs:
             numbers.add(pack, -pack.target.float(), pack.target.float() / 4)
         return [

@@ -25,6 +25,7 @@ from headrace.algo.training_rows import algorithm_of, trajectories_of
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.testing.simulated_ranks import Ring
+from headrace.trainer.dealing.share import head_of
 from headrace.trainer.forward.forward import TokenScores
 from headrace.trainer.packing import Pack, StepRows
 from headrace.trainer.placement.port import Single
@@ -76,7 +77,7 @@ def step_of(batch: Batch, algo: AlgoConfig, budget: int, placement: Any) -> tupl
         dtype=torch.float64,
         device=torch.device("cpu"),
         reference=(lambda pack, temperature: reference[pack.target]) if algo.reference_in_loss else None,  # type: ignore[arg-type]
-        pairs=pairs_of(batch) if algo.recipe.loss.pairs else None,
+        pairs=pairs_of(head_of(batch)) if algo.recipe.loss.pairs else None,
     )
     gradient._precision = nullcontext  # type: ignore[method-assign]
     plan = placement.plan(rows)

@@ -263,6 +263,9 @@ class ProcessEngine:
     def _heard(self, method: str, payload: msgspec.Raw) -> None:
         if method == "output":
             self._on_output(payload)
+        elif method == "outputs":
+            for output in unpack(payload, list[msgspec.Raw]):
+                self._on_output(output)
         elif method == "stats":
             self._latest = unpack(payload, EngineStats)
             self._telemetry.record(EngineSample(self._telemetry.clock(), self._totals()))

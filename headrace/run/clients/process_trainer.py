@@ -6,6 +6,7 @@ One that does not answer a call within `watch.stop_after` (a collective that nev
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -25,13 +26,17 @@ from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.health.stacks import ask, is_stopped
 from headrace.processes.wire import pack_payload
 from headrace.run.clients.keeper import Keeper
+from headrace.run.worker.step_messages import send_rows
 from headrace.run.worker.worker_messages import SharedStart, TrainerReady, TrainerStart
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.deal import Dealing
+from headrace.trainer.dealing.share import PackedShare, shares_of
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, PassReport, Publish, SharedLora, StepDone, TrainingPass
 
 # --- The ranks of a trainer, called as one worker.
 #
-# Each is an ordinary worker. Every rank is called with the same frame, and rank 0's answer counts. Ranks wait for each other in
+# Each is an ordinary worker. Every rank is called, with the same frame or with its own rows, and rank 0's answer counts. Ranks wait for each other in
 # collectives, so none of them goes on alone: when one has died, has failed on its own, or is stopped, the others are killed, and the group
 # has ended for the reason that the first one gave.
 
@@ -113,12 +118,34 @@ class RankGroup:
         if isinstance(payload, TrainerStart):
             self.notes += apart(list(map(machine_of, self._workers)), payload)
         else:
-            payload = pack_payload(
-                payload
-            )  # once: with hundreds of ranks, a batch of gigabytes would be packed as often
+            payload = pack_payload(payload)  # once
+        return await self._call(method, [self._own(payload, rank) for rank in range(len(self._workers))], returns)
+
+    async def step(self, number: int, shares: Sequence[PackedShare], share_of: Callable[[int], int]) -> TrainReport:
+        """Sends every rank the rows of its share. No rank begins the step before all have theirs: it would wait in a collective for one that
+        cannot be sent them."""
+        own = [shares[share_of(rank)] for rank in range(len(self._workers))]
+        sending = [
+            asyncio.ensure_future(
+                send_rows(share, number, [w for w, its in zip(self._workers, own, strict=True) if its is share])
+            )
+            for share in shares
+        ]
+        try:
+            await asyncio.gather(*sending)
+        except WorkerDied:
+            raise WorkerDied("trainer", await self.watch()) from None
+        finally:
+            for task in sending:
+                task.cancel()
+        heads = [pack_payload((number, share.head)) for share in shares]
+        return await self._call("step", [heads[share_of(rank)] for rank in range(len(self._workers))], TrainReport)
+
+    async def _call(self, method: str, payloads: Sequence[Any], returns: type[T]) -> T:
+        """Calls every rank. Raises the error of one that failed."""
         calls: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(worker.call(method, self._own(payload, rank), Any if rank else returns))
-            for rank, worker in enumerate(self._workers)
+            asyncio.ensure_future(worker.call(method, payload, Any if rank else returns))
+            for rank, (worker, payload) in enumerate(zip(self._workers, payloads, strict=True))
         ]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -260,6 +287,8 @@ class ProcessTrainer:
         an answer may take; without them it takes as long as it takes."""
         self._start, self._shared, self._waits = start, shared, waits
         self._worker = trainer_worker(launcher, start, cores)
+        self._parallel = TrainConfig(**start.train).parallel
+        self._packed, self._steps = True, itertools.count(1)
 
     @property
     def notes(self) -> Sequence[str]:
@@ -267,6 +296,11 @@ class ProcessTrainer:
         return self._worker.notes if isinstance(self._worker, RankGroup) else ()
 
     async def open(self) -> TrainerReady:
+        ready = await self._opened()
+        self._packed = ready.packed
+        return ready
+
+    async def _opened(self) -> TrainerReady:
         await self._worker.start()
         if not self._shared:
             return await self._call("start", self._start, TrainerReady)
@@ -276,7 +310,21 @@ class ProcessTrainer:
         return ready
 
     async def step(self, batch: Batch) -> TrainReport:
-        return await self._call("step", batch, TrainReport)
+        async with self._deadline("step"):
+            number, shares = next(self._steps), await asyncio.to_thread(shares_of, batch, self._dealing(batch.adapter))
+            if isinstance(self._worker, RankGroup):
+                return await self._worker.step(number, shares, self._parallel.share_of)
+            await send_rows(shares[0], number, [self._worker])
+            return await self._worker.call("step", (number, shares[0].head), TrainReport)
+
+    def _dealing(self, adapter: str) -> Dealing:
+        """How the rows of a step are dealt to ranks."""
+        own = self._start.adapters.get(adapter)
+        train = TrainConfig(**(own.train if own else self._start.train))
+        budget = train.microbatch_tokens * self._parallel.context
+        return Dealing(
+            budget=budget, ranks=self._parallel.batches, by_cost=self._parallel.ranks > 1, share=self._packed
+        )
 
     async def copy(self, adapter: str = "") -> None:
         await self._call("copy", adapter, type(None))

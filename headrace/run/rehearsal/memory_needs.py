@@ -36,6 +36,8 @@ class ModelShape:
     """Inner width of the MLP of one layer, as one token passes it: with experts, that of the chosen ones together."""
     experts: int
     """Experts of a layer; 0 for a dense model."""
+    chosen: int = 0
+    """Those of them that a token passes."""
     cached: int
     """Elements that one token takes in the KV cache."""
     positions: int
@@ -77,6 +79,7 @@ def read_shape(directory: Path) -> ModelShape:
         hidden=hidden,
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
         experts=_number(text, "num_experts", "num_local_experts", "n_routed_experts"),
+        chosen=_number(text, "num_experts_per_tok"),
         cached=2 * layers * kv_heads * head,
         positions=_number(text, "max_position_embeddings", "n_positions"),
     )

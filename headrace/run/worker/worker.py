@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.core.batches import Batch
 from headrace.core.errors import CheckpointError, ConfigError, IdentityError
 from headrace.core.printing import echo_traceback, guard_streams, say
 from headrace.core.protocols import TrainerCore, WeightSender
@@ -38,11 +37,13 @@ from headrace.processes.placed.examined import answer as answer_doctor
 from headrace.processes.wire import Frame, WorkerEnd, answer, begun, fail, unpack
 from headrace.run.hosts.user_host import serve_user_code
 from headrace.run.worker.engine_loop import EngineLoop
+from headrace.run.worker.step_messages import ROWS, ReceivedRows
 from headrace.run.worker.worker_messages import EngineStart, SharedStart, TrainerReady, TrainerStart
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Publish, SharedLora, TrainingPass
 from headrace.weight_sync.files import UpdateRecord, write_version
 
 if TYPE_CHECKING:
+    from headrace.trainer.dealing.share import StepShare
     from headrace.trainer.shared.shared_trainer import SharedTrainer
     from headrace.trainer.step.reference import Shadow
 
@@ -164,6 +165,8 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame], leave: Callable[[], object]
             if frame.method == LEAVE:
                 released()
             inbox.put(frame)
+            if frame.method == ROWS:  # here, so that the next one travels while this one waits for a busy trainer
+                end.reply(frame, None)
     except BaseException:
         echo_traceback()
     leave()
@@ -179,6 +182,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     preload("trainer")
     start = inbox.get()
     parts: dict[str, Any] = {}
+    rows = ReceivedRows()
     saver: Saver
 
     def begin() -> TrainerReady:
@@ -188,20 +192,22 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
         shadow, layout = build_shadow(wanted, core)
         saver = Saver(core, shadow)
         parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow, start=wanted)
-        return TrainerReady(manifests, core.version, core.dtype, layout, core.arithmetic)
+        return TrainerReady(manifests, core.version, core.dtype, layout, core.arithmetic, packed=core.packed)
 
     answer(end, start, begin)
     begun()
     while parts:
         frame = inbox.get()
-        if frame.method == "publish":
+        if frame.method == ROWS:
+            rows.take(frame.payload)
+        elif frame.method == "publish":
             parts["publisher"].publish(end, frame)
         elif frame.method == "capture":
             answer(end, frame, lambda frame=frame: saver.capture(unpack(frame.payload, str)))  # type: ignore[misc]
         elif frame.method == "save":
             saver.save(end, frame)
         else:
-            answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
+            answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, rows=rows, **parts))  # type: ignore[misc]
 
 
 class Publisher:
@@ -295,21 +301,27 @@ class Saver:
         return write
 
 
-def _step(core: TrainerCore, batch: Batch, start: TrainerStart) -> TrainReport:
+def _step(core: TrainerCore, share: StepShare, start: TrainerStart) -> TrainReport:
     try:
-        return core.step(batch)
+        return core.step(share)
     except IdentityError as error:
         from headrace.run.worker.first_difference import explained
 
-        raise explained(error, core, start, batch.adapter) from error
+        raise explained(error, core, start, share.head.adapter) from error
 
 
 def _trainer_call(
-    core: TrainerCore, publisher: Publisher, shadow: Shadow | None, start: TrainerStart, frame: Frame
+    core: TrainerCore,
+    publisher: Publisher,
+    shadow: Shadow | None,
+    start: TrainerStart,
+    *,
+    rows: ReceivedRows,
+    frame: Frame,
 ) -> Any:
     match frame.method:
         case "step":
-            report = _step(core, unpack(frame.payload, Batch), start)
+            report = _step(core, rows.share(frame.payload), start)
             if shadow and not report.skipped:
                 shadow.follow(report.version, core.parameters())
             return report

@@ -71,6 +71,8 @@ class TrainerReady(Struct, frozen=True):
     """The layout of the student's older self."""
     arithmetic: str = ""
     """The name of its forward pass (`headrace/native/arithmetic.py`); empty if it has none."""
+    packed: bool = True
+    """Whether it forwards tokens that rows share once: the controller deals rows to ranks accordingly."""
 
 
 class EngineStart(Struct, frozen=True):

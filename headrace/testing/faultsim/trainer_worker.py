@@ -4,26 +4,42 @@ same, so are all their batches, token by token, log-prob by log-prob, version by
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import xxhash
 
-from headrace.core.batches import Batch
 from headrace.core.errors import HeadraceError
 from headrace.core.reports import Captured, SleepReport, TrainReport
 from headrace.core.weights import WeightUpdate
 from headrace.processes.wire import Frame, unpack
+from headrace.run.worker.step_messages import ROWS, ReceivedRows
 from headrace.run.worker.worker_messages import TrainerReady, TrainerStart
 from headrace.testing.faultsim.chance import Chance, OneAtATime, Process
 from headrace.testing.faultsim.engine_worker import opinion
+from headrace.trainer.dealing.deal import DealtStep
+from headrace.trainer.dealing.row_paths import Path as RowPath
+from headrace.trainer.dealing.share import StepShare
+from headrace.trainer.dealing.trees import preorder
 
 WEIGHTS = "weights.txt"
 
 SKIPPED = "nonfinite_gradient"
 """The reason of skipped steps."""
+
+
+def paths_of(dealt: DealtStep) -> list[RowPath]:
+    """The rows of a share, in the order of the step."""
+    ends = (path for roots in dealt.microbatches for node in preorder(roots) for path in node.ending)
+    return sorted(ends, key=lambda path: path.number)
+
+
+def content_of(paths: Sequence[RowPath]) -> bytes:
+    """Every number of every row that is trained."""
+    columns = ("tokens", "loss", "target", "sampled", "advantage", "version", "trajectory", "unmixed")
+    return b"".join(getattr(path, name).tobytes() for path in paths for name in columns)
 
 
 class SimulatedTrainerProcess(Process):
@@ -36,7 +52,7 @@ class SimulatedTrainerProcess(Process):
         self._memory, self._turns, self._skips, self._devices = memory, turns, skips, devices
         self._version, self._weights = 0, "begin"
         self._copied: WeightUpdate | None = None
-        self._captured = ""
+        self._captured, self._rows = "", ReceivedRows()
         self._saving: asyncio.Task[None] | None = None
         self._seconds = chance.random.choice([0.1, 1.0, 5.0])
 
@@ -44,6 +60,10 @@ class SimulatedTrainerProcess(Process):
         """Serves one call after the other, even if the caller no longer waits."""
         while True:
             frame = await self.receive()
+            if frame.method == ROWS:
+                self._rows.take(frame.payload)
+                self.reply(frame, None)
+                continue
             await self.step_into(self._turns())
             if frame.method == "save":
                 self._saving = asyncio.get_running_loop().create_task(self._save(frame))
@@ -61,7 +81,7 @@ class SimulatedTrainerProcess(Process):
             case "start":
                 return self._start(unpack(frame.payload, TrainerStart))
             case "step":
-                return await self._step(unpack(frame.payload, Batch))
+                return await self._step(self._rows.share(frame.payload))
             case "copy":
                 await asyncio.sleep(self.chance.seconds(0.1))
                 self._copied = self._publish()
@@ -112,15 +132,16 @@ class SimulatedTrainerProcess(Process):
             self._version = int(version)
         return TrainerReady({}, self._version)
 
-    async def _step(self, batch: Batch) -> TrainReport:
+    async def _step(self, share: StepShare) -> TrainReport:
+        batch, paths = share.head, paths_of(share.dealt)
         self._devices.use(self, "train")
         await asyncio.sleep(self.chance.seconds(self._seconds))
         self._devices.use(self, "train")
         assert batch.step == self._version, f"step {batch.step} is asked of weights of version {self._version}"
         learned = msgspec.structs.replace(batch, skippable=True)  # the flag is not part of the batch's content
-        weights = xxhash.xxh3_64_hexdigest(self._weights.encode() + msgspec.msgpack.encode(learned))
+        weights = xxhash.xxh3_64_hexdigest(self._weights.encode() + msgspec.msgpack.encode(learned) + content_of(paths))
         if self._skips and int(weights, 16) % 5 == 0:
             return TrainReport(batch.step, self._version, skipped=SKIPPED)
         self._version, self._weights = self._version + 1, weights
-        tokens = sum(len(row.tokens) for row in batch.rows)
+        tokens = sum(len(path.loss) for path in paths)
         return TrainReport(batch.step, self._version, grad_norm=int(weights, 16) / 2**64, loss_tokens=tokens)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.algo.objective import AggregationFunction
 from headrace.core.batches import Row
+from headrace.trainer.dealing.deal import DealtStep
 
 ROOT = -1
 """The `parent` of a segment that starts a sequence."""
@@ -134,6 +135,18 @@ class StepRows:
     """Whether rows that begin alike share tokens."""
     trajectories: Sequence[Sequence[int]] = ()
     """The trajectories of each row, as numbers within the step: one for all of its tokens, or [T]. Empty: each row is one by itself."""
+
+
+@dataclass(frozen=True)
+class DealtRows:
+    """The share of one rank in an optimizer step, and all that its microbatches depend on."""
+
+    dealt: DealtStep
+    aggregation: AggregationFunction
+    _: KW_ONLY
+    constant: int
+    """The one of `StepRows`."""
+    step: int
 
 
 @dataclass(frozen=True)

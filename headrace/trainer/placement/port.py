@@ -36,7 +36,7 @@ from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.model.outline import Region
-from headrace.trainer.packing import Pack, StepPlan, StepRows, pack_rows
+from headrace.trainer.packing import DealtRows, Pack, StepPlan, StepRows, pack_rows, plan_of
 
 T = TypeVar("T")
 
@@ -110,8 +110,8 @@ class Placement(Protocol):
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig
     ) -> torch.optim.Optimizer: ...
 
-    def plan(self, rows: StepRows) -> StepPlan:
-        """The microbatches of this rank. All ranks have the same number of them."""
+    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
+        """The microbatches of this rank, from the whole step or from its own share. All ranks have the same number of them."""
 
     def accumulate(self, work: Microbatches) -> None:
         """Adds the gradients of all microbatches of all ranks in the `grad` of the parameters.
@@ -181,8 +181,8 @@ class Single:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(self, rows: StepRows) -> StepPlan:
-        return pack_rows(rows)
+    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
+        return pack_rows(rows) if isinstance(rows, StepRows) else plan_of(rows)
 
     def accumulate(self, work: Microbatches) -> None:
         for number in range(len(work.packs)):

@@ -33,7 +33,7 @@ from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.model.outline import Region, hollow, is_outline, outline
-from headrace.trainer.packing import StepPlan, StepRows, split_ranks
+from headrace.trainer.packing import DealtRows, StepPlan, StepRows, own_plan
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.filling import fill, part_of, piece_of
 from headrace.trainer.placement.port import Microbatches, T, TensorPiece
@@ -128,10 +128,10 @@ class Sharded:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(self, rows: StepRows) -> StepPlan:
-        together = self._config.context * self._config.tensor
-        rows = replace(rows, budget=rows.budget * self._config.context)
-        return split_ranks(rows, self._config.batches)[self._rank // together]
+    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
+        if isinstance(rows, StepRows):
+            rows = replace(rows, budget=rows.budget * self._config.context)
+        return own_plan(rows, self._config.share_of(self._rank), self._config.batches)
 
     def accumulate(self, work: Microbatches) -> None:
         for number in range(len(work.packs)):

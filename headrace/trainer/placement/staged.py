@@ -34,7 +34,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.model.outline import Region
-from headrace.trainer.packing import StepPlan, StepRows, fill_up, split_ranks
+from headrace.trainer.packing import DealtRows, StepPlan, StepRows, fill_up, own_plan
 from headrace.trainer.parallel import LOOPS, ParallelConfig, stages_of
 from headrace.trainer.placement.filling import part_of, piece_of
 from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages
@@ -256,11 +256,11 @@ class Staged:
             optimizer.register_step_post_hook(lambda stepped, args, kwargs: self._share_tied(stepped))
         return optimizer
 
-    def plan(self, rows: StepRows) -> StepPlan:
+    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
         """The microbatches of this pipeline: at least two, and as many as its schedule can order."""
-        plans = split_ranks(rows, self._config.batches)
+        plan = own_plan(rows, self._copy, self._config.batches)
         multiple = 1 if LOOPS[self._config.schedule] == 1 else self._config.pipeline
-        return fill_up(plans[self._copy], least=2, multiple=multiple)
+        return fill_up(plan, least=2, multiple=multiple)
 
     def accumulate(self, work: Microbatches) -> None:
         assert self._stages is not None

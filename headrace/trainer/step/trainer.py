@@ -30,6 +30,7 @@ from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers
 from headrace.native.resources import available
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.share import StepShare, head_of
 from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
@@ -48,7 +49,7 @@ from headrace.trainer.model.causal_lm import (
 )
 from headrace.trainer.model.low_memory import lower_weights
 from headrace.trainer.model.outline import is_outline, outline, sample
-from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
+from headrace.trainer.packing import DealtRows, Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
 from headrace.trainer.placement.port import Keep, Placement, Single, T, on_host, own_values_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
@@ -204,18 +205,25 @@ class TorchTrainer:
         fused = f", fused {' '.join(self._fused)}" if self._fused else ""
         return f"{self._forward.path}{fused}, {self.dtype}"
 
-    def step(self, batch: Batch) -> TrainReport:
-        """Makes one optimizer step on the whole batch. A skipped step (`TrainReport.skipped`) leaves everything as it was."""
+    @property
+    def packed(self) -> bool:
+        """Whether rows that begin alike share tokens."""
+        return self._forward.packed
+
+    def step(self, given: Batch | StepShare) -> TrainReport:
+        """Makes one optimizer step, given the whole of its rows or this rank's share. A skipped step (`TrainReport.skipped`) leaves
+        everything as it was."""
+        batch = given.head if isinstance(given, StepShare) else head_of(given)
         learner = self._activate(batch.adapter)
         assert batch.step == learner.version, f"batch of step {batch.step} for weights of version {learner.version}"
         started = time.perf_counter()
-        plan = self._plan(batch)
+        plan = self._plan(given)
         if not plan.packs:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         try:
             pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
-            picked = PickedNumbers(batch)
+            picked = PickedNumbers(batch.picked)
             sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked)
         except UnequalLogprobs:
             learner.forget()
@@ -418,7 +426,11 @@ class TorchTrainer:
         saved, leads = model.state_dict(), self._placement.leads
         export_model(model, self._model_dir, directory, dtype=dtype, whole=lambda name: whole(saved[name]), leads=leads)
 
-    def _plan(self, batch: Batch) -> StepPlan:
+    def _plan(self, batch: Batch | StepShare) -> StepPlan:
+        if isinstance(batch, StepShare):
+            learner = self._learners[batch.head.adapter]
+            more = {"constant": learner.algo.length_constant, "step": batch.head.step}
+            return self._placement.plan(DealtRows(batch.dealt, learner.aggregation, **more))
         learner = self._learners[batch.adapter]
         rows = StepRows(
             batch.rows,

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.algo.objective import KeptCounts, Objective
 from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens
-from headrace.algo.training_rows import firsts_of
-from headrace.core.batches import Batch
+from headrace.trainer.dealing.share import StepHead
 from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Placement
 
@@ -69,10 +69,8 @@ class StepPart(NamedTuple):
         return self.result._replace(loss=loss)
 
 
-def pairs_of(batch: Batch) -> StepPairs:
-    firsts = firsts_of(batch.groups)
-    pairs = [(first + c, first + r) for group, first in zip(batch.groups, firsts, strict=True) for c, r in group.pairs]
-    chosen, rejected = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+def pairs_of(head: StepHead) -> StepPairs:
+    chosen, rejected = torch.from_numpy(np.frombuffer(head.pairs, np.int64).reshape(-1, 2).copy()).T
     return StepPairs(chosen, rejected)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -187,6 +190,33 @@ def test_a_peer_that_says_nothing_is_lost() -> None:
 
     with_listener(use)
     over.set()
+
+
+@pytest.mark.slow
+def test_a_rank_that_decodes_for_ten_beats_is_heard_and_one_that_is_stopped_is_lost() -> None:
+    """Its beats come from another thread, and blocks of raw columns are decoded without keeping Python's lock from it."""
+
+    async def use() -> None:
+        ours, theirs = socket.socketpair()
+        lost, decoded = asyncio.get_running_loop().create_future(), asyncio.Event()
+        program = Path(__file__).with_name("busy_rank.py")
+        words = [sys.executable, program, str(theirs.fileno()), "20", "2"]
+        process = await asyncio.create_subprocess_exec(*words, pass_fds=[theirs.fileno()])
+        theirs.close()
+        channel = Channel("rank", lambda method, payload: decoded.set(), lost.set_result, silence=10.0)
+        channel.open(*await asyncio.open_connection(sock=ours))
+        try:
+            await channel.call("start", None, type(None))
+            await asyncio.wait_for(decoded.wait(), 300)
+            assert not lost.done()
+            process.send_signal(signal.SIGSTOP)
+            assert (await asyncio.wait_for(lost, 300)).startswith("it was silent for 1")
+        finally:
+            process.kill()
+            await process.wait()
+            await channel.close()
+
+    asyncio.run(use())
 
 
 def test_a_worker_whose_controller_says_nothing_leaves() -> None:

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from test_joining import telemetry_of
 from test_joining_run import joining
 
+from headrace.core.batches import Batch, Group, Row
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, WorkerDied
+from headrace.core.reports import TrainReport
+from headrace.core.types import Prompt
 from headrace.durable.shared_directory import check_answer, probing, see
 from headrace.facts.facts import WorkerJoined
 from headrace.loop.world import virtual_time
@@ -26,9 +30,14 @@ from headrace.run.clients.process_trainer import TOGETHER, RankGroup
 from headrace.run.config import load_config
 from headrace.run.seats import ranks_of, threads_of_rank
 from headrace.run.worker.build import _served_here
+from headrace.run.worker.step_messages import ROWS, UNDER_WAY, ReceivedRows
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_worker import Died, FakeLauncher, FakeProcess, bare_start
+from headrace.testing.faultsim.trainer_worker import paths_of
+from headrace.trainer.dealing import share as share_module
+from headrace.trainer.dealing.deal import Dealing
+from headrace.trainer.dealing.share import PackedShare, RowBlock, ShareHead, shares_of
 from headrace.trainer.placement.rendezvous import interface_of
 from headrace.weight_sync.tcp import Tcp
 
@@ -88,6 +97,116 @@ def test_every_rank_gets_the_frame_and_the_answer_is_that_of_rank_0() -> None:
 
     run(3, answer, use)
     assert sorted(heard) == [(rank, "score", [1, 2]) for rank in range(3)]
+
+
+def batch_of(groups: int, length: int = 6) -> Batch:
+    """Groups of two rows, whose prompts begin differently."""
+    made = (tuple(plain_row((g, g), length, 2 * g + i) for i in range(2)) for g in range(1, groups + 1))
+    return Batch(0, tuple(Group(g, Prompt("p", "", (1,)), (), rows) for g, rows in enumerate(made)))
+
+
+def plain_row(prompt: tuple[int, ...], length: int, seed: int) -> Row:
+    tokens = tuple((seed * 31 + place * 7) % 90 for place in range(length))
+    return Row(prompt, tokens, (-0.5,) * length, (0.5,) * length, (True,) * length, (0,) * length)
+
+
+def test_each_rank_is_sent_its_own_rows_and_begins_when_all_have_theirs() -> None:
+    rows = [ReceivedRows() for _ in range(4)]
+    order: list[str] = []
+    own: dict[int, list[int]] = {}
+
+    async def answer(rank: int, frame: Frame) -> Any:
+        order.append(frame.method)
+        if frame.method == ROWS:
+            await asyncio.sleep(rank)  # one of them is slow
+            return rows[rank].take(frame.payload)
+        share = rows[rank].share(frame.payload)
+        own[rank] = [path.number for path in paths_of(share.dealt)]
+        return TrainReport(share.head.step, 1)
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        shares = shares_of(batch_of(6), Dealing(budget=20, ranks=2))
+        report = await group.step(1, shares, lambda rank: rank // 2)  # ranks 0 and 1 compute together
+        assert report.version == 1
+
+    run(4, answer, use)
+    assert order == [ROWS] * 4 + ["step"] * 4
+    assert own[0] == own[1] and own[2] == own[3] and sorted(own[0] + own[2]) == list(range(12))
+
+
+@pytest.mark.parametrize("millions", [1, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_step_of_many_tokens_passes_in_small_messages(millions: int) -> None:
+    """100 million tokens were four times what one message can hold. Completions are the same objects in all groups, or the batch alone would have 10 GB."""
+    length, size = 5000, 20
+    completions = [plain_row((1,), length, seed) for seed in range(size)]
+    groups = millions * 1_000_000 // (length * size)
+    prompts = [(7, 7, number // 100, number % 100) for number in range(groups)]
+    made = [tuple(msgspec.structs.replace(row, prompt=prompt) for row in completions) for prompt in prompts]
+    batch = Batch(0, tuple(Group(g, Prompt("p", "", (1,)), (), rows) for g, rows in enumerate(made)))
+    largest, sent, trained = [0], [0, 0], [0]
+    heads: list[ShareHead] = []
+
+    async def answer(rank: int, frame: Frame) -> Any:
+        if frame.method == "step":
+            heads.append(unpack(frame.payload, tuple[int, ShareHead])[1])
+            return TrainReport(0, 1)
+        size = len(memoryview(frame.payload))
+        largest[0], sent[rank] = max(largest[0], size), sent[rank] + size
+        trained[0] += int(np.frombuffer(unpack(frame.payload, tuple[int, RowBlock])[1].losses, np.int32).sum())
+        return None
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        await group.step(1, shares_of(batch, Dealing(budget=16_384, ranks=2)), lambda rank: rank)
+
+    run(2, answer, use)
+    tokens = groups * size * length
+    assert trained[0] == tokens
+    assert all(np.frombuffer(head.trajectories, np.int32).sum() == tokens for head in heads), "those of the whole step"
+    assert largest[0] < 3_000_000 and sum(sent) < 14 * tokens and max(sent) < 0.6 * sum(sent)
+
+
+def test_no_rank_begins_a_step_when_one_dies_while_rows_are_sent() -> None:
+    begun: list[int] = []
+
+    async def answer(rank: int, frame: Frame) -> Any:
+        if frame.method == "step":
+            begun.append(rank)
+        elif rank == 1:
+            raise Died
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        with pytest.raises(WorkerDied, match="the trainer process of rank 1 was killed by SIGKILL"):
+            await group.step(1, shares_of(batch_of(4), Dealing(budget=20, ranks=2)), lambda rank: rank)
+        assert begun == [] and not any(rank.alive for rank in made)
+
+    run(2, answer, use)
+
+
+def test_a_slow_rank_is_sent_a_few_blocks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller packs a block when it is sent: it has as many as are under way, and not the step."""
+    monkeypatch.setattr(PackedShare.blocks, "__defaults__", (10,))
+    packed, unpacked, ahead = [0], [0], [0]
+    make = share_module._block
+
+    def counting(rows: Any) -> Any:
+        packed[0] += 1
+        ahead[0] = max(ahead[0], packed[0] - unpacked[0])
+        return make(rows)
+
+    monkeypatch.setattr(share_module, "_block", counting)
+
+    async def answer(rank: int, frame: Frame) -> Any:
+        if frame.method != ROWS:
+            return TrainReport(0, 1)
+        await asyncio.sleep(1.0)
+        unpacked[0] += 1
+        return None
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        await group.step(1, shares_of(batch_of(20), Dealing(budget=1000)), lambda rank: 0)
+
+    run(1, answer, use)
+    assert packed[0] == 20 and ahead[0] == UNDER_WAY
 
 
 def test_at_the_start_each_learns_its_number_and_where_they_meet() -> None:

@@ -17,6 +17,7 @@ from headrace.core.batches import Batch, Group, Row
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.share import head_of
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.sharded import Sharded
@@ -92,7 +93,7 @@ def gradients(trainer: TorchTrainer, case: Case) -> Gradients:
     if "lora" in case:
         shifted(trainer._learners[""].parameters.values())
     plan = trainer._plan(given)
-    pairs = pairs_of(given) if "pairs" in case else None
+    pairs = pairs_of(head_of(given)) if "pairs" in case else None
     sums = trainer._gradients(plan, given.temperature, pairs=pairs)
     parameters = trainer._learners[""].parameters
     found = {name: trainer._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}

@@ -16,6 +16,7 @@ from sharded_case import CPU, GROUPS, Case, Piped, shifted, trainer_of_rank
 from torch import Tensor
 
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.share import head_of
 from headrace.trainer.forward.forward import Forward, within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.packing import Pack, pack_sequence
@@ -37,7 +38,7 @@ def gradients(trainer: TorchTrainer, case: Case) -> tuple[float, float, dict[str
     if "lora" in case:
         shifted(learner.parameters.values())
     plan = trainer._plan(given)
-    sums = trainer._gradients(plan, given.temperature, pairs=pairs_of(given) if "pairs" in case else None)
+    sums = trainer._gradients(plan, given.temperature, pairs=pairs_of(head_of(given)) if "pairs" in case else None)
     there = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
     norm = trainer._placement.norm([p for p in learner.parameters.values() if p.grad is not None])
     found = gathered(there)

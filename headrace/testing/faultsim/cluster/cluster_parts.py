@@ -42,7 +42,8 @@ class ClusterProcesses:
         """The trainer of a run, from its newest checkpoint."""
         newest, _ = Checkpoints(directory / "checkpoints", keep=2).newest_good()
         restore = {"": str(newest)} if newest else {}
-        return ProcessTrainer(self.launcher, bare_start(restore=restore, ranks=self._size.ranks))
+        together = {"parallel": {"tensor": self._size.ranks}}  # rank 0, which answers, has all rows
+        return ProcessTrainer(self.launcher, bare_start(restore=restore, ranks=self._size.ranks, train=together))
 
     def befall(self, mishap: Mishap) -> list[str]:
         """Makes it happen, whether or not the processes that it befalls are there. Returns the seats that are gone with their node."""

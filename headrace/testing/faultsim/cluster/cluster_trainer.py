@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 
-from headrace.core.batches import Batch
 from headrace.core.errors import HeadraceError
 from headrace.core.reports import Captured, TrainReport
 from headrace.core.weights import WeightUpdate
 from headrace.processes.wire import Frame, unpack
+from headrace.run.worker.step_messages import ROWS, ReceivedRows
 from headrace.run.worker.worker_messages import TrainerReady, TrainerStart
 from headrace.testing.fake_worker import FakeProcess
 from headrace.testing.faultsim.cluster.machines import NodeLink
 from headrace.testing.faultsim.cluster.sizing import ClusterSize
 from headrace.testing.faultsim.engine_worker import opinion
-from headrace.testing.faultsim.trainer_worker import WEIGHTS
+from headrace.testing.faultsim.trainer_worker import WEIGHTS, content_of, paths_of
+from headrace.trainer.dealing.share import StepShare
 
 
 @dataclass
@@ -44,12 +44,17 @@ class ClusterRankProcess(FakeProcess):
         super().__init__(link)
         self._size, self._mesh, self._rank = size, mesh, rank
         self._copied: WeightUpdate | None = None
-        self._captured = ""
+        self._captured, self._rows = "", ReceivedRows()
         self._saving: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
         while True:
             frame = await self.receive()
+            if frame.method == ROWS:
+                if not self._rank:
+                    self._rows.take(frame.payload)
+                self.reply(frame, None)
+                continue
             if frame.method == "save" and not self._rank:
                 self._saving = asyncio.get_running_loop().create_task(self._save(frame))
                 continue
@@ -70,7 +75,7 @@ class ClusterRankProcess(FakeProcess):
             case "start":
                 return self._start(unpack(frame.payload, TrainerStart))
             case "step":
-                return await self._step(unpack(frame.payload, Batch))
+                return await self._step(self._rows.share(frame.payload))
             case "copy":
                 await self._together(size.publish)
                 self._copied = self._publish()
@@ -121,13 +126,14 @@ class ClusterRankProcess(FakeProcess):
             version=mesh.version, kind="full", fingerprint=mesh.weights, nbytes=0, seconds=self._size.publish
         )
 
-    async def _step(self, batch: Batch) -> TrainReport:
+    async def _step(self, share: StepShare) -> TrainReport:
         size, mesh, loop = self._size, self._mesh, asyncio.get_running_loop()
+        batch, paths = share.head, paths_of(share.dealt)
         assert batch.step == mesh.version, f"step {batch.step} is asked of weights of version {mesh.version}"
-        began, tokens = loop.time(), sum(row.tokens[0] for row in batch.rows)
-        prompts = sum(group.prompt.tokens[1] for group in batch.groups)
+        began, tokens = loop.time(), sum(int(path.target[0]) for path in paths)
+        prompts = sum(length for _, length, _ in {tuple(path.tokens[: path.prompt].tolist()) for path in paths})
         await self._together(size.step_fixed + size.step_token * (tokens + prompts))
-        mesh.weights = xxhash.xxh3_64_hexdigest(mesh.weights.encode() + msgspec.msgpack.encode(batch.groups))
+        mesh.weights = xxhash.xxh3_64_hexdigest(mesh.weights.encode() + content_of(paths))
         mesh.version += 1
         return TrainReport(
             batch.step,
