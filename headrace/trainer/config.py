@@ -92,7 +92,7 @@ def parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool) -> 
     """Yields the settings that several ranks exclude, each with its remedy. `itself`: whether a teacher is the student's older self."""
     parallel, ranks = train.parallel, train.parallel.ranks
     if parallel.gathering == 1:
-        for name in ("reshard", "gather", *(["expert", "schedule"] if ranks == 1 else [])):
+        for name in ("reshard", "gather", "reduce", *(["expert", "schedule"] if ranks == 1 else [])):
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
                 who = "one rank" if ranks == 1 else "weights that are never gathered"
                 yield f"train.parallel.{name} has no meaning for {who}; set train.parallel.shard, or remove it"
@@ -137,6 +137,8 @@ def _pipeline_problems(train: TrainConfig) -> Iterator[str]:
             yield "train.parallel.schedule orders the microbatches of a pipeline; set train.parallel.pipeline, or remove it"
         return
     asks = f"train.parallel.pipeline = {parallel.pipeline}"
+    if parallel.reduce != ParallelConfig().reduce:
+        yield f"{asks} sums gradients in the order of its schedule; remove train.parallel.reduce"
     for name in ("expert", "context", "tensor"):
         if (size := getattr(parallel, name)) > 1:
             yield (

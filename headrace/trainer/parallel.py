@@ -42,6 +42,10 @@ class ParallelConfig:
     gather: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which ranks send each other the weights of a layer. bfloat16: half the bytes; the layer's norms and biases
     are then rounded too, as the engine serves them. Gradients are always summed in float32."""
+    reduce: Literal["auto", "step", "microbatch"] = "auto"
+    """How often ranks of `shard` sum their gradients. step: once a step; until then each keeps float32 gradients of the whole model, 4
+    bytes a parameter. microbatch: after each, keeping its own part alone. auto: step on GPUs where these and the rank's own state
+    take at most half of the memory; microbatch elsewhere."""
 
     @property
     def ranks(self) -> int:
@@ -67,6 +71,15 @@ class ParallelConfig:
         if self.pipeline > 1:
             return rank % self.batches
         return rank // (self.context * self.tensor)
+
+
+def sums_once(config: ParallelConfig, parameters: float, memory: float) -> bool:
+    """Whether gradients are summed once a step, and not after every microbatch. `parameters`: of the model; `memory`: bytes of a rank's GPU, 0 on
+    a CPU. What is free at the moment has no say: sums in another order have other bits, and a resumed run has the same machine."""
+    if config.reduce != "auto" or config.gathering == 1:
+        return config.reduce == "step"
+    whole, own = 4 * parameters / config.tensor, 16 * parameters / config.split
+    return whole + own <= memory / 2
 
 
 def repeats(heads: int, kv_heads: int, context: int) -> int:

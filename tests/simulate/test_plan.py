@@ -151,17 +151,17 @@ def test_a_mixture_waits_for_what_its_ranks_gather():
 
 
 def test_few_tokens_are_computed_together():
-    """With 256 tokens a microbatch, eight ranks would receive 57 GB of weights for each. In a tensor group they receive hidden states instead: per
+    """With 128 tokens a microbatch, eight ranks would receive 57 GB of weights for each. In a tensor group they receive hidden states instead: per
     token and layer two in bfloat16 and five gradients in float32, twice 7/8 of each; and they wait for them."""
     h100, model = GPUS["h100"], SHAPES["8b"]
-    mesh = trainer_mesh(h100, model, 8, 256)
+    mesh = trainer_mesh(h100, model, 8, 128)
     assert (mesh.shard, mesh.tensor) == (1, 8)
     received = 2 * 7 / 8 * (36 * 4096 * (2 * 2 + 5 * 4) + 4 * 4096 + 4 * (4096 + 4))
-    assert trainer_traffic(model, mesh).together(256) == pytest.approx(256 * received)
+    assert trainer_traffic(model, mesh).together(128) == pytest.approx(128 * received)
     expected = 6 * 8.19e9 / (0.4 * 989e12 * 8) + received / (0.8 * 450e9)
-    assert trainer_rates(h100, model, 8, 256).token == pytest.approx(expected)
+    assert trainer_rates(h100, model, 8, 128).token == pytest.approx(expected)
     assert trainer_mesh(h100, model, 8, 2048).tensor == 1
-    assert trainer_mesh(h100, SHAPES["30b-a3b"], 8, 256).tensor == 1
+    assert trainer_mesh(h100, SHAPES["30b-a3b"], 8, 128).tensor == 1
 
 
 def test_mixtures_of_experts_read_little_with_few_sequences():

@@ -112,6 +112,7 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
     others = [f", {name} = {getattr(mesh, name)}" for name in names if getattr(mesh, name) > 1]
     together = f", and waits for {waits / 1e9:.1f} GB of hidden states" if waits else ""
     between = f"; copies exchange {moved.copied / 1e9:.1f} GB a step" if mesh.replicate > 1 else ""
+    between += f"; ranks sum gradients once a step, {gigabytes(moved.summed)}" if moved.summed else ""
     return [
         f"  trainer: {gpus} ranks (shard = {mesh.shard}{''.join(others)}); each holds {memory.held / 1e9:.1f} GB and gathers up to "
         f"{memory.gathered / 1e9:.1f} GB more, of {chip.memory / 1e9:.0f} GB",

@@ -19,6 +19,7 @@ from headrace.models.resolve import read_header, weight_files
 from headrace.native.resources import GIB, gib
 from headrace.run.rehearsal.machine import Machine
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.parallel import sums_once
 
 # --- The size of a model
 # The size of a model, read from its config.json and the headers of its weights: parameters, layers, KV cache per token.
@@ -228,6 +229,9 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
+    if sums_once(train.parallel, shape.parameters, 0) and not plan.adapters:  # auto takes half of a GPU at most
+        whole = 4 * shape.parameters / train.parallel.tensor * everyone
+        yield MemoryNeed("trainer", "gradients of the whole model in each rank, until they are summed", whole, device)
     yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
     yield MemoryNeed("trainer", "activations, about", _activations(shape, train, computing) * everyone, device)
 

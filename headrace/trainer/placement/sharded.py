@@ -1,8 +1,8 @@
 """Ranks among which the weights are split by torch's FSDP2 (`fully_shard`, arXiv 2304.11277), copies of such a split (HSDP), and ranks
 that split each layer's work by the model's plan (`tensor_parallel.py`). The latter, a tensor group, are neighbours and have the same microbatches.
 
-A layer is gathered for its forward and for its backward pass; gradients are summed and split again after every microbatch. The unit is
-a layer. All else (embedding, last norm, head) belongs to the root, and stays gathered from the root's forward to the end of the backward pass:
+A layer is gathered for its forward and for its backward pass; gradients are summed and split again once a step, or after every microbatch
+where memory is dear (`parallel.sums_once`). The unit is a layer. All else (embedding, last norm, head) belongs to the root, and stays gathered from the root's forward to the end of the backward pass:
 a matrix that is embedding and head at once is then summed once, when both gradients are there. transformers 5.23 places it in a unit with
 the last norm, and weights of tied models then drift (docs/decisions/0008-trainer-placement.md).
 
@@ -34,7 +34,7 @@ from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.model.outline import Region, hollow, is_outline, outline
 from headrace.trainer.packing import DealtRows, StepPlan, StepRows, own_plan
-from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.parallel import ParallelConfig, sums_once
 from headrace.trainer.placement.filling import fill, part_of, piece_of
 from headrace.trainer.placement.port import Microbatches, T, TensorPiece
 from headrace.trainer.placement.rendezvous import of_leader
@@ -134,13 +134,24 @@ class Sharded:
         return own_plan(rows, self._config.share_of(self._rank), self._config.batches)
 
     def accumulate(self, work: Microbatches) -> None:
+        once = self._sums_once()
         for number in range(len(work.packs)):
-            for root in self._roots:  # copies of the split add up their gradients once a step
-                root.set_requires_all_reduce(number == len(work.packs) - 1)
+            last = number == len(work.packs) - 1
+            for root in self._roots:
+                if once:
+                    root.set_requires_gradient_sync(last)
+                else:  # copies of the split add up their gradients once a step in any case
+                    root.set_requires_all_reduce(last)
             with work.precision(), work.loss(number) as loss:
                 loss.backward()
         self._add_up([p for p in work.parameters if p in self._summed], self._tensor.get_group())
         self._add_up([p for p in work.parameters if not isinstance(p, DTensor)], self._others)
+
+    def _sums_once(self) -> bool:
+        roots: list[Any] = self._roots
+        split = {p for root in roots for p in root.parameters() if isinstance(p, DTensor) and p.requires_grad}
+        memory = torch.cuda.get_device_properties(self._device).total_memory if self._device.type == "cuda" else 0
+        return sums_once(self._config, sum(p.numel() for p in split), memory)
 
     def _add_up(self, parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
         """Sums the gradients of these parameters over the ranks of a group, in one collective."""

@@ -61,6 +61,12 @@ CASES = {
     "LoRA with a reference": Case(model="llama", lora={"rank": 4}, algo={"kl": {"coef": 0.1}}),
     "checkpointed layers": Case(model="qwen3", train={"gradient_checkpointing": True}),
     "checkpointed experts": Case(model="qwen3_moe", routing=True, train={"gradient_checkpointing": True}),
+    "once a step": Case(model="llama-tied-biased", parallel={"reduce": "step"}),
+    "once a step, recorded experts": Case(model="qwen3_moe", routing=True, parallel={"reduce": "step"}),
+    "once a step, whole experts": Case(model="mixtral", parallel={"expert": 2, "reduce": "step"}),
+    "once a step, microbatches together": Case(
+        model="qwen3", parallel={"shard": 1, "context": 2, "reduce": "step"}, train={"microbatch_tokens": 6}
+    ),
     "kept gathered": Case(model="qwen3", parallel={"reshard": False}),
     "filled up": Case(model="qwen3", groups=((5, 1), (30, 1), (4, 4))),
 }
@@ -75,13 +81,17 @@ def test_one_autocast_a_microbatch_rounds_as_on_one_device(two: RankProcesses) -
     """Rounding to bfloat16 falls otherwise where sums are in another order; a stale copy of a weight would be off by half."""
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}), 1e-2)
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel={"gather": "bfloat16"}), 6e-2)
+    together = {"gather": "bfloat16", "reduce": "step"}
+    compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel=together), 6e-2)
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}), 3e-2)
     compare(two, Case(model="qwen3_moe", routing=True, train={"dtype": "bfloat16"}, parallel={"expert": 2}), 3e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "qwen3 (tied)", "gemma3 (tied)", "recorded experts", "LoRA", "a reference"])
-@pytest.mark.parametrize("parallel", [{"shard": 4}, {"shard": 2, "replicate": 2}])
+@pytest.mark.parametrize(
+    "parallel", [{"shard": 4}, {"shard": 2, "replicate": 2}, {"shard": 2, "replicate": 2, "reduce": "step"}]
+)
 def test_four_ranks_have_the_gradient_of_one_device(name: str, parallel: dict[str, int], four: RankProcesses) -> None:
     compare(four, Case(CASES[name], groups=(*GROUPS, *GROUPS), parallel=parallel))
 
@@ -103,7 +113,7 @@ def test_a_model_without_experts_is_refused(two: RankProcesses) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen3", "gemma3_text"])
 def test_three_steps_in_float64_end_at_the_weights_of_one_device(name: str, two: RankProcesses) -> None:
-    compare_exact(two, name, ParallelConfig(shard=2))
+    compare_exact(two, name, ParallelConfig(shard=2, reduce="step" if name == "qwen3" else "auto"))
 
 
 # -- steps, checkpoints ------------------------------------------------------------------------------------------------------

@@ -88,14 +88,20 @@ def compare(ranks: RankProcesses, case: Case, near: float = 1e-6) -> None:
     for microbatches, calls, found in ranks.run(counted, directory, case):
         assert microbatches >= 3
         assert calls["c10d::_allgather_base_"] == microbatches * expected.gathers
-        assert calls["c10d::_reduce_scatter_base_"] == microbatches * expected.reductions
+        reduced = 1 if case.ranks.reduce == "step" else microbatches
+        assert calls["c10d::_reduce_scatter_base_"] == reduced * expected.reductions
         assert found["c10d::_allgather_base_"] == pytest.approx(microbatches * expected.gathered, rel=near)
-        assert found["c10d::_reduce_scatter_base_"] == pytest.approx(microbatches * expected.reduced, rel=near)
+        received = microbatches * expected.reduced + expected.summed
+        assert found["c10d::_reduce_scatter_base_"] == pytest.approx(received, rel=near)
         if case.ranks.tensor == 1:
             assert found["c10d::allreduce_"] == pytest.approx(expected.copied, rel=near)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"reshard": False}, {"gather": "bfloat16"}], ids=["plain", "kept", "halved"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"reshard": False}, {"gather": "bfloat16"}, {"reduce": "step"}],
+    ids=["plain", "kept", "halved", "once"],
+)
 def test_what_travels_between_two_ranks_is_what_the_planner_says(parallel: dict[str, Any], two: RankProcesses) -> None:
     dtype = "bfloat16" if "gather" in parallel else "float32"
     compare(two, Case(model="llama", parallel=parallel, train={"dtype": dtype}))
@@ -248,7 +254,11 @@ def test_what_attention_brings_to_four_ranks_is_what_the_planner_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"shard": 4}, {"shard": 2, "replicate": 2}], ids=["split", "copies"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{"shard": 4}, {"shard": 2, "replicate": 2}, {"shard": 2, "replicate": 2, "reduce": "step"}],
+    ids=["split", "copies", "copies, once"],
+)
 def test_what_travels_between_four_ranks_is_what_the_planner_says(
     parallel: dict[str, int], four: RankProcesses
 ) -> None:

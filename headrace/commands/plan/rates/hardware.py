@@ -15,6 +15,7 @@ measured. What headrace itself measured takes their place where it can (`own_run
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +28,7 @@ from headrace.commands.plan.rates.rates import BFLOAT16, EngineRates, Rates, Tra
 from headrace.commands.plan.rates.shapes import Architecture
 from headrace.core.errors import ConfigError
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.parallel import ParallelConfig, sums_once
 
 READS, COMPUTES, TRAINS = 0.8, 0.5, 0.4
 """Shares of peak bandwidth, of peak compute in forward passes, and of peak compute in training (MFU), that are reached.
@@ -108,6 +109,10 @@ def trainer_mesh(
     meshes = [_narrowest(chip, model, gpus, context)] + [
         ParallelConfig(shard=gpus // tensor, tensor=tensor, gather="bfloat16" if gpus > tensor else "float32")
         for tensor in ([] if alone else groups[1:])
+    ]
+    meshes = [
+        dataclasses.replace(mesh, reduce="step" if sums_once(mesh, model.parameters, chip.memory) else "microbatch")
+        for mesh in meshes
     ]
     return min(meshes, key=lambda mesh: token_seconds(chip, model, mesh, microbatch))
 
@@ -237,7 +242,10 @@ def trainer_rates(
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
         token=token_seconds(chip, model, mesh, microbatch, passes),
-        step=BESIDE_STEP + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
+        step=BESIDE_STEP
+        + 2 * TRAINING_BYTES * model.parameters / memory
+        + moved.copied / NETWORK
+        + moved.summed / link(chip, mesh),
         publish=0.05 + 3 * BFLOAT16 * model.parameters / memory,
         send=travel.compare if travel else 0.0,
         gpus=gpus,

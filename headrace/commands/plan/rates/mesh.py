@@ -3,7 +3,8 @@
     a rank holds            weights, gradients and AdamW's state of parameters / split, where split = shard · context · tensor
     gathered at once        the root (embedding, head) and two layers, with their gradients
     all-gather              every layer `passes` times a microbatch, the root once
-    reduce-scatter          every layer and the root once a microbatch, in float32
+    reduce-scatter          every layer and the root, in float32, once a microbatch or once a step (`parallel.sums_once`); gradients of the
+                            whole model are then on every rank
     all-reduce              the rank's part of all gradients once a step, if there are copies of the split
     all-to-all              a token's hidden state to each of its experts and back, forward and backward, if experts are split whole;
                             these are neither gathered nor reduced
@@ -28,7 +29,7 @@ FLOAT32, BFLOAT16 = 4, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Collectives of one rank, and the bytes that it receives: all per microbatch, `copied` per step."""
+    """Collectives of one rank, and the bytes that it receives: all per microbatch, `copied` and `summed` per step."""
 
     gathers: int
     gathered: float
@@ -36,6 +37,8 @@ class Traffic:
     reduced: float
     copied: float
     """Bytes of all-reduces between copies of the split."""
+    summed: float = 0.0
+    """Bytes of reduce-scatters once a step, which `reductions` counts in that case."""
     exchanged: float = 0.0
     """Bytes for each token that it forwards, to and from experts."""
     attended: float = 0.0
@@ -85,12 +88,14 @@ def traffic(
     share, gathers = (mesh.gathering - 1) / mesh.gathering, mesh.gathering > 1
     ring = lambda ranks: 2 * (ranks - 1) / ranks  # noqa: E731
     inner, outer = inner / mesh.tensor, outer / mesh.tensor
+    reduced, once = share * (inner + outer) * FLOAT32, mesh.reduce == "step"
     return Traffic(
         gathers=(passes * layers + 1) * gathers,
         gathered=share * (passes * inner * size + outer * FLOAT32),
         reductions=(layers + 1) * gathers,
-        reduced=share * (inner + outer) * FLOAT32,
+        reduced=0.0 if once else reduced,
         copied=ring(mesh.replicate) * (inner + outer) / mesh.gathering * FLOAT32,
+        summed=reduced if once else 0.0,
         exchanged=(mesh.split - 1) / mesh.split * 4 * width * computed if mesh.expert > 1 else 0.0,
         attended=layers * _attended(mesh.context, heads, computed) if heads else 0.0,
         sums=7 * layers + 4 if mesh.tensor > 1 else 0,
@@ -114,7 +119,7 @@ class RankMemory:
     held: float
     """Weights, gradients and AdamW's state of its part."""
     gathered: float
-    """Weights and gradients that are whole for a moment, at most."""
+    """Weights that are whole for a moment, and gradients that are so for a moment or until the end of a step, at most."""
 
 
 def rank_memory(
@@ -127,7 +132,7 @@ def rank_memory(
     split = (inner + outer + experts) / mesh.split
     inner, outer = inner / mesh.tensor, outer / mesh.tensor
     weights = inner * whole / layers * size + outer * FLOAT32
-    gradients = (inner * min(2, layers) / layers + outer) * FLOAT32
+    gradients = (inner * (1.0 if mesh.reduce == "step" else min(2, layers) / layers) + outer) * FLOAT32
     return RankMemory(split * each, weights + gradients if mesh.gathering > 1 else 0.0)
 
 
