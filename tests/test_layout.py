@@ -353,7 +353,10 @@ def _long_functions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDe
             continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
-            if len(names) - (names[:1] in (["self"], ["cls"], ["ctx"])) > MAX_BY_POSITION:
+            launched = any(
+                "jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            )  # Triton's take keywords anyway
+            if len(names) - (names[:1] in (["self"], ["cls"], ["ctx"])) > MAX_BY_POSITION and not launched:
                 yield node
         todo += ast.iter_child_nodes(node)
 

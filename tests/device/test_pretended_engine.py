@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from pretend_cuda import OnDevice, PretendedCuda, pretended_cuda
+import torch
+from pretend_cuda import DEVICE, OnDevice, PretendedCuda, pretended_cuda
 
+from headrace.native.memory import uploaded_together
 from support.native_calls import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score, step  # noqa: F401
 from support.tiny_models import MODELS
 
@@ -67,3 +70,13 @@ def test_asleep_it_has_nothing_on_the_device_and_requests_go_on(
     assert {name: (one.tokens, one.logprobs) for name, one in slept.items()} == {
         name: (one.tokens, one.logprobs) for name, one in awake.items()
     }
+
+
+def test_arrays_of_one_upload_are_themselves_whatever_lies_before_them(cuda: PretendedCuda):
+    wide, narrow = np.arange(7, dtype=np.int64) - 3, np.arange(15, dtype=np.int32).reshape(5, 3)
+    arrays = (narrow[:, :1], np.zeros((0, 2), np.int32), wide, narrow.T, np.array([True, False, True]))
+    there = uploaded_together(arrays, DEVICE)
+    assert all(isinstance(tensor, OnDevice) for tensor in there)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in there if tensor.numel()}) == 1
+    for tensor, array in zip(there, arrays, strict=True):
+        assert torch.equal(tensor.cpu(), torch.from_numpy(np.ascontiguousarray(array)))

@@ -318,23 +318,28 @@ def test_what_fills_a_batch_up_disturbs_nobody():
 # --- the kernel that reads pages ---------------------------------------------------------------------------------------
 
 
-def read_pages(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k, block_table):
-    """What `torch.nn.attention.varlen.varlen_attn` promises to compute, sequence by sequence and query by query."""
-    assert cu_seq_k is None and enable_gqa == (q.shape[1] != k.shape[2]) and window_size[1] == 0
-    assert {cu_seq_q.dtype, seqused_k.dtype, block_table.dtype} == {torch.int32}
-    out = torch.empty_like(q)
-    for sequence, (start, stop) in enumerate(zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True)):
-        length = int(seqused_k[sequence])
-        assert stop - start <= max_q and length <= max_k
-        pages = block_table[sequence, : -(-length // k.shape[1])].long()
-        keys, values = (
-            part[pages].flatten(0, 1)[:length].repeat_interleave(q.shape[1] // k.shape[2], 1) for part in (k, v)
-        )
-        for place in range(start, stop):
-            last = length - (stop - place)
-            first = 0 if window_size[0] < 0 else max(0, last - window_size[0])
-            scores = torch.einsum("hd,thd->ht", q[place], keys[first : last + 1]) * scale
-            out[place] = torch.einsum("ht,thd->hd", scores.softmax(-1), values[first : last + 1])
+def read_pages(q, keys, values, pages, /, *, scale, window):
+    """What the kernel promises to compute, query by query, over the tiles that it is told of."""
+    assert {pages.starts.dtype, pages.lengths.dtype, pages.tables.dtype} == {torch.int32}
+    starts, lengths, out = pages.starts.tolist(), pages.lengths.tolist(), torch.zeros_like(q)
+    seen: list[int] = []
+    for tiles in pages.tiles:
+        assert tiles.splits == 1 or tiles.queries == 1
+        for segment, first in tiles.places.tolist():
+            if segment < 0:
+                continue
+            count = starts[segment + 1] - starts[segment]
+            numbers = pages.tables[segment, : -(-lengths[segment] // BLOCK)].long()
+            k, v = (x[numbers].flatten(0, 1).repeat_interleave(q.shape[1] // x.shape[2], 1) for x in (keys, values))
+            for query in range(first, min(first + tiles.queries, count)):
+                last, place = lengths[segment] - count + query, starts[segment] + query
+                low = 0 if window is None else max(0, last - window + 1)
+                scores = torch.einsum("hd,thd->ht", q[place], k[low : last + 1]) * scale
+                out[place] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[low : last + 1])
+                seen.append(place)
+    assert len(set(seen)) == len(seen)
+    if any(tiles.all_tokens for tiles in pages.tiles):
+        assert len(pages.tiles) == 1 and sorted(seen) == list(range(len(q)))
     return out
 
 

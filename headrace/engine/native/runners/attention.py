@@ -1,32 +1,34 @@
-"""Attention over a paged KV cache in plain PyTorch, for every runner without kernels of its own.
+"""Attention over a paged KV cache, for every runner without kernels of its own.
 
 Segments of one token (decoding) go through one call for all: their blocks are gathered by the block table, and positions after
-a sequence's end are masked. Longer segments (chunks of prompts) are one causal call each. On CUDA in half precision one call serves all
-segments, over keys that are gathered behind each other; with FlashAttention 3 it reads the pages in place.
+a sequence's end are masked. Longer segments (chunks of prompts) are one causal call each. On CUDA in half precision a kernel reads the
+pages where they lie (`pages.py`); where it does not run, one call serves all segments, over keys that are gathered behind each other.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
+from headrace.engine.native.runners.page_trial import page_kernel
+from headrace.engine.native.runners.pages import (
+    Pages,
+    Tiles,
+    places,
+    processors,
+    splits,
+    tile_queries,
+)
 from headrace.native.cuda_ops import Layout, varlen_kernel
-from headrace.native.memory import uploaded
+from headrace.native.memory import uploaded, uploaded_together
 
 EXACT_BLOCKS = 4
 """Blocks that attention takes at a time in exact mode."""
-
-PagedKernel = Callable[..., Any]
-"""`torch.nn.attention.varlen.varlen_attn`, or a function with the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Geometry:
     """The shape of a model's attention."""
 
     layers: int
+    heads: int
+    """Query heads of a layer."""
     kv_heads: int
     head_dim: int
 
@@ -44,10 +48,11 @@ class Geometry:
 class PagedCache:
     """[L, 2, blocks + 1, BLOCK, Hkv, D]: keys and values. The last block is scratch, which padding writes to."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool = False) -> None:
+        """`exact`: attention goes in steps of plain PyTorch, and kernels are not looked for."""
         self.geometry, self.dtype, self.device = geometry, dtype, device
-        self.kernel = paged_kernel(dtype, device)
-        self.ragged = varlen_kernel(device, dtype, geometry.head_dim)
+        self.kernel = None if exact else page_kernel(device, dtype, geometry.head_dim)
+        self.ragged = None if exact or self.kernel else varlen_kernel(device, dtype, geometry.head_dim)
         self.scratch = 0
 
     def allocate(self, blocks: int) -> None:
@@ -131,8 +136,8 @@ class Pass:
     chunks: list[AttentionChunk] = field(default_factory=list)
     exact: bool = False
     """Computes every token alone, a few blocks at a time, so that the order of sums depends only on the token's own context."""
-    paged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int] | None = None
-    """Inputs of the paged kernel: segment starts, lengths and tables [S, W] int32, longest segment and sequence."""
+    paged: Pages | None = None
+    """Inputs of the kernel that reads pages."""
     ragged: tuple[Layout, torch.Tensor] | None = None
     """Inputs of the kernel over gathered keys: the segments, and [K] int64 where their keys lie in the cache."""
     _plans: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -147,7 +152,8 @@ class Pass:
         """
         self.cache.write(layer, self.where, k, v)
         if self.paged is not None and self.cache.kernel is not None:
-            return self._read_pages(self.cache.kernel, layer, q, scale, window)
+            keys, values = self.cache.pages(layer)
+            return self.cache.kernel(q.to(self.cache.dtype), keys, values, self.paged, scale=scale, window=window)
         if self.ragged is not None:
             return self._gathered(layer, q, scale, window)
         if self.single is None:
@@ -237,29 +243,6 @@ class Pass:
         keys, values = self.cache.tokens(layer, where)
         return self.cache.ragged(q.to(self.cache.dtype), keys, values, layout, scale=scale, reach=window or 0)
 
-    # -- pages where they lie -----------------------------------------------------------------------------------------------
-
-    def _read_pages(
-        self, kernel: PagedKernel, layer: int, q: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
-        assert self.paged is not None
-        starts, lengths, tables, longest, context = self.paged
-        keys, values = self.cache.pages(layer)
-        return kernel(
-            q.to(self.cache.dtype),
-            keys,
-            values,
-            starts,
-            None,
-            longest,
-            context,
-            scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] != keys.shape[2],
-            seqused_k=lengths,
-            block_table=tables,
-        )
-
 
 def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pass:
     """Returns the inputs of attention for a batch, on the cache's device."""
@@ -270,16 +253,15 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
     positions, segments, sizes = batch.positions(), batch.segments(), np.diff(batch.starts)
     batch = replace(batch, tables=batch.tables[:, : positions.max() // BLOCK + 1])  # a caller's tables may be wider
     where = batch.tables[segments, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    if cache.kernel is not None:
+        return _read_in_place(batch, cache, positions, where)
     made = partial(Pass, cache=cache, positions=move(positions), where=move(where))
     if exact:
         return made(tables=move(batch.tables[segments]), exact=True)
     ends = batch.context + sizes
-    longest = int(sizes.max()), int(ends.max())
-    if cache.kernel is not None:
-        starts, lengths, pages = (move(array, np.int32) for array in (batch.starts, ends, batch.tables))
-        return made(paged=(starts, lengths, pages, *longest))
     if cache.ragged is not None:
         key_starts, source = _keys(batch, ends)
+        longest = int(sizes.max()), int(ends.max())
         layout = Layout(move(batch.starts, np.int32), move(key_starts, np.int32), *longest)
         return made(ragged=(layout, move(source)))
     alone = np.flatnonzero(sizes == 1)
@@ -304,25 +286,18 @@ def _keys(batch: ForwardInput, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return starts, batch.tables[owner, place // BLOCK].astype(np.int64) * BLOCK + place % BLOCK
 
 
-def paged_kernel(dtype: torch.dtype, device: torch.device) -> PagedKernel | None:
-    """FlashAttention 3 behind torch's own interface, if it is installed (`flash_attn_interface`) and the GPU is a Hopper:
-    FlashAttention 2, which torch ships, reads no pages. No machine of ours has had it: the arguments are tested against a
-    plain computation, the kernel itself never ran."""
-    if (
-        device.type != "cuda"
-        or dtype not in (torch.bfloat16, torch.float16)
-        or find_spec("flash_attn_interface") is None
-    ):
-        return None
-    from torch.nn import attention
-    from torch.nn.attention.varlen import varlen_attn
-
-    activate = getattr(attention, "activate_flash_attention_impl", None)  # since torch 2.11
-    pages = "block_table" in inspect.signature(varlen_attn).parameters  # since 2.13
-    if activate is None or not pages or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    activate("FA3")
-    return varlen_attn
+def _read_in_place(batch: ForwardInput, cache: PagedCache, positions: np.ndarray, where: np.ndarray) -> Pass:
+    sizes, geometry = np.diff(batch.starts), cache.geometry
+    queries = tile_queries(geometry.heads // geometry.kv_heads)
+    singles, chunks = places(sizes, queries)
+    ints = [array.astype(np.int32) for array in (batch.starts, batch.context + sizes, batch.tables)]
+    at, to, starts, lengths, tables, single, longer = uploaded_together(
+        (positions, where, *ints, singles, chunks), cache.device
+    )
+    split = splits(len(singles), geometry.kv_heads, processors(cache.device))
+    tiles = [Tiles(single, 1, split, len(singles) == len(sizes))] if len(singles) else []
+    tiles += [Tiles(longer, queries, 1, not len(singles))] if len(chunks) else []
+    return Pass(cache=cache, positions=at, where=to, paged=Pages(starts, lengths, tables, tiles))
 
 
 def _visible(keys: torch.Tensor, queries: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad as pad_tensor
 from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
+from headrace.engine.native.runners.pages import Pages, Tiles, processors, splits
 from headrace.native.memory import uploaded
 
 # --- Batches of a fixed size
@@ -118,7 +119,7 @@ class PagedRunner(ABC):
             require_exact(dtype, device)
         self.dtype, self.device, self.exact = dtype, device, exact
         self.block_nbytes = geometry.block_nbytes(dtype)
-        self._cache = PagedCache(geometry, dtype, device)
+        self._cache = PagedCache(geometry, dtype, device, exact)
 
     def allocate(self, blocks: int) -> None:
         self._cache.allocate(blocks)
@@ -195,11 +196,13 @@ class Buffers:
     tables: torch.Tensor
     """[B, W] int64"""
     starts: torch.Tensor
-    """[B + 1] int32: every segment is one token. It and the next two are for the kernel that reads pages."""
+    """[B + 1] int32: every segment is one token. It and the next three are for the kernel that reads pages."""
     lengths: torch.Tensor
     """[B] int32"""
     narrow: torch.Tensor
     """[B, W] int32: the tables again."""
+    places: torch.Tensor
+    """[B, 2] int32: one tile for each row."""
 
     def fill(self, batch: ForwardInput) -> None:
         """`batch`: of this size."""
@@ -211,8 +214,11 @@ class Buffers:
             buffer.copy_(torch.from_numpy(np.ascontiguousarray(array)), non_blocking=True)
 
     def attention(self, cache: PagedCache) -> Pass:
-        longest = self.tables.shape[1] * BLOCK
-        paged = (self.starts, self.lengths, self.narrow, 1, longest) if cache.kernel is not None else None
+        paged = None
+        if cache.kernel is not None:
+            split = splits(len(self.tokens), cache.geometry.kv_heads, processors(cache.device))
+            tiles = Tiles(self.places, queries=1, splits=split, all_tokens=True)
+            paged = Pages(self.starts, self.lengths, self.narrow, (tiles,))
         return Pass(cache=cache, positions=self.positions, where=self.where, tables=self.tables, paged=paged)
 
 
@@ -228,6 +234,7 @@ def _buffers(rows: int, width: int, device: torch.device) -> Buffers:
         starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
         lengths=zeros(rows, dtype=torch.int32),
         narrow=zeros(rows, width, dtype=torch.int32),
+        places=torch.tensor([[row, 0] for row in range(rows)], dtype=torch.int32, device=device),
     )
 
 

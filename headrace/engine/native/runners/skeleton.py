@@ -141,7 +141,7 @@ def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention |
     if objection := _objection(notes, layers, model):
         return None, None, objection
     paged = PagedAttention(
-        Geometry(layers, kv_heads=notes[0].k[1], head_dim=notes[0].k[3]),
+        Geometry(layers, heads=notes[0].q[1], kv_heads=notes[0].k[1], head_dim=notes[0].k[3]),
         windows=tuple(note.options.get("sliding_window") for note in notes),
         scales=tuple(note.scale for note in notes),
     )

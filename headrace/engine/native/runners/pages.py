@@ -1,0 +1,94 @@
+"""The facts of a pass that a kernel which reads pages where they lie must be told.
+
+The work of a pass is cut into tiles: a stretch of queries of one segment. Decoding rows are tiles of one query, whose keys several programs
+share; chunks of prompts are tiles of so many queries that a program's products have `ROWS` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import torch
+
+ROWS = 64
+"""Rows of the products of one program in a chunk: queries times query heads of one key head."""
+PROGRAMS = 4
+"""Programs for each processor of a GPU, up to which the keys of decoding rows are split."""
+MOST_SPLITS = 32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One launch of the kernel."""
+
+    places: torch.Tensor
+    """[T, 2] int32: segment, and the tile's first query in it; segment -1: nothing to do"""
+    queries: int
+    """Queries of a tile."""
+    splits: int = 1
+    """Programs that share the keys of a tile; more than one for single queries only."""
+    all_tokens: bool = False
+    """Whether every token of the pass is in one of these tiles."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The segments of one pass."""
+
+    starts: torch.Tensor
+    """[S + 1] int32: the queries of segment s are [starts[s], starts[s + 1])."""
+    lengths: torch.Tensor
+    """[S] int32: keys of each segment, those of its own queries included."""
+    tables: torch.Tensor
+    """[S, W] int32: its pages in order."""
+    tiles: Sequence[Tiles]
+
+
+class PageKernel(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: Pages,
+        /,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """q [N, Hq, D], keys and values [pages, BLOCK, Hkv, D] of one dtype -> [N, Hq, D]. Tokens that are in no tile get zeros.
+
+        `window`: a query sees itself and the window - 1 keys before it.
+        """
+        ...
+
+
+def tile_queries(group: int) -> int:
+    """Queries of one tile of a chunk. `group`: query heads of one key head."""
+    return max(1, ROWS // group)
+
+
+def places(sizes: np.ndarray, queries: int) -> tuple[np.ndarray, np.ndarray]:
+    """Segments of one token, and of more: their tiles [T, 2] int32 each. `sizes` [S]: tokens of each segment; 0: no tile."""
+    alone = np.flatnonzero(sizes == 1)
+    longer = np.flatnonzero(sizes > 1)
+    counts = -(-sizes[longer] // queries)
+    ends = np.cumsum(counts)
+    first = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
+    single = np.stack([alone, np.zeros_like(alone)], 1)
+    chunks = np.stack([np.repeat(longer, counts), first * queries], 1)
+    return single.astype(np.int32), chunks.astype(np.int32)
+
+
+def splits(tiles: int, kv_heads: int, processors: int) -> int:
+    """Programs that share the keys of one decoding row: so many that all processors have work, 1 where rows alone do that."""
+    return min(MOST_SPLITS, max(1, PROGRAMS * processors // max(1, tiles * kv_heads)))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,218 @@
+"""Attention that reads pages where they lie: the tiles of a pass, the kernel in Triton's interpreter, and its trial.
+
+The interpreter computes on a CPU what the kernel says, without a GPU; its products know no bfloat16, so half precision is float16 here. That
+the kernels compile for GPUs is tried by the slow test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from headrace.engine.native.forward_pass import BLOCK
+from headrace.engine.native.runners import page_trial
+from headrace.engine.native.runners.page_trial import deviation, page_kernel
+from headrace.engine.native.runners.pages import Pages, Tiles, places, splits, tile_queries
+
+CPU = torch.device("cpu")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed: torch brings it along on CUDA, and `pip install triton` here",
+)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel in the interpreter, which Triton chooses when it reads a kernel's source."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    yield importlib.import_module(KERNELS).read_pages
+    sys.modules.pop(KERNELS, None)
+
+
+KERNELS = "headrace.engine.native.runners.page_kernels"
+
+
+def plain(q, keys, values, pages, *, scale, window):
+    """[N, Hq, D] float64, by masked softmax, segment after segment."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for segment, (start, stop) in enumerate(itertools.pairwise(pages.starts.tolist())):
+        length = int(pages.lengths[segment])
+        numbers = pages.tables[segment].long()
+        k, v = (
+            x[numbers].double().flatten(0, 1)[:length].repeat_interleave(q.shape[1] // x.shape[2], 1)
+            for x in (keys, values)
+        )
+        for place in range(start, stop):
+            last = length - (stop - place)
+            low = 0 if window is None else max(0, last - window + 1)
+            scores = torch.einsum("hd,thd->ht", q[place].double(), k[low : last + 1]) * scale
+            out[place] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[low : last + 1])
+    return out
+
+
+def segments(draw_from: np.random.Generator, sizes, context, *, heads, kv_heads, dim, dtype, split):
+    """(q, keys, values, pages) whose pages lie anywhere, with NaN in all that no query may see."""
+    sizes, context = np.array(sizes), np.array(context)
+    lengths, queries = sizes + context, tile_queries(heads // kv_heads)
+    width = int(-(-lengths.max() // BLOCK))
+    tables = draw_from.permutation(len(sizes) * width).reshape(len(sizes), width)
+    keys, values = (
+        torch.from_numpy(draw_from.standard_normal((len(sizes) * width, BLOCK, kv_heads, dim))).to(dtype)
+        for _ in range(2)
+    )
+    for row, length in zip(tables, lengths.tolist(), strict=True):
+        for number, block in enumerate(row.tolist()):
+            for part in (keys, values):
+                part[block, max(0, length - number * BLOCK) :] = torch.nan
+    single, chunks = (torch.from_numpy(part) for part in places(sizes, queries))
+    idle = torch.full((1, 2), -1, dtype=torch.int32)  # as in a captured pass with fewer rows than places
+    pages = Pages(
+        torch.from_numpy(np.concatenate([[0], sizes.cumsum()]).astype(np.int32)),
+        torch.from_numpy(lengths.astype(np.int32)),
+        torch.from_numpy(np.ascontiguousarray(tables.T.astype(np.int32))).T,
+        (Tiles(torch.cat([single, idle]), 1, split), Tiles(torch.cat([idle, chunks]), queries)),
+    )
+    q = torch.from_numpy(draw_from.standard_normal((int(sizes.sum()), heads, dim))).to(dtype)
+    return q, keys, values, pages
+
+
+@needs_triton
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 1, 2, 9, 35]), st.sampled_from([0, 1, 31, 32, 33, 100])),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1)]),
+    st.sampled_from([16, 24]),
+    st.sampled_from([None, 1, 5, 32, 100]),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([torch.float32, torch.float16]),
+)
+def test_the_kernel_computes_attention_over_pages_that_lie_anywhere(
+    kernel_once, stretches, heads, dim, window, split, dtype
+):
+    sizes, context = zip(*stretches, strict=True)
+    given_ = segments(
+        np.random.default_rng(0), sizes, context, heads=heads[0], kv_heads=heads[1], dim=dim, dtype=dtype, split=split
+    )
+    found = kernel_once(*given_, scale=0.3, window=window)
+    expected = plain(*given_, scale=0.3, window=window)
+    assert (found.double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.fixture(scope="module")
+def kernel_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, KERNELS, raising=False)
+        yield importlib.import_module(KERNELS).read_pages
+    sys.modules.pop(KERNELS, None)
+
+
+@needs_triton
+def test_tokens_in_no_tile_are_zeros(kernel):
+    q, keys, values, pages = segments(
+        np.random.default_rng(1), (1, 20), (3, 5), heads=4, kv_heads=2, dim=16, dtype=torch.float32, split=1
+    )
+    alone = Pages(pages.starts, pages.lengths, pages.tables, pages.tiles[:1])
+    found = kernel(q, keys, values, alone, scale=1.0, window=None)
+    assert bool((found[0] != 0).any()) and not found[1:].any()
+
+
+def test_every_query_is_in_one_tile():
+    single, chunks = places(np.array([1, 40, 0, 1, 2, 16, 17]), 16)
+    assert single.tolist() == [[0, 0], [3, 0]]
+    assert chunks.tolist() == [[1, 0], [1, 16], [1, 32], [4, 0], [5, 0], [6, 0], [6, 16]]
+    assert places(np.array([1, 1]), 16)[1].shape == (0, 2)
+
+
+def test_keys_are_split_until_every_processor_has_work():
+    assert splits(1, 3, 132) == 32 and splits(64, 3, 132) == 2 and splits(256, 3, 132) == 1 and splits(0, 8, 132) > 1
+    assert tile_queries(1) == 64 and tile_queries(3) == 21 and tile_queries(128) == 1
+
+
+# --- the trial ---------------------------------------------------------------------------------------------------------
+
+
+def right(q, keys, values, pages, /, *, scale, window):
+    return plain(q, keys, values, pages, scale=scale, window=window).to(q.dtype)
+
+
+def test_a_kernel_with_wrong_numbers_is_found_out():
+    def late(q, keys, values, pages, /, *, scale, window):
+        return right(q, keys, values, pages, scale=scale, window=window and window + 1)
+
+    def lost(q, keys, values, pages, /, *, scale, window):
+        out = right(q, keys, values, pages, scale=scale, window=window)
+        return out.index_fill(0, torch.tensor([20]), torch.nan)
+
+    assert deviation(right, CPU, torch.float32, 16) < 1e-4
+    assert deviation(late, CPU, torch.float32, 16) > 0.05
+    assert deviation(lost, CPU, torch.float32, 16) == float("inf")
+
+
+def test_a_device_that_does_not_run_the_kernel_gathers_and_says_so(monkeypatch, caplog):
+    """Without Triton, or on a GPU that it does not know: there is none here."""
+    page_kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, KERNELS, None)
+    with caplog.at_level(logging.WARNING, logger=page_trial.__name__):
+        assert page_kernel(torch.device("cuda", 0), torch.bfloat16, 64) is None
+    page_kernel.cache_clear()
+    assert "ModuleNotFoundError" in caplog.text and "padded to the longest one" in caplog.text
+    assert page_kernel(CPU, torch.bfloat16, 64) is None
+
+
+# --- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("rows", "queries", "split", "dim"), [(16, 1, 8, 64), (16, 1, 1, 128), (64, 21, 1, 64), (64, 16, 1, 256)]
+)
+def test_the_kernels_compile_for_gpus(capability, rows, queries, split, dim, tmp_path, monkeypatch):
+    """Down to machine code, by Triton's own assembler; nothing is run."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    kernels = importlib.import_module(KERNELS)
+    numbers = {"scale": "fp32"} | dict.fromkeys(("tiles", "starts", "lengths", "tables"), "*i32")
+    halves = dict.fromkeys(("q", "keys", "values"), "*bf16") | {"logs": "*fp32", "parts": "*fp32"}
+    shape = {"DIM": dim, "WIDTH": dim, "SPLITS": split}
+    attend = shape | {
+        "KV_HEADS": 2,
+        "GROUP": 3,
+        "QUERIES": queries,
+        "ROWS": rows,
+        "STEP": 32 if dim > 128 else 64,
+        "PAGE": BLOCK,
+    }
+    launches = [(kernels._attend, attend, "*fp32" if split > 1 else "*bf16")]
+    if split > 1:
+        launches.append((kernels._merge, shape | {"HEADS": 6, "SPLITS_WIDE": split}, "*bf16"))
+    for function, constants, out in launches:
+        types = numbers | halves | {"out": out} | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(
+            fn=function,
+            signature={name: types.get(name, "i32") for name in function.arg_names},
+            constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
+        )
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared < 100_000
+    sys.modules.pop(KERNELS, None)
