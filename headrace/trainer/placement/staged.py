@@ -206,6 +206,7 @@ class Staged:
         self._alike = mesh["replicate", "shard"]._flatten("alike").get_group()
         """The ranks of the same place, which have other microbatches."""
         self._place, self._copy = mesh.get_local_rank("pipeline"), dist.get_rank(self._alike)
+        assert self._copy == config.share_of(dist.get_rank()), "the controller sends each pipeline one share"
         self._chain = Chain(self._line)
         self._stages: Stages | None = None
         """Those of the model that is trained; None until it is spread."""
