@@ -113,8 +113,8 @@ class Bench:
 
     def free(self) -> None:
         """Gives back the memory of engines and trainers that are no longer used."""
-        gc.collect()
         if self.device == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     @contextmanager

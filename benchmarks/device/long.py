@@ -24,7 +24,7 @@ def _prompt(chip: Gpu) -> float:
 def measure(bench: Bench) -> Iterator[Figure]:
     for name, sequences, context in (("8 behind 32k", MANY, SHORTER), ("1 behind 128k", 1, LONGER)):
         count, length, tokens = bench.size(sequences, 2), bench.size(context, 60), bench.size(TOKENS, 4)
-        core = loads.engine(bench, "1.5b", count, context_length=length + tokens + 8, kv_gib=bench.size(16, 1))
+        core = loads.engine(bench, "1.5b", count, context_length=length + tokens + 8, kv_gib=0.05 if bench.tiny else 16)
         found = loads.sample(core, loads.prompts(count, length), tokens)
         decoded = count * tokens
         yield Figure(
