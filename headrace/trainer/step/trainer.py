@@ -109,9 +109,8 @@ class TorchTrainer:
         if config.weights == "bfloat16":
             lower_weights(self._model, self._dtype)
         reference = self._reference
-        models = (
-            [self._model, reference.forward.model] if reference and reference.bytes else [self._model]
-        )  # under LoRA they are one
+        # under LoRA they are one
+        models = [self._model, *([reference.forward.model] if reference and reference.bytes else [])]
         for model in models:
             self._placement.spread(model)
         if self._adapters:
