@@ -131,10 +131,14 @@ class TrainReport(Struct, frozen=True):
     token_numbers: tuple[TokenNumbers, ...] | None = None
     """Numbers of single tokens, for some rows of the step (`trainer/packing/plan.py`). Only the journal keeps them; None in journals from before
     2026-11-23."""
+    graphs: int = 0
+    """Graphs that torch.compile has made for this step (`train.compile`): time that no later step of the same kinds spends again."""
+    notice: str = ""
+    """A sentence of the trainer for whoever watches the run: why layers are not compiled, or that they are compiled too often."""
 
 
 def differing(report: TrainReport, before: TrainReport) -> list[str]:
-    """Names the fields that differ in any bit, except `seconds` and fields that an earlier release did not report.
+    """Names the fields that differ in any bit, except those of time and of compiling, and fields that an earlier release did not report.
 
     >>> differing(TrainReport(step=5, version=6, loss=0.5, seconds=1.0), TrainReport(step=5, version=6, loss=0.25))
     ['loss']
@@ -142,7 +146,7 @@ def differing(report: TrainReport, before: TrainReport) -> list[str]:
     return [
         name
         for name in before.__struct_fields__
-        if name != "seconds"
+        if name not in ("seconds", "graphs", "notice")
         and getattr(before, name) is not None
         and repr(getattr(report, name)) != repr(getattr(before, name))  # NaN differs from itself
     ]

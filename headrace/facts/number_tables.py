@@ -330,6 +330,7 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         "missing_routes",
         "routing_conflicts",
         "dropped_tokens",
+        "graphs",
     )
     values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
     for stats in report.lags:

@@ -250,8 +250,9 @@ class Pipeline:
         report = await self._busy("step", parts.trainer.step, batch)
         drawn = math.nan if report.skipped else self._rolling.mean_drawn(batch.groups)
         parts.ledger.trained(report, batch, drawn, waited)
-        for sentence in parts.noise.check(report):
-            self._warn(sentence)
+        for sentence in (*parts.noise.check(report), report.notice):
+            if sentence:
+                self._warn(sentence)
         if report.skipped:
             self._skip(report)
             return report

@@ -50,6 +50,10 @@ class TrainConfig:
     path: Literal["auto", "kernels", "torch"] = "auto"
     """kernels: headrace's C++ kernels, on a CPU; torch: PyTorch; auto: kernels if they support the model, unless
     PyTorch was measured to be faster."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile decoder layers and the sums of the head with torch.compile: fewer and larger kernels, and half a minute to a few minutes at
+    the start. auto: on a GPU, by a trainer of one rank. A model that cannot be compiled, or not exactly, is trained without, and the
+    run says why. On a CPU it takes the place of the C++ kernels."""
     parity: Literal["off", "bitwise"] = "off"
     """bitwise: a token that was sampled with the trainer's current weights must have exactly the log-prob that the trainer
     computes. If one differs, its batch is not trained and the run stops, naming the first layer that differs. Refused
@@ -79,6 +83,20 @@ class TrainConfig:
     """Several ranks that train one model. One rank, the default, starts no further process."""
 
     @model_validator(mode="after")
+    def _compile_fits(self) -> TrainConfig:
+        if self.compile is not True:
+            return self
+        if self.path == "kernels":
+            raise ValueError(
+                'train.compile = true compiles the layers that train.path = "kernels" gives to C++ kernels; remove one of the two'
+            )
+        if self.parity == "bitwise":
+            raise ValueError(
+                'train.compile = true, and train.parity = "bitwise" is not proven for layers that are compiled; remove one of the two'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_fit(self) -> TrainConfig:
         if self.weights == "bfloat16" and self.dtype == "float32":
             raise ValueError(
@@ -103,6 +121,8 @@ def parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool) -> 
     yield from _pipeline_problems(train)
     if train.parity == "bitwise":
         yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'
+    if train.compile is True:
+        yield f"{asks}, and train.compile = true compiles the layers of a model that one device holds whole; remove it"
     if train.path == "kernels":
         yield f'{asks}, and train.path = "kernels" reads whole weights, of which each rank holds a part; use "auto" or "torch"'
     if train.offload_optimizer:

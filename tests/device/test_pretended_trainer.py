@@ -36,7 +36,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
 def trainer(
     directory: Path, device: str, settings: dict[str, Any], algo: AlgoConfig, lora: LoraConfig | None
 ) -> TorchTrainer:
-    config = TrainConfig(**{"dtype": "float32", "learning_rate": 1e-3, "path": "torch", "device": device, **settings})
+    plain = {
+        "dtype": "float32",
+        "learning_rate": 1e-3,
+        "path": "torch",
+        "compile": False,
+    }  # nothing here compiles for a GPU
+    config = TrainConfig(**{**plain, "device": device, **settings})
     adapters = {"": Assignment(config, algo, lora)} if lora else None
     return TorchTrainer(directory, config, algo, seed=0, adapters=adapters)
 

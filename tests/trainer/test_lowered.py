@@ -79,7 +79,7 @@ def test_gradients_are_bit_for_bit_those_of_autocasts_own_copies(way: str, model
     made._copies_of_step = StepCopies((), torch.bfloat16)
     _, own_loss, expected = gradients(made)
     assert loss == own_loss and found.keys() == expected.keys()
-    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert all(isinstance(p, torch.nn.Parameter) for p in made._model.parameters())
     assert names == [name for name, _ in made._model.named_parameters()]
 

@@ -136,6 +136,11 @@ _LOADER = "there is no data loader: prompts are drawn one by one"
 _ONE = "one process trains on each device; several are train.parallel"
 _EVAL = "an evaluation samples held-out prompts with the engine, beside training"
 _SAVE = "a checkpoint holds all that a run needs, and is written whole or not at all"
+_FUSED = (
+    "norms, rotary embeddings, gated activations and the head's sums are fused anyway, by train.compile on GPUs and by C++ kernels on CPUs, and "
+    "logits are never held whole"
+)
+_COMPILED = "train.compile has its place: layers are compiled on GPUs without being asked"
 _FORWARD = "it does not change the numbers of this trainer"
 
 NO_MEANING: dict[str, dict[str, Any]] = {
@@ -152,13 +157,18 @@ NO_MEANING: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_cap": None,
     },
     _MEMORY: {
-        "pad_to_multiple_of": "auto", "use_liger_kernel": False, "liger_kernel_config": None, "torch_empty_cache_steps": None,
+        "pad_to_multiple_of": "auto", "torch_empty_cache_steps": None,
         "average_tokens_across_devices": True, "gradient_checkpointing_kwargs": None, "activation_checkpointing": None,
         "activation_checkpointing_kwargs": None, "skip_memory_metrics": True,
     },
+    _FUSED: {
+        "use_liger_kernel": False, "liger_kernel_config": None,
+    },
+    _COMPILED: {
+        "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
+    },
     _FORWARD: {
-        "disable_dropout": False, "tf32": None, "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
-        "label_smoothing_factor": 0.0, "remove_unused_columns": False, "label_names": None,
+        "disable_dropout": False, "tf32": None,         "label_smoothing_factor": 0.0, "remove_unused_columns": False, "label_names": None,
     },
     _OFF: {
         "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "greater_is_better": None, "metric_for_best_model": None,

@@ -80,11 +80,14 @@ class Forward:
     """Whether logits are made in chunks; otherwise by the model itself, [T, V] for one row at a time."""
     context: Context | None = None
     """The ranks that compute each pack together; all of them call with the same one. None: every rank has packs of its own."""
+    backend: str = ""
+    """The backend of torch.compile that layers and head were compiled by (`compiled.py`); empty: they are eager."""
 
     @property
     def path(self) -> str:
         """The way in words."""
-        return f"{'packed trees' if self.packed else 'row by row'}, {'chunked' if self.chunked_head else 'own'} head"
+        way = f"{'packed trees' if self.packed else 'row by row'}, {'chunked' if self.chunked_head else 'own'} head"
+        return way + (", compiled" if self.backend else "")
 
     def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         """The log-probs of the pack's targets."""
@@ -117,6 +120,7 @@ class Forward:
                 kept=kept,
                 softcap=softcap,
                 packed=getattr(head, "packed", None),
+                backend=self.backend,
             )
 
         found = within(head, of_head)
@@ -128,8 +132,9 @@ class Forward:
             return torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
         context, device = self.context, pack.tokens.device
         if context is None:
-            return _packed_hidden(self.model, pack.tokens, pack.positions, tree_of(pack.segments, device))
-        tree = tree_of(context.segments(pack), device, context=context)
+            tree = tree_of(pack.segments, device, flex=bool(self.backend))
+            return _packed_hidden(self.model, pack.tokens, pack.positions, tree)
+        tree = tree_of(context.segments(pack), device, context=context, flex=bool(self.backend))
         return _packed_hidden(self.model, context.part(pack.tokens), context.part(pack.positions), tree)
 
     def _own_logprobs(self, pack: Pack, temperature: float) -> TokenScores:

@@ -16,6 +16,8 @@ most of the difference between the trainer's log-probs and the sampler's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -125,12 +127,14 @@ def token_logprobs(
     kept: Kept | None = None,
     softcap: float = 0.0,
     packed: PackedWeight | None = None,
+    backend: str = "",
 ) -> Head:
     """log p(target) of the distribution that the sampler drew from, and entropies.
 
     hidden [N, H], weight [V, H], bias [V], predictor [M] places in hidden, target [M], kept [M]. The products are computed in
     `dtype`, softmax and sums in float32; by the kernels where `packed` is given (a head without a bias). A place that predicts
-    several targets (the end of a shared prompt) is computed once. Weight and bias may be split over ranks (DTensors).
+    several targets (the end of a shared prompt) is computed once. Weight and bias may be split over ranks (DTensors). `backend`: of
+    torch.compile, which makes one kernel of what is done to a block of logits; empty: they are operations of their own.
     """
     weight, bias, share = _held(weight, bias)
     places, which = torch.unique(predictor, return_inverse=True)
@@ -143,7 +147,7 @@ def token_logprobs(
         place, ids = torch.cat([place, behind]), torch.cat([ids, target[among_sets.target]])
     scale = Scale(temperature, softcap)
     counts = None if kept is None else kept.offsets.diff()
-    how = _How(scale, dtype, None if softcap else packed, share=share, counts=counts, sets=among_sets)
+    how = _How(scale, dtype, None if softcap else packed, share=share, counts=counts, sets=among_sets, backend=backend)
     values, entropy, among = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
     return _compose(values, entropy[which], target=target, kept=kept, among_sets=among_sets, among=among)
 
@@ -267,6 +271,7 @@ class _How(NamedTuple):
     """[M] how many ids were kept for each target. Targets are the first of the pairs, and what was kept follows in their order."""
     sets: Restricted | None = None
     """Places among sets. Their pairs are the last ones, in their order."""
+    backend: str = ""
 
 
 class _LogProbs(torch.autograd.Function):
@@ -296,6 +301,7 @@ class _LogProbs(torch.autograd.Function):
         order = ids.argsort(stable=True)
         ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp, entropy)
         ctx.scale, ctx.share, ctx.sets, ctx.dtypes = how.scale, how.share, how.sets, (hidden.dtype, weight.dtype)
+        ctx.backend = how.backend
         ctx.set_materialize_grads(False)
         if among is not None:
             ctx.mark_non_differentiable(among)
@@ -322,11 +328,11 @@ class _LogProbs(torch.autograd.Function):
             slope = ctx.scale.slope(d_logits)
             if ctx.sets is not None:
                 d_logits = ctx.sets.beside(d_logits, _first_id(block, ctx.share))
-            d_logits.sub_(logsumexp[:, None])
-            factor = grad_total[:, None]
-            if grad_entropy is not None:
-                factor = _entropy_factor(d_logits, grad_total, grad_entropy, entropy)
-            d_logits.exp_().mul_(factor)
+            if grad_entropy is None:
+                d_logits = _fused(_pushed, ctx.backend)(d_logits, logsumexp, grad_total)
+            else:
+                slopes = _entropy_slopes(grad_total, grad_entropy, entropy)
+                d_logits = _fused(_pushed_with_entropy, ctx.backend)(d_logits, logsumexp, *slopes)
             d_logits.index_put_((place[mine], ids[mine] - block.start), grad_values[mine], accumulate=True)
             if ctx.sets is not None:
                 d_logits = ctx.sets.folded(d_logits)
@@ -343,13 +349,43 @@ class _LogProbs(torch.autograd.Function):
         return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None
 
 
-def _entropy_factor(log_p: Tensor, grad_total: Tensor, grad_entropy: Tensor, entropy: Tensor) -> Tensor:
-    """[U, block] what the probabilities are multiplied by in the gradient of the logits. Places among sets have no entropy of their own."""
+def _entropy_slopes(grad_total: Tensor, grad_entropy: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """Twice [U + S]: what probabilities are multiplied by is the first minus the second times the log-prob. Places among sets have no entropy of
+    their own."""
     slope = torch.zeros_like(grad_total)
     slope[: len(entropy)] = grad_entropy
     offset = grad_total.clone()
     offset[: len(entropy)] -= grad_entropy * entropy
-    return torch.addcmul(offset[:, None], log_p, slope[:, None], value=-1)
+    return offset, slope
+
+
+# -- what is done to a block of logits, each one kernel where it is compiled
+
+
+def _folded(logits: Tensor, top: Tensor, mass: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The running sums [U, 1] of a softmax with those of one more block."""
+    higher = torch.maximum(top, logits.amax(1, keepdim=True))
+    shrink = torch.exp(top - higher)
+    probs = torch.exp(logits - higher)
+    mass = mass * shrink + probs.sum(1, keepdim=True)
+    return higher, mass, moment * shrink + probs.mul_(logits).sum(1, keepdim=True)
+
+
+def _pushed(logits: Tensor, logsumexp: Tensor, factor: Tensor) -> Tensor:
+    """[U, block] probabilities times a factor [U] of their place. Takes the memory of the logits."""
+    return logits.sub_(logsumexp[:, None]).exp_().mul_(factor[:, None])
+
+
+def _pushed_with_entropy(logits: Tensor, logsumexp: Tensor, offset: Tensor, slope: Tensor) -> Tensor:
+    """The same with a factor that follows from the log-prob."""
+    logits.sub_(logsumexp[:, None])
+    factor = torch.addcmul(offset[:, None], logits, slope[:, None], value=-1)
+    return logits.exp_().mul_(factor)
+
+
+@cache
+def _fused(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, backend=backend) if backend else function
 
 
 def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> FoundLogprobs:
@@ -403,11 +439,7 @@ def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how:
         if how.sets is not None:
             logits = how.sets.beside(logits, _first_id(block, how.share))
         found[mine] = logits[place[mine], ids[mine] - block.start]
-        higher = torch.maximum(top, logits.amax(1, keepdim=True))
-        shrink, top = torch.exp(top - higher), higher
-        probs = torch.exp(logits - top)
-        mass = mass * shrink + probs.sum(1, keepdim=True)
-        moment = moment * shrink + probs.mul_(logits).sum(1, keepdim=True)
+        top, mass, moment = _fused(_folded, how.backend)(logits, top, mass, moment)
     chosen = found.new_zeros(len(pairs.ids)).index_copy_(0, order, found)
     if how.share:
         top, mass, moment, chosen = _of_all(how.share, top, mass, moment, chosen)

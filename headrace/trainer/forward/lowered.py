@@ -3,7 +3,8 @@
 Autocast lowers every float32 weight anew in each of its contexts, and each microbatch has one (`placement/port.py`). Where a weight stays where it
 is, one copy serves all microbatches between two updates: 6 bytes a parameter less to read and write for each microbatch after the first.
 While it is in use, the copy stands in the weight's place in its module. It is made by the operation that autocast would use, so that its
-gradient goes to the float32 weight through the same operation too: the same bits.
+gradient goes to the float32 weight through the same operation too: the same bits. Compiled layers (`forward/compiled.py`) rely on it,
+because autocast's own copies do not outlive a compiled call.
 """
 
 from __future__ import annotations

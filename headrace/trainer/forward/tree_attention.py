@@ -3,7 +3,7 @@
 transformers builds no mask for an attention function whose name it does not know, and hands that function the keyword
 arguments of the model's forward: the tree travels as `tree=`.
 
-On CUDA in half precision one varlen call serves the whole pack (`tree_attention.py`). Elsewhere a tree is cut into calls of
+On CUDA in half precision one call serves the whole pack: of FlexAttention where layers are compiled (`flex.py`), else of a varlen kernel. Elsewhere a tree is cut into calls of
 scaled_dot_product_attention: one for each segment with what lies above it, or a single masked one for a whole subtree.
 
 A tree whose tokens lie on several ranks (`context.py`) is attended to by each of them, for its part of the heads or of the queries.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.native.cuda_ops import Kernel, Layout, varlen_kernel
 from headrace.trainer.forward.context import Context
+from headrace.trainer.forward.flex import block_mask, flex_kernel
 from headrace.trainer.packing import ROOT, Segment
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # --- A pack's attention as one call of a varlen kernel (`native/cuda_ops.py`)
 # For CUDA, where many small calls and large masks are slow.
@@ -167,14 +171,25 @@ class Tree:
     """The calls, one for each piece, in order."""
     context: Context | None = None
     """The ranks that the tokens are spread over; None: all are here."""
+    flex: bool = False
+    """Whether FlexAttention may compute it (`flex.py`): where layers are compiled."""
     windows: list[int | None] = field(default_factory=list)
     """The sliding window that each attention call asked for, in order."""
+    _masks: dict[int, BlockMask] = field(default_factory=dict)
     _varlen: Varlen | None = None
     _own: list[Block] | None = None
 
     def varlen(self, device: torch.device) -> Varlen:
         self._varlen = self._varlen or varlen_of(self.segments, device)
         return self._varlen
+
+    def mask(self, window: int | None, device: torch.device) -> BlockMask:
+        asked = window or 0
+        if asked not in self._masks:
+            ends = _subtree_ends(self.segments)
+            columns = _columns(self.segments, _tokens_above(self.segments), ends)
+            self._masks[asked] = block_mask(columns, window, device)
+        return self._masks[asked]
 
     def own_blocks(self, context: Context) -> list[Block]:
         """The calls for the queries of this rank, with all their keys. `Block.queries` counts these calls."""
@@ -193,15 +208,12 @@ def tree_of(
     device: torch.device,
     call_price: int = CALL_PRICE,
     context: Context | None = None,
+    flex: bool = False,
 ) -> Tree:
     """The attention calls for the segments of a pack, which are in preorder. A higher `call_price` means fewer calls."""
-    above = [0] * len(segments)  # tokens of all ancestors
-    for i, segment in enumerate(segments):
-        if segment.parent != ROOT:
-            above[i] = above[segment.parent] + segments[segment.parent].length
-    ends = _subtree_ends(segments)
+    above, ends = _tokens_above(segments), _subtree_ends(segments)
     whole = _whole_is_cheaper(segments, above, ends, call_price)
-    tree = Tree(segments=tuple(segments), pieces=[], blocks=[], context=context)
+    tree = Tree(segments=tuple(segments), pieces=[], blocks=[], context=context, flex=flex)
     columns = _columns(segments, above, ends)
     piece_of: dict[int, int] = {}
     i = 0
@@ -220,6 +232,15 @@ def tree_of(
         tree.pieces.append(length)
         i = ends[i] if whole[i] else i + 1
     return tree
+
+
+def _tokens_above(segments: Sequence[Segment]) -> list[int]:
+    """The tokens of all ancestors of each segment."""
+    above = [0] * len(segments)
+    for i, segment in enumerate(segments):
+        if segment.parent != ROOT:
+            above[i] = above[segment.parent] + segments[segment.parent].length
+    return above
 
 
 def _columns(segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int]) -> Tensor:
@@ -311,6 +332,10 @@ def tree_attention(
 def _whole(
     tree: Tree, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
 ) -> Tensor:
+    if tree.flex and (flex := flex_kernel(query.device, value.dtype, value.shape[3])):
+        q, k = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings leave them in float32
+        with torch.autocast(query.device.type, enabled=False):
+            return flex(q, k, value, tree.mask(window, query.device), scaling).transpose(1, 2).contiguous()
     if kernel := varlen_kernel(query.device, value.dtype, value.shape[3]):
         return tree.varlen(query.device).attend(kernel, query, key, value, scaling=scaling, window=window)
     return _by_blocks(tree, tree.blocks, query, key, value, scaling=scaling, window=window)

@@ -31,6 +31,7 @@ from headrace.models.saved_buffers import saved_buffers
 from headrace.native.resources import available
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.share import StepShare, head_of
+from headrace.trainer.forward.compiled import Compilation, compiled
 from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
@@ -115,10 +116,9 @@ class TorchTrainer:
             self._placement.spread(model)
         if self._adapters:
             self._adapters.seal()
-        # weights that are gathered anew for every pass have no copy that could serve two, adapters are small, and kernels know a weight that
-        # they have packed by its place in memory, where the next copy may lie
-        alone = self._placement.plain and not adapters and not self._fused
-        self._copies_of_step = step_copies(self._forward, self._dtype) if alone else StepCopies((), self._dtype)
+        self._copies_of_step = self._lowered_once()
+        self._compilation = self._compile()
+        self._forward = self._compilation.forward
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
         self._resting = Resting(
@@ -153,9 +153,25 @@ class TorchTrainer:
         normalised = self._tried(lambda model: RoutingReplay(forward_of(model, way), self._dtype).normalised)
         return lambda forward: RoutingReplay(forward, self._dtype, normalised)
 
+    def _lowered_once(self) -> StepCopies:
+        """The weights that are lowered once a step. Those that are gathered anew for every pass have no copy that could serve two, adapters are small, and
+        kernels know a weight that they have packed by its place in memory, where the next copy may lie."""
+        alone = self._placement.plain and not self._adapters and not self._fused
+        return step_copies(self._forward, self._dtype) if alone else StepCopies((), self._dtype)
+
+    def _compile(self) -> Compilation:
+        asked = self._config.compile
+        if asked is False or (asked == "auto" and self._device.type != "cuda"):
+            return Compilation(self._forward)
+        if not self._placement.plain:
+            return Compilation(
+                self._forward, "layers are not compiled: that is for a model that one device holds whole"
+            )
+        return compiled(self._forward, self._dtype, self._copies_of_step)
+
     def _fuse(self) -> tuple[str, ...]:
         """The kinds of modules that use C++ kernels. Raises ConfigError where kernels are asked for and cannot be used."""
-        if self._config.path == "torch":
+        if self._config.path == "torch" or self._config.compile is True:
             return ()
         if not self._placement.plain:
             if self._config.path == "kernels":
@@ -233,7 +249,14 @@ class TorchTrainer:
             learner.entropy.after(sums.entropy / sums.tokens)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
-        more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
+        graphs, notice = self._compilation.news()
+        more = {
+            "graphs": graphs,
+            "notice": notice,
+            "grad_norm": norm,
+            "lr": lr,
+            "token_numbers": () if skipped else picked.report(),
+        }
         return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
 
     def reserve(self) -> None:
@@ -518,7 +541,7 @@ def export_weights(
     train = trained.train
     masters = train.weights == "float32" or train.offload_optimizer
     kept: Literal["float32", "bfloat16"] = "float32" if masters else "bfloat16"
-    train = dataclasses.replace(train, dtype=kept, weights=kept, offload_optimizer=False)
+    train = dataclasses.replace(train, dtype=kept, weights=kept, offload_optimizer=False, compile=False)
     to.parent.mkdir(parents=True, exist_ok=True)
     if not trained.lora.rank and (model := outline(model_dir)) is not None:  # needs no trainer, and a layer's memory
         if kept == "bfloat16":

@@ -1,0 +1,140 @@
+"""Layers that torch.compile has written: their gradients are the eager ones', other lengths need no other graphs, and whatever cannot be
+compiled, or not exactly, is trained eagerly with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo import register_backend
+
+from headrace.algo.config import AlgoConfig
+from headrace.models.lora import LoraConfig
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.forward.compiled import MANY, Compilation, compiled
+from headrace.trainer.model.causal_lm import layers_of
+from headrace.trainer.step.learner import Assignment
+from headrace.trainer.step.trainer import TorchTrainer
+from support.trainer_calls import batch, model_dir, near, trainer  # noqa: F401
+
+Saved = Callable[[str], Path]
+SMALL = {"path": "torch", "microbatch_tokens": 8}
+
+
+def gradients(made: TorchTrainer, seed: int) -> tuple[int, float, dict[str, torch.Tensor]]:
+    given = batch(seed, 0)
+    plan = made._plan(given)
+    sums = made._gradients(plan, given.temperature)
+    named = made._learners[""].parameters
+    found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    made._learners[""].forget()
+    return len({len(pack.tokens) for pack in plan.packs}), sums.loss, found
+
+
+def compile_by(made: TorchTrainer, backend: str) -> Compilation:
+    found = compiled(made._forward, made._dtype, made._copies_of_step, backend)
+    made._forward, made._compilation = found.forward, found
+    return found
+
+
+def compare(made: TorchTrainer, backend: str, tolerance: float) -> None:
+    expected = [gradients(made, seed) for seed in (0, 1, 2)]
+    found = compile_by(made, backend)
+    assert not found.why_not and made.path.startswith("packed trees, chunked head, compiled")
+    for seed, (lengths, loss, gradient) in enumerate(expected):
+        assert lengths >= 3
+        _, found_loss, found_gradient = gradients(made, seed)
+        assert found_loss == pytest.approx(loss, rel=tolerance, abs=tolerance)
+        near(found_gradient, gradient, tolerance)
+    new, sentence = found.news()  # those of the trial serve all lengths but 1, which torch compiles apart
+    assert new <= 2 and not sentence
+
+
+def test_gradients_are_the_eager_ones_and_other_lengths_need_no_other_graphs(model_dir: Saved):  # noqa: F811
+    made = trainer(model_dir("qwen3"), **SMALL)
+    compare(made, "eager", 3e-6)
+    assert made.step(batch(0, 0)).graphs == 0
+
+
+@register_backend(name="headrace_wrong")
+def wrong(graph: Any, inputs: Any) -> Any:
+    def call(*given: Any) -> Any:
+        return tuple(x * 1.01 if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in graph(*given))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "reason"),
+    [
+        ("qwen3", "headrace_wrong", "log-probs or gradients differ from the eager ones by"),
+        ("qwen3", "headrace_absent", "InvalidBackend: Invalid backend: 'headrace_absent'"),
+        ("mixtral", "eager", "which tokens go to an expert is known only when they are computed"),
+        ("gemma2", "eager", "it is run row by row, chunked head"),
+    ],
+)
+def test_what_is_not_compiled_stays_as_it_was_and_is_said_once(
+    model: str,
+    backend: str,
+    reason: str,
+    model_dir: Saved,  # noqa: F811
+):
+    made = trainer(model_dir(model), **SMALL)
+    before = gradients(made, 0)
+    found = compile_by(made, backend)
+    assert f"ForCausalLM are not compiled: {reason}" in found.why_not and not made._forward.backend
+    assert not any("forward" in vars(layer) for layer in layers_of(made._model))
+    _, loss, gradient = gradients(made, 0)
+    assert loss == before[1] and all(torch.equal(gradient[name], tensor) for name, tensor in before[2].items())
+    assert made.step(batch(0, 0)).notice == found.why_not and not made.step(batch(1, 1)).notice
+
+
+def test_many_graphs_are_said_once_with_the_remedy(model_dir: Saved):  # noqa: F811
+    made = trainer(model_dir("qwen3"), **SMALL)
+    found = Compilation(made._forward.__class__(made._model, True, True, backend="eager"))
+    found.counted = found.trial = -MANY - 1
+    new, sentence = found.news()
+    assert new > MANY and sentence.endswith("set train.compile = false") and found.news() == (0, "")
+
+
+@pytest.mark.parametrize("settings", [{"path": "kernels"}, {"parity": "bitwise"}])
+def test_what_excludes_compiled_layers_is_refused(settings: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"train\.compile = true.*remove one of the two"):
+        TrainConfig(compile=True, **settings)
+
+
+def test_on_a_cpu_layers_are_compiled_only_where_that_is_asked_for(model_dir: Saved):  # noqa: F811
+    made = trainer(model_dir("qwen3"), **SMALL)
+    assert "compiled" not in made.path and made.step(batch(0, 0)).notice == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "settings", "tolerance"),
+    [
+        ("llama", {}, 1e-5),
+        ("gemma3", {}, 1e-5),
+        ("gpt_neox", {}, 1e-5),
+        ("qwen3", {"gradient_checkpointing": True}, 1e-5),
+        ("qwen3", {"dtype": "bfloat16"}, 0.1),
+    ],
+)
+def test_inductors_kernels_have_the_eager_gradients(
+    model: str,
+    settings: dict[str, Any],
+    tolerance: float,
+    model_dir: Saved,  # noqa: F811
+):
+    compare(trainer(model_dir(model), **{**SMALL, **settings}), "inductor", tolerance)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_beside_compiled_layers(model_dir: Saved):  # noqa: F811
+    config = TrainConfig(device="cpu", dtype="float32", **SMALL)
+    adapters = {"": Assignment(config, AlgoConfig(), LoraConfig(rank=2))}
+    made = TorchTrainer(model_dir("qwen3"), config, AlgoConfig(), seed=0, adapters=adapters)
+    made._activate("")
+    compare(made, "inductor", 1e-5)
