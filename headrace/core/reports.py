@@ -181,6 +181,10 @@ class EngineStats(Struct, frozen=True):
     swaps: int = 0
     preemptions: int = 0
     """The number of times that a request had to make room for others and was continued later."""
+    graphed_passes: int = 0
+    """Forward passes that were replayed as CUDA graphs."""
+    eager_passes: int = 0
+    """Forward passes on a GPU that were not, each operation of which Python launches. The engine's log has the reasons."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -195,7 +199,7 @@ class EngineStats(Struct, frozen=True):
 
 TOTALS = (
     "sampled_tokens", "prompt_tokens", "steps", "busy_seconds", "asked_tokens", "cached_tokens", "recomputed_tokens", "swaps",
-    "preemptions",
+    "preemptions", "graphed_passes", "eager_passes",
 )  # fmt: skip
 """Statistics that count from the start of a process."""
 

@@ -20,10 +20,11 @@ from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners.attention import PagedCache
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
-from headrace.engine.native.runners.paged import cut, fill_up, require_exact, rows_bucket, width_bucket
+from headrace.engine.native.runners.paged import cut, fill_up, require_exact
 from headrace.engine.native.runners.skeleton import parameters_from_dir, read
 from headrace.models.resolve import resolve_model
 from support.padded_model import Padded
+from support.plain_pages import read_pages
 from support.tiny_models import (
     MIXTURES,
     MODELS,
@@ -318,31 +319,6 @@ def test_what_fills_a_batch_up_disturbs_nobody():
 # --- the kernel that reads pages ---------------------------------------------------------------------------------------
 
 
-def read_pages(q, keys, values, pages, /, *, scale, window):
-    """What the kernel promises to compute, query by query, over the tiles that it is told of."""
-    assert {pages.starts.dtype, pages.lengths.dtype, pages.tables.dtype} == {torch.int32}
-    starts, lengths, out = pages.starts.tolist(), pages.lengths.tolist(), torch.zeros_like(q)
-    seen: list[int] = []
-    for tiles in pages.tiles:
-        assert tiles.splits == 1 or tiles.queries == 1
-        for segment, first in tiles.places.tolist():
-            if segment < 0:
-                continue
-            count = starts[segment + 1] - starts[segment]
-            numbers = pages.tables[segment, : -(-lengths[segment] // BLOCK)].long()
-            k, v = (x[numbers].flatten(0, 1).repeat_interleave(q.shape[1] // x.shape[2], 1) for x in (keys, values))
-            for query in range(first, min(first + tiles.queries, count)):
-                last, place = lengths[segment] - count + query, starts[segment] + query
-                low = 0 if window is None else max(0, last - window + 1)
-                scores = torch.einsum("hd,thd->ht", q[place], k[low : last + 1]) * scale
-                out[place] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[low : last + 1])
-                seen.append(place)
-    assert len(set(seen)) == len(seen)
-    if any(tiles.all_tokens for tiles in pages.tiles):
-        assert len(pages.tiles) == 1 and sorted(seen) == list(range(len(q)))
-    return out
-
-
 def in_two_passes(ours: RunnerDriver, name: str, texts: list[list[int]]) -> None:
     """Forwards texts of 50, 3 and 20 tokens in two passes, and compares the log-probs after the last tokens with the model's own."""
     sequences = [ours.sequence(text) for text in texts]
@@ -372,88 +348,6 @@ def test_all_segments_go_through_one_call_where_a_kernel_takes_ragged_ones(name)
     in_two_passes(ours, name, texts)
     layers = len(ours.runner.spec.layers)
     assert calls == [[0, 30, 32, 33]] * layers + [[0, 20, 21, 40]] * layers
-
-
-# --- CUDA graphs, with the capture off ---------------------------------------------------------------------------------
-
-
-def with_graphs(name: str, blocks: int = 64) -> RunnerDriver:
-    runner = FusedRunner(skeleton(name), 256, dtype=torch.float32, device=CPU)
-    runner.decode_with_graphs(capture=False)
-    return RunnerDriver(runner, parameters(name), blocks)
-
-
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3_text", "qwen2-sliding"])
-def test_decoding_in_buffers_of_fixed_sizes_chooses_the_same_tokens(name):
-    texts, counts = prompts(1, 40, 3, 30, 120, 9), (40, 3, 20, 7, 20, 33)
-    ours = with_graphs(name)
-    assert ours.generate(texts, counts) == driver(name).generate(texts, counts)
-    sizes = set(ours.runner._graphs._buffers)
-    assert {(1, 4), (2, 4), (4, 8)} <= sizes <= {(rows, w) for rows in (1, 2, 4, 8) for w in (4, 8)}
-
-
-def test_sizes_are_few_and_fit():
-    assert [rows_bucket(n) for n in (1, 2, 3, 9, 16, 17, 64, 65, 256, 257, 1000)] == [
-        *(1, 2, 4, 16, 16, 32, 64, 80, 256, 320, 1024)
-    ]
-    assert [width_bucket(n) for n in (1, 4, 5, 8, 9, 33)] == [4, 4, 8, 8, 16, 64]
-    assert all(rows_bucket(n) >= n for n in range(1, 1025)) and len({rows_bucket(n) for n in range(1, 1025)}) < 40
-
-
-def test_the_rows_that_fill_up_see_and_change_nothing():
-    """Every block but the scratch block is as it was, and NaN in what filled up before does no harm."""
-    ours = with_graphs("qwen2")
-    sequences = [ours.sequence(text) for text in prompts(33, 5, 8)]
-    for sequence in sequences:
-        ours.step([(sequence, len(sequence.tokens) - 1)])
-    before = ours.runner._cache._data.clone()
-    ours.runner._cache._data[:, :, 64] = torch.nan
-    logits = ours.step([(sequence, 1) for sequence in sequences]).logits
-    changed = (ours.runner._cache._data != before).flatten(3).any(-1).any(0).any(0)
-    written = {sequence.blocks[-1] for sequence in sequences}
-    assert set(changed.nonzero()[:, 0].tolist()) == {*written, 64}
-    expected = torch.stack([wanted(reference("qwen2"), s.tokens)[-1] for s in sequences])
-    assert worst(logits.log_softmax(-1), expected) < TOLERANCE
-
-
-def test_new_weights_are_copied_over_the_old_ones_and_leave_the_publishers_alone():
-    ours, new, text = with_graphs("llama-tied-biased"), make("llama-tied-biased", seed=1), prompts(5)[0]
-    first = parameters("llama-tied-biased")
-    at = ours.runner._decoder.layers[0].out.weight.data_ptr()
-    published = {key: value.detach().clone() for key, value in new.named_parameters()}
-    ours.runner.use(ours.runner.prepare(published))
-    assert ours.runner._decoder.layers[0].out.weight.data_ptr() == at
-    sequence = ours.sequence(text)
-    told = [ours.step([(sequence, 1)]).logits.log_softmax(-1) for _ in text]
-    assert worst(torch.cat(told), wanted(new, text)) < TOLERANCE
-    for ours_, theirs in ((parameters("llama-tied-biased"), first), (published, dict(new.named_parameters()))):
-        assert all(torch.equal(ours_[key], theirs[key]) for key in theirs)
-
-
-def test_graphs_take_what_decodes_without_extras():
-    ours = with_graphs("llama")
-    graphs, (text, other) = ours.runner._graphs, prompts(5, 7)
-
-    def batch(*counts, adapter=-1, **options):
-        sequences = [ours.sequence(text, adapter), ours.sequence(other)]
-        return ours.batch(list(zip(sequences, counts, strict=True)), **options)
-
-    assert graphs.takes(batch(1, 1)) and graphs.takes(batch(1, 1, rows=[1]))
-    assert not graphs.takes(batch(1, 2)) and not graphs.takes(batch(1, 1, routing=True))
-    assert not graphs.takes(batch(1, 1, adapter=0))
-    logits = ours.step([(ours.sequence(text), 1), (ours.sequence(other), 1)], rows=[1]).logits
-    assert worst(logits.log_softmax(-1), wanted(reference("llama"), other)[:1]) < TOLERANCE
-
-
-def test_mixtures_are_not_captured_where_experts_are_multiplied_one_by_one():
-    runner = FusedRunner(skeleton("mixtral"), 256, dtype=torch.float32, device=CPU)
-    runner.decode_with_graphs(capture=False)
-    text = prompts(6)[0]
-    assert (
-        worst(RunnerDriver(runner, parameters("mixtral")).logprobs(text, chunk=1), wanted(reference("mixtral"), text))
-        < TOLERANCE
-    )
-    assert runner._graphs is None
 
 
 # --- real weights ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.draws import Settings
-from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
 from headrace.engine.native.model_loading import GIB, ServableModel
 from headrace.engine.native.sampler import sample
 
@@ -47,6 +47,7 @@ class FakeRunner:
     vocabulary = VOCABULARY
     block_nbytes = 1024
     experts = (LAYERS, K)
+    passes = PassCounts()
 
     def __init__(self) -> None:
         self.version, self.part = -1, 0

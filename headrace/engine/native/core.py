@@ -488,7 +488,7 @@ class Core:
         return output
 
     def stats(self) -> EngineStats:
-        schedule, counters = self._schedule, self._step.counters
+        schedule, counters, passes = self._schedule, self._step.counters, self._runner.passes
         return EngineStats(
             running=len(schedule.running),
             waiting=len(schedule) - len(schedule.running) + len(self._compiling),
@@ -503,6 +503,8 @@ class Core:
             recomputed_tokens=counters.recomputed,
             swaps=self._swaps,
             preemptions=schedule.preemptions,
+            graphed_passes=passes.graphed,
+            eager_passes=passes.eager.total(),
         )
 
     def integrity(self) -> None:

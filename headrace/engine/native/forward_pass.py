@@ -11,8 +11,10 @@ Legend: N tokens of the pass, S segments, R rows whose logits are needed, W widt
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,8 @@ import torch
 
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.draws import DrawDetails, Drawn, RowScores, Settings
+
+log = logging.getLogger(__name__)
 
 BLOCK = 32
 """Tokens per block of KV cache. The cache is shared, copied and accounted for in whole blocks."""
@@ -80,6 +84,27 @@ class ForwardOutput:
     forwarded a second time because their state was lost; -1 for the others. None if there are no such segments."""
 
 
+@dataclass
+class PassCounts:
+    """Passes of a runner: replayed, and not, by reason. The first of a reason is told to the log."""
+
+    graphed: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+
+    def count(self, reason: str) -> None:
+        """`reason`: empty for a pass that is replayed."""
+        if not reason:
+            self.graphed += 1
+            return
+        if not self.eager[reason]:
+            log.warning(
+                "a pass is not replayed as a CUDA graph (%s): each of its operations is launched by Python, by which decoding of small "
+                "models took up to 4.5 times as long",
+                reason,
+            )
+        self.eager[reason] += 1
+
+
 class Runner(Protocol):
     """A model's forward pass over a batch, and the KV cache that it keeps in a layout of its own."""
 
@@ -95,6 +120,8 @@ class Runner(Protocol):
     """Whether prepared weights are, on a CPU, the tensors that were given, and not copies of them."""
     experts: tuple[int, int]
     """(layers with experts, experts chosen in each); (0, 0) for dense models."""
+    passes: PassCounts
+    """Empty on a CPU, which has no graphs."""
 
     def allocate(self, blocks: int) -> None:
         """Allocates this many blocks, which hold zeros. Called before anything else, and again after `free`."""

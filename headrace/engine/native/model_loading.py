@@ -84,9 +84,12 @@ def _runner(
 
     runners = {"kernels": KernelRunner, "fused": FusedRunner, "hf": HuggingFaceRunner, "cache": OwnCacheRunner}
     chosen = choose_path(model, config, dtype, device)
-    return runners[chosen](
+    runner = runners[chosen](
         model, context, dtype=dtype, device=device, exact=config.exact, max_adapters=config.max_adapters
     )
+    if isinstance(runner, FusedRunner):
+        runner.expect(config.max_running, config.max_running + config.prefill_chunk)
+    return runner
 
 
 def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:

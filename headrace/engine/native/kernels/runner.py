@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headrace.core.weights import AdapterSpec
-from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.drawing import LogitRows
 from headrace.engine.native.runners import skeleton
@@ -174,6 +174,7 @@ class KernelRunner:
         self.spec = spec = read_spec(model)
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
+        self.passes = PassCounts()
         self.path = f"kernels {spec.family}"
         self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         assert self._library is not None

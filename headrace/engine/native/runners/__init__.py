@@ -1,7 +1,7 @@
 """A model's forward pass in PyTorch: the known families, and any other through Hugging Face's own.
 
 Read `skeleton.py` (a model without weights, and new weights), `families.py`, `pages.py`, `page_kernels.py` and `page_trial.py` (a kernel that reads the cache on GPUs), `attention.py`,
-`paged.py` (what all runners share), `layers.py` (products, experts,
+`graphs.py` (captured passes), `paged.py` (what all runners share), `layers.py` (products, experts,
 LoRA), `decoder.py` (the known families) and `hugging_face.py`. Then those that only their own cache serves: `module_weights.py`, `states.py` (what
 was computed, and for whom) and `own_cache.py`.
 """

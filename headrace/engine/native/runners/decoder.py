@@ -29,9 +29,12 @@ from headrace.engine.native.runners.families import (
     read_weights,
     rotary_tables,
 )
+from headrace.engine.native.runners.graphs import Capture, Passed, PassGraphs, on_cuda
 from headrace.engine.native.runners.layers import (
     Adapter,
+    AdapterSlots,
     Groups,
+    Masked,
     Matrix,
     Mixture,
     Stack,
@@ -41,7 +44,7 @@ from headrace.engine.native.runners.layers import (
     read_adapter,
     route,
 )
-from headrace.engine.native.runners.paged import EXACT_ROWS, DecodeGraphs, PagedRunner, in_pieces
+from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner, in_pieces
 from headrace.engine.native.runners.skeleton import Skeleton
 
 
@@ -77,7 +80,7 @@ class Inputs:
     tokens: torch.Tensor
     rows: torch.Tensor
     attention: Pass
-    adapters: Groups | None
+    adapters: Groups | Masked | None
     routing: list[torch.Tensor] | None
     """Filled with the experts [N, K] of each layer that has some, when asked for."""
 
@@ -103,9 +106,13 @@ class FusedRunner(PagedRunner):
         self._pack = packs(dtype, device)
         self._decoder: Decoder | None = None
         self._slots: list[Adapter | None] = [None] * max_adapters
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: PassGraphs | None = None
+        self._static_slots = AdapterSlots(max_adapters)
+        self._context, self._most = context_length, (0, 0)
+        self._off = "engine.exact = true" if exact else "the CPU has none"
+        """The reason why there are no graphs at all, where there are none."""
         if device.type == "cuda" and not exact:
-            self.decode_with_graphs(capture=True)
+            self.replay_with(on_cuda(device))
 
     # -- weights ------------------------------------------------------------------------------------------------------------
 
@@ -117,11 +124,14 @@ class FusedRunner(PagedRunner):
 
     def use(self, weights: Decoder) -> Decoder | None:
         """Makes `weights` live. If CUDA graphs have captured the old addresses, the values are copied there."""
-        if self._graphs is None or not _static(weights):
-            replaced, self._decoder, self._graphs = self._decoder, weights, None
+        if self._graphs is not None and not _static(weights):
+            self._graphs, self._off = None, "experts of this dtype and these widths are multiplied one by one"
+        if self._graphs is None:
+            replaced, self._decoder = self._decoder, weights
             return replaced
         if self._decoder is None:
             self._decoder = _rebuilt(weights, torch.clone)
+            self._graphs.prepare(*self._most)
         else:
             torch._foreach_copy_(_tensors(self._decoder), _tensors(weights))
         return None
@@ -130,11 +140,17 @@ class FusedRunner(PagedRunner):
         super().free()
         self._decoder = None
         if self._graphs is not None:  # they have captured addresses of both
-            self.decode_with_graphs(self._graphs.capture)
+            used = self._graphs.used
+            self.replay_with(self._graphs.capture)
+            self._graphs.used = used
 
-    def decode_with_graphs(self, capture: bool) -> None:
-        """Decodes with CUDA graphs. Called before the first weights. Without `capture`, graphs are neither captured nor replayed."""
-        self._graphs = DecodeGraphs(self._decode, self._cache, capture)
+    def replay_with(self, capture: Capture | None) -> None:
+        """Passes are CUDA graphs. Called before the first weights. Without `capture`, they are neither captured nor replayed."""
+        self._graphs = PassGraphs(self._graphed, self._cache, capture, self._context)
+
+    def expect(self, rows: int, tokens: int) -> None:
+        """Sizes up to these are captured with the first weights, and not in the middle of decoding. `tokens`: of a pass with chunks."""
+        self._most = rows, tokens
 
     @torch.no_grad()
     def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> Adapter:
@@ -142,6 +158,10 @@ class FusedRunner(PagedRunner):
 
     def use_adapter(self, slot: int, adapter: Adapter | None) -> None:
         self._slots[slot] = adapter
+        if self._graphs is not None and not self._static_slots.put(slot, adapter):
+            self._graphs.forget()
+            if self._decoder is not None:
+                self._graphs.prepare(*self._most)
 
     def _matrix(self, weights: tuple[torch.Tensor, torch.Tensor | None]) -> Matrix:
         return Matrix(weights, self._pack)
@@ -169,8 +189,12 @@ class FusedRunner(PagedRunner):
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: ForwardInput) -> ForwardOutput:
-        if self._graphs is not None and self._graphs.takes(batch):
-            return ForwardOutput(self._logits(self._graphs.forward(batch)))
+        reason = self._not_graphed(batch)
+        if self._graphs is not None or self.device.type == "cuda":
+            self.passes.count(reason)
+        if self._graphs is not None and not reason:
+            hidden, experts = self._graphs.forward(batch)
+            return ForwardOutput(self._logits(hidden), None if experts is None else self._reported(experts))
         batch, went = by_adapter(batch)
         inputs = self._inputs(batch)
         for x in self._layers(inputs):
@@ -178,16 +202,26 @@ class FusedRunner(PagedRunner):
         logits = self._logits(last[inputs.rows])
         if not inputs.routing:
             return ForwardOutput(logits)
-        assert self.spec.routing is not None
-        width = np.uint8 if self.spec.routing.experts <= 256 else np.uint16
-        routing = torch.stack(inputs.routing, 1).cpu().numpy().astype(width)
+        routing = self._reported(torch.stack(inputs.routing, 1))
         return ForwardOutput(logits, routing if went is None else routing[went])
 
-    def _decode(self, tokens: torch.Tensor, attention: Pass) -> torch.Tensor:
-        """[N, H] of tokens that are a segment each."""
-        for x in self._layers(Inputs(tokens, tokens, attention, None, None)):
+    def _reported(self, experts: torch.Tensor) -> np.ndarray:
+        assert self.spec.routing is not None
+        return experts.cpu().numpy().astype(np.uint8 if self.spec.routing.experts <= 256 else np.uint16)
+
+    def _not_graphed(self, batch: ForwardInput) -> str:
+        """Empty, or why this batch is not replayed."""
+        if self._graphs is None:
+            return self._off
+        return self._graphs.refusal(batch) or self._static_slots.refusal(batch.adapters)
+
+    def _graphed(self, tokens: torch.Tensor, attention: Pass, slots: torch.Tensor) -> Passed:
+        """The step of a captured pass."""
+        routing: list[torch.Tensor] = []
+        inputs = Inputs(tokens, tokens, attention, self._static_slots.masked(slots), routing)
+        for x in self._layers(inputs):
             last = x
-        return last
+        return Passed(last, torch.stack(routing, 1) if routing else None)
 
     @torch.inference_mode()
     def blame(self, batch: ForwardInput) -> np.ndarray:

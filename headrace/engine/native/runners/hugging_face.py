@@ -51,6 +51,8 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: ForwardInput) -> ForwardOutput:
+        if self.device.type == "cuda":
+            self.passes.count("a model without a decoder of headrace's own")
         rows = self._tensor(batch.rows)
         wanted = pad(rows, (0, EXACT_ROWS - len(rows))) if self.exact else rows
         return ForwardOutput(self._run(batch, wanted)[: len(rows)])

@@ -253,6 +253,106 @@ class Groups:
         return [Adapted(pairs.get("gate_up"), pairs.get("down"), start, stop) for pairs, start, stop in parts if pairs]
 
 
+class AdapterSlots:
+    """The adapters of all slots at addresses that stay, for passes that are captured: matrices of all slots side by side, multiplied for all
+    rows; what is not a row's own is set to zero between the two products. Costs slots times the work of one adapter, and no shape depends
+    on which rows use which."""
+
+    def __init__(self, count: int) -> None:
+        self._adapters: list[Adapter | None] = [None] * count
+        self._refusals = [""] * count
+        self._pairs: list[dict[str, Pair]] = []
+        """The pairs of each layer by product: a [slots * ranks, in] and b [out, slots * ranks]."""
+
+    @torch.inference_mode()
+    def put(self, slot: int, adapter: Adapter | None) -> bool:
+        """Whether all addresses are still the same."""
+        self._refusals[slot] = _not_static(adapter)
+        self._adapters[slot] = None if self._refusals[slot] else adapter
+        fits = self._fits(self._adapters[slot])
+        if not fits:
+            self._make_room()
+        for index in range(len(self._adapters)) if not fits else [slot]:
+            self._write(index)
+        return fits
+
+    def refusal(self, used: np.ndarray) -> str:
+        """Empty, or the reason why one of these slots' adapters is not here. `used`: slots; -1: none."""
+        return next((self._refusals[slot] for slot in np.unique(used[used >= 0]) if self._refusals[slot]), "")
+
+    def masked(self, rows: torch.Tensor) -> Masked | None:
+        """`rows` [N] int64: the slot of each row; -1: none."""
+        if not any(self._pairs):
+            return None
+        slots = torch.arange(len(self._adapters), device=rows.device)
+        return Masked(self._pairs, (rows[:, None] != slots)[..., None])
+
+    def _fits(self, adapter: Adapter | None) -> bool:
+        if adapter is None:
+            return True
+        return len(self._pairs) == len(adapter.layers) and all(
+            name in room and len(pair.a) * len(self._adapters) <= len(room[name].a)
+            for room, layer in zip(self._pairs, adapter.layers, strict=True)
+            for name, pair in layer.linears.items()
+        )
+
+    def _make_room(self) -> None:
+        there = [adapter for adapter in self._adapters if adapter is not None]
+        self._pairs = [{} for _ in there[0].layers]
+        for index, room in enumerate(self._pairs):
+            found = [layer.layers[index].linears for layer in there]
+            for name in PARTS:
+                pairs = [linears[name] for linears in found if name in linears]
+                if pairs:
+                    ranks = max(len(pair.a) for pair in pairs) * len(self._adapters)
+                    a, b = pairs[0].a, pairs[0].b
+                    room[name] = Pair(a.new_zeros(ranks, a.shape[1]), b.new_zeros(len(b), ranks))
+
+    def _write(self, slot: int) -> None:
+        adapter = self._adapters[slot]
+        for index, room in enumerate(self._pairs):
+            for name, pair in room.items():
+                ranks = len(pair.a) // len(self._adapters)
+                mine = slice(slot * ranks, (slot + 1) * ranks)
+                pair.a[mine] = 0
+                pair.b[:, mine] = 0
+                own = None if adapter is None else adapter.layers[index].linears.get(name)
+                if own is not None:
+                    pair.a[mine][: len(own.a)] = own.a
+                    pair.b[:, mine][:, : len(own.a)] = own.b
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The adapters of one pass, by row."""
+
+    pairs: Sequence[Mapping[str, Pair]]
+    others: torch.Tensor
+    """[N, slots, 1] bool: slots that are not the row's."""
+
+    def add(self, layer: int, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Adds to `out` as `Groups.add` does."""
+        if pair := self.pairs[layer].get(name):
+            hidden = linear(x, pair.a).view(*self.others.shape[:2], -1).masked_fill(self.others, 0)
+            out.addmm_(hidden.flatten(1), pair.b.T)
+        return out
+
+    def of_experts(self, layer: int) -> list[Adapted]:
+        return []
+
+
+def _not_static(adapter: Adapter | None) -> str:
+    """Empty, or why a captured pass cannot have it."""
+    if adapter is None:
+        return ""
+    if any(layer.experts for layer in adapter.layers):
+        return "an adapter of experts, whose rows differ in number"
+    parts = [part for layer in adapter.layers for pair in layer.linears.values() for part in (pair.a, pair.b)]
+    if not all(bool(part.isfinite().all()) for part in parts):
+        return "an adapter with numbers that are not finite, which would reach rows that do not use it"
+    return ""
+
+
 def by_adapter(batch: ForwardInput) -> tuple[ForwardInput, np.ndarray | None]:
     """The batch with its segments sorted by adapter, and where each token [N] went; None where nothing had to move."""
     if not len(batch.adapters) or (np.diff(batch.adapters) >= 0).all():

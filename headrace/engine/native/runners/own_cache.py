@@ -21,7 +21,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from headrace.core.errors import ConfigError
-from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.runners.states import MarkedBlocks, State, States, is_plain
@@ -57,6 +57,7 @@ class OwnCacheRunner(ModuleRunner):
             )
         if model.paged is not None:  # our attention is inside, which wants our blocks
             model.model.set_attn_implementation("sdpa" if model.model._supports_sdpa else "eager")
+        self.passes = PassCounts()
         self.device = device
         self._call = ModelCall(model, device)
         self._layers = decoder_layers(model.model, getattr(model.config, "num_hidden_layers", 0))
