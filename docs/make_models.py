@@ -1,10 +1,13 @@
 """Writes docs/models.md, the matrix of all architectures that transformers calls causal: `make models`.
 
-A small model of each (`headrace/testing/small_models.py`) is saved, served by the native engine, and compared with transformers' own forward pass.
+A small model of each (`headrace/testing/small_models.py`) is saved, served by the native engine and compared with transformers' own forward pass, and stepped
+by the trainer, whose gradient is compared with plain autograd.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import signal
 import sys
 import tempfile
@@ -14,12 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
+from headrace.algo.config import AlgoConfig
+from headrace.core.batches import Batch, Group, Row
 from headrace.core.errors import ConfigError
-from headrace.core.types import Request, Sampling
+from headrace.core.types import Prompt, Request, Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.skeleton import unservable
@@ -27,18 +33,27 @@ from headrace.engine.native.served_how import SPEEDS
 from headrace.models.saved_buffers import saved_buffers
 from headrace.testing.makers import update
 from headrace.testing.small_models import TYPES, VOCABULARY, small_config, small_model
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.step.trainer import TorchTrainer
 
 PAGE = Path(__file__).parent / "models.md"
 TOLERANCE = 1e-5
 """Largest difference of log-probs in float32."""
 RECURRENT_TOLERANCE = 5e-5
 """Of models that compute a prompt and a token in two ways, with sums in another order."""
-SECONDS = 30
+SECONDS = 60
 PROMPTS = (9, 40)
+GROUPS = ((12, (9, 17, 5)), (30, (6,)))
+"""Tokens of the prompt and of each completion of the groups of a step: siblings, and a row longer than the windows."""
+GRADIENT_TOLERANCE = 1e-3
+"""Largest difference of gradients in float32, in parts of the largest gradient. Sums in float32 are up to 2e-4 from those in float64 (Gemma 4); one of the 37 tokens
+that was left out, or saw another's text, would be a hundredth or more."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Tried:
+    """A row of the matrix."""
+
     model_type: str
     outcome: str
     """`served`, `refused`, `differs`, or `not tried`."""
@@ -46,6 +61,10 @@ class Row:
     difference: float = 0.0
     """Largest |Δ log-prob| of the sampled tokens."""
     reason: str = ""
+    trained: str = ""
+    """The trainer's way, as it names it, `refused`, or what it raised."""
+    gradient: float = math.nan
+    """Largest |Δ gradient| in parts of the largest gradient. Not a number where nothing was trained."""
 
 
 class Late(Exception):
@@ -65,27 +84,34 @@ def limit(seconds: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def tried(model_type: str) -> Row:
+def tried(model_type: str) -> Tried:
     """One row of the matrix."""
     with tempfile.TemporaryDirectory() as name, limit(SECONDS):
         directory = Path(name) / model_type
         try:
             if reason := unservable(small_config(model_type)):
-                return Row(model_type, "refused", reason=reason)
+                return Tried(model_type, "refused", reason=reason)
             model = small_model(model_type)
             model.save_pretrained(directory)
+            (directory / "chat_template.jinja").write_text("{{ messages }}")
             _difference(model, _prompt(8), [(0, 0.0)])  # can transformers run it?
         except Exception as error:
-            return Row(model_type, "not tried", reason=_words(error))
-        try:
-            return _compared(model_type, model, directory)
-        except ConfigError as error:
-            return Row(model_type, "refused", reason=_reason(str(error)))
-        except Exception as error:
-            return Row(model_type, "differs", reason=_words(error))
+            return Tried(model_type, "not tried", reason=_words(error))
+        return dataclasses.replace(_served(model_type, model, directory), **_trained(model, directory))
 
 
-def _compared(model_type: str, model: torch.nn.Module, directory: Path) -> Row:
+def _served(model_type: str, model: torch.nn.Module, directory: Path) -> Tried:
+    try:
+        return _compared(model_type, model, directory)
+    except ConfigError as error:
+        return Tried(model_type, "refused", reason=_reason(str(error)))
+    except Late:
+        raise
+    except Exception as error:
+        return Tried(model_type, "differs", reason=_words(error))
+
+
+def _compared(model_type: str, model: torch.nn.Module, directory: Path) -> Tried:
     settings = EngineConfig(
         dtype="float32", device="cpu", kv_gib=0.02, max_running=4, context_length=80, prefill_chunk=16
     )
@@ -100,13 +126,13 @@ def _compared(model_type: str, model: torch.nn.Module, directory: Path) -> Row:
         output = engine.step()
         for finished in output.finished:
             if finished.stop == "error":
-                return Row(model_type, "differs", engine.capabilities.path, reason=finished.error)
+                return Tried(model_type, "differs", engine.capabilities.path, reason=finished.error)
         for request_id, token, logprob in zip(output.request_ids, output.tokens, output.logprobs, strict=True):
             told.setdefault(request_id, []).append((token, logprob))
     path = engine.capabilities.path
     worst = max(_difference(model, prompt, told[request_id]) for request_id, prompt in prompts.items())
     served = worst <= (RECURRENT_TOLERANCE if path.startswith("own cache") else TOLERANCE)
-    return Row(model_type, "served" if served else "differs", path, worst)
+    return Tried(model_type, "served" if served else "differs", path, worst)
 
 
 def _prompt(length: int) -> tuple[int, ...]:
@@ -124,6 +150,49 @@ def _difference(model: torch.nn.Module, prompt: tuple[int, ...], told: list[tupl
     return worst if wanted.indices.tolist() == tokens or worst > TOLERANCE else float("inf")
 
 
+def _trained(model: torch.nn.Module, directory: Path) -> dict[str, Any]:
+    """The fields of `Tried` that the trainer fills."""
+    batch = Batch(0, tuple(_groups(model)), 1.0)
+    try:
+        trainer = TorchTrainer(directory, TrainConfig(dtype="float32", device="cpu"), AlgoConfig(), seed=0)
+        trainer._gradients(trainer._plan(batch), 1.0)
+    except Late:
+        raise
+    except ConfigError:
+        return {"trained": "refused"}
+    except Exception as error:
+        return {"trained": _words(error)}
+    wanted, found = (dict(_gradients(some)) for some in (model, trainer._model))
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    zeros = {name: torch.zeros_like(gradient) for name, gradient in {**found, **wanted}.items()}
+    differences = torch.stack(
+        [(wanted.get(name, zero) - found.get(name, zero)).abs().max() for name, zero in zeros.items()]
+    )
+    return {"trained": trainer._forward.path, "gradient": float(differences.max()) / largest}
+
+
+def _groups(model: torch.nn.Module) -> Iterator[Group]:
+    """Groups with the model's own log-probs, so that PPO's gradient is that of -advantage × log-prob, a mean over all tokens. Leaves that gradient
+    in the model, row by row and without padding."""
+    count = sum(sum(completions) for _, completions in GROUPS)
+    for ticket, (length, completions) in enumerate(GROUPS):
+        prompt = _prompt(length)
+        rows = []
+        for k, size in enumerate(completions):
+            tokens = _prompt(100 + size)[:size]
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+            logprobs = logits[length - 1 : -1].float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            advantage = (-1.0) ** k * (1 + k)
+            (-advantage * logprobs.sum() / count).backward()
+            known = tuple(logprobs.tolist())
+            rows.append(Row(prompt, tokens, known, (advantage,) * size, (True,) * size, (0,) * size))
+        yield Group(ticket, Prompt(str(ticket), "", prompt), (), tuple(rows))
+
+
+def _gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
+
+
 def _words(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return _cell(f"{type(error).__name__}: {lines[-1].strip()}")
@@ -139,7 +208,7 @@ def _cell(text: str) -> str:
     return line if len(line) <= 160 else line[:159].rstrip() + "…"
 
 
-def page(rows: list[Row]) -> str:
+def page(rows: list[Tried]) -> str:
     counts = Counter(row.outcome for row in rows)
     tiers = Counter(_tier(row) for row in rows if row.outcome == "served")
     lines = [
@@ -154,6 +223,9 @@ def page(rows: list[Row]) -> str:
         + ", ".join(f"{count} by `{tier}`" for tier, count in tiers.items())
         + f". {counts['refused']} are refused, {counts['differs']} differ and are not to be used, and of {counts['not tried']} no small model could be made.",
         "",
+        f"{sum(_learns(row) for row in rows)} of {len(rows)} train: the gradient of a step, with siblings that share their prompt, equals that of plain autograd over single rows, to",
+        f"{GRADIENT_TOLERANCE:g} of the largest gradient in float32. The trainer forwards packed trees where the model's attention allows it, otherwise row by row.",
+        "",
         "| how | speed |",
         "|---|---|",
         *(f"| {tier} | {speed} |" for tier, speed in SPEEDS.items()),
@@ -165,21 +237,27 @@ def page(rows: list[Row]) -> str:
         "siblings begin from a copy. Recurrent states and windows cannot: they are kept at the ends of prompts and computed again elsewhere, which `recomputed_tokens`",
         "counts, and `kv_version` names the weights that did it. Sparse attention (`index_topk`) is compared over texts that it sees whole.",
         "",
-        "| model type | outcome | how | largest Δ log-prob | why |",
-        "|---|---|---|---|---|",
+        "| model type | outcome | how | largest Δ log-prob | trained | largest Δ gradient | why |",
+        "|---|---|---|---|---|---|---|",
         *(_line(row) for row in rows),
         "",
     ]
     return "\n".join(lines)
 
 
-def _tier(row: Row) -> str:
+def _tier(row: Tried) -> str:
     return next((tier for tier in SPEEDS if row.path.startswith(tier)), row.path)
 
 
-def _line(row: Row) -> str:
+def _line(row: Tried) -> str:
     difference = "" if row.outcome in ("refused", "not tried") else f"{row.difference:.0e}"
-    return f"| {row.model_type} | {row.outcome} | {_tier(row)} | {difference} | {row.reason.replace('|', '/')} |"
+    gradient = "" if math.isnan(row.gradient) else f"{row.gradient:.0e}"
+    why = row.reason.replace("|", "/")
+    return f"| {row.model_type} | {row.outcome} | {_tier(row)} | {difference} | {row.trained} | {gradient} | {why} |"
+
+
+def _learns(row: Tried) -> bool:
+    return row.gradient <= GRADIENT_TOLERANCE  # not where it is not a number
 
 
 def main(types: tuple[str, ...]) -> None:
@@ -191,7 +269,7 @@ def main(types: tuple[str, ...]) -> None:
         try:
             row = tried(model_type)
         except Late as error:
-            row = Row(model_type, "not tried", reason=str(error))
+            row = Tried(model_type, "not tried", reason=str(error))
         rows.append(row)
         sys.stderr.write(f"{_line(row)}\n")
     if not types:

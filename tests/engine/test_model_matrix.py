@@ -31,6 +31,11 @@ def rows() -> dict[str, str]:
     return dict(re.findall(r"^\| (\S+) \| (served|refused|differs|not tried) \|", PAGE.read_text(), re.MULTILINE))
 
 
+def ways() -> dict[str, str]:
+    """The trainer's way by model type."""
+    return dict(re.findall(r"^\| (\S+) \|(?:[^|]*\|){3} ([^|]*?) ?\|", PAGE.read_text(), re.MULTILINE))
+
+
 def test_every_architecture_of_this_transformers_is_on_the_page():
     """A new release shows here what changed: `make models` writes the page again."""
     assert set(rows()) == set(TYPES)
@@ -40,6 +45,15 @@ def test_every_architecture_of_this_transformers_is_on_the_page():
 def test_what_the_page_says_is_so(model_type):
     row = MADE["tried"](model_type)
     assert row.outcome == rows()[model_type], row
+    assert MADE["_learns"](row) == (row.outcome == "served"), row
+    assert row.trained == ways()[model_type]
+
+
+def test_everything_that_is_served_is_trained():
+    known = {"packed trees, chunked head", "row by row, chunked head", "row by row, own head"}
+    assert set(ways().values()) <= {"", "refused", *known}
+    served = {name for name, outcome in rows().items() if outcome == "served"}
+    assert served <= {name for name, way in ways().items() if way in known}
 
 
 def test_buffers_that_a_model_saves_are_published_in_their_own_dtype_and_served(tmp_path):

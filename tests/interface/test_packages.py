@@ -113,7 +113,8 @@ def test_the_citation_the_changelog_and_the_package_state_one_version():
 def test_extras_are_installed_by_all_or_named_as_their_own():
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     in_all = set(named["all"][0].partition("[")[2].rstrip("]").split(","))
-    assert set(named) - in_all == {"all", "dev", "demo", "vllm"}  # vllm: for the environment of a server of its own
+    assert set(named) - in_all == {"all", "dev", "demo", "vllm", "triton"}
+    # vllm: for the environment of a server of its own; triton: for tests without a GPU, beside one torch brings it
 
 
 def test_the_environment_of_the_demo_serves_what_it_has_trained_and_shows_the_board():
