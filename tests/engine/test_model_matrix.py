@@ -33,7 +33,7 @@ def rows() -> dict[str, str]:
 
 def ways() -> dict[str, str]:
     """The trainer's way by model type."""
-    return dict(re.findall(r"^\| (\S+) \|(?:[^|]*\|){3} ([^|]*?) ?\|", PAGE.read_text(), re.MULTILINE))
+    return dict(re.findall(r"^\| (\S+) \|(?:[^|]*\|){3} ([^|]*?) ?\|[^|]*\|[^|]*\|$", PAGE.read_text(), re.MULTILINE))
 
 
 def test_every_architecture_of_this_transformers_is_on_the_page():
