@@ -269,6 +269,43 @@ def test_ranks_that_fail_alike_go_on() -> None:
     run(2, answer, use)
 
 
+def test_a_rank_whose_disk_is_full_fails_when_the_others_have_written_their_parts() -> None:
+    """A full disk must not end a run, and no rank may write when the directory is removed."""
+    ended: list[int] = []
+
+    async def answer(rank: int, frame: Frame) -> int | None:
+        if frame.method == "version":
+            return rank
+        if rank == 1:
+            raise CheckpointError("no space left on device")
+        await asyncio.sleep(10 * TOGETHER)
+        ended.append(rank)
+        return None
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        with pytest.raises(CheckpointError, match="no space left"):
+            await group.call("save", None, type(None))
+        assert ended == [0, 2] and all(rank.alive for rank in made)
+        assert await group.call("version", None, int) == 0
+
+    run(3, answer, use)
+
+
+def test_a_rank_that_dies_while_others_write_ends_them() -> None:
+    async def answer(rank: int, frame: Frame) -> None:
+        if rank == 1:
+            raise CheckpointError("no space left on device")
+        await asyncio.sleep(TOGETHER)
+        raise Died
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        with pytest.raises(WorkerDied, match="of rank 0 was killed by SIGKILL"):
+            await group.call("save", None, type(None))
+        assert not any(rank.alive for rank in made)
+
+    run(2, answer, use)
+
+
 def test_a_rank_that_fails_alone_ends_the_others_in_seconds() -> None:
     async def answer(rank: int, frame: Frame) -> None:
         if rank == 2:
