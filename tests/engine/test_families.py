@@ -20,6 +20,7 @@ from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners.attention import PagedCache
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
+from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.paged import cut, fill_up, require_exact, rows_bucket, width_bucket
 from headrace.engine.native.runners.skeleton import parameters_from_dir, read
 from headrace.models.resolve import resolve_model
@@ -321,6 +322,7 @@ def test_what_fills_a_batch_up_disturbs_nobody():
 def read_pages(q, keys, values, pages, /, *, scale, window):
     """What the kernel promises to compute, query by query, over the tiles that it is told of."""
     assert {pages.starts.dtype, pages.lengths.dtype, pages.tables.dtype} == {torch.int32}
+    assert q[0].is_contiguous()
     starts, lengths, out = pages.starts.tolist(), pages.lengths.tolist(), torch.zeros_like(q)
     seen: list[int] = []
     for tiles in pages.tiles:
@@ -357,6 +359,14 @@ def test_a_kernel_that_reads_pages_is_told_what_it_must_know(name):
     ours, texts = driver(name), prompts(50, 3, 20)
     ours.runner._cache.kernel = read_pages
     in_two_passes(ours, name, texts)
+
+
+def test_a_kernel_that_reads_pages_finds_the_heads_of_a_token_together():
+    """A model that rotates a part of each head leaves them head by head."""
+    runner = HuggingFaceRunner(skeleton("gpt_neox"), 256, dtype=torch.float32, device=CPU)
+    ours = RunnerDriver(runner, parameters("gpt_neox"))
+    ours.runner._cache.kernel = read_pages
+    in_two_passes(ours, "gpt_neox", prompts(50, 3, 20))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen2-sliding"])
