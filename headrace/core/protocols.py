@@ -181,7 +181,7 @@ class Worker(Protocol):
 
     @property
     def local_rank(self) -> int:
-        """The number that whoever started a worker elsewhere gave it on its machine (LOCAL_RANK); 0 for all others."""
+        """The number that whoever started a worker elsewhere gave it on its machine (`resources.local_rank`); 0 for all others."""
 
 
 Heard = Callable[[str, "msgspec.Raw"], None]

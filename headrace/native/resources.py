@@ -1,9 +1,9 @@
-"""The cores and the memory that this process may use."""
+"""The cores and the memory that this process may use, and its number on its machine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # --- The cores that this process may use
@@ -81,3 +81,20 @@ def gib(count: float) -> str:
     """Formats bytes: `0.02 GiB`, `1.5 GiB`, `500 GiB`."""
     size = count / GIB
     return f"{size:.0f} GiB" if size >= 100 else f"{size:.1f} GiB" if size >= 0.1 else f"{size:.2f} GiB"
+
+
+# --- The number of this process among those that one starter has started on a machine
+
+
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""Environment variables in which torchrun, Open MPI, MPICH's and Intel's mpirun, and srun give it. Slurm's comes last: within a job of Slurm the
+processes of the others inherit it, all the same one."""
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Returns the variable and the number; None if nobody has numbered this process.
+
+    >>> local_rank({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})
+    ('OMPI_COMM_WORLD_LOCAL_RANK', 3)
+    """
+    return next(((name, int(environ[name])) for name in LOCAL_RANKS if environ.get(name, "").isdecimal()), None)

@@ -20,6 +20,7 @@ from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners.attention import PagedCache
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
+from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.paged import cut, fill_up, require_exact
 from headrace.engine.native.runners.skeleton import parameters_from_dir, read
 from headrace.models.resolve import resolve_model
@@ -333,6 +334,14 @@ def test_a_kernel_that_reads_pages_is_told_what_it_must_know(name):
     ours, texts = driver(name), prompts(50, 3, 20)
     ours.runner._cache.kernel = read_pages
     in_two_passes(ours, name, texts)
+
+
+def test_a_kernel_that_reads_pages_finds_the_heads_of_a_token_together():
+    """A model that rotates a part of each head leaves them head by head."""
+    runner = HuggingFaceRunner(skeleton("gpt_neox"), 256, dtype=torch.float32, device=CPU)
+    ours = RunnerDriver(runner, parameters("gpt_neox"))
+    ours.runner._cache.kernel = read_pages
+    in_two_passes(ours, "gpt_neox", prompts(50, 3, 20))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen2-sliding"])

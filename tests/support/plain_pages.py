@@ -10,6 +10,7 @@ from headrace.engine.native.forward_pass import BLOCK
 def read_pages(q, keys, values, pages, /, *, scale, window):
     """What the kernel promises to compute, over the tiles that it is told of."""
     assert {pages.starts.dtype, pages.lengths.dtype, pages.tables.dtype} == {torch.int32}
+    assert q[0].is_contiguous()
     starts, lengths, out = pages.starts.tolist(), pages.lengths.tolist(), torch.zeros_like(q)
     seen: list[int] = []
     for tiles in pages.tiles:

@@ -84,16 +84,28 @@ def test_gradients_are_bit_for_bit_those_of_autocasts_own_copies(way: str, model
     assert names == [name for name, _ in made._model.named_parameters()]
 
 
-def test_a_model_that_takes_a_weight_out_of_autocasts_reach_has_no_copies(model_dir: Callable[[str], Path]):  # noqa: F811
+@pytest.mark.parametrize("product", ("float32", "as it is"))
+@pytest.mark.parametrize("published", ("float32", "bfloat16"))
+def test_a_model_that_takes_a_weight_out_of_autocasts_reach_has_no_copies(
+    published: str,
+    product: str,
+    model_dir: Callable[[str], Path],  # noqa: F811
+):
+    """Weights that were published in bfloat16 are rounded already, until they are trained."""
     made = trainer(model_dir("qwen3"), **LOW)
-    product = made._model.model.layers[1].mlp.down_proj
+    with torch.no_grad():
+        for parameter in made._model.parameters():
+            parameter.copy_(parameter.to(getattr(torch, published)))
+    assert step_copies(made._forward, torch.bfloat16).places
 
     def exact(module: Any, args: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
-            return torch.nn.functional.linear(args[0].float(), module.weight.float())
+            weight = module.weight.float() if product == "float32" else module.weight
+            return torch.nn.functional.linear(args[0].float(), weight)
 
-    product.register_forward_hook(lambda module, args, output: exact(module, args))
+    made._model.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, output: exact(module, args))
     assert not step_copies(made._forward, torch.bfloat16).places
+    assert all(isinstance(p, torch.nn.Parameter) for p in made._model.parameters())
 
 
 def test_there_are_none_in_float32_nor_for_adapters_nor_beside_kernels(model_dir: Callable[[str], Path]):  # noqa: F811

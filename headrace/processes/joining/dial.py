@@ -18,6 +18,7 @@ import msgspec
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.printing import PrintableBytes, say
 from headrace.core.types import Struct
+from headrace.native.resources import local_rank
 from headrace.processes.frames import StreamEnded, read_frame
 from headrace.processes.joining.greeting import (
     ADDRESS,
@@ -251,7 +252,7 @@ def dial(
         host=socket.gethostname(),
         pid=os.getpid(),
         door="{}:{}".format(*door.getsockname()[:2]) if door else "",
-        local_rank=_local_rank(),
+        local_rank=numbered[1] if (numbered := local_rank()) else 0,
         packages=own_packages(),
     )
     refused = f"the controller at {address} refused this {kind}"
@@ -270,12 +271,6 @@ def dial(
     end = WorkerEnd(SessionEnd(sock, redial, welcome.reconnect) if welcome.reconnect else sock, DESERTED, door)
     threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
     return end
-
-
-def _local_rank() -> int:
-    """The number of this process on its machine, from torchrun or Slurm; 0 without one."""
-    number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
-    return int(number) if number.isdecimal() else 0
 
 
 def _door(address: str) -> socket.socket:

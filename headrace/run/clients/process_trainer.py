@@ -50,6 +50,9 @@ TOGETHER = 5.0
 """Seconds after the failure of one rank in which the others may fail or answer too. All of them fail alike where a file is
 damaged or a setting cannot work; a rank that failed alone leaves the others in a collective, and then the group is lost."""
 
+ALONE = {"save"}
+"""Calls in which no rank waits for another: each writes files of its own, and the one whose disk is full fails long before the others end."""
+
 
 def trainer_worker(launcher: Launcher, start: TrainerStart, cores: Sequence[int]) -> Worker:
     """The worker of a trainer: a process, or as many as it has ranks."""
@@ -150,7 +153,7 @@ class RankGroup:
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if any(_failed(call) for call in calls):
-                await self._settle(calls)
+                await self._settle(calls, None if method in ALONE else TOGETHER)
             answer: T = calls[0].result()
             return answer
         finally:
@@ -166,12 +169,13 @@ class RankGroup:
         place, beside = self.door or f"{self._meeting.path}/store", machines.count(machines[rank])
         return msgspec.structs.replace(payload, rank=rank, meeting=place, beside=beside)
 
-    async def _settle(self, calls: Sequence[asyncio.Future[Any]]) -> None:
-        """Raises the error of a call that failed on some rank."""
+    async def _settle(self, calls: Sequence[asyncio.Future[Any]], timeout: float | None) -> None:
+        """Raises the error of a call that failed on some rank. `timeout`: seconds after which ranks that have not answered are lost; None: they are waited
+        for."""
         assert self._ended is not None
         everyone: asyncio.Future[Any] = asyncio.gather(*calls, return_exceptions=True)
         some: list[asyncio.Future[Any]] = [everyone, self._ended]
-        await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED, timeout=TOGETHER)
+        await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED, timeout=timeout)
         errors = [error for call in calls if (error := _failed(call))]
         if self._ended.done() or any(isinstance(error, WorkerDied) for error in errors):
             raise WorkerDied("trainer", await self.watch())

@@ -143,7 +143,7 @@ def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | No
     import torch
 
     from headrace.trainer.model.causal_lm import resolve_device, resolve_dtype
-    from headrace.trainer.placement.rendezvous import check_same, meet
+    from headrace.trainer.placement.rendezvous import check_own_gpus, check_same, meet
     from headrace.trainer.placement.sharded import Sharded
     from headrace.trainer.placement.staged import Staged
 
@@ -154,6 +154,8 @@ def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | No
             "remove train.parallel.gather"
         )
     meet(start.rank, start.ranks, start.meeting, device, door)
+    if door and device.type == "cuda":
+        check_own_gpus()
     if door:
         computed = f"{device.type}, {resolve_dtype(train.dtype, device)}, torch {torch.__version__}"
         check_same(

@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from headrace.core.errors import ConfigError
 from headrace.native.memory import return_freed_memory
+from headrace.native.resources import LOCAL_RANKS, local_rank
 
 T = TypeVar("T")
 
@@ -33,9 +34,6 @@ DEADLINE = timedelta(days=7)
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables with the network interface of collectives. One that is set already stays."""
-
-LOCAL_RANK = "LOCAL_RANK"
-"""Environment variable with which `torchrun` numbers the processes that it starts on a machine."""
 
 _SIOCGIFADDR = 0x8915
 """The request for an interface's IPv4 address (netdevice(7))."""
@@ -60,21 +58,53 @@ def meet(rank: int, ranks: int, place: str, device: torch.device, door: socket.s
 
 
 def _gpu(rank: int, ranks: int, *, alone: bool) -> int:
-    """Returns the number of this rank's GPU. `alone`: whether it was started elsewhere: then `torchrun` has numbered it, or it sees no
-    other GPU (CUDA_VISIBLE_DEVICES)."""
+    """Returns the number of this rank's GPU. `alone`: whether it was started elsewhere."""
     count = torch.cuda.device_count()
-    if not alone:
-        if count < ranks:
-            raise ConfigError(
-                f"train.parallel asks for {ranks} ranks, and torch sees {count} GPUs; lower train.parallel.shard or tensor, or set train.device = cpu"
-            )
-        return rank
-    number = int(os.environ.get(LOCAL_RANK, "0"))
+    if alone:
+        return gpu_of(local_rank(), count, rank)
+    if count < ranks:
+        raise ConfigError(
+            f"train.parallel asks for {ranks} ranks, and torch sees {count} GPUs; lower train.parallel.shard or tensor, or set train.device = cpu"
+        )
+    return rank
+
+
+def gpu_of(numbered: tuple[str, int] | None, count: int, rank: int) -> int:
+    """Returns the number of the GPU of a rank that was started elsewhere, among the `count` that it sees. `numbered`: variable and number that its
+    starter gave it; None: none. Raises ConfigError if there are fewer GPUs."""
+    if numbered is None or count == 1:  # the only one that its starter lets it see, or is alone there: see `shared_gpu`
+        return 0
+    name, number = numbered
     if number >= count:
         raise ConfigError(
-            f"{LOCAL_RANK} = {number} in the environment of rank {rank} on {socket.gethostname()}, and torch sees {count} GPUs there"
+            f"{name} = {number} in the environment of rank {rank} on {socket.gethostname()}, and torch sees {count} GPUs there"
         )
     return number
+
+
+def check_own_gpus() -> None:
+    """Raises ConfigError, on all ranks, if two of them have taken one GPU. All call this at the same time."""
+    mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(found, (socket.gethostname(), mine))
+    if problem := shared_gpu(found):
+        raise ConfigError(problem)
+
+
+def shared_gpu(found: Sequence[tuple[str, str]]) -> str:
+    """A sentence about two ranks with one GPU; empty if each has one of its own. `found`: machine and GPU of each rank.
+
+    >>> shared_gpu([("a", "GPU-1"), ("a", "GPU-2")])
+    ''
+    """
+    first: dict[str, int] = {}
+    for rank, (host, gpu) in enumerate(found):
+        if (other := first.setdefault(gpu, rank)) != rank:
+            return (
+                f"ranks {other} and {rank} have taken the same GPU of {host} ({gpu}), since nobody has numbered them there; start each with a GPU of its "
+                f"own in CUDA_VISIBLE_DEVICES, or all of them by torchrun, srun or mpirun ({', '.join(LOCAL_RANKS)})"
+            )
+    return ""
 
 
 def _store_at(place: str, rank: int, ranks: int, door: socket.socket) -> dist.Store:

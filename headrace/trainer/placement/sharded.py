@@ -61,6 +61,7 @@ class Sharded:
         """The models that FSDP2 has split."""
         self._summed: set[torch.nn.Parameter] = set()
         """Parameters whose gradients cover this rank's heads only."""
+        self._memory = least(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0)
 
     def _alike(self, names: tuple[str, ...]) -> dist.ProcessGroup:
         """The ranks of the same place in their tensor groups."""
@@ -150,8 +151,7 @@ class Sharded:
     def _sums_once(self) -> bool:
         roots: list[Any] = self._roots
         split = {p for root in roots for p in root.parameters() if isinstance(p, DTensor) and p.requires_grad}
-        memory = torch.cuda.get_device_properties(self._device).total_memory if self._device.type == "cuda" else 0
-        return sums_once(self._config, sum(p.numel() for p in split), memory)
+        return sums_once(self._config, sum(p.numel() for p in split), self._memory)
 
     def _add_up(self, parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
         """Sums the gradients of these parameters over the ranks of a group, in one collective."""
@@ -230,6 +230,14 @@ class Sharded:
 
     def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
         return part_of(read, like) if isinstance(like, DTensor) else read(None)
+
+
+def least(memory: int) -> int:
+    """The least of what ranks give, which all call this at the same time. Ranks with different GPUs must sum gradients equally often: they would wait for
+    each other for ever."""
+    found = torch.tensor(memory)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found)
 
 
 def split_layers(

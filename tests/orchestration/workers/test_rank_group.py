@@ -22,6 +22,7 @@ from headrace.durable.shared_directory import check_answer, probing, see
 from headrace.facts.facts import WorkerJoined
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
+from headrace.native.resources import local_rank
 from headrace.processes.joining.greeting import SILENCE
 from headrace.processes.joining.joined import JoinLauncher
 from headrace.processes.joining.same_model import weights_digest
@@ -38,7 +39,7 @@ from headrace.testing.faultsim.trainer_worker import paths_of
 from headrace.trainer.dealing import share as share_module
 from headrace.trainer.dealing.deal import Dealing
 from headrace.trainer.dealing.share import PackedShare, RowBlock, ShareHead, shares_of
-from headrace.trainer.placement.rendezvous import interface_of
+from headrace.trainer.placement.rendezvous import gpu_of, interface_of, shared_gpu
 from headrace.weight_sync.tcp import Tcp
 
 Answer = Callable[[int, Frame], Awaitable[Any]]
@@ -269,6 +270,43 @@ def test_ranks_that_fail_alike_go_on() -> None:
     run(2, answer, use)
 
 
+def test_a_rank_whose_disk_is_full_fails_when_the_others_have_written_their_parts() -> None:
+    """A full disk must not end a run, and no rank may write when the directory is removed."""
+    ended: list[int] = []
+
+    async def answer(rank: int, frame: Frame) -> int | None:
+        if frame.method == "version":
+            return rank
+        if rank == 1:
+            raise CheckpointError("no space left on device")
+        await asyncio.sleep(10 * TOGETHER)
+        ended.append(rank)
+        return None
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        with pytest.raises(CheckpointError, match="no space left"):
+            await group.call("save", None, type(None))
+        assert ended == [0, 2] and all(rank.alive for rank in made)
+        assert await group.call("version", None, int) == 0
+
+    run(3, answer, use)
+
+
+def test_a_rank_that_dies_while_others_write_ends_them() -> None:
+    async def answer(rank: int, frame: Frame) -> None:
+        if rank == 1:
+            raise CheckpointError("no space left on device")
+        await asyncio.sleep(TOGETHER)
+        raise Died
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        with pytest.raises(WorkerDied, match="of rank 0 was killed by SIGKILL"):
+            await group.call("save", None, type(None))
+        assert not any(rank.alive for rank in made)
+
+    run(2, answer, use)
+
+
 def test_a_rank_that_fails_alone_ends_the_others_in_seconds() -> None:
     async def answer(rank: int, frame: Frame) -> None:
         if rank == 2:
@@ -491,3 +529,32 @@ def test_a_trainer_elsewhere_needs_a_kind_of_orchestration(tmp_path: Path) -> No
     config["orchestration"] = {"kind": "ray", "trainer": "elsewhere", "rank_gpus": 1}
     loaded = load_config(config, ["train.parallel.shard=2", "train.threads=3"])
     assert ranks_of(loaded) == ["trainer rank 0", "trainer rank 1"] and threads_of_rank(loaded) == 3
+
+
+STARTERS = {
+    "torchrun in a job of Slurm": ({"LOCAL_RANK": "2", "SLURM_LOCALID": "0"}, 4, 2),
+    "Open MPI in a job of Slurm": ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 4, 3),
+    "MPICH": ({"MPI_LOCALRANKID": "1"}, 4, 1),
+    "srun": ({"SLURM_LOCALID": "1"}, 4, 1),
+    "srun that gives each a GPU": ({"SLURM_LOCALID": "3"}, 1, 0),
+    "a person": ({"CUDA_VISIBLE_DEVICES": "3"}, 1, 0),
+    "a name without a number": ({"LOCAL_RANK": ""}, 4, 0),
+}
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_a_rank_takes_the_gpu_of_its_number_on_its_machine(starter: str) -> None:
+    environ, count, gpu = STARTERS[starter]
+    assert gpu_of(local_rank(environ), count, rank=5) == gpu
+
+
+def test_a_number_beyond_the_gpus_and_one_gpu_for_two_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="SLURM_LOCALID = 4 in the environment of rank 5 on .* sees 4 GPUs"):
+        gpu_of(local_rank({"SLURM_LOCALID": "4"}), 4, rank=5)
+    alone = [gpu_of(local_rank({}), 4, rank) for rank in range(2)]
+    problem = shared_gpu([("a", "GPU-9"), *(("b", f"GPU-{gpu}") for gpu in alone)])
+    assert "ranks 1 and 2 have taken the same GPU of b (GPU-0)" in problem and "SLURM_LOCALID" in problem
+    numbered = [
+        gpu_of(local_rank({"SLURM_LOCALID": str(place)}), 4, rank=1 + place) for place in range(2)
+    ]  # the remedy
+    assert not shared_gpu([("a", "GPU-9"), *(("b", f"GPU-{gpu}") for gpu in numbered)])

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from headrace.trainer.forward.forward import within
 from headrace.trainer.model.causal_lm import load_model
-from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.parallel import ParallelConfig, sums_once
+from headrace.trainer.placement.sharded import least
 from headrace.trainer.step.checkpoint import saved_weights
 from support import tiny_models
 
@@ -100,6 +101,17 @@ def test_four_ranks_have_the_gradient_of_one_device(name: str, parallel: dict[st
 @pytest.mark.parametrize("name", ["whole experts", "whole experts, recorded"])
 def test_four_ranks_with_whole_experts_have_the_gradient_of_one_device(name: str, four: RankProcesses) -> None:
     compare(four, Case(CASES[name], groups=(*GROUPS, *GROUPS), parallel={"shard": 4, "expert": 4}))
+
+
+def own_gpu_and_how_often() -> bool:
+    """Whether a rank sums gradients once a step where each has twice the GPU of the one before."""
+    own, parallel = 80 << torch.distributed.get_rank(), ParallelConfig(shard=2)
+    return sums_once(parallel, 6, least(own))
+
+
+def test_ranks_with_different_gpus_sum_gradients_equally_often(two: RankProcesses) -> None:
+    assert two.run(own_gpu_and_how_often) == [False, False]
+    assert sums_once(ParallelConfig(shard=2), 6, 160)  # what the larger one alone would do
 
 
 def test_a_model_without_experts_is_refused(two: RankProcesses) -> None:

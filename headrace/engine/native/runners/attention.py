@@ -21,6 +21,7 @@ from headrace.engine.native.runners.pages import (
     Tiles,
     places,
     processors,
+    side_by_side,
     splits,
     tile_queries,
 )
@@ -153,7 +154,8 @@ class Pass:
         self.cache.write(layer, self.where, k, v)
         if self.paged is not None and self.cache.kernel is not None:
             keys, values = self.cache.pages(layer)
-            return self.cache.kernel(q.to(self.cache.dtype), keys, values, self.paged, scale=scale, window=window)
+            q = side_by_side(q.to(self.cache.dtype))
+            return self.cache.kernel(q, keys, values, self.paged, scale=scale, window=window)
         if self.ragged is not None:
             return self._gathered(layer, q, scale, window)
         if self.single is None:

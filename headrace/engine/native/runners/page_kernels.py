@@ -22,8 +22,8 @@ LOG2_E = 1.4426950408889634
 def read_pages(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: Pages, /, *, scale: float, window: int | None
 ) -> torch.Tensor:
-    """q [N, Hq, D], keys and values [pages, BLOCK, Hkv, D] of one dtype -> [N, Hq, D]. Tokens that are in no tile get zeros."""
-    assert keys.is_contiguous() and values.is_contiguous() and q.stride()[1:] == (q.shape[2], 1)
+    """Protocol `PageKernel`."""
+    assert keys.is_contiguous() and values.is_contiguous() and q[:1].is_contiguous()
     covered = len(pages.tiles) == 1 and pages.tiles[0].all_tokens
     out = (torch.empty if covered else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
     for tiles in pages.tiles:

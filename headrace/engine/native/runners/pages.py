@@ -60,11 +60,18 @@ class PageKernel(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """q [N, Hq, D], keys and values [pages, BLOCK, Hkv, D] of one dtype -> [N, Hq, D]. Tokens that are in no tile get zeros.
+        """q [N, Hq, D] as `side_by_side` returns it, keys and values [pages, BLOCK, Hkv, D] of one dtype -> [N, Hq, D]. Tokens that are in no tile get
+        zeros.
 
         `window`: a query sees itself and the window - 1 keys before it.
         """
         ...
+
+
+def side_by_side(q: torch.Tensor) -> torch.Tensor:
+    """q [N, Hq, D] in which the heads of a token lie behind each other. A copy only where the model has left them head by head: those that rotate a part of
+    each head do."""
+    return q if q[:1].is_contiguous() else q.contiguous()
 
 
 def tile_queries(group: int) -> int:
