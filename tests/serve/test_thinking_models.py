@@ -130,6 +130,19 @@ def test_an_answer_that_continues_a_begin_is_read_from_there(tmp_path: Path) -> 
     run(THINKING, tmp_path, saying(" it is</think>\n\n12", " it is</think>\n\n12"), case)
 
 
+def test_a_question_about_the_mark_is_no_thought(tmp_path: Path) -> None:
+    """With real tokens a short question stands among the last of the prompt; here each character is one."""
+    short = "{# </think> #}{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+
+    async def case(url: str, serving: Serving) -> None:
+        asked: Any = [{"role": "user", "content": "<think>"}]
+        answer = await openai_of(url).chat.completions.create(model="tiny", messages=asked)
+        message: Any = answer.choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", None)) == ("a mark", None)
+
+    run(short, tmp_path, saying("a mark"), case)
+
+
 def test_a_model_whose_template_knows_no_thinking_says_what_it_writes(tmp_path: Path) -> None:
     async def case(url: str, serving: Serving) -> None:
         answer = await openai_of(url).chat.completions.create(model="tiny", messages=ASKING)
