@@ -266,9 +266,19 @@ class Serving:
         try:
             before = self.loaded.get(name)
             version = before.label.version + 1 if before else 0
-            return await self.load(await self._looks.at(directory, lambda: offer_adapter(directory, name, version)))
+            update = await self._looks.at(directory, lambda: offer_adapter(directory, name, version))
+            return await self.load(self._over_base(update))
         finally:
             self._coming.discard(name)
+
+    def _over_base(self, update: WeightUpdate) -> WeightUpdate:
+        """An adapter for the base weights that are served now. Its tokens are labelled with its own version: other weights under it would change
+        what is sampled and no label, so that the engine refuses them until it is unloaded."""
+        if update.adapter is None or (base := self.loaded.get("")) is None:
+            return update
+        return msgspec.structs.replace(
+            update, adapter=msgspec.structs.replace(update.adapter, base=base.label.fingerprint)
+        )
 
     async def look_at(self, directory: Path) -> None:
         """Raises Refused where a client names a directory of which nothing can be learned."""
