@@ -11,6 +11,8 @@ from test_openai_client import ASKING, WEATHER, prompt_of, run, saying
 from test_shared_formats import FUNCTION, TOOL, anthropic_of, openai_of
 
 from headrace.serve.serving import Serving
+from headrace.web.errors import Refused
+from headrace.web.formats.responses import messages_of_input
 from support.tool_chats import PLAIN, TEMPLATES, tokens_of
 
 _SHOWN = (
@@ -112,6 +114,25 @@ def test_a_message_has_a_thinking_block_and_takes_it_back(tmp_path: Path, templa
         assert "<think>\nhm <tool_call>\n</think>\n\nLet me see." in prompt_of(serving, 2)
 
     run(template, tmp_path, saying(begin + SAID, begin + SAID), case)
+
+
+def test_a_reasoning_item_belongs_to_what_comes_behind_it_and_to_nothing_else() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "rain"}
+    said = {"role": "assistant", "content": "It rains."}
+    found = messages_of_input([said, thought("a"), thought("b"), call, result, said])
+    assert [(message.role, message.reasoning_content) for message in found] == [
+        ("assistant", None),
+        ("assistant", "ab"),
+        ("tool", None),
+        ("assistant", None),
+    ]
+    for items in ([thought("a")], [thought("a"), {"role": "user", "content": "?"}], [thought("a"), result]):
+        with pytest.raises(Refused, match="no message or call of the assistant behind it"):
+            messages_of_input(items)
 
 
 def test_an_answer_that_continues_a_begin_is_read_from_there(tmp_path: Path) -> None:
