@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from headrace.episodes.environments.agents import outside_agents
 from headrace.episodes.environments.agents.handing_out import open_handing_out
 from headrace.episodes.environments.agents.outside_agents import OutsideAgents
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.history_trees import GatewayRollout
 from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.episodes.episodes import roll_out
@@ -146,6 +148,19 @@ def test_an_end_that_arrives_when_the_rollout_is_over_is_not_confirmed(tmp_path:
     assert isinstance(found, Failure) and found.reason == "environment_timeout"
 
 
+def test_a_rollout_that_is_ended_in_the_last_moment_has_its_reward() -> None:
+    """Whoever ended it was told that it counts."""
+
+    async def whole() -> Any:
+        loop, rollout = asyncio.get_running_loop(), GatewayRollout(lambda role: pytest.fail("no turn"))
+        ended: asyncio.Future[Any] = loop.create_future()
+        loop.call_later(0.03, time.sleep, 0.1)  # the limit, and then the end, come in one round of the loop
+        loop.call_later(0.06, ended.set_result, {"agent": 1.0})
+        return await rollout.until(ended, 0.05, 0)
+
+    assert asyncio.run(whole()) == {"agent": 1.0}
+
+
 def test_an_end_without_a_turn_is_a_failure(tmp_path: Path) -> None:
     async def case(service: Service) -> None:
         assert (await service.post((await service.take())["end"], {"reward": 1}))[0] == 200
@@ -214,6 +229,7 @@ def test_what_an_agent_is_given_ends_no_rollout(tmp_path: Path) -> None:
         (True, {"reward": 1, "failed": "no"}, "reward and failed are both given"),
         (True, {"reward": "1"}, "Expected `float | null`"),
         (True, {"score": 1}, "unknown field `score`"),
+        (True, {"rewards": {"a.b": 1e300, "a": {"b": 1}}}, "a.b is given twice"),
         (False, {"reward": 1}, "reward.function of the run gives the reward; send {}"),
     ],
 )
