@@ -321,6 +321,11 @@ class Serving:
         self.paused = mode
         if mode == "wait":
             await self.engine.drain()
+            if self.paused != mode:  # that ended the draining before the requests
+                raise Refused(
+                    409,
+                    "another request has resumed or paused the engine before those under way were complete; pause again",
+                )
             return
         await self.engine.pause()
         if mode == "abort":

@@ -383,6 +383,20 @@ def test_pauses_keep_abort_and_wait(tiny_tokenizer: Path) -> None:
     run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.005, length=lambda rng: 10_000))
 
 
+def test_a_pause_that_another_client_has_ended_is_not_confirmed(tiny_tokenizer: Path) -> None:
+    async def case(client: Client, serving: Serving) -> None:
+        asking = asyncio.ensure_future(client.post(GENERATE, {**TOKENS, "sampling_params": {"max_tokens": 60}}))
+        await until(lambda: serving.counters.sampled_tokens > 3)
+        pausing = asyncio.ensure_future(client.post("/pause?mode=wait"))
+        await until(lambda: serving.paused == "wait")
+        assert (await client.post("/resume"))[0] == 200
+        status, answer = await pausing
+        assert status == 409 and "another request has resumed" in answer["error"]["message"]
+        assert (await client.get("/is_paused"))[1] == {"is_paused": False} and (await asking)[0] == 200
+
+    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.005, length=lambda rng: 10_000))
+
+
 def test_adapters_come_and_go_and_one_in_use_stays(tiny_tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
