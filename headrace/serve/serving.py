@@ -146,6 +146,8 @@ class Serving:
     dtype: str = ""
     boot: str = field(default_factory=lambda: secrets.token_hex(8))
     """Another one for each process: its weights are not those of the process before."""
+    trained: bool = False
+    """Whether clients train adapters over its base weights, which then stay: adapters would be served over others than they were trained over."""
 
     def __post_init__(self) -> None:
         self.labels: dict[int, Label] = {}
@@ -249,6 +251,11 @@ class Serving:
             label = Label(update.version, update.fingerprint)
             if name in self.loaded and self.loaded[name].label == label:
                 return self.loaded[name].report
+            if self.trained and not name:
+                raise Refused(
+                    409,
+                    "clients train adapters over the base weights of this server; load others into one that runs without --train",
+                )
             number, self._loads = self._loads, self._loads + 1
             self.labels[number] = label
             found = await self.engine.load(msgspec.structs.replace(update, version=number))

@@ -109,6 +109,17 @@ def test_versions_are_those_of_who_loaded_them_also_when_they_begin_anew(tiny_to
     run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.02, length=lambda rng: 40))
 
 
+def test_base_weights_over_which_adapters_are_trained_stay(tiny_tokenizer: Path) -> None:
+    async def case(client: Client, serving: Serving) -> None:
+        serving.trained = True
+        update = {"version": 1, "kind": "full", "fingerprint": "fake-1", "nbytes": 0, "seconds": 0}
+        status, answer = await client.post("/headrace/weights", {**update, "where": {"path": "/nowhere"}})
+        assert status == 409 and "one that runs without --train" in answer["error"]["message"]
+        assert (await client.get("/headrace/state"))[1]["weights"]["fingerprint"] == "fake-0"
+
+    run(tiny_tokenizer, case)
+
+
 def test_a_prefix_is_gone_on_from_and_a_prompt_is_scored(tiny_tokenizer: Path) -> None:
     async def case(client: Client, serving: Serving) -> None:
         whole = (await client.post(GENERATE, {**TOKENS, "request_id": "r"}))[1]["choices"][0]["token_ids"]

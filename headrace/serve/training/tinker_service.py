@@ -481,8 +481,10 @@ async def opened_service(
     service = TinkerService(serving, Store(config.directory), config.limits, directory=directory, places=places)
     service.trainer = ProcessSharedTrainer(launcher, max_deaths, service.lose_all)
     try:
+        serving.trained = True
+        mark = serving.loaded[""].label.fingerprint
         await service.trainer.launch()
-        await service.trainer.open(SharedStart(str(directory), dataclasses.asdict(config.train)))
+        await service.trainer.open(SharedStart(str(directory), dataclasses.asdict(config.train), mark))
         yield service
     finally:
         await service.close()
