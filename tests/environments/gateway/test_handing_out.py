@@ -325,6 +325,36 @@ def test_a_connection_that_breaks_costs_no_reward_and_no_player(
     assert [one.rewards for one in found if isinstance(one, Played)] == [{"agent": 1.0}] * 3
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_end_that_nobody_can_have_heard_is_not_said_to_have_arrived(
+    heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run dies before it, or with it, and another run of the same port does not know the rollout."""
+    monkeypatch.setattr(outside_agents, "AGAIN", 0.01)
+    asked = list[bool]()
+
+    async def other_run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            asked.append(True)
+            if not heard or len(asked) > 1:
+                writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+                await writer.drain()
+
+    async def case() -> str:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        outside = OutsideAgents(f"http://127.0.0.1:{port}/secret", [sys.executable], 1, print)
+        delivering = asyncio.ensure_future(outside._delivered(f"http://127.0.0.1:{port}/end", {}))
+        if not heard:
+            await asyncio.sleep(0.05)
+        async with await asyncio.start_server(other_run, "127.0.0.1", port):
+            return await delivering
+
+    said = asyncio.run(case())
+    assert said == "" if heard else said.startswith(" came too late")
+
+
 def test_a_player_says_why_there_are_no_more_rollouts_and_which_end_did_not_arrive(tmp_path: Path) -> None:
     async def case() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
