@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.core.chat.messages import described, for_template, uses_tools, with_effort
-from headrace.core.chat.reading import is_open_in
+from headrace.core.chat.reading import is_open_in, is_opened_by
 from headrace.core.types import Constraint, Request, Sampling
 from headrace.models.chat import LONG, ChatEncoder
 from headrace.models.control_tokens import texts_of
@@ -283,4 +283,4 @@ def begins_thinking(encoder: ChatEncoder, prompt: Sequence[int], chat: Chat) -> 
         return is_open_in(
             content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
         )
-    return is_open_in(encoder.written(prompt[-_LAST:]))
+    return is_opened_by(encoder.written(prompt[-_LAST:]))

@@ -146,6 +146,8 @@ class Serving:
     dtype: str = ""
     boot: str = field(default_factory=lambda: secrets.token_hex(8))
     """Another one for each process: its weights are not those of the process before."""
+    trained: bool = False
+    """Whether clients train adapters over its base weights, which then stay: adapters would be served over others than they were trained over."""
 
     def __post_init__(self) -> None:
         self.labels: dict[int, Label] = {}
@@ -249,6 +251,11 @@ class Serving:
             label = Label(update.version, update.fingerprint)
             if name in self.loaded and self.loaded[name].label == label:
                 return self.loaded[name].report
+            if self.trained and not name:
+                raise Refused(
+                    409,
+                    "clients train adapters over the base weights of this server; load others into one that runs without --train",
+                )
             number, self._loads = self._loads, self._loads + 1
             self.labels[number] = label
             found = await self.engine.load(msgspec.structs.replace(update, version=number))
@@ -266,9 +273,19 @@ class Serving:
         try:
             before = self.loaded.get(name)
             version = before.label.version + 1 if before else 0
-            return await self.load(await self._looks.at(directory, lambda: offer_adapter(directory, name, version)))
+            update = await self._looks.at(directory, lambda: offer_adapter(directory, name, version))
+            return await self.load(self._over_base(update))
         finally:
             self._coming.discard(name)
+
+    def _over_base(self, update: WeightUpdate) -> WeightUpdate:
+        """An adapter for the base weights that are served now. Its tokens are labelled with its own version: other weights under it would change
+        what is sampled and no label, so that the engine refuses them until it is unloaded."""
+        if update.adapter is None or (base := self.loaded.get("")) is None:
+            return update
+        return msgspec.structs.replace(
+            update, adapter=msgspec.structs.replace(update.adapter, base=base.label.fingerprint)
+        )
 
     async def look_at(self, directory: Path) -> None:
         """Raises Refused where a client names a directory of which nothing can be learned."""
@@ -311,6 +328,11 @@ class Serving:
         self.paused = mode
         if mode == "wait":
             await self.engine.drain()
+            if self.paused != mode:  # that ended the draining before the requests
+                raise Refused(
+                    409,
+                    "another request has resumed or paused the engine before those under way were complete; pause again",
+                )
             return
         await self.engine.pause()
         if mode == "abort":

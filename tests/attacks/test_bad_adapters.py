@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import torch
 from peft import LoraConfig
@@ -19,10 +20,13 @@ from safetensors.torch import save, save_file
 from headrace.core.errors import IdentityError
 from headrace.core.weights import AdapterSpec
 from headrace.engine.config import EngineConfig
+from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.serve import serving
 from headrace.serve.config import ServeConfig
 from headrace.serve.start import make_app, opened
 from headrace.weight_sync.directory import DirectoryReceiver, offer_adapter
+from headrace.weight_sync.files import Files
+from headrace.weight_sync.packed import lay_out
 from support.health_beside import answers
 from support.served import Client, answering, faked
 
@@ -162,6 +166,43 @@ def test_bad_adapters_and_weights_leave_a_server_whole(tiny_llama: Path, tmp_pat
     for name, (status, said) in answered.items():
         assert status == (409 if name.startswith("weights") else 400), (name, status, said)
         assert "Traceback" not in said and str(tmp_path) not in said and len(said) < 700, (name, said)
+
+
+def test_no_other_base_weights_come_under_an_adapter_that_is_loaded(tiny_llama: Path, tmp_path: Path) -> None:
+    """Its tokens have its own version, which would be the same before and after them."""
+    engine = EngineConfig(dtype="float32", device="cpu", kv_gib=0.01, context_length=200, max_running=4, max_adapters=1)
+    parameters = parameters_from_dir(tiny_llama, torch.float32)
+    transport = Files(str(tmp_path / "weights"))
+    sender = transport.sender({"": lay_out(parameters.items(), torch.float32)})
+    other = msgspec.to_builtins(sender.send(1, ((name, -tensor) for name, tensor in parameters.items())))
+    load = {"lora_name": "good", "lora_path": str(adapter(tmp_path / "good"))}
+    ask = {"model": "good", "token_ids": [1, 3, 10], "sampling_params": {"max_tokens": 8, "temperature": 0}}
+
+    async def go() -> None:
+        async with (
+            asyncio.timeout(500),
+            opened(ServeConfig(model=str(tiny_llama), engine=engine), tiny_llama, tmp_path / "logs") as serving,
+            answering(make_app(serving, "")) as url,
+            aiohttp.ClientSession(base_url=url) as session,
+        ):
+            client = Client(session)
+
+            async def asked() -> tuple[Any, Any]:
+                (choice,) = (await client.post("/inference/v1/generate", ask))[1]["choices"]
+                return choice["token_ids"], choice["spans"]
+
+            assert (await client.post("/v1/load_lora_adapter", load))[0] == 200
+            own = await asked()
+            status, answer = await client.post("/headrace/weights", other)
+            assert await asked() == own, "what has one label is of one kind"
+            assert status == 400 and "unload the adapter before new base weights" in answer["error"]["message"], answer
+            assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "good"}))[0] == 200
+            assert (await client.post("/headrace/weights", other))[0] == 200
+            assert (await client.post("/v1/load_lora_adapter", load))[0] == 200
+            assert (await asked())[0] != own[0]
+
+    asyncio.run(go())
+    transport.close()
 
 
 def test_a_file_system_that_does_not_answer_holds_up_nobody_else(

@@ -109,6 +109,17 @@ def test_versions_are_those_of_who_loaded_them_also_when_they_begin_anew(tiny_to
     run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.02, length=lambda rng: 40))
 
 
+def test_base_weights_over_which_adapters_are_trained_stay(tiny_tokenizer: Path) -> None:
+    async def case(client: Client, serving: Serving) -> None:
+        serving.trained = True
+        update = {"version": 1, "kind": "full", "fingerprint": "fake-1", "nbytes": 0, "seconds": 0}
+        status, answer = await client.post("/headrace/weights", {**update, "where": {"path": "/nowhere"}})
+        assert status == 409 and "one that runs without --train" in answer["error"]["message"]
+        assert (await client.get("/headrace/state"))[1]["weights"]["fingerprint"] == "fake-0"
+
+    run(tiny_tokenizer, case)
+
+
 def test_a_prefix_is_gone_on_from_and_a_prompt_is_scored(tiny_tokenizer: Path) -> None:
     async def case(client: Client, serving: Serving) -> None:
         whole = (await client.post(GENERATE, {**TOKENS, "request_id": "r"}))[1]["choices"][0]["token_ids"]
@@ -379,6 +390,20 @@ def test_pauses_keep_abort_and_wait(tiny_tokenizer: Path) -> None:
         assert not late.done()
         await client.post("/resume")
         assert (await late)[0] == 200
+
+    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.005, length=lambda rng: 10_000))
+
+
+def test_a_pause_that_another_client_has_ended_is_not_confirmed(tiny_tokenizer: Path) -> None:
+    async def case(client: Client, serving: Serving) -> None:
+        asking = asyncio.ensure_future(client.post(GENERATE, {**TOKENS, "sampling_params": {"max_tokens": 60}}))
+        await until(lambda: serving.counters.sampled_tokens > 3)
+        pausing = asyncio.ensure_future(client.post("/pause?mode=wait"))
+        await until(lambda: serving.paused == "wait")
+        assert (await client.post("/resume"))[0] == 200
+        status, answer = await pausing
+        assert status == 409 and "another request has resumed" in answer["error"]["message"]
+        assert (await client.get("/is_paused"))[1] == {"is_paused": False} and (await asking)[0] == 200
 
     run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.005, length=lambda rng: 10_000))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ from torch.func import functional_call
 
 from headrace.algo.tinker import LOSSES
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.run.worker.build import build_shared_trainer
+from headrace.run.worker.worker_messages import SharedStart
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Example, SharedConfig, SharedLora, TrainingPass
 from headrace.trainer.shared.shared_trainer import SharedTrainer
+from headrace.weight_sync.directory import mark_of
 from support import tiny_models
 
 LORA = SharedLora(rank=4, seed=1)
@@ -336,6 +341,20 @@ def test_weights_that_are_no_numbers_are_neither_sampled_nor_saved(
     trainer.run(asked("fresh", "cross_entropy"))
     assert trainer.optim_step(AdamStep(model="fresh", **STEP)).version == 2
     trainer.remove("fresh")
+
+
+def test_a_base_that_was_written_since_the_engine_loaded_it_is_refused(tiny_llama: Path) -> None:
+    """A trainer that takes the place of one that died reads the files again."""
+    start = SharedStart(str(tiny_llama), dataclasses.asdict(CONFIG), mark_of(tiny_llama))
+    build_shared_trainer(start)
+    weights = tiny_llama / "model.safetensors"
+    before = weights.stat()
+    try:
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        with pytest.raises(ConfigError, match="written since the engine has loaded them"):
+            build_shared_trainer(start)
+    finally:
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def test_constants_are_checked() -> None:

@@ -11,6 +11,8 @@ from test_openai_client import ASKING, WEATHER, prompt_of, run, saying
 from test_shared_formats import FUNCTION, TOOL, anthropic_of, openai_of
 
 from headrace.serve.serving import Serving
+from headrace.web.errors import Refused
+from headrace.web.formats.responses import messages_of_input
 from support.tool_chats import PLAIN, TEMPLATES, tokens_of
 
 _SHOWN = (
@@ -114,6 +116,25 @@ def test_a_message_has_a_thinking_block_and_takes_it_back(tmp_path: Path, templa
     run(template, tmp_path, saying(begin + SAID, begin + SAID), case)
 
 
+def test_a_reasoning_item_belongs_to_what_comes_behind_it_and_to_nothing_else() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "rain"}
+    said = {"role": "assistant", "content": "It rains."}
+    found = messages_of_input([said, thought("a"), thought("b"), call, result, said])
+    assert [(message.role, message.reasoning_content) for message in found] == [
+        ("assistant", None),
+        ("assistant", "ab"),
+        ("tool", None),
+        ("assistant", None),
+    ]
+    for items in ([thought("a")], [thought("a"), {"role": "user", "content": "?"}], [thought("a"), result]):
+        with pytest.raises(Refused, match="no message or call of the assistant behind it"):
+            messages_of_input(items)
+
+
 def test_an_answer_that_continues_a_begin_is_read_from_there(tmp_path: Path) -> None:
     async def case(url: str, serving: Serving) -> None:
         async def ask(content: str) -> tuple[Any, Any]:
@@ -128,6 +149,19 @@ def test_an_answer_that_continues_a_begin_is_read_from_there(tmp_path: Path) -> 
         assert await ask("<think>so</think>It") == (" it is</think>\n\n12", None)
 
     run(THINKING, tmp_path, saying(" it is</think>\n\n12", " it is</think>\n\n12"), case)
+
+
+def test_a_question_about_the_mark_is_no_thought(tmp_path: Path) -> None:
+    """With real tokens a short question stands among the last of the prompt; here each character is one."""
+    short = "{# </think> #}{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+
+    async def case(url: str, serving: Serving) -> None:
+        asked: Any = [{"role": "user", "content": "<think>"}]
+        answer = await openai_of(url).chat.completions.create(model="tiny", messages=asked)
+        message: Any = answer.choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", None)) == ("a mark", None)
+
+    run(short, tmp_path, saying("a mark"), case)
 
 
 def test_a_model_whose_template_knows_no_thinking_says_what_it_writes(tmp_path: Path) -> None:

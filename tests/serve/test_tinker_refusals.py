@@ -214,6 +214,21 @@ def test_a_number_that_is_sent_again_is_left_to_its_client(tmp_path: Path) -> No
     talk(tmp_path, case, pending=2)
 
 
+def test_a_number_that_nobody_can_have_is_not_waited_for(tmp_path: Path) -> None:
+    """All numbers before it would have to come first, and the model is lost where they do not within a while."""
+
+    async def case(caller: Caller) -> None:
+        for number in (1 << 62, 10**30):
+            answer = await caller.post("optim_step", {"model_id": caller.model, "seq_id": number, "adam_params": {}})
+            assert answer.status_code == 400
+        answer = await caller.post("forward_backward", passed(caller.model, -1), "application/x-protobuf")
+        assert answer.status_code == 400
+        await asyncio.sleep(0.3)
+        assert (await caller.step(1)).get("metrics") == {"grad_norm": 1.0, "version": 1}
+
+    talk(tmp_path, case, gap_seconds=0.1)
+
+
 def test_strangers_take_no_number(tmp_path: Path) -> None:
     async def case(caller: Caller) -> None:
         for model in ("nobody:train:0", f"{caller.session}:train:9", ""):

@@ -34,8 +34,14 @@ def is_known_to(template: str) -> bool:
 
 
 def is_open_in(text: str) -> bool:
-    """Whether the thinking has begun and not ended in a text."""
+    """Whether the thinking has begun and not ended in the begin of an answer."""
     return text.rfind(OPENING) > text.rfind(CLOSING)
+
+
+def is_opened_by(prompt: str) -> bool:
+    """Whether a prompt ends within the model's thinking, because its template has opened it: the mark is the last thing there. One that stands
+    before may be in the text of anybody, and opens nothing."""
+    return prompt.rstrip().endswith(OPENING)
 
 
 class ThoughtReader:

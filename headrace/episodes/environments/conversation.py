@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from headrace.core.chat.messages import TemplateUse, Tool, begins_answer, described
-from headrace.core.chat.reading import CLOSING, CallReader, is_open_in, read_calls
+from headrace.core.chat.reading import CLOSING, CallReader, is_open_in, is_opened_by, read_calls
 from headrace.core.chat.token_text import StreamedText
 from headrace.core.chat.tool_calls import HERMES, CallFormat
 from headrace.core.errors import ConfigError
@@ -257,7 +257,8 @@ class Conversation:
             replies.append(self._read(done, format))
             return _as_message(replies[-1])
 
-        if constraint and is_open_in(place.text):
+        begun = str(place.given[-1]["content"]) if place.continues else ""
+        if constraint and (is_open_in(begun) if begun else is_opened_by(place.text)):
             constraint = msgspec.structs.replace(constraint, after=CLOSING)
         done = await self._agent.turn(
             place.context,
@@ -272,7 +273,6 @@ class Conversation:
         )
         self.last, self.path = done, extended(before, place.context + done.tokens)
         given = place.given[:-1] if place.continues else place.given
-        begun = str(place.given[-1]["content"]) if place.continues else ""
         self._keep(given, place.text, done, replies[-1], begun)
         return replies[-1]
 

@@ -27,6 +27,7 @@ from headrace.run.rehearsal.machine import may_have_gpu
 from headrace.run.worker.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.calls import SharedConfig
+from headrace.weight_sync.directory import mark_of
 from headrace.weight_sync.fetching import NetworkTransport
 from headrace.weight_sync.ranges import ValueRange
 
@@ -198,7 +199,13 @@ def build_shared_trainer(start: SharedStart) -> SharedTrainer:
 
     config = SharedConfig(**start.train)
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    return SharedTrainer(Path(start.model_dir), config)
+    trainer = SharedTrainer(directory := Path(start.model_dir), config)
+    if start.mark and mark_of(directory) != start.mark:
+        raise ConfigError(
+            f"the weights in {directory} have been written since the engine has loaded them: adapters would be trained over others than are "
+            "served. Restore the old files, or start the server again"
+        )
+    return trainer
 
 
 def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:

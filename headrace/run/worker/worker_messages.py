@@ -93,3 +93,5 @@ class SharedStart(Struct, frozen=True):
     model_dir: str
     train: dict[str, Any]
     """SharedConfig as plain values."""
+    mark: str = ""
+    """That of the model's files as the engine has loaded them (`weight_sync/directory.py`); empty: any."""

@@ -65,7 +65,9 @@ def of_protobuf(body: bytes) -> NumberedRequest | None:
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """The name of a checkpoint, which becomes that of a directory."""
-SequenceNumber = Annotated[int, Meta(ge=0, lt=1 << 62)]
+LARGEST_NUMBER = 1 << 62
+"""The first number that no request may have."""
+SequenceNumber = Annotated[int, Meta(ge=0, lt=LARGEST_NUMBER)]
 Rate = Annotated[float, Meta(ge=0, le=1e6)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Metadata = dict[str, Any] | None

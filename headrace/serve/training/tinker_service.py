@@ -33,6 +33,7 @@ from headrace.serve.training.samplers import Sampler, SavedAdapter, Shelf, numbe
 from headrace.serve.training.saved_weights import CheckpointFacts, Kind, Store, path_of
 from headrace.serve.training.sessions import REMEDY, ClientSession, Model, Sessions, Work
 from headrace.serve.training.tinker_messages import (
+    LARGEST_NUMBER,
     CreateModel,
     CreateSampler,
     CreateSession,
@@ -309,6 +310,10 @@ class TinkerService:
             return
         if self.futures.find(f"{model.id}/{asked.number}"):  # it was taken before, by this request or by another one
             return
+        if (
+            asked.number >= LARGEST_NUMBER
+        ):  # those before it never come, and the model would be lost to the wait for them
+            return
         work = self._operations.spoil if asked.trains else self._operations.refuse
         self._in_order(model, asked.number, None, lambda: work(model, why))
 
@@ -476,8 +481,10 @@ async def opened_service(
     service = TinkerService(serving, Store(config.directory), config.limits, directory=directory, places=places)
     service.trainer = ProcessSharedTrainer(launcher, max_deaths, service.lose_all)
     try:
+        serving.trained = True
+        mark = serving.loaded[""].label.fingerprint
         await service.trainer.launch()
-        await service.trainer.open(SharedStart(str(directory), dataclasses.asdict(config.train)))
+        await service.trainer.open(SharedStart(str(directory), dataclasses.asdict(config.train), mark))
         yield service
     finally:
         await service.close()

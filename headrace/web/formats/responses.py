@@ -210,13 +210,20 @@ def messages_of_input(given: str | Sequence[Item]) -> list[Message]:
         return [Message(role="user", content=given)]
     messages: list[Message] = []
     thought = ""
-    for item in given:
+    for item in [*given, None]:
+        if thought and not _takes_thought(item):
+            raise Refused(
+                400,
+                "a reasoning item has no message or call of the assistant behind it, to which it belongs; leave it out",
+            )
+        if item is None:
+            break
         match item:
             case {"type": "reasoning"} if not (item.get("encrypted_content") and not item.get("content")):
-                thought = _text(item.get("content") or item.get("summary") or "")
+                thought += _text(item.get("content") or item.get("summary") or "")
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
                 call = MadeCall(id=id, function=Named(name=name, arguments=arguments))
-                if messages and messages[-1].role == "assistant":
+                if messages and messages[-1].role == "assistant" and not thought:
                     last = messages.pop()
                     messages.append(msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or ()), call]))
                 else:
@@ -227,14 +234,18 @@ def messages_of_input(given: str | Sequence[Item]) -> list[Message]:
             case {"type": "function_call_output", "call_id": str(id), "output": output}:
                 messages.append(Message(role="tool", content=_text(output), tool_call_id=id))
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
-                own = thought if role == "assistant" else ""
                 role = "system" if role == "developer" else role
-                messages.append(Message(role=role, content=_text(content), reasoning_content=own or None))
+                messages.append(Message(role=role, content=_text(content), reasoning_content=thought or None))
                 thought = ""
             case _:
                 message = f"an item of type {item.get('type', 'message')} is not served as it is written"
                 raise Refused(400, f"{message}; only messages with text and function calls with their outputs are")
     return messages
+
+
+def _takes_thought(item: Item | None) -> bool:
+    """Whether the thinking of an item before belongs to this one."""
+    return item is not None and (item.get("type") in ("reasoning", "function_call") or item.get("role") == "assistant")
 
 
 def _text(content: Any) -> str:

@@ -141,6 +141,27 @@ def test_messages_that_are_tokenised_again_are_found_by_their_text(tmp_path: Pat
     ]
 
 
+def test_a_mask_of_messages_that_are_tokenised_again_is_looked_at_too(tmp_path: Path) -> None:
+    """It leaves out the first of two replies, and both were sampled."""
+
+    async def case(env: Env) -> None:
+        talk = [user("hello")]
+        said = await env.chat(*talk)
+        for number, text in enumerate(said):
+            await env.chat(*talk, {"role": "assistant", "content": text}, user(f"go on {number}"), n=1)
+        sequences, masks = [], []
+        for number, text in enumerate(said):
+            more = [*talk, {"role": "assistant", "content": text}, user(f"go on {number}")]
+            before = env.encoder.encode_text(env.encoder.encode_messages(more)[0])
+            reply = env.encoder.encode_completion(f"to0{number}1<|im_end|>\n", False)
+            sequences.append((*before, *reply))
+            masks.append([-100] * len(before) + list(reply))
+        assert (await env.post(sequences, 0, [0, 1], masks=masks))[0] == 422
+
+    (found,), _ = played(tmp_path, case, distinct)
+    assert all(isinstance(one, Failure) and "a turn is trained as a whole" in one.detail for one in found), found
+
+
 def test_sequences_of_unknown_age_are_refused(tmp_path: Path) -> None:
     """The tokens of one sequence were not sampled here. The rollout in whose place it stands has failed, and the other one is scored."""
 

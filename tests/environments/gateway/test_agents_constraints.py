@@ -61,6 +61,24 @@ def test_every_form_of_a_constraint_reaches_the_turn(tmp_path: Path) -> None:
     assert all(call is not None and call.kind == "grammar" and "add" in call.text for call in calls)
 
 
+def test_the_mark_of_a_thought_in_the_text_of_others_frees_no_answer(tmp_path: Path) -> None:
+    """A constraint holds behind the thinking, where the template or the begin of the answer has opened it, and nobody else."""
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["{}<|im_end|>"] * 4)
+    wanted: Any = {"type": "json_object"}
+
+    async def case(asks: Asks) -> None:
+        await asks.chat(user("What is <think>?"), response_format=wanted)
+        await asks.chat(user("<think>"), response_format=wanted)
+        for begun in ("<think>so", "It is "):
+            begins: Any = {"role": "assistant", "content": begun}
+            await asks.chat(
+                user("<think>"), begins, response_format=wanted, extra_body={"continue_final_message": True}
+            )
+
+    assert not isinstance(found := played(model, case), Failure), found
+    assert [asked.constraint.after for asked in model.asked if asked.constraint] == ["", "", "</think>", ""]
+
+
 def test_the_constraint_is_a_part_of_the_name_of_a_turn_and_makes_its_masks_be_recorded() -> None:
     prompt, constraint = Prompt("p", "?", (1, 2)), Constraint("regex", "[0-9]+")
     free, held = TurnAsked(0, 0, (1, 2)), TurnAsked(0, 0, (1, 2), constraint=constraint)

@@ -115,6 +115,7 @@ print(json.dumps({
     "nan": {"white": {"won": float("nan")}},
     "deep": {"white": {"won": {"by": 1}}},
     "empty": {"white": {}},
+    "twice": {"white": {"won": 1}, "white.won": 2},
 }[mode]))
 """
 
@@ -154,6 +155,7 @@ def test_a_process_gives_each_of_its_roles_rewards(tmp_path: Path) -> None:
         ("nan", "the reward white.won of a turn is nan"),
         ("deep", "with an object for each role that has rewards of its own"),
         ("empty", "is no reward"),
+        ("twice", "gave the reward white.won twice"),
     ],
 )
 def test_rewards_of_roles_that_make_no_sense_are_failures(mode: str, words: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from headrace.episodes.environments.agents import outside_agents
 from headrace.episodes.environments.agents.handing_out import open_handing_out
 from headrace.episodes.environments.agents.outside_agents import OutsideAgents
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.history_trees import GatewayRollout
 from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.episodes.episodes import roll_out
@@ -146,6 +148,19 @@ def test_an_end_that_arrives_when_the_rollout_is_over_is_not_confirmed(tmp_path:
     assert isinstance(found, Failure) and found.reason == "environment_timeout"
 
 
+def test_a_rollout_that_is_ended_in_the_last_moment_has_its_reward() -> None:
+    """Whoever ended it was told that it counts."""
+
+    async def whole() -> Any:
+        loop, rollout = asyncio.get_running_loop(), GatewayRollout(lambda role: pytest.fail("no turn"))
+        ended: asyncio.Future[Any] = loop.create_future()
+        loop.call_later(0.03, time.sleep, 0.1)  # the limit, and then the end, come in one round of the loop
+        loop.call_later(0.06, ended.set_result, {"agent": 1.0})
+        return await rollout.until(ended, 0.05, 0)
+
+    assert asyncio.run(whole()) == {"agent": 1.0}
+
+
 def test_an_end_without_a_turn_is_a_failure(tmp_path: Path) -> None:
     async def case(service: Service) -> None:
         assert (await service.post((await service.take())["end"], {"reward": 1}))[0] == 200
@@ -214,6 +229,7 @@ def test_what_an_agent_is_given_ends_no_rollout(tmp_path: Path) -> None:
         (True, {"reward": 1, "failed": "no"}, "reward and failed are both given"),
         (True, {"reward": "1"}, "Expected `float | null`"),
         (True, {"score": 1}, "unknown field `score`"),
+        (True, {"rewards": {"a.b": 1e300, "a": {"b": 1}}}, "a.b is given twice"),
         (False, {"reward": 1}, "reward.function of the run gives the reward; send {}"),
     ],
 )
@@ -307,6 +323,36 @@ def test_a_connection_that_breaks_costs_no_reward_and_no_player(
     found = handed_out(tmp_path, case, 3)
     assert said == ['train/7: {"rewards": {"agent": 1.0}}'] * 3 and lost["end"] == 6
     assert [one.rewards for one in found if isinstance(one, Played)] == [{"agent": 1.0}] * 3
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_end_that_nobody_can_have_heard_is_not_said_to_have_arrived(
+    heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run dies before it, or with it, and another run of the same port does not know the rollout."""
+    monkeypatch.setattr(outside_agents, "AGAIN", 0.01)
+    asked = list[bool]()
+
+    async def other_run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            asked.append(True)
+            if not heard or len(asked) > 1:
+                writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+                await writer.drain()
+
+    async def case() -> str:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        outside = OutsideAgents(f"http://127.0.0.1:{port}/secret", [sys.executable], 1, print)
+        delivering = asyncio.ensure_future(outside._delivered(f"http://127.0.0.1:{port}/end", {}))
+        if not heard:
+            await asyncio.sleep(0.05)
+        async with await asyncio.start_server(other_run, "127.0.0.1", port):
+            return await delivering
+
+    said = asyncio.run(case())
+    assert said == "" if heard else said.startswith(" came too late")
 
 
 def test_a_player_says_why_there_are_no_more_rollouts_and_which_end_did_not_arrive(tmp_path: Path) -> None:

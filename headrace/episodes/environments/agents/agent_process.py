@@ -322,5 +322,5 @@ class AgentProcess:
 
 
 def _append(log: Path, text: str) -> None:
-    with log.open("a", errors="replace") as file:
+    with log.open("a", encoding="utf-8", errors="replace") as file:
         file.write(text if text.endswith("\n") else f"{text}\n")

@@ -174,10 +174,14 @@ class Desk:
         if given and not self._alone:
             raise Refused(400, f"{given[0]} is given, and reward.function of the run gives the reward; send {{}}")
         rewards: GivenRewards = end.rewards or ({} if end.reward is None else {NAME: end.reward})
-        flat = dict(_flat(rewards))
+        flat = list(_flat(rewards))
         if self._alone and not flat:
             raise Refused(400, "no reward is given; send reward, rewards by name, or failed with the reason")
-        for name, value in flat.items():
+        for name, value in flat:
+            if [other for other, _ in flat].count(name) > 1:
+                raise Refused(
+                    400, f"the reward {name} is given twice, by itself and as one of a role; give one another name"
+                )
             if isinstance(number := number_of(value), Unusable):
                 raise Refused(400, f"the reward {name} {number.said}")
         return rewards

@@ -14,7 +14,7 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from headrace.core.errors import HeadraceError, RolloutFailed
@@ -53,6 +53,11 @@ def _ask(url: str, body: Mapping[str, Any] | None = None) -> Answered:
         return Answered(error.code, error.read().decode(errors="replace"))
     except (HTTPException, ValueError) as error:
         raise OSError(f"the connection broke, or somebody else answered: {error!r}") from None
+
+
+def _was_refused(error: OSError) -> bool:
+    """Whether nobody listened there, so that nothing has arrived."""
+    return isinstance(error, URLError) and isinstance(error.reason, ConnectionRefusedError)
 
 
 class OutsideAgents:
@@ -167,10 +172,10 @@ class OutsideAgents:
                     )  # as far as anybody can tell, what is over was ended by what got no answer
                 if answer.status not in PASSING or clock() >= until:
                     return answer
-            except OSError:
+            except OSError as error:
                 if clock() >= until:
                     raise
-                lost = True
+                lost = lost or not _was_refused(error)
             await asyncio.sleep(AGAIN)
 
     async def _asked(self, url: str, body: Mapping[str, Any] | None = None) -> Answered:

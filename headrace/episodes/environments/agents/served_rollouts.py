@@ -106,6 +106,9 @@ def give(agent: Agent, rollout: GatewayRollout, rewards: GivenRewards) -> dict[s
             )
             raise RolloutFailed("environment_reward", message)
         for name, value in given.items():
+            if f"{role}.{name}" in rewards:
+                message = f"gave the reward {role}.{name} twice, by itself and as one of a role; give one another name"
+                raise RolloutFailed("environment_reward", message)
             agent.reward(f"{role}.{name}", value, speaker.last)
     return {name: value for name, value in rewards.items() if not isinstance(value, Mapping)}
 

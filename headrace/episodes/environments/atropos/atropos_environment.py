@@ -96,7 +96,7 @@ class Atropos:
         raise Refused(404, f"{request.method} /{path} is not served here; there are: {known}")
 
     def _said(self, line: str) -> None:
-        with self._log.open("a") as file:
+        with self._log.open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"{line}\n")
 
 

@@ -335,7 +335,7 @@ class Sequences:
         for tokens, mask, score, place in zip(group.tokens, group.masks, group.scores, places, strict=True):
             if place is None:
                 continue
-            if problem := _problem(place, tokens, mask, score):
+            if problem := self._problem(place, tokens, mask, score):
                 place.fail(*problem)
             else:
                 place.score(score)
@@ -369,28 +369,34 @@ class Sequences:
         whole, plain = self._written(tokens), self._decode(tokens)
         return [rollout for rollout in self._playing if self._begins(whole, plain, rollout)]
 
+    def _problem(
+        self, rollout: OpenRollout, tokens: Sequence[int], mask: Sequence[int], score: float
+    ) -> tuple[str, str] | None:
+        """Returns the reason and the detail for which a sequence that was found cannot be trained."""
+        if isinstance(number := number_of(score), Unusable):
+            return "environment_reward", f"its score {number.said}"
+        if len(mask) != len(tokens):
+            return "environment_reward", f"{len(mask)} numbers of its mask for {len(tokens)} tokens"
+        trained = [place for place, number in enumerate(mask) if number != MASKED]
+        if not trained:
+            return "environment_reward", "its mask leaves out all of it"
+        sampled = [place for places in rollout.sampled for place in places]
+        same = tuple(tokens) == rollout.tokens
+        if trained != sampled if same else self._said(tokens, trained) != self._said(rollout.tokens, sampled):
+            message = f"its mask leaves {len(trained)} tokens to be trained, and {len(sampled)} were sampled"
+            return "environment_reward", f"{message}; a turn is trained as a whole, and all of them are"
+        return None
+
+    def _said(self, tokens: Sequence[int], places: Sequence[int]) -> str:
+        """The text of these places, without white space and special tokens: other tokens for one text are cut in other places."""
+        return "".join(self._decode([tokens[place] for place in places]).split())
+
     def _begins(self, whole: str, plain: str, rollout: OpenRollout) -> bool:
         """Whether a text is that of the rollout, and behind it nothing but special tokens and white space."""
         if rollout not in self._texts:
             self._texts[rollout] = (self._written(rollout.tokens), self._decode(rollout.tokens))
         own_whole, own_plain = self._texts[rollout]
         return whole.startswith(own_whole) and plain.startswith(own_plain) and not plain[len(own_plain) :].strip()
-
-
-def _problem(rollout: OpenRollout, tokens: Sequence[int], mask: Sequence[int], score: float) -> tuple[str, str] | None:
-    """Returns the reason and the detail for which a sequence that was found cannot be trained."""
-    if isinstance(number := number_of(score), Unusable):
-        return "environment_reward", f"its score {number.said}"
-    if len(mask) != len(tokens):
-        return "environment_reward", f"{len(mask)} numbers of its mask for {len(tokens)} tokens"
-    trained = [place for place, number in enumerate(mask) if number != MASKED]
-    if not trained:
-        return "environment_reward", "its mask leaves out all of it"
-    sampled = [place for places in rollout.sampled for place in places]
-    if tuple(tokens) == rollout.tokens and trained != sampled:
-        message = f"its mask leaves {len(trained)} tokens to be trained, and {len(sampled)} were sampled"
-        return "environment_reward", f"{message}; a turn is trained as a whole, and all of them are"
-    return None
 
 
 def _fail_replaced(known: Sequence[OpenRollout], unknown: int) -> int:

@@ -389,6 +389,9 @@ class GatewayRollout:
                 first = asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
                 try:
                     await (first if asking or not left else within(who, left, first))
+                except TimeoutError:
+                    if not (ended.done() or over.done()):  # whoever ended it in the last moment was told that it counts
+                        raise
                 finally:
                     changed.cancel()
                 if left and not asking:
