@@ -14,7 +14,7 @@ from headrace.settings.strict import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
-    """The ranks of the trainer: processes on this machine that train one model. The product of the sizes is their number."""
+    """The ranks of the trainer: processes that train one model, on this machine or on several. The product of the sizes is their number."""
 
     shard: int = Field(default=1, gt=0)
     """Ranks among which weights, gradients and the optimizer's state are split (FSDP2): each holds one part."""

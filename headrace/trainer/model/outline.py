@@ -319,6 +319,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def sample(model: Any) -> Iterator[None]:
     """Within it an outline has values, and no more layers than it takes to have one of every kind: layers of one kind have modules of the same classes, with
     parameters of the same shapes and the same settings."""
+    assert not hasattr(model, "unread"), "zeros are no values: what is tried comes before `hollow`"
     parent, name, layers = _layers(model)
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)

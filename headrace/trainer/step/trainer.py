@@ -98,8 +98,8 @@ class TorchTrainer:
         self._fused = self._fuse()
         self.arithmetic = self._shared_arithmetic(loras)
         self._assignments = adapters or {"": Assignment(config, algo)}
+        replay_of = self._replays() if keep_routing else (lambda _: no_replay)  # before adapters: an outline is tried
         self._adapters = self._adapted(loras) if loras else None
-        replay_of = self._replays() if keep_routing else (lambda _: no_replay)
         self._replay: Replay = replay_of(self._forward)
         asked = any(assignment.algo.reference_in_loss for assignment in self._assignments.values())
         # made before a checkpoint is restored, so that it stays the model that the run began with

@@ -55,13 +55,20 @@ class RankProcesses:
         self._works += 1
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((work, given)))
-        found = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(DEADLINE), f"rank {rank} does not answer"
-            done, result = pickle.loads(pipe.recv_bytes())
-            assert done, f"rank {rank}: {result}"
-            found.append(result)
-        return found
+        try:
+            return [self._result(rank, pipe) for rank, pipe in enumerate(self._pipes)]
+        except (
+            AssertionError
+        ):  # others may wait in a collective, and their answers would be taken for those of the next work
+            self.close()
+            self._works += -self._works % WORKS
+            raise
+
+    def _result(self, rank: int, pipe: Connection) -> Any:
+        assert pipe.poll(DEADLINE), f"rank {rank} does not answer"
+        done, result = pickle.loads(pipe.recv_bytes())
+        assert done, f"rank {rank}: {result}"
+        return result
 
     def close(self) -> None:
         for process in self._processes:

@@ -31,6 +31,7 @@ CASES = {
     "EP": Case(model="qwen3_moe", routing=True, parallel={"expert": 2}),
     "EP of mixtral, a reference": Case(model="mixtral", algo={"kl": {"coef": 0.1}}, parallel={"expert": 2}),
     "adapters": Case(model="qwen3", lora={"rank": 4}, train={"dtype": "bfloat16"}),
+    "adapters, recorded experts": Case(model="qwen3_moe", routing=True, lora={"rank": 4}),
 }
 
 
