@@ -432,12 +432,15 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 class FrameSender:
-    """Writes frames from any thread."""
+    """Writes frames from any thread of the process that made it. A fork of it that a function of the user has made, and that comes back to us
+    (its `exec` has failed, say), would answer in place of the function: it ends instead."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._one = stream, threading.Lock()
+        self._stream, self._one, self._pid = stream, threading.Lock(), os.getpid()
 
     def send(self, frame: bytes) -> None:
+        if os.getpid() != self._pid:
+            os._exit(1)
         with self._one:
             self._stream.write(frame)
             self._stream.flush()

@@ -80,6 +80,15 @@ def never(completions):
 def dies(completions):
     os.kill(os.getpid(), 9)
 
+def forks(completions):
+    if os.fork() == 0:
+        return [100.0] * len(completions)
+    time.sleep(0.2)
+    return [1.0] * len(completions)
+
+async def forks_later(completions):
+    return forks(completions)
+
 def chatty(completions):
     print("x" * 100_000)
     os.write(1, b"to the file descriptor")
@@ -621,6 +630,19 @@ def test_a_worker_killed_while_scoring_is_named_and_replaced(file: Path) -> None
         scorer._parts = judges[1:]
         assert rewards(await scorer.score(PROMPT, episodes("4", "5"))) == [1.0, 0.0]
         assert scorer.pids != [pid]
+        await scorer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["forks", "forks_later"])
+def test_a_fork_of_a_reward_function_answers_nothing(name: str, file: Path) -> None:
+    """Neither in its place, nor to a later call."""
+
+    async def main() -> None:
+        scorer = RewardScorer(from_file(file, name, workers=1, timeout=60))
+        for _ in range(2):
+            assert rewards(await scorer.score(PROMPT, episodes("4", "5"))) == [1.0, 1.0]
         await scorer.close()
 
     asyncio.run(main())

@@ -176,6 +176,22 @@ def test_a_bias_moves_what_is_sampled_and_its_log_probs(model: Path, tmp_path: P
     served(model, tmp_path, case)
 
 
+def test_there_are_no_more_most_probable_tokens_than_were_left(model: Path, tmp_path: Path) -> None:
+    async def case(client: Client) -> None:
+        one: Any = {"top_k": 1, "max_tokens": 2, "ignore_eos": True}
+        _, answer = await client.post(TEXT, {**one, "prompt": "a", "logprobs": 3})
+        said = answer["choices"][0]["logprobs"]
+        assert [list(row.values()) for row in said["top_logprobs"]] == [[0.0], [0.0]]
+        _, answer = await client.post(CHAT, {**one, "messages": ASKING, "logprobs": True, "top_logprobs": 3})
+        for token in answer["choices"][0]["logprobs"]["content"]:
+            assert [other["token"] for other in token["top_logprobs"]] == [token["token"]]
+        _, answer = await client.post(GENERATE, {"token_ids": [5], "sampling_params": {**one, "logprobs": 3}})
+        for token in answer["choices"][0]["logprobs"]["content"]:
+            assert [other["token_id"] for other in token["top_logprobs"]] == [token["token_id"]]
+
+    served(model, tmp_path, case)
+
+
 def test_the_sets_of_a_constraint_travel_once(model: Path, tmp_path: Path) -> None:
     async def case(client: Client) -> None:
         drawn = {"max_tokens": 60, "seed": 3}

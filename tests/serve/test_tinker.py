@@ -349,6 +349,11 @@ def test_options_of_sampling(client: tinker.ServiceClient) -> None:
     assert len({s.sequence_id for s in [*one.sequences, *two.sequences]}) == 4
     tops = one.sequences[0].topk_logprobs
     assert len(tops) == len(one.sequences[0].tokens) and all(len(top) == 2 and top[0][1] >= top[1][1] for top in tops)
+    only = types.SamplingParams(max_tokens=2, seed=5, top_k=1)
+    (few,) = sampler.sample(PROMPT, 1, only, topk_sample_logprobs=3).result().sequences
+    assert [[token for token, _ in row] for row in few.topk_logprobs] == [[token] for token in few.tokens], (
+        "no more are left"
+    )
     token = sampler.sample(PROMPT, 1, greedy()).result().sequences[0].tokens[2]
     stopped = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[token])
     sequence = sampler.sample(PROMPT, 1, stopped).result().sequences[0]

@@ -130,10 +130,12 @@ def _versions(spans: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any
 
 
 def tops(details: TokenDetails) -> list[dict[str, Any]]:
+    """Returns fewer than were asked for where filters or a constraint have left fewer to draw from: the engine fills up with -1."""
     ids, values = np.frombuffer(details.top_tokens, np.int32), np.frombuffer(details.top_logprobs, np.float32)
     return [
         {"token_id": token, "logprob": finite(value), "rank": place + 1}
         for place, (token, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True))
+        if token >= 0
     ]
 
 

@@ -272,7 +272,8 @@ def _top(tokens: bytes, logprobs: bytes, there: int, wanted: int) -> tuple[np.nd
     """[T, k] the first `wanted` of each row."""
     ids = np.frombuffer(tokens, np.int32).reshape(-1, there)
     values = np.frombuffer(logprobs, np.float32).reshape(-1, there)
-    return ids[:, :wanted], values[:, :wanted]
+    ids, values = ids[:, :wanted], values[:, :wanted]
+    return np.where(ids < 0, 0, ids), np.where(ids < 0, np.float32(NOTHING), values)  # filters have left fewer
 
 
 def _put_top(message: Any, ids: np.ndarray, values: np.ndarray) -> None:
