@@ -212,7 +212,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatEncoder]
     return {name: encoder_of(directory / name, template) for name, template in templates.items()}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     family=st.sampled_from([*tool_chats.TEMPLATES, "trims", "drops", "alternates"]),
     replies=REPLIES,

@@ -46,6 +46,10 @@ async def play(task, ask, give, config):
         raise KeyError("no such thing")
     if mode == "exits":
         os._exit(7)
+    if mode == "forks":
+        if os.fork() == 0:
+            return give("exact", 100.0)
+        time.sleep(0.2)
     if mode == "hangs":
         time.sleep(10000)
     if mode == "silent":
@@ -131,6 +135,11 @@ def test_a_row_is_a_task_whose_rewards_come_back_with_their_weights(tmp_path: Pa
     assert [turn.parents for turn in one.episode.turns] == [(), (0,), (1,)], "as many turns as the run allows"
     assert one.episode.turns[0].messages[0]["content"] == "say so"
     assert "printed by the taskset" in (tmp_path / "environment.log").read_text()
+
+
+def test_a_fork_of_a_taskset_answers_nothing(tmp_path: Path) -> None:
+    (found,) = played(tmp_path, [row(mode="forks")])
+    assert isinstance(found, Played) and found.rewards == {"exact": 2.0, "short": -0.5}
 
 
 def test_a_seed_draws_a_task_and_the_last_tasks_are_held_out(tmp_path: Path) -> None:
