@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from support.runs import preloaded_python
@@ -22,6 +23,8 @@ if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4e9:  # a containe
 
 pytest.register_assert_rewrite("support.native_calls", "support.trainer_calls")
 preloaded_python.share_with_runs()
+hypothesis.settings.register_profile("headrace", deadline=None)  # machines are up to ten times slower than others
+hypothesis.settings.load_profile("headrace")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

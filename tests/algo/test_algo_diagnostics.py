@@ -53,7 +53,7 @@ def test_statistics_of_every_bucket_against_numpy():
 
 
 @given(st.integers(1, 40), st.integers(0, 1000), st.integers(0, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_microbatches_and_ranks_add_up(count, seed, cut):
     whole, left, right = Diagnostics(), Diagnostics(), Diagnostics()
     everything = step(count, seed)

@@ -653,7 +653,7 @@ ALGORITHMS = [
 @given(
     st.lists(st.integers(1, 5), min_size=2, max_size=6), st.integers(0, 10**6), st.sampled_from(ALGORITHMS), st.data()
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_order_microbatches_and_ranks_never_change_the_gradient(lengths, seed, algo, draw):
     """Ranks add their gradients up as microbatches do: a split over both is one split.
 

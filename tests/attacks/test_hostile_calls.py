@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.chat.reading import read_calls
@@ -170,7 +170,6 @@ def integers(value: Any) -> Iterator[int]:
 
 
 @given(st.sampled_from(FORMATS), st.data())
-@settings(deadline=None)
 def test_every_call_that_is_read_may_be_sent_back(format: Any, data: st.DataObject) -> None:
     pieces = [*format.markers, *ARGUMENTS.values(), "<function=add>", "<parameter=a>", "</parameter>", "</function>"]
     pieces += ["add", "call:add", '{"name": "add", "arguments": ', "}", "{", '"a"', ":", "1", "1e999", "x" * 200, "\n"]

@@ -152,7 +152,7 @@ def one_encoder() -> Counting:
         max_size=6,
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_text_that_fits_is_never_called_too_long(pieces: list[tuple[str, int]]) -> None:
     encoder = one_encoder()
     text = "".join(word * times for word, times in pieces)

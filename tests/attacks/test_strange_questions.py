@@ -72,7 +72,7 @@ PATHS = [f"/api/{name}" for name in ("metrics", "curves", "part", "lanes", "diff
 
 
 @given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_board_answers_strange_numbers_in_words(board: TestClient, data: st.DataObject) -> None:
     query: dict[str, Any] = {"run": data.draw(st.sampled_from(["first", "absent", "../first", ""]))}
     query["metric"] = data.draw(st.sampled_from(["loss", "absent", ""]))

@@ -163,7 +163,7 @@ def conversations(pieces: list[str]) -> st.SearchStrategy[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_tokens_are_those_of_transformers_where_no_text_is_a_control_token(kind: str, data: st.DataObject) -> None:
     encoder, tokenizer = both(kind)
@@ -177,7 +177,7 @@ def test_tokens_are_those_of_transformers_where_no_text_is_a_control_token(kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_control_token_comes_from_data(kind: str, data: st.DataObject) -> None:
     encoder, tokenizer = both(kind)
@@ -306,7 +306,7 @@ MORE = st.dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     more=st.lists(MORE, min_size=1, max_size=3),
     content=st.text(max_size=9) | st.just(Loud("x")),

@@ -165,7 +165,7 @@ def test_a_node_is_renamed_when_its_block_fills_and_removed_with_all_behind_it()
     check(pool, prefixes, table)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 80), st.integers(0, 3), st.integers(0, 40)), max_size=25), st.integers(3, 12))
 def test_what_is_found_was_computed_from_the_same_tokens(texts, blocks):
     """Texts that begin alike, in a pool that is too small for them. `content` is what a real cache would hold."""

@@ -52,7 +52,7 @@ def kept(drawn: Drawn, row: int) -> list[int]:
     return drawn.mask.token_ids[drawn.mask.offsets[row] : drawn.mask.offsets[row + 1]].tolist()
 
 
-@rounds(max_examples=100, deadline=None)
+@rounds(max_examples=100)
 @given(
     seed=st.integers(0, 10_000),
     vocabulary=st.sampled_from([1, 2, 7, 16, 255, 256, 257, 900, 5000, 49_152]),

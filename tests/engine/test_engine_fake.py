@@ -30,7 +30,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return virtual_time.run(work)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 1000),
     name=st.text("abc/0123456789", min_size=1, max_size=8),

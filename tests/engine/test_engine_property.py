@@ -227,14 +227,14 @@ class Chaos:
                 assert stop == "interrupted" and len(told.tokens) <= most
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_each_request_samples_what_it_would_alone(seed: int) -> None:
     Chaos(seed).run(60)
 
 
 @pytest.mark.parametrize(("recurrent", "memory"), [(False, 3000), (True, None), (True, 3000)])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_a_models_own_cache_samples_so_too(recurrent: bool, memory: int | None, seed: int) -> None:
     """What spans say of the cache is true then as well, though states are lost and computed again."""
@@ -352,7 +352,7 @@ class Interruptions:
             assert len(whole) == wanted.sampling.max_tokens, "nothing is lost, nothing sampled twice"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32))
 def test_interrupted_in_any_order_no_token_is_lost_or_sampled_twice(seed: int) -> None:
     Interruptions(seed).run()

@@ -171,7 +171,7 @@ def alone(engine: NativeEngine, requests: list[Request]) -> Mapping[str, Transcr
 
 
 @pytest.mark.parametrize(("path", "name", "dtype"), EXACT)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 2**32))
 def test_going_on_from_a_prefix_changes_no_bit(path: str, name: str, dtype: str, seed: int) -> None:
     engine, rng = engine_of(path, name, dtype), random.Random(seed)

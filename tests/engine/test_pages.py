@@ -86,7 +86,7 @@ def segments(draw_from: np.random.Generator, sizes, context, *, heads, kv_heads,
 
 
 @needs_triton
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     st.lists(
         st.tuples(st.sampled_from([1, 1, 2, 9, 35]), st.sampled_from([0, 1, 31, 32, 33, 100])),

@@ -75,7 +75,7 @@ def everything(rows: int) -> np.ndarray:
     return np.ones(rows, bool)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10_000),
     vocabulary=st.sampled_from([2, 7, 64, 256, 257, 900, 5000]),

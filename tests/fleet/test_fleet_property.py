@@ -169,7 +169,7 @@ def world_of(directory: Path | None, s: dict[str, Any]) -> World:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(fleets)
 def test_no_member_serves_older_tokens_than_the_bound_allows(
     tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]

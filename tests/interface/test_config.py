@@ -200,7 +200,7 @@ def without_none(value: Any) -> Any:
     return [without_none(v) for v in value if v is not None] if isinstance(value, list) else value
 
 
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None)
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @given(options=options, rate=st.floats(-3.4e38, 3.4e38), path=st.text(), cores=st.lists(st.integers(0, 9)))
 def test_what_is_dumped_is_read_back(options, rate, path, cores):
     tree = Tree(Leaf(path, rate), cores=tuple(cores), leaves=(Leaf("a"), Leaf("b")), options=without_none(options))

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.commands.show.compare import compare, list_runs
@@ -115,7 +115,6 @@ COLUMN = st.builds(
 TEXT = st.lists(st.sampled_from(["a", "word", "longer-words-here", "日本語", "0.25"]), max_size=6).map(" ".join)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_drawn_tables_fit_and_keep_every_number_whole(data: st.DataObject) -> None:
     columns = [TableColumn(title="name"), *data.draw(st.lists(COLUMN, min_size=1, max_size=7))]

@@ -358,7 +358,7 @@ def test_state_agrees_with_the_run_that_made_the_facts() -> None:
 
 
 @given(st.integers(0, 400), st.integers(0, 5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_accounting_holds_at_every_instant(length: int, seed: int) -> None:
     state = folded(list(FactStream(steps=8, groups=2, size=2, seed=seed).facts())[:length])
     assert state.tickets.accounting().balance() == 0

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import rich.text
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.panel import Panel
 from rich.table import Table
@@ -54,7 +54,6 @@ def sent(*shown: Any) -> str:
 # --- the guard -----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(ANY)
 def test_what_is_printable_steers_nothing_and_has_the_same_length(text: str) -> None:
     shown = printable(text)
@@ -85,14 +84,12 @@ def test_what_is_replaced_is_still_seen() -> None:
     assert printable("a\x1b[2J\rb\x07\x7f\u202e\x9b\ud800") == "a␛[2J␍b␇␡���"
 
 
-@settings(deadline=None)
 @given(ANY)
 def test_json_stays_the_same_value(text: str) -> None:
     shown = printable_json(json.dumps({text: [text]}, ensure_ascii=False, indent=1))
     assert not any(map(is_unsafe, shown)) and json.loads(shown) == {text: [text]}
 
 
-@settings(deadline=None)
 @given(ANY)
 def test_a_drawn_text_steers_no_view_and_is_no_markup(text: str) -> None:
     table, fitted = Table(), FittedTable(texts("a", text))
@@ -141,7 +138,6 @@ def test_our_colours_arrive_though_the_stream_is_guarded(monkeypatch: pytest.Mon
     assert beneath.getvalue() == "\x1b[31m␛[2J\x1b[0m\n␛[2J"
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("aé日👨\x1b\u202e\x9b")), st.integers(1, 3))
 def test_characters_in_pieces_are_whole_again(text: str, size: int) -> None:
     ours, theirs = os.pipe()

@@ -144,7 +144,7 @@ def test_without_a_reward_there_is_no_mean() -> None:
     assert math.isnan(measured([[0.5, 0.7]]).reward_sem), "one prompt has no spread"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.none() | st.floats(-2, 2), min_size=1, max_size=4), min_size=1, max_size=6))
 def test_each_prompt_weighs_the_same_and_no_failure_is_a_number(rewards: list[list[float | None]]) -> None:
     means = [

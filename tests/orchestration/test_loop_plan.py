@@ -36,7 +36,7 @@ def plan(seed: int = 0, **rollout: Any) -> LoopPlan:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 40), size=st.integers(1, 4))
 def test_no_two_turns_and_no_two_environments_of_a_run_draw_the_same_numbers(seed: int, size: int) -> None:
     """Rollouts with equal numbers would be one rollout many times: no contrast where there is some, and none of it new."""

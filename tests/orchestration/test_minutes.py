@@ -79,7 +79,7 @@ class Timed(FakeWorld):
         self.trainer.seconds_per_step *= self.slower
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.floats(0.001, 2.0), st.floats(0.01, 30.0), st.floats(0.0, 20.0), st.floats(1 / 3, 3.0), st.integers(2, 40),
     st.floats(60.0, 1200.0), st.sampled_from((0.25, 1.0, 2.0)),

@@ -36,7 +36,7 @@ from headrace.testing.fake_trainer import FakeTrainer
 from support.fake_world import PATIENT, FakeWorld, scheduled_world, schedules
 
 
-@settings(max_examples=100, deadline=None)  # `test_partial.py` asserts the same in 25 more of each of seven modes
+@settings(max_examples=100)  # `test_partial.py` asserts the same in 25 more of each of seven modes
 @given(schedules)
 def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
     world = scheduled_world(tmp_path_factory.mktemp("run"), s)
@@ -234,7 +234,7 @@ def test_c6_a_stall_is_said_and_then_stops_the_run(tmp_path: Path, who: str) -> 
     assert any("has waited 300 s" in warning.message for warning in world.facts.of(Warned))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(schedules, st.floats(0.1, 20.0))
 def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
     tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any], when: float

@@ -90,7 +90,7 @@ def probe_of(pieces: Sequence[Sequence[int]], dtype: str = "float32") -> tuple[I
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), DTYPES, st.booleans()), min_size=1, max_size=6),
     st.randoms(),

@@ -79,7 +79,7 @@ def test_what_fits_is_computed_once_where_all_at_once_compute_everything_again()
     assert after.forwarded <= 1.1 * once and before.forwarded >= 1.7 * once, (before.forwarded, after.forwarded)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kv=st.integers(1, 4000),
     rollouts=st.dictionaries(

@@ -66,7 +66,7 @@ def _busy(tmp: Path, mode: Any, **other: Any) -> FakeWorld:
 def test_every_mode_keeps_the_contracts_in_every_schedule(
     tmp_path_factory: pytest.TempPathFactory, mode: Any, examples: int
 ) -> None:
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(s=schedules)
     def keeps_them(s: dict[str, Any]) -> None:
         world = dataclasses.replace(

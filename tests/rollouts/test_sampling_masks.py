@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.sampling_masks import decode_set, encode_set, joined_masks, shortened_mask
@@ -49,7 +49,6 @@ LEFT = st.none() | st.frozensets(st.integers(0, VOCABULARY - 1), min_size=1)
 PART = st.lists(st.tuples(LEFT, st.booleans()), max_size=8)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(PART, st.booleans()), max_size=4), st.integers(0, 40))
 def test_joined_and_cut_off_masks_say_the_same_of_every_token(parts: list[tuple[list, bool]], count: int) -> None:
     """A part without a mask is one of tokens from which nothing was cut."""

@@ -96,7 +96,7 @@ def strict(directory: Path) -> tuple[list[AnyRecord], JournalDamaged | None]:
     return found, None
 
 
-slow_disk = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+slow_disk = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 # -- what is written is read ------------------------------------------------------------------------------------------

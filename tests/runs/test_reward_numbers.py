@@ -86,7 +86,7 @@ def judged(*given: list[Any]) -> list[Scored | Failure]:
 
 
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "zero"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     columns=st.integers(2, 6).flatmap(
         lambda n: st.lists(st.lists(number, min_size=n, max_size=n), min_size=1, max_size=2)

@@ -135,7 +135,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(VALUES, min_size=1, max_size=8), VALUES)
 def test_values_pass_through_as_they_are_and_no_other_passes(sandbox, values, other):
     right = f"def f(i): return {values!r}[i]\ndef g(x): return x"
@@ -157,7 +157,7 @@ CHANGES = st.sampled_from(
 GIVEN = "a = [[1, 2], [3], {'k': 0}, {1}]\nfirst, named = a[0], a[2]\n"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(CHANGES, min_size=1, max_size=4), st.integers(0, 3))
 def test_changes_in_place_are_those_of_ordinary_python(sandbox, changes, left_out):
     """The test sees what the code has done to an argument, and to what is in it under another name; a program that leaves one of the changes out

@@ -111,7 +111,7 @@ def test_a_group_of_equal_texts_is_not_asked_about_and_has_no_contrast(mode):
 
 
 @given(st.lists(st.text("ab", max_size=4), min_size=2, max_size=6), st.permutations(range(6)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ranks_and_comparisons_agree_and_the_order_of_the_rollouts_does_not_matter(texts, order):
     order = [i for i in order if i < len(texts)]
     shuffled = [texts[i] for i in order]
@@ -136,7 +136,7 @@ def test_a_judge_that_prefers_the_first_place_favours_nobody():
 
 
 @given(st.integers(2, 6), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_win_rates_are_shares_of_all_comparisons(count, draw):
     pairs = list(itertools.combinations(range(count), 2))
     values: Values = [draw.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in pairs]

@@ -240,7 +240,7 @@ def test_requests_wait_for_their_turn_which_is_no_part_of_the_deadline():
 
 
 @given(st.lists(st.sampled_from([None, *sorted(LASTING)]), max_size=6), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_goes_wrong_a_group_gets_its_scores_or_a_reason(faults, retries):
     post = ScriptedPost(lengths, faults=faults)
     found = scored_by(RewardConfig(services=(service(retries=retries),)), post, "a", "bcd")

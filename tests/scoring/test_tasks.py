@@ -328,7 +328,7 @@ def test_held_out_rows_from_a_file_of_their_own(tmp_path: Path) -> None:
     assert drawn == {f"question {i}": 2 for i in (0, 1, 2, 4, 5)}, "what is held out is not trained on"
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=14), st.integers(0, 6), st.integers(0, 3), st.booleans()
 )

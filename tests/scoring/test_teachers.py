@@ -99,7 +99,7 @@ def test_every_turn_is_scored_given_its_whole_path_and_paths_are_asked_once():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 5)), min_size=1, max_size=7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_tree_of_turns_is_scored_as_if_each_were_asked_alone(shape: list[tuple[int, int, int]]):
     turns: list[Turn] = []
     for number, (between, length, back) in enumerate(shape):

@@ -257,7 +257,7 @@ _FIELDS = (
 _BODIES = st.tuples(st.sampled_from(list(JSON_ROUTES)), st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=4))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(bodies=st.lists(_BODIES, min_size=4, max_size=16), data=st.data())
 def test_whatever_the_bodies_of_numbered_requests_are_the_next_one_is_done(
     tmp_path_factory: pytest.TempPathFactory, bodies: list[tuple[str, dict[str, Any]]], data: st.DataObject
@@ -277,7 +277,7 @@ def test_whatever_the_bodies_of_numbered_requests_are_the_next_one_is_done(
     talk(tmp_path_factory.mktemp("service"), case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(model=st.text(max_size=20), number=st.integers(0, 2**31 - 1), rest=st.binary(max_size=40), cut=st.booleans())
 def test_the_numbers_of_a_message_are_in_its_first_bytes(model: str, number: int, rest: bytes, cut: bool) -> None:
     body = passed(model, number, loss_fn="cross_entropy")
@@ -288,7 +288,7 @@ def test_the_numbers_of_a_message_are_in_its_first_bytes(model: str, number: int
     assert found == NumberedRequest(model, number, trains=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=40))
 def test_other_bytes_have_no_number_and_raise_nothing(body: bytes) -> None:
     for found in (of_protobuf(body), of_json(body)):

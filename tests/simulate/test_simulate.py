@@ -610,7 +610,7 @@ def test_pacing_has_no_length_bias_and_dropping_has():
     assert dropping.trained_length < 0.9 * dropping.drawn_length
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     groups=st.integers(1, 4),

@@ -46,7 +46,7 @@ def tensors(draw: st.DrawFn) -> tuple[Tensor, list[list[Runs]], list[Runs]]:
 
 
 @given(tensors())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_parts_are_read_in_other_parts(tmp_path_factory: pytest.TempPathFactory, given: object) -> None:
     tensor, holders, wanted = given  # type: ignore[misc]
     directory = tmp_path_factory.mktemp("parts")

@@ -47,7 +47,7 @@ def listed(counts: Tensor, indices: Tensor) -> set[tuple[int, int]]:
 
 
 @given(st.integers(0, 10**6), st.sampled_from([5, 90, 300]), st.sampled_from([0, 0, 1, 30, 200]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_blocks_are_those_of_the_paths(seed: int, longest: int, window: int):
     segments = random_tree(seed, longest)
     expected, count = along_the_path(segments, window), segments[-1].end

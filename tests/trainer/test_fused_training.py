@@ -290,7 +290,7 @@ def forests(draw):
 
 
 @given(forests(), st.integers(0, 40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_attention_over_any_forest(segments, window):
     check_attention(segments, 4, 2, 16, window, F32)
 

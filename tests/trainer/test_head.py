@@ -120,7 +120,7 @@ def test_a_models_own_logits_give_the_same(masked):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 19), st.sets(st.integers(0, 19))), max_size=12))
 def test_any_mask(rows):
     """(place, label, kept): the kept probabilities sum to one whenever the label is among them."""

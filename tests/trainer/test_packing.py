@@ -372,7 +372,7 @@ def check_layout(pack: Pack) -> None:
         chain.append(number)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows_strategy(), st.integers(1, 40), st.booleans(), st.integers(1, 8))
 def test_every_row_whole_once_with_its_own_context_and_numbers(rows, budget, share, least):
     plan = plan_of(rows, budget, share=share, least_saved=least)
@@ -386,7 +386,7 @@ def test_every_row_whole_once_with_its_own_context_and_numbers(rows, budget, sha
     assert math.isclose(weights, 1 if expected else 0, rel_tol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows_strategy())
 def test_what_is_forwarded_is_the_trie_of_all_rows(rows):
     prefixes = set()
@@ -397,7 +397,7 @@ def test_what_is_forwarded_is_the_trie_of_all_rows(rows):
     assert sum(len(pack.tokens) for pack in plan_of(rows).packs) == len(prefixes)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows_strategy(), st.integers(1, 40))
 def test_packing_is_deterministic(rows, budget):
     first, second = (plan_of(rows, budget) for _ in range(2))
@@ -405,7 +405,7 @@ def test_packing_is_deterministic(rows, budget):
     assert [p.segments for p in first.packs] == [p.segments for p in second.packs]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=9)), max_size=7
@@ -434,7 +434,7 @@ def test_every_row_gets_the_routes_that_it_recorded(given_rows):
 # -- ranks ------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows_strategy(), st.integers(1, 40), st.integers(1, 5))
 def test_ranks_have_the_whole_step_between_them_and_equally_many_microbatches(rows, budget, ranks):
     plans = split_ranks(StepRows(rows, token_mean, constant=0, budget=budget, step=5), ranks)

@@ -87,7 +87,7 @@ def whole(model_dir):
     return one, gradients(one, batch(5))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 80), st.randoms(use_true_random=False))
 def test_neither_order_nor_split_changes_the_gradient(whole, budget, rng):
     one, (expected_loss, expected) = whole

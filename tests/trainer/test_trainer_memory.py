@@ -67,7 +67,7 @@ def same(one: TorchTrainer, other: TorchTrainer) -> bool:
 
 
 @given(st.floats(-(2.0**99), 2.0**99, width=32).filter(lambda x: x == 0 or abs(x) > 1e-30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rounding_gives_one_of_the_two_neighbours(value):
     exact = torch.full((64,), value)
     rounded = round_stochastically(exact).float()

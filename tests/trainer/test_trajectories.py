@@ -177,7 +177,7 @@ def test_rows_microbatches_and_ranks_change_neither_loss_nor_gradient(algo):
 
 
 @given(st.integers(0, 10**6), st.integers(6, 40), st.sampled_from(ALGORITHMS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_batch_and_no_budget_changes_the_step(seed, budget, algo):
     expected = step_of(batch_of(algo, seed, cut=False), algo, 1000, Single())
     same(step_of(batch_of(algo, seed, cut=True), algo, budget, Single()), expected)

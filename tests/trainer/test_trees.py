@@ -136,7 +136,7 @@ def grown(given_rows: list[tuple[int, list[int]]]) -> list[Row]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(given_rows=tries, budget=st.integers(1, 40))
 def test_gradients_of_random_tries(name, given_rows, budget):
     model, forward = models(name)
@@ -147,7 +147,7 @@ def test_gradients_of_random_tries(name, given_rows, budget):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(given_rows=tries, budget=st.integers(1, 40), ranks=st.integers(1, 4))
 def test_gradients_summed_over_ranks_are_those_of_one(given_rows, budget, ranks):
     """Microbatches that fill up are forwarded like the others, and add nothing."""
@@ -265,7 +265,7 @@ def heads(count: int) -> list[Tensor]:
     return [torch.randn(1, h, count, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.randoms(use_true_random=False),
     st.integers(1, 9),

@@ -36,7 +36,6 @@ def images(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
     return width, image(before, width), image(now, width)
 
 
-@settings(deadline=None)
 @given(images())
 def test_any_bits_come_back_and_both_searches_give_the_same_bytes(case: tuple[int, bytes, bytes]) -> None:
     width, before, now = case
@@ -84,7 +83,7 @@ def test_a_difference_that_is_too_long_is_none() -> None:
     assert encode(memoryview(before), memoryview(before), 2, 2048) is not None
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_bytes_that_are_no_difference_of_this_image_are_refused_or_change_it_alone(data: st.DataObject) -> None:
     """A spoilt stream raises ValueError or gives other bytes, which the fingerprint finds; it never writes elsewhere."""

@@ -287,13 +287,13 @@ async def _every_letter_survives(opening: Opening, events: list[tuple[str, int, 
     assert found == wanted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(events=EVENTS)
 def test_every_letter_survives_in_memory(events: list[tuple[str, int, int]]) -> None:
     virtual_time.run(_every_letter_survives(_opening("memory", Path()), events))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(events=EVENTS)
 def test_every_letter_survives_in_files(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int, int]]
@@ -302,7 +302,7 @@ def test_every_letter_survives_in_files(
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(events=EVENTS)
 def test_every_letter_survives_in_redis(redis: RedisServer, events: list[tuple[str, int, int]]) -> None:
     name = f"property {next(_NUMBERS)}"

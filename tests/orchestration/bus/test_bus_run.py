@@ -597,7 +597,7 @@ def _faults(s: dict[str, Any]) -> BusFaults:
     return BusFaults(**{name: s[name] for name in names}, shuffled=True)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(schedule=SCHEDULES)
 def test_every_contract_holds_whatever_the_bus_does(schedule: dict[str, Any]):
     async def case() -> None:
@@ -606,7 +606,7 @@ def test_every_contract_holds_whatever_the_bus_does(schedule: dict[str, Any]):
     virtual_time.run(case())
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(schedule=SCHEDULES)
 def test_every_contract_holds_in_files_too(tmp_path_factory: pytest.TempPathFactory, schedule: dict[str, Any]):
     directory, chance = tmp_path_factory.mktemp("bus"), random.Random(schedule["seed"])

@@ -92,7 +92,7 @@ def answered(
     return virtual_time.run(case())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     form=st.sampled_from(["group", "request"]),
     at_least=st.integers(0, 4),

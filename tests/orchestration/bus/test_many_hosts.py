@@ -43,7 +43,7 @@ step = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(step, max_size=30))
 def test_sums_that_follow_changes_are_those_that_are_counted_anew(
     steps: list[tuple[str, str, int, int, float]],

@@ -112,7 +112,7 @@ async def talked(cuts: list[Cut], sizes: list[int], in_turn: bool = False) -> in
 CUTS = st.lists(st.tuples(st.booleans(), st.integers(0, 4000), st.booleans()), max_size=7)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cuts=CUTS, sizes=st.lists(st.sampled_from([0, 1, 10, 300, 3000, 200_000]), min_size=1, max_size=9))
 def test_nothing_is_lost_or_doubled_wherever_the_connection_is_cut(
     cuts: list[tuple[bool, int, bool]], sizes: list[int]

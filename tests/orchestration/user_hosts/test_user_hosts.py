@@ -316,7 +316,7 @@ def test_processes_that_run_when_the_machines_are_released_end_with_them(tmp_pat
     virtual_time.run(go())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lives=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     machines=st.integers(1, 3),
