@@ -246,15 +246,16 @@ def _listen(loop: asyncio.AbstractEventLoop, obey: Any) -> None:
     os._exit(1)
 
 
+PID = os.getpid()
+"""The process that was started. A fork of it has another."""
+
+
 def _say(reports: Any, report: dict[str, Any]) -> None:
     if os.getpid() != PID:
         os._exit(1)  # a fork that a taskset has made, and that has come back here, would answer in place of its rollout
     with suppress(BrokenPipeError):  # the run is over
         reports.write(f"{json.dumps(report)}\n")
         reports.flush()
-
-
-PID = os.getpid()
 
 
 def main() -> None:
