@@ -19,6 +19,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import LiveRecord
 from headrace.engine.config import EngineConfig
+from headrace.engine.native import served_how
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
@@ -87,8 +88,11 @@ def test_a_rehearsal_shows_the_prompt_the_reward_the_algorithm_and_where_everyth
         assert f"\n  {who:<13} " in shown
 
 
-def test_the_way_in_which_an_unusual_model_is_served_is_named_and_refused_before_it_is_loaded(tmp_path, tiny_llama):
+def test_the_way_in_which_an_unusual_model_is_served_is_named_and_refused_before_it_is_loaded(
+    tmp_path, tiny_llama, monkeypatch
+):
     """Its config alone is read: the weights beside it are another model's."""
+    monkeypatch.setattr(served_how, "SECONDS", 1200)  # a process that imports torch, on a busy machine
     unusual = shutil.copytree(tiny_llama, tmp_path / "unusual")
     config = json.loads((unusual / "config.json").read_text())
     (unusual / "config.json").write_text(json.dumps({**config, "model_type": "gemma2", "head_dim": 8}))
