@@ -14,7 +14,7 @@ from torch._dynamo import register_backend
 from headrace.algo.config import AlgoConfig
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.compiled import MANY, Compilation, compiled
+from headrace.trainer.forward.compiled import MANY, Compilation, compiled, difference
 from headrace.trainer.model.causal_lm import layers_of
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
@@ -90,6 +90,12 @@ def test_what_is_not_compiled_stays_as_it_was_and_is_said_once(
     _, loss, gradient = gradients(made, 0)
     assert loss == before[1] and all(torch.equal(gradient[name], tensor) for name, tensor in before[2].items())
     assert made.step(batch(0, 0)).notice == found.why_not and not made.step(batch(1, 1)).notice
+
+
+def test_numbers_that_are_not_finite_are_different_wherever_they_come() -> None:
+    good, bad = torch.tensor([1.0, 2.0]).double(), torch.tensor([1.0, torch.nan]).double()
+    assert difference([good, good], [good, good], 1e-4) == ""
+    assert all(difference(found, [good, good], 1e-4) for found in ([good, bad], [bad, good], [good, good + 1e-3]))
 
 
 def test_many_graphs_are_said_once_with_the_remedy(model_dir: Saved):  # noqa: F811

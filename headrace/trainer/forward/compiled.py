@@ -79,9 +79,7 @@ def compiled(forward: Forward, dtype: torch.dtype, copies: StepCopies, backend: 
         for pack in _trees(forward.model):
             found.append(_numbers(fast, pack, dtype, copies))
             made.append(graphs())
-        reason = (
-            "its graphs are for one length each" if made[2] > made[1] else _difference(found, expected, NEAR[dtype])
-        )
+        reason = "its graphs are for one length each" if made[2] > made[1] else difference(found, expected, NEAR[dtype])
     except Exception as error:  # whatever it was, eager layers compute the same
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     if reason:
@@ -160,9 +158,13 @@ def _numbers(forward: Forward, pack: Pack, dtype: torch.dtype, copies: StepCopie
     return torch.cat([logprob.detach(), torch.cat([norms, along]) / norms.norm()]).double().cpu()
 
 
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor], near: float) -> str:
-    most = max(
-        float((actual - wanted).abs().max() / max(1.0, float(wanted.abs().max())))
-        for actual, wanted in zip(found, expected, strict=True)
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor], near: float) -> str:
+    """Returns a sentence if the numbers differ by more than `near` of their size, or are not finite."""
+    differences = torch.stack(
+        [
+            (actual - wanted).abs().max() / wanted.abs().max().clamp(min=1)
+            for actual, wanted in zip(found, expected, strict=True)
+        ]
     )
+    most = float(differences.max())  # not a number if one of them is none: Python's `max` would leave it out
     return "" if most <= near else f"log-probs or gradients differ from the eager ones by {most:.2g}"
