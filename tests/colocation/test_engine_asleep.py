@@ -20,7 +20,7 @@ from support.tiny_models import skip_where_inexact
 
 def forwarded(driver: CoreDriver, since: int = 0) -> int:
     """Tokens that went through the model."""
-    return sum(len(batch.tokens) for batch in driver.runner.passes[since:])
+    return sum(len(batch.tokens) for batch in driver.runner.forwarded[since:])
 
 
 def wake(driver: CoreDriver, new: bool) -> None:
@@ -107,7 +107,7 @@ def test_nothing_is_forked_or_reused_from_a_cache_that_is_gone():
     wake(driver, new=False)
     with pytest.raises(ValueError, match="has made room for others"):
         driver.engine.add(Request("fork", (), Sampling(max_tokens=3), fork=Fork("a", 2)))
-    before = len(driver.runner.passes)
+    before = len(driver.runner.forwarded)
     driver.run(request("again", prompt(40), 4))
     driver.check("again")
     assert forwarded(driver, before) >= 40, "the prompt is computed again"

@@ -17,7 +17,7 @@ from support.fake_engine_model import LAYERS, POISON, CoreDriver, K, draw, logit
 
 def forwarded(driver: CoreDriver, since: int = 0) -> int:
     """Tokens that went through the model."""
-    return sum(len(batch.tokens) for batch in driver.runner.passes[since:])
+    return sum(len(batch.tokens) for batch in driver.runner.forwarded[since:])
 
 
 def completion(driver: CoreDriver, wanted: Request) -> Completion:
@@ -44,9 +44,9 @@ def test_paused_it_computes_nothing_and_keeps_everything():
     assert not driver.engine.has_work() and driver.engine.stats().running == 2
     driver.swap()  # weights may come meanwhile
     driver.add(request("c", prompt(3), 2))
-    passes = len(driver.runner.passes)
+    passes = len(driver.runner.forwarded)
     driver.step()
-    assert len(driver.runner.passes) == passes
+    assert len(driver.runner.forwarded) == passes
     driver.engine.resume()
     driver.run()
     for name in "abc":
@@ -162,7 +162,7 @@ def test_the_next_turn_of_a_conversation_forwards_what_is_new():
     driver = CoreDriver()
     first = driver.run(request("first", prompt(50), 20))["first"]
     context = (*prompt(50), *first.tokens, 1, 2, 3)
-    before = len(driver.runner.passes)
+    before = len(driver.runner.forwarded)
     driver.run(request("second", context, 5))
     assert forwarded(driver, before) == 1 + 3 + 4, "the token sampled last, the new ones, and those sampled now"
     driver.check("second")
@@ -195,7 +195,7 @@ def test_recompute_builds_the_cache_anew_shared_prompts_once_and_loses_no_token(
         driver.step()
     sampled = [len(driver.told[str(i)].tokens) for i in range(4)]
     driver.swap()
-    before = len(driver.runner.passes)
+    before = len(driver.runner.forwarded)
     while driver.engine.stats().running < 4 or len(driver.told["3"].tokens) == sampled[3]:
         driver.step()
     own = sum(sampled)
@@ -231,11 +231,11 @@ def test_a_fork_goes_on_from_an_earlier_token_and_forwards_one(at, ended):
     driver.add(request("a", prompt(20), 30 if ended else 80))
     while not driver.told["a"].stop and len(driver.told["a"].tokens) < 31:
         driver.step()
-    before = len(driver.runner.passes)
+    before = len(driver.runner.forwarded)
     driver.add(Request("fork", (), Sampling(max_tokens=6, seed=5, ignore_eos=True), fork=Fork("a", at)))
     driver.run()
-    batches = [b for b in driver.runner.passes[before:] if 20 + at - 1 in b.context.tolist()]
-    assert batches and all((np.diff(batch.starts) == 1).all() for batch in driver.runner.passes[before:])
+    batches = [b for b in driver.runner.forwarded[before:] if 20 + at - 1 in b.context.tolist()]
+    assert batches and all((np.diff(batch.starts) == 1).all() for batch in driver.runner.forwarded[before:])
     driver.check("fork", (*prompt(20), *driver.told["a"].tokens[:at]))
     driver.check("a")
 
@@ -434,7 +434,7 @@ def test_with_exact_prompts_are_cut_at_the_same_places_whatever_else_there_is():
         driver.run()
         segments = [
             (int(context), int(length))
-            for batch in driver.runner.passes
+            for batch in driver.runner.forwarded
             for context, length, tokens in zip(
                 batch.context, np.diff(batch.starts), np.split(batch.tokens, batch.starts[1:-1]), strict=True
             )

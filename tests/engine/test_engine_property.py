@@ -253,7 +253,7 @@ def test_a_block_that_holds_what_it_should_not_is_noticed() -> None:
     driver.add(request("a", PROMPTS[5], 20))
     for _ in range(6):
         driver.step()
-    driver.runner.cache["token"][driver.runner.passes[-1].tables[0, 0], 3] += 1
+    driver.runner.cache["token"][driver.runner.forwarded[-1].tables[0, 0], 3] += 1
     driver.run()
     with pytest.raises(AssertionError, match="of a"):
         driver.check("a")

@@ -54,7 +54,7 @@ class FakeRunner:
         self.poisoned = False
         self.adapters: dict[int, int] = {}
         """Slot -> what tells one adapter's weights from others': number of its name, and version."""
-        self.passes: list[ForwardInput] = []
+        self.forwarded: list[ForwardInput] = []
         self.oldest: np.ndarray = np.zeros(0)
         """Of each row of the last pass: the oldest version among its entries."""
 
@@ -95,7 +95,7 @@ class FakeRunner:
             self.adapters[slot] = adapter
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        self.passes.append(batch)
+        self.forwarded.append(batch)
         self._check(batch)
         segments, positions = batch.segments(), batch.positions()
         blocks = batch.tables[segments, positions // BLOCK]
@@ -218,7 +218,7 @@ class CoreDriver:
             self.told[request.id] = Reported()
 
     def step(self) -> StepOutput:
-        before = len(self.runner.passes)
+        before = len(self.runner.forwarded)
         output = self.engine.step()
         assert output.mixed == (self.runner.part > 0) or not output.tokens, "what is told of a mixture is true"
         for i, name in enumerate(output.request_ids):
@@ -229,7 +229,7 @@ class CoreDriver:
             told.versions.append(output.versions[i] if output.versions else output.version)
             told.kv_versions.append(output.kv_versions[i])
             told.parts.append(self.runner.part)
-        if len(self.runner.passes) > before and len(output.kv_versions) == len(self.runner.oldest):
+        if len(self.runner.forwarded) > before and len(output.kv_versions) == len(self.runner.oldest):
             assert list(output.kv_versions) == self.runner.oldest.tolist(), "what spans say of the cache is true"
         for end in output.finished:
             told = self.told[end.request_id]

@@ -82,7 +82,7 @@ class FakeOwnCache(OwnCacheRunner):
         super().__init__(cast(Skeleton, found), 128, dtype=torch.float32, device=torch.device("cpu"))
         self.block_nbytes = 1024
         self._memory = memory
-        self.passes: list[ForwardInput] = []
+        self.forwarded: list[ForwardInput] = []
         self.oldest = np.zeros(0)
         """Of each row of the last pass: the oldest version among its entries."""
 
@@ -100,7 +100,7 @@ class FakeOwnCache(OwnCacheRunner):
         return int(self.model.part)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        self.passes.append(batch)
+        self.forwarded.append(batch)
         self.model.seen = []
         out = super().forward(batch)
         self.oldest = np.array([int(seen.min()) for seen in self.model.seen])
