@@ -158,11 +158,16 @@ def _details(choice: Any, content: Sequence[Any], request: Request) -> list[Toke
     if len(masks) != len(content):
         raise Unreachable(f"the server sent {len(content)} tokens and {len(masks)} sampling masks")
     sets = choice.get("sampling_sets") or [("", "")] * len(content)
+
+    def filled(found: list[Any], filler: float) -> list[Any]:
+        """As many as were asked for, as an engine of this machine has them: filters may have left fewer to draw from."""
+        return [*found, *[filler] * (request.top_logprobs - len(found))]
+
     return [
         TokenDetails(
             request.id,
-            array("i", [top["token_id"] for top in entry["top_logprobs"]]).tobytes(),
-            array("f", [_number(top["logprob"]) for top in entry["top_logprobs"]]).tobytes(),
+            array("i", filled([top["token_id"] for top in entry["top_logprobs"]], -1)).tobytes(),
+            array("f", filled([_number(top["logprob"]) for top in entry["top_logprobs"]], -math.inf)).tobytes(),
             array("i", mask).tobytes(),
             set_name=bytes.fromhex(set_name),
             set=base64.b64decode(one_set),
