@@ -230,6 +230,6 @@ def test_a_frame_that_nobody_would_read_is_neither_sent_nor_awaited() -> None:
         length_of(struct.pack("<I", LONGEST + 1))
     numbers = iter(range(10))
     too_long = msgspec.Raw(memoryview(bytearray(LONGEST)))
-    with pytest.raises(ValueError, match="the limit is .* lower staleness.groups_per_step"):
+    with pytest.raises(ValueError, match="the limit is .* lower rollout.max_tokens"):
         numbered(Frame(1, "step", too_long), numbers)
     assert next(numbers) == 0, "no message is missing because of it"
