@@ -20,7 +20,8 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.model.outline import Region
-from headrace.trainer.packing import DealtRows, StepPlan, StepRows, own_plan
+from headrace.trainer.packing import DealtRows, StepPlan, plan_of
+from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Microbatches, TensorPiece
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ class Simulated:
 
     def __init__(self, rank: int, ring: Ring) -> None:
         self._rank, self._ring = rank, ring
+        self.parallel, self.share = ParallelConfig(shard=ring.ranks), rank
         self._held: list[torch.nn.Parameter] = []
         """The parameters that lie in parts."""
 
@@ -109,8 +111,8 @@ class Simulated:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
-        return own_plan(rows, self._rank, self._ring.ranks)
+    def plan(self, rows: DealtRows) -> StepPlan:
+        return plan_of(rows)
 
     def accumulate(self, work: Microbatches) -> None:
         for number in range(len(work.packs)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.types import Prompt
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.packing import StepPlan, StepRows, pack_rows, split_ranks
+from headrace.trainer.placement.port import Placement
 from headrace.trainer.step.trainer import TorchTrainer
 
 
@@ -124,6 +127,14 @@ def group(rng: random.Random, rows: int, prompt: int, longest: int) -> Group:
 def batch(seed: int = 0, step: int = 0, temperature: float = 1.0) -> Batch:
     rng = random.Random(seed)
     return Batch(step, (group(rng, 4, 5, 7), group(rng, 1, 3, 4), group(rng, 3, 9, 2)), temperature)
+
+
+def own_plan(rows: StepRows, placement: Placement) -> StepPlan:
+    """The plan of one rank, from the rows of the whole step."""
+    if placement.plain:
+        return pack_rows(rows)
+    parallel = placement.parallel
+    return split_ranks(replace(rows, budget=rows.budget * parallel.context), parallel.batches)[placement.share]
 
 
 def gradients(of: TorchTrainer, given_batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:

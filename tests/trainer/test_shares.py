@@ -20,7 +20,7 @@ from headrace.core.types import Prompt, RoutingTrace, SamplingMask, TeacherTrace
 from headrace.trainer.dealing.deal import Dealing
 from headrace.trainer.dealing.share import PackedShare, RowBlock, ShareHead, received, shares_of
 from headrace.trainer.dealing.trees import first_fit
-from headrace.trainer.packing import DealtRows, StepPlan, StepRows, own_plan, pack_rows, split_ranks
+from headrace.trainer.packing import DealtRows, StepPlan, StepRows, pack_rows, plan_of, split_ranks
 
 SETS = tuple(encode_set(np.frombuffer(bytes(bits), np.uint8)) for bits in ([3, 1], [255], [0, 9]))
 
@@ -115,10 +115,10 @@ def test_a_rank_makes_of_its_share_what_it_would_make_of_the_whole_step(seed: in
     expected = [pack_rows(whole)] if alone else split_ranks(whole, ranks)
     dealing = Dealing(budget=budget, ranks=1 if alone else ranks, by_cost=not alone, share=share)
     shares = shares_of(batch, dealing)
-    for rank, (plan, packed) in enumerate(zip(expected, shares, strict=True)):
+    for plan, packed in zip(expected, shares, strict=True):
         given = received(*sent(packed, chance.choice([1, 30, 10_000])))
         assert (given.head.adapter, given.head.skippable, given.head.steps) == ("math", False, 9)
-        made = own_plan(DealtRows(given.dealt, aggregation, constant=8, step=3), rank, ranks)
+        made = plan_of(DealtRows(given.dealt, aggregation, constant=8, step=3))
         assert bits(made) == bits(plan)
 
 
@@ -173,13 +173,13 @@ def test_the_first_bin_with_room_is_found(room: int) -> None:
 def test_the_plan_of_a_share_says_what_was_dropped_once() -> None:
     hole = msgspec.structs.replace(plain((1,), 4, 0), logprobs=(-1.0, float("nan"), -1.0, -1.0))
     group = Group(0, Prompt("p", "", (1,)), (), (hole, plain((2,), 4, 1)))
-    plans = [plan_of(share) for share in shares_of(Batch(0, (group,)), Dealing(budget=100, ranks=2))]
+    plans = [sent_plan(share) for share in shares_of(Batch(0, (group,)), Dealing(budget=100, ranks=2))]
     assert [plan.dropped_tokens for plan in plans] == [1, 0]
 
 
-def plan_of(share: PackedShare) -> StepPlan:
+def sent_plan(share: PackedShare) -> StepPlan:
     given = received(*sent(share, 100))
-    return own_plan(DealtRows(given.dealt, AGGREGATIONS["token_mean"], constant=0, step=0), 0, 1)
+    return plan_of(DealtRows(given.dealt, AGGREGATIONS["token_mean"], constant=0, step=0))
 
 
 def test_ranks_order_trees_by_cost_and_a_device_alone_does_not() -> None:

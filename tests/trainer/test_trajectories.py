@@ -27,10 +27,11 @@ from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, Versi
 from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.dealing.share import head_of
 from headrace.trainer.forward.forward import TokenScores
-from headrace.trainer.packing import Pack, StepRows
+from headrace.trainer.packing import Pack, StepRows, pack_rows
 from headrace.trainer.placement.port import Single
 from headrace.trainer.step.gradient import Gradient
 from headrace.trainer.step.whole_step import pairs_of
+from support.trainer_calls import own_plan
 
 V = 120
 """More than the tokens of a batch, which are all different: a selection may not have to choose between equal ones."""
@@ -80,7 +81,7 @@ def step_of(batch: Batch, algo: AlgoConfig, budget: int, placement: Any) -> tupl
         pairs=pairs_of(head_of(batch)) if algo.recipe.loss.pairs else None,
     )
     gradient._precision = nullcontext  # type: ignore[method-assign]
-    plan = placement.plan(rows)
+    plan = own_plan(rows, placement)
     sums = gradient.fill(_wide(plan))
     model.logits.grad = torch.zeros(V, dtype=torch.float64) if model.logits.grad is None else model.logits.grad
     return sums.loss, placement.whole(model.logits.grad).numpy().copy(), len(plan.packs), sums
@@ -196,7 +197,7 @@ def test_two_rollouts_of_equal_lengths_weigh_the_same_in_whatever_rows():
             step=9,
             trajectories=trajectories_of([_group(named)]),
         )
-        (pack,) = Single().plan(given).packs
+        (pack,) = pack_rows(given).packs
         assert pack.weight[pack.row == 0].sum() == pytest.approx(shares[0])
         assert pack.weight[pack.row > 0].sum() == pytest.approx(shares[1])
 
@@ -223,7 +224,7 @@ def test_agents_of_one_rollout_are_trajectories_of_their_own_in_a_row_too():
     given = StepRows(
         rows, AGGREGATIONS["seq_mean_token_sum"], constant=0, budget=99, step=0, trajectories=trajectories_of([group])
     )
-    (pack,) = Single().plan(given).packs
+    (pack,) = pack_rows(given).packs
     assert pack.trajectory[pack.row == 0].tolist() == [0, 0, 1, 1, 0, 0] and pack.trajectory[
         pack.row == 1
     ].tolist() == [2, 2]

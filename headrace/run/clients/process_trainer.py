@@ -29,7 +29,7 @@ from headrace.run.clients.keeper import Keeper
 from headrace.run.worker.step_messages import send_rows
 from headrace.run.worker.worker_messages import SharedStart, TrainerReady, TrainerStart
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.dealing.deal import Dealing
+from headrace.trainer.dealing.deal import Dealing, dealing_of
 from headrace.trainer.dealing.share import PackedShare, shares_of
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, PassReport, Publish, SharedLora, StepDone, TrainingPass
@@ -325,10 +325,7 @@ class ProcessTrainer:
         """How the rows of a step are dealt to ranks."""
         own = self._start.adapters.get(adapter)
         train = TrainConfig(**(own.train if own else self._start.train))
-        budget = train.microbatch_tokens * self._parallel.context
-        return Dealing(
-            budget=budget, ranks=self._parallel.batches, by_cost=self._parallel.ranks > 1, share=self._packed
-        )
+        return dealing_of(self._parallel, train.microbatch_tokens, self._packed)
 
     async def copy(self, adapter: str = "") -> None:
         await self._call("copy", adapter, type(None))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headrace.core.batches import Row
 from headrace.trainer.dealing.row_paths import Path, Routed, dropped, path_of, routed_of
 from headrace.trainer.dealing.trees import LEAST_SAVED, TreeNode, cut, first_fit, grow, preorder, prune, size_of
+from headrace.trainer.parallel import ParallelConfig
 
 TOKEN_COST = 4096
 """The cost of a token, in pairs of tokens that attend to each other: 24 H² operations a layer against 4 H for a pair, so 6 H.
@@ -41,6 +42,12 @@ class Dealing:
     """The fewest tokens for which sampled tokens are shared."""
 
 
+def dealing_of(parallel: ParallelConfig, tokens: int, share: bool) -> Dealing:
+    """The way in which rows are dealt to ranks. `tokens`: those that a rank forwards at once, as many as all others of its context. `share`: as in `Dealing`."""
+    budget = tokens * parallel.context
+    return Dealing(budget=budget, ranks=parallel.batches, by_cost=parallel.ranks > 1, share=share)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPaths:
     """The rows of a step that have loss tokens, and the numbers of the step that every rank needs."""
@@ -63,10 +70,10 @@ class DealtStep:
     """The least rows of each microbatch, filling ones included, where rows are forwarded one by one: the most that any rank has. Empty if rows
     share tokens."""
     counts: NDArray[np.int64]
-    """Those of the step, as in `StepPaths`."""
+    """The loss tokens of each trajectory of the step."""
     routed: Routed
     dropped_tokens: int
-    """Those of the whole step on the first rank, 0 on others."""
+    """The number for the whole step on the first rank, 0 on others."""
     split: bool
     """Whether a trajectory has tokens in several microbatches of the step."""
 

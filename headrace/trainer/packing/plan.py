@@ -52,11 +52,6 @@ def split_ranks(given: StepRows, ranks: int) -> list[StepPlan]:
     return _plans(given, Dealing(budget=given.budget, ranks=ranks, share=given.share))
 
 
-def own_plan(given: StepRows | DealtRows, rank: int, ranks: int) -> StepPlan:
-    """The plan of one rank, from the whole step or from its own share of it."""
-    return plan_of(given) if isinstance(given, DealtRows) else split_ranks(given, ranks)[rank]
-
-
 def _plans(given: StepRows, dealing: Dealing) -> list[StepPlan]:
     shares = deal(step_paths(given.rows, given.trajectories), dealing)
     more = {"constant": given.constant, "step": given.step}
@@ -64,6 +59,7 @@ def _plans(given: StepRows, dealing: Dealing) -> list[StepPlan]:
 
 
 def plan_of(given: DealtRows) -> StepPlan:
+    """The plan of one rank."""
     dealt = given.dealt
     weights = np.array(given.aggregation(dealt.counts.tolist(), given.constant), np.float32)
     made = [pack_trees(roots, given.step, dealt.routed, weights) for roots in dealt.microbatches]

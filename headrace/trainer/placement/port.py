@@ -36,7 +36,8 @@ from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.model.outline import Region
-from headrace.trainer.packing import DealtRows, Pack, StepPlan, StepRows, pack_rows, plan_of
+from headrace.trainer.packing import DealtRows, Pack, StepPlan, plan_of
+from headrace.trainer.parallel import ParallelConfig
 
 T = TypeVar("T")
 
@@ -110,8 +111,15 @@ class Placement(Protocol):
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig
     ) -> torch.optim.Optimizer: ...
 
-    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
-        """The microbatches of this rank, from the whole step or from its own share. All ranks have the same number of them."""
+    @property
+    def parallel(self) -> ParallelConfig: ...
+
+    @property
+    def share(self) -> int:
+        """The number of the share that this rank has of a step (`ParallelConfig.share_of`)."""
+
+    def plan(self, rows: DealtRows) -> StepPlan:
+        """The microbatches of this rank's share. All ranks have the same number of them."""
 
     def accumulate(self, work: Microbatches) -> None:
         """Adds the gradients of all microbatches of all ranks in the `grad` of the parameters.
@@ -166,6 +174,8 @@ class Single:
     leads: bool = True
     plain: bool = True
     context: None = None
+    parallel: ParallelConfig = ParallelConfig()
+    share: int = 0
 
     def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
         return load_model(directory, device)
@@ -181,8 +191,8 @@ class Single:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
-        return pack_rows(rows) if isinstance(rows, StepRows) else plan_of(rows)
+    def plan(self, rows: DealtRows) -> StepPlan:
+        return plan_of(rows)
 
     def accumulate(self, work: Microbatches) -> None:
         for number in range(len(work.packs)):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.model.outline import Region, hollow, is_outline, outline
-from headrace.trainer.packing import DealtRows, StepPlan, StepRows, own_plan
+from headrace.trainer.packing import DealtRows, StepPlan, plan_of
 from headrace.trainer.parallel import ParallelConfig, sums_once
 from headrace.trainer.placement.filling import fill, part_of, piece_of
 from headrace.trainer.placement.port import Microbatches, T, TensorPiece
@@ -47,7 +46,7 @@ class Sharded:
     plain = False
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
+        self.parallel, self._device = config, device
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         assert self._ranks == config.ranks, f"{self._ranks} processes have met for {config.ranks} ranks"
         names = ("replicate", "shard") if config.replicate > 1 else ("shard",)
@@ -69,7 +68,7 @@ class Sharded:
 
     def _context(self) -> Context:
         names = ("batches", "context")
-        mesh = init_device_mesh(self._device.type, (self._config.batches, self._config.context), mesh_dim_names=names)
+        mesh = init_device_mesh(self._device.type, (self.parallel.batches, self.parallel.context), mesh_dim_names=names)
         together = mesh["context"]
         return Context(together.get_group(), together.get_local_rank(), together.size(), self._device)
 
@@ -97,7 +96,7 @@ class Sharded:
             fill(model, self._device)
 
     def _divide(self, model: Any) -> None:
-        config, experts, summed = self._config, set[str](), list[str]()
+        config, experts, summed = self.parallel, set[str](), list[str]()
         if config.expert > 1:
             experts = split_experts(model, self._all_experts(), self._tensor)
         if config.tensor > 1:
@@ -113,7 +112,7 @@ class Sharded:
 
     def _all_experts(self) -> DeviceMesh:
         """All ranks among which experts are split."""
-        if self._config.tensor == 1:
+        if self.parallel.tensor == 1:
             return self._all["shard"]
         return self._all["shard", "tensor"]._flatten("expert")
 
@@ -121,7 +120,7 @@ class Sharded:
         beside = kept_whole(model) - experts
         for parameter in beside:
             parameter.data = parameter.data.to(self._device)
-        split_layers(model, layers_of(model), self._mesh, self._config, without=beside | experts)
+        split_layers(model, layers_of(model), self._mesh, self.parallel, without=beside | experts)
         self._roots.append(model)
 
     def optimizer(
@@ -129,10 +128,12 @@ class Sharded:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
-        if isinstance(rows, StepRows):
-            rows = replace(rows, budget=rows.budget * self._config.context)
-        return own_plan(rows, self._config.share_of(self._rank), self._config.batches)
+    @property
+    def share(self) -> int:
+        return self.parallel.share_of(self._rank)
+
+    def plan(self, rows: DealtRows) -> StepPlan:
+        return plan_of(rows)
 
     def accumulate(self, work: Microbatches) -> None:
         once = self._sums_once()
@@ -151,7 +152,7 @@ class Sharded:
     def _sums_once(self) -> bool:
         roots: list[Any] = self._roots
         split = {p for root in roots for p in root.parameters() if isinstance(p, DTensor) and p.requires_grad}
-        return sums_once(self._config, sum(p.numel() for p in split), self._memory)
+        return sums_once(self.parallel, sum(p.numel() for p in split), self._memory)
 
     def _add_up(self, parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
         """Sums the gradients of these parameters over the ranks of a group, in one collective."""

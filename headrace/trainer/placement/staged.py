@@ -34,7 +34,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.model.outline import Region
-from headrace.trainer.packing import DealtRows, StepPlan, StepRows, fill_up, own_plan
+from headrace.trainer.packing import DealtRows, StepPlan, fill_up, plan_of
 from headrace.trainer.parallel import LOOPS, ParallelConfig, stages_of
 from headrace.trainer.placement.filling import part_of, piece_of
 from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages
@@ -194,7 +194,7 @@ class Staged:
     context = None
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
+        self.parallel, self._device = config, device
         assert dist.get_world_size() == config.ranks, f"{dist.get_world_size()} processes have met"
         sizes = (config.pipeline, config.replicate, config.shard)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pipeline", "replicate", "shard"))
@@ -222,7 +222,7 @@ class Staged:
     @property
     def _last(self) -> bool:
         """Whether this rank has the head."""
-        return self._place == self._config.pipeline - 1
+        return self._place == self.parallel.pipeline - 1
 
     def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
         """Loads everything into the host's memory: whether the cut into stages is exact is tried with the whole model. A device never holds more than its
@@ -233,7 +233,7 @@ class Staged:
         return of_leader(compute)
 
     def spread(self, model: Any) -> None:
-        config = self._config
+        config = self.parallel
         count = config.pipeline * LOOPS[config.schedule]
         stages = Stages(model, count, stages_of(self._place, config.pipeline, config.schedule), self._chain)
         beside = kept_whole(model)
@@ -257,16 +257,20 @@ class Staged:
             optimizer.register_step_post_hook(lambda stepped, args, kwargs: self._share_tied(stepped))
         return optimizer
 
-    def plan(self, rows: StepRows | DealtRows) -> StepPlan:
+    @property
+    def share(self) -> int:
+        return self._copy
+
+    def plan(self, rows: DealtRows) -> StepPlan:
         """The microbatches of this pipeline: at least two, and as many as its schedule can order."""
-        plan = own_plan(rows, self._copy, self._config.batches)
-        multiple = 1 if LOOPS[self._config.schedule] == 1 else self._config.pipeline
+        plan = plan_of(rows)
+        multiple = 1 if LOOPS[self.parallel.schedule] == 1 else self.parallel.pipeline
         return fill_up(plan, least=2, multiple=multiple)
 
     def accumulate(self, work: Microbatches) -> None:
         assert self._stages is not None
         run_schedule(
-            self._config.schedule,
+            self.parallel.schedule,
             self._stages,
             work,
             group=self._line,
@@ -288,7 +292,7 @@ class Staged:
             tied.grad = None
             return
         received = torch.empty_like(local(tied.grad))
-        dist.recv(received, group=self._line, group_src=self._config.pipeline - 1)
+        dist.recv(received, group=self._line, group_src=self.parallel.pipeline - 1)
         local(tied.grad).add_(received)
 
     def _share_tied(self, optimizer: torch.optim.Optimizer) -> None:
@@ -298,7 +302,7 @@ class Staged:
                 dist.recv(local(tied.data), group=self._line, group_src=0)
                 optimizer.state.pop(tied, None)  # a checkpoint may have restored it
             else:
-                dist.send(local(tied.data), group=self._line, group_dst=self._config.pipeline - 1)
+                dist.send(local(tied.data), group=self._line, group_dst=self.parallel.pipeline - 1)
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone() if self._last else torch.zeros_like(values)
@@ -311,14 +315,14 @@ class Staged:
         return most
 
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
-        everyone: list[Any] = [None] * self._config.batches
+        everyone: list[Any] = [None] * self.parallel.batches
         dist.all_gather_object(everyone, self.of_head(columns).cpu(), group=self._alike)
         start = sum(part.shape[1] for part in everyone[: self._copy])
         return torch.cat(everyone, 1).to(columns.device), slice(start, start + columns.shape[1])
 
     def of_head(self, values: Tensor) -> Tensor:
         known = values.contiguous()
-        dist.broadcast(known, group=self._line, group_src=self._config.pipeline - 1)
+        dist.broadcast(known, group=self._line, group_src=self.parallel.pipeline - 1)
         return known
 
     def each(self, values: Tensor) -> tuple[Tensor, int]:
@@ -342,7 +346,7 @@ class Staged:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """A copy from the first rank of the pipeline that has it."""
-        have = torch.tensor(self._config.pipeline if tensor.is_meta else self._place)
+        have = torch.tensor(self.parallel.pipeline if tensor.is_meta else self._place)
         dist.all_reduce(have, dist.ReduceOp.MIN, group=self._line)
         found = torch.empty_like(tensor, device=self._device) if tensor.is_meta else _together(tensor)
         dist.broadcast(found, group=self._line, group_src=int(have))
@@ -356,7 +360,7 @@ class Staged:
     def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorPiece]:
         """The first rank of the first pipeline that holds a tensor, or a part of it, writes it."""
         held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-        known: list[Any] = [None] * self._config.pipeline
+        known: list[Any] = [None] * self.parallel.pipeline
         dist.all_gather_object(known, list(held), group=self._line)
         before = {name for names in known[: self._place] for name in names}
         found: dict[str, TensorPiece] = {}

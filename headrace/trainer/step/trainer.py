@@ -30,6 +30,7 @@ from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers
 from headrace.native.resources import available
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.deal import deal, dealing_of, step_paths
 from headrace.trainer.dealing.share import StepShare, head_of
 from headrace.trainer.forward.compiled import Compilation, compiled
 from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
@@ -228,11 +229,12 @@ class TorchTrainer:
     def step(self, given: Batch | StepShare) -> TrainReport:
         """Makes one optimizer step, given the whole of its rows or this rank's share. A skipped step (`TrainReport.skipped`) leaves
         everything as it was."""
-        batch = given.head if isinstance(given, StepShare) else head_of(given)
+        share = self._share(given)
+        batch = share.head
         learner = self._activate(batch.adapter)
         assert batch.step == learner.version, f"batch of step {batch.step} for weights of version {learner.version}"
         started = time.perf_counter()
-        plan = self._plan(given)
+        plan = self._plan(share)
         if not plan.packs:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
@@ -448,22 +450,20 @@ class TorchTrainer:
         saved, leads = model.state_dict(), self._placement.leads
         export_model(model, self._model_dir, directory, dtype=dtype, whole=lambda name: whole(saved[name]), leads=leads)
 
-    def _plan(self, batch: Batch | StepShare) -> StepPlan:
-        if isinstance(batch, StepShare):
-            learner = self._learners[batch.head.adapter]
-            more = {"constant": learner.algo.length_constant, "step": batch.head.step}
-            return self._placement.plan(DealtRows(batch.dealt, learner.aggregation, **more))
-        learner = self._learners[batch.adapter]
-        rows = StepRows(
-            batch.rows,
-            learner.aggregation,
-            constant=learner.algo.length_constant,
-            budget=learner.config.microbatch_tokens,
-            step=batch.step,
-            share=self._forward.packed,
-            trajectories=trajectories_of(batch.groups),
-        )
-        return self._placement.plan(rows)
+    def _share(self, given: Batch | StepShare) -> StepShare:
+        """The share of this rank, which the controller sends; of a whole batch it is found here."""
+        if isinstance(given, StepShare):
+            return given
+        tokens = self._learners[given.adapter].config.microbatch_tokens
+        dealing = dealing_of(self._placement.parallel, tokens, self.packed)
+        shares = deal(step_paths(given.rows, trajectories_of(given.groups)), dealing)
+        return StepShare(head_of(given), shares[self._placement.share])
+
+    def _plan(self, given: Batch | StepShare) -> StepPlan:
+        share = self._share(given)
+        learner = self._learners[share.head.adapter]
+        more = {"constant": learner.algo.length_constant, "step": share.head.step}
+        return self._placement.plan(DealtRows(share.dealt, learner.aggregation, **more))
 
     def _gradients(
         self,
