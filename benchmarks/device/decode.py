@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.device import loads
 from benchmarks.device.entry import Entry, Figure, Line
-from benchmarks.device.loads import Bench
-from benchmarks.device.predictions import OVERHEAD, UNGRAPHED, decoding, overhead
+from benchmarks.device.loads import SHAPES, Bench, Gpu
+from benchmarks.device.predictions import OVERHEAD, PRODUCTS, UNGRAPHED, decoding, overhead
 from headrace.core.types import Request, Sampling
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.core import Core
@@ -21,10 +21,8 @@ LONG = 8_000
 """Tokens of the one long sequence among short ones."""
 CHUNK = 512
 """Tokens of a prompt that is computed in a pass beside those that decode."""
-WITHOUT = UNGRAPHED - overhead(64, 30) - 1e-4
-"""Seconds that a pass of 64 sequences takes more without graphs."""
 LORA = 0.3
-"""An adapter adds two small products to each of seven: a share of a pass without graphs. An assumption."""
+"""An adapter adds two small products to each of seven: a share of a pass. An assumption."""
 FILTERED = 0.02
 """Seconds in which 64 rows of 49,152 logits are copied to the host and sorted there. An assumption: 0.3 ms a row."""
 ROOFLINE = f"n / ({OVERHEAD} + roofline / 80 %)"
@@ -34,14 +32,18 @@ MEAN = (LONG + 63 * PROMPT) / 64 + TOKENS / 2
 """Tokens in each cache where one of 64 sequences is long."""
 
 
+def _beside_prompt(chip: Gpu) -> float:
+    return 64 / (64 / decoding("135m", 64)(chip) + 2 * SHAPES["135m"].active * CHUNK / (PRODUCTS * chip.compute))
+
+
 LINES = (
     *(Line(name=f"135m, {n:,}", predicted=decoding("135m", n), formula=ROOFLINE) for n in (1, 64, 256, 1024)),
     Line(name="135m, 64, no graphs", predicted=lambda chip: 64 / UNGRAPHED, formula="as on the H100 of November"),
     *(
         Line(
             name=f"135m, {n}, adapter",
-            predicted=decoding("135m", n, more=WITHOUT + LORA * UNGRAPHED),
-            formula="as without graphs, and 30 % of that for the adapter's products",
+            predicted=decoding("135m", n, more=LORA * overhead(n, SHAPES["135m"].layers)),
+            formula=f"{ROOFLINE}, and 30 % of the former for the adapter's products, in the same graph (assumed)",
         )
         for n in (64, 256)
     ),
@@ -52,8 +54,8 @@ LINES = (
     ),
     Line(
         name="135m, 64, prompts arriving",
-        predicted=decoding("135m", 64, more=WITHOUT),
-        formula="as without graphs: a pass with a prompt of 512 tokens in it is not replayed",
+        predicted=_beside_prompt,
+        formula=f"{ROOFLINE}, and the products of 512 tokens at 55 % of the data sheet: a pass with a prompt in it is replayed too",
     ),
     Line(
         name="135m, 64, top-p 0.9",

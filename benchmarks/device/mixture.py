@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from benchmarks.device import loads
-from benchmarks.device.decode import WITHOUT
 from benchmarks.device.entry import Entry, Figure, Line
 from benchmarks.device.loads import Bench
 from benchmarks.device.predictions import EAGER, READS, always, overhead, pass_floor
@@ -30,12 +29,9 @@ AGREES = 0.02
 as much."""
 
 
-def _decoding(more: float):
-    def predicted(chip: Gpu) -> float:
-        beside = (overhead(SEQUENCES, SHAPE.layers) + more * SHAPE.layers / 30) * KERNELS
-        return SEQUENCES / (beside + pass_floor(chip, SHAPE, SEQUENCES, PROMPT + TOKENS / 2) / READS)
-
-    return predicted
+def _decoding(chip: Gpu) -> float:
+    beside = overhead(SEQUENCES, SHAPE.layers) * KERNELS
+    return SEQUENCES / (beside + pass_floor(chip, SHAPE, SEQUENCES, PROMPT + TOKENS / 2) / READS)
 
 
 def _training(chip: Gpu) -> float:
@@ -114,13 +110,13 @@ ENTRY = Entry(
     lines=(
         Line(
             name="decoding, experts not asked for",
-            predicted=_decoding(0.0),
+            predicted=_decoding,
             formula="n / (overhead of a dense model's pass, by layers, twice as many kernels (assumed) + roofline / 80 %)",
         ),
         Line(
             name="decoding, experts recorded",
-            predicted=_decoding(WITHOUT),
-            formula="the same without graphs: a pass that records experts is not replayed",
+            predicted=_decoding,
+            formula="the same: experts are recorded in a buffer of the graph",
         ),
         Line(
             name="a step that replays them",

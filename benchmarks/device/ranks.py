@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def _over_gloo(chip: loads.Gpu) -> float:
-    """Weights are gathered twice and gradients summed once for each microbatch, in float32, through the host."""
+    """Weights are gathered twice for a microbatch, and gradients summed once, in float32, through the host."""
     tokens = SHAPE["groups"] * (SHAPE["prompt"] + SHAPE["rollouts"] * SHAPE["tokens"])
     moved = 3 * 4 * loads.SHAPES["135m"].parameters / HOST_COPY
     return tokens / (tokens / (RANKS * trained("135m", 256)(chip) / 4) + moved)

@@ -34,7 +34,7 @@ def is_known_to(template: str) -> bool:
 
 
 def is_open_in(text: str) -> bool:
-    """Whether the thinking has begun and not ended in the begin of an answer."""
+    """Whether the thinking has begun and not ended in the beginning of an answer."""
     return text.rfind(OPENING) > text.rfind(CLOSING)
 
 

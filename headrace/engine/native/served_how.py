@@ -17,7 +17,7 @@ from headrace.engine.kinds import OWN_FAMILIES
 
 SPEEDS = {
     "kernels": "fast, all sequences in one pass of C++ kernels",
-    "fused": "fast on a GPU, all sequences in one pass",
+    "fused": "for a GPU, all sequences in one pass of a decoder in PyTorch",
     "hugging face": "slower, all sequences in one pass of transformers' own layers",
     "own cache": "slow, one sequence after the other through transformers' own cache",
 }

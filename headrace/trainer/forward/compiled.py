@@ -99,15 +99,11 @@ def _unfit(forward: Forward) -> str:
     kind = type(forward.model).__name__
     if not (forward.packed and forward.chunked_head):
         return f"the layers of {kind} are not compiled: it is run {forward.path}"
-    if any(".experts." in name for name, _ in forward.model.named_modules()) or _stacked(forward.model):
+    if any(".experts." in name for name, _ in forward.model.named_parameters()):
         return (
             f"the layers of {kind} are not compiled: which tokens go to an expert is known only when they are computed"
         )
     return ""
-
-
-def _stacked(model: Any) -> bool:
-    return any(".experts." in name for name, _ in model.named_parameters())
 
 
 def _compile(layers: Sequence[torch.nn.Module], backend: str) -> None:
