@@ -150,7 +150,7 @@ def engine(
     read = read_model(bench.model(model), config)
     if not graphs:
         assert isinstance(read.runner, FusedRunner)
-        read.runner.decode_with_graphs(capture=False)
+        read.runner.replay_with(None)
     core = Core(read, config)
     served = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in bench.weights(model, on).items()}
     core.swap(core.prepare(update(), served))
