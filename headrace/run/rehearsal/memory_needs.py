@@ -38,7 +38,7 @@ class ModelShape:
     experts: int
     """Experts of a layer; 0 for a dense model."""
     chosen: int = 0
-    """Those of them that a token passes."""
+    """Experts of a layer that a token passes."""
     cached: int
     """Elements that one token takes in the KV cache."""
     positions: int

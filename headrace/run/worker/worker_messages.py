@@ -94,4 +94,4 @@ class SharedStart(Struct, frozen=True):
     train: dict[str, Any]
     """SharedConfig as plain values."""
     mark: str = ""
-    """That of the model's files as the engine has loaded them (`weight_sync/directory.py`); empty: any."""
+    """The mark of the model's files as the engine has loaded them (`weight_sync/directory.py`); empty: any."""

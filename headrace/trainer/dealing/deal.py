@@ -23,7 +23,7 @@ TOKEN_COST = 4096
 H = 576 (135M parameters) gives 3,456, H = 1024 (0.6B) 6,144."""
 
 Microbatch = list[TreeNode]
-"""Its trees, all of one temperature."""
+"""The trees of a microbatch, all of one temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)

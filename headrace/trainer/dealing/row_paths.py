@@ -201,10 +201,10 @@ class PickedRow(Struct, frozen=True):
     """A row whose numbers are recorded. Every rank knows all of them."""
 
     row: int
-    """Its number in the step."""
+    """The row's number in the step."""
     ticket: int
     number: int
-    """Its place among the rows of its group."""
+    """The row's place in its group."""
     start: int
     """The place of its first token among the tokens of all picked rows."""
     tokens: int

@@ -377,7 +377,7 @@ def _pushed(logits: Tensor, logsumexp: Tensor, factor: Tensor) -> Tensor:
 
 
 def _pushed_with_entropy(logits: Tensor, logsumexp: Tensor, offset: Tensor, slope: Tensor) -> Tensor:
-    """The same with a factor that follows from the log-prob."""
+    """[U, block] probabilities times a factor that follows from their log-prob: offset [U] - slope [U] × log-prob. Takes the memory of the logits."""
     logits.sub_(logsumexp[:, None])
     factor = torch.addcmul(offset[:, None], logits, slope[:, None], value=-1)
     return logits.exp_().mul_(factor)

@@ -145,7 +145,7 @@ class DealtRows:
     aggregation: AggregationFunction
     _: KW_ONLY
     constant: int
-    """The one of `StepRows`."""
+    """The denominator of aggregations by a constant length."""
     step: int
 
 

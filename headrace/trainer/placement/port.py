@@ -70,7 +70,7 @@ class TensorPiece(NamedTuple):
     region: Region | None = None
     """The places of the values in the whole tensor; None: they are the whole."""
     shape: Sequence[int] = ()
-    """That of the whole tensor, if the values are a part."""
+    """The shape of the whole tensor, if the values are a part."""
 
 
 Keep = Callable[[str, Tensor], Tensor]

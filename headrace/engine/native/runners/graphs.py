@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_ROWS = 1024
 """Larger batches keep a GPU busy without graphs."""
 MAX_TOKENS = 4096
-"""The same of passes with chunks of prompts."""
+"""Tokens above which passes with chunks of prompts keep a GPU busy without graphs."""
 CHUNKS = 32
 """Chunks of prompts that a captured pass has room for whatever their lengths."""
 
