@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def wide_llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -
 
 def waiting_bytes(pid: int) -> int:
     """Bytes that have arrived at the connected TCP sockets of a process, and that it has not read."""
-    own = {os.readlink(link).removeprefix("socket:[").removesuffix("]") for link in Path(f"/proc/{pid}/fd").iterdir()}
+    own = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has not yet stopped has closed it
+            own.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
     found = 0
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         words = line.split()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -169,8 +170,12 @@ def test_no_process_outlives_its_caller():
 
 def makers() -> set[int]:
     """The processes of this one that make calls."""
-    below = descendants(os.getpid())
-    return {pid for pid in below if alive(pid) and "zygote" in Path(f"/proc/{pid}/cmdline").read_text()}
+    found = set()
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):  # gone meanwhile
+            if alive(pid) and "zygote" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.add(pid)
+    return found
 
 
 def test_a_process_that_makes_calls_may_die():

@@ -160,7 +160,7 @@ def _details(choice: Any, content: Sequence[Any], request: Request) -> list[Toke
     sets = choice.get("sampling_sets") or [("", "")] * len(content)
 
     def filled(found: list[Any], filler: float) -> list[Any]:
-        """As many as were asked for, as an engine of this machine has them: filters may have left fewer to draw from."""
+        """Fills a list up to the number that was asked for, as an engine here has it: filters may leave fewer to draw from."""
         return [*found, *[filler] * (request.top_logprobs - len(found))]
 
     return [
