@@ -263,6 +263,17 @@ class MemberMoved(Fact, frozen=True):
     """Members in the rotation now."""
 
 
+class HeldOutLook(Struct, frozen=True):
+    """One held-out prompt of an evaluation, to be read by people."""
+
+    prompt_id: str
+    prompt: str
+    text: str
+    """The last turn of the first rollout that has a reward, or the beginning of it; empty if none has."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of all rollouts that have one; the first is that of `text`."""
+
+
 class Evaluated(Fact, frozen=True):
     """The held-out prompts were evaluated."""
 
@@ -283,6 +294,8 @@ class Evaluated(Fact, frozen=True):
     """Failed rollouts by `Failure.kind`."""
     truncated: int = 0
     """Completions that ended at max_tokens."""
+    looks: tuple[HeldOutLook, ...] = ()
+    """The first few prompts, the same ones in every evaluation; empty in runs that did not record them."""
 
     @property
     def failed_prompts(self) -> int:

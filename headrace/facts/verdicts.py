@@ -12,10 +12,21 @@ from msgspec.structs import replace
 
 from headrace.facts import run_state
 from headrace.facts.facts import Accounting, Evaluated, FirstFailure, TrialChecked, WeightWay
-from headrace.facts.group_numbers import POOLS, Choices, Shift, Tally, discarded, length_shift, reward_shift
+from headrace.facts.group_numbers import (
+    NO_CONTRAST,
+    POOLS,
+    Choices,
+    Shift,
+    Tally,
+    discarded,
+    length_shift,
+    reward_shift,
+    solve_rate,
+)
 from headrace.facts.run_state import RunState, mean_lag, trimmed_tokens
 from headrace.facts.run_totals import TravelSums
 from headrace.facts.texts import counted, number, percent, plural, reward_text, size, with_error
+from headrace.facts.thresholds import ERRORS, LEAST, LIMITS, OFTEN
 
 # --- The troubles of a run in words and numbers that every view shows
 # Shares, failures by kind, held-out prompts that failed.
@@ -186,7 +197,7 @@ def held_out(state: RunState) -> Verdict:
         return Verdict(title, value, f"a measurement has no finite mean: {measured_on(after)}", "bad")
     if before.failed_prompts or after.failed_prompts:
         return Verdict(title, value, f"{detail}; the reward of the failed ones is unknown", "bad")
-    if math.isfinite(error) and abs(change) < 2 * error:
+    if math.isfinite(error) and abs(change) < ERRORS * error:
         return Verdict(title, value, f"{detail}; within two standard errors", "plain")
     return Verdict(title, value, detail, "good" if change > 0 else "bad")
 
@@ -205,8 +216,6 @@ def lag(state: RunState) -> Verdict:
 
 BIASED = 3.0
 """Standard errors from which a shift counts as bias. Two numbers are tested in every run, so 2 would raise false alarms too often."""
-FAILING = 0.05
-"""Share of failed rollouts above which the failures selected what was trained."""
 
 
 def bias(state: RunState) -> Verdict:
@@ -218,7 +227,7 @@ def bias(state: RunState) -> Verdict:
     failed = f"{percent(share)} failed" if share >= 0.01 else f"{plural(total.failed, 'rollout')} failed"
     value = failed if verdict.mood == "good" else f"{failed}, {verdict.value}"
     detail = f"{counted(+total.kinds)} of {plural(total.rollouts, 'rollout')}; their rewards are unknown"
-    if share > FAILING:
+    if calls("share/failed", share):
         return Verdict(
             verdict.title,
             value,
@@ -403,36 +412,48 @@ def all_verdicts(state: RunState) -> list[Verdict]:
 # comes first.
 
 
-OFTEN = 0.5
-"""Share of completions that are cut off, or of groups without contrast, from which advice is given."""
-DISCARDED = 0.25
-"""The same share for groups that are dropped for another reason."""
-UNUSUAL = 0.05
-"""The same for rollouts that fail."""
-STRANGERS = 512
-"""Draws of a curriculum from which to give advice about prompts that do not come back."""
-LEAST = 32
-"""Fewest rollouts from which to give advice; an eighth as many groups."""
-
-
 class Advice(NamedTuple):
     name: str
     """A key of `RULES`."""
-    sentence: str
+    found: str
+    """The words of its rule: the trouble, a colon, the remedy."""
+    besides: str = ""
+    """The share of its time that the trainer waits meanwhile, if it is large."""
+
+    @property
+    def sentence(self) -> str:
+        return self.found + self.besides
+
+    @property
+    def trouble(self) -> str:
+        return self.found.rpartition(": ")[0]
+
+    @property
+    def remedy(self) -> str:
+        return self.found.rpartition(": ")[2]
+
+
+def enough(recent: Tally) -> bool:
+    """Returns whether so many groups have ended that their shares mean something."""
+    return recent.rollouts >= LEAST and recent.groups >= LEAST // 8
 
 
 def advices(state: RunState) -> list[Advice]:
     """Returns the advice that applies now, in the order in which to follow it."""
-    recent = state.shares.recent
-    if not state.started or recent.rollouts < LEAST or recent.groups < LEAST // 8:
+    if not state.started or not enough(state.shares.recent):
         return []
-    return [Advice(name, sentence + _waiting(state)) for name, rule in RULES.items() if (sentence := rule(state))]
+    return [Advice(name, found, _waiting(state)) for name, rule in RULES.items() if (found := rule(state))]
+
+
+def calls(name: str, value: float | None) -> bool:
+    """Returns whether a number (a key of `LIMITS`) calls for advice."""
+    return LIMITS[name].mark(value) in ("warn", "bad")
 
 
 def _failed(state: RunState) -> str | None:
     failing = state.shares.failing
     share = failing.failed_share
-    if share is None or share <= UNUSUAL:
+    if not calls("share/failed", share):
         return None
     message = f"{percent(share)} of the last {failing.rollouts} rollouts failed ({counted(+failing.kinds)}) and are not trained"
     return (
@@ -446,21 +467,21 @@ def _cut_off(state: RunState) -> str | None:
     recent = state.shares.recent
     share = recent.truncated_share
     assert state.started is not None
-    if share is None or share < OFTEN:
+    if not calls("share/truncated", share):
         return None
     limit = f"at {state.started.max_tokens} tokens" if state.started.max_tokens else "at their limit"
-    barren = recent.no_contrast_share or 0.0
-    then = f", and {percent(barren)} of groups have no contrast" if barren >= OFTEN else ""
+    barren = recent.no_contrast_share
+    then = f", and {percent(barren)} of groups have no contrast" if calls("share/no_contrast", barren) else ""
     return f"{percent(share)} of completions are cut off {limit}{then}: raise rollout.max_tokens"
 
 
 def _no_contrast(state: RunState) -> str | None:
     recent = state.shares.recent
     share = recent.no_contrast_share
-    if share is None or share < OFTEN or (recent.truncated_share or 0.0) >= OFTEN:
+    if not calls("share/no_contrast", share) or calls("share/truncated", recent.truncated_share):
         return None
-    mean = state.fates.of("no_contrast").rewards.mean
-    known = f" (their mean is {number(mean)})" if mean is not None else ""
+    means = [mean for group in recent.held if group.reason == NO_CONTRAST for mean in solve_rate(group)]
+    known = f" (their mean is {number(sum(means) / len(means))})" if means else ""
     return (
         f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose easier or harder prompts, "
         "give partial rewards, or raise rollout.group_size"
@@ -469,7 +490,7 @@ def _no_contrast(state: RunState) -> str | None:
 
 def _never_again(state: RunState) -> str | None:
     chosen = state.choices
-    if chosen.draws < STRANGERS or chosen.drawn["new"] < 0.95 * chosen.draws:
+    if not calls("prompts/new", new_share(chosen)):
         return None
     return (
         f"{chosen.drawn['new']:,} of {chosen.draws:,} draws were of prompts that had not been drawn before, of which a curriculum knows "
@@ -477,11 +498,20 @@ def _never_again(state: RunState) -> str | None:
     )
 
 
+def new_share(chosen: Choices) -> float | None:
+    """Returns the share of a curriculum's draws that were of new prompts; None while there are too few."""
+    return chosen.drawn["new"] / chosen.draws if chosen.draws >= STRANGERS else None
+
+
+STRANGERS = 512
+"""Draws of a curriculum from which to give advice about prompts that do not come back."""
+
+
 def _discarded(state: RunState) -> str | None:
     share = state.shares.recent.dropped_share
-    if share is None or share < DISCARDED:
+    if not calls("share/dropped", share):
         return None
-    reasons = {reason: count for reason, count in state.accounting.dropped.items() if reason != "no_contrast"}
+    reasons = {reason: count for reason, count in state.accounting.dropped.items() if reason != NO_CONTRAST}
     remedy = (
         'raise staleness.max_lag, or use staleness.overdue = "wait"'
         if {"overdue", "interrupted"} & reasons.keys()

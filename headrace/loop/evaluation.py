@@ -16,7 +16,7 @@ from headrace.core.protocols import Engine, Trainer
 from headrace.core.reports import TrialScores
 from headrace.core.types import Prompt, Scored
 from headrace.engine.fleet.fleet import Fleet
-from headrace.facts.facts import Evaluated, IdentityChecked, TrialChecked
+from headrace.facts.facts import Evaluated, HeldOutLook, IdentityChecked, TrialChecked
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.ledger import Firsts, FirstTexts
 from headrace.loop.own_groups import GroupSource
@@ -72,6 +72,7 @@ class Evaluator:
             asked=len(self._prompts),
             kinds=dict(Counter(failure.kind for failure in failures)),
             truncated=sum(rollout.episode.truncated for rollout in scored),
+            looks=tuple(_look(prompt, group) for prompt, group in zip(self._prompts, results[:LOOKS], strict=False)),
         )
         self._telemetry.record(fact)
         return fact
@@ -80,6 +81,17 @@ class Evaluator:
         group = await self._groups.held_out(number, index, prompt, partial(self._texts.report, prompt))
         self._firsts.report(group.failures, prompt.id)
         return [*group.scored, *group.failures]
+
+
+LOOKS, LOOKED = 3, 600
+"""Prompts of an evaluation that are kept to be read, and characters of each text."""
+
+
+def _look(prompt: Prompt, group: Sequence[Scored | Failure]) -> HeldOutLook:
+    scored = [rollout for rollout in group if isinstance(rollout, Scored)]
+    text = scored[0].episode.last.text if scored else ""
+    rewards = tuple(rollout.reward for rollout in scored)
+    return HeldOutLook(prompt.id, prompt.text[:LOOKED], text[:LOOKED], rewards)
 
 
 def _mean(values: Sequence[float]) -> float:

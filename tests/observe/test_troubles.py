@@ -190,9 +190,9 @@ def test_every_view_says_what_failed_and_what_to_do(tmp_path: Path) -> None:
         for label, parts in lines_of("tiny", live_status.Status("alive", "training", None), state)
     }
     assert (
-        "failed 50 %" in said["shares"]
+        "✗, failed 50 %" in said["learnable"]
         and "KeyError, 96 rollouts" in said["failed"]
-        and "correct the reward" in said["advice"]
+        and "correct the reward" in said["do"]
     )
     told = live_status.as_dict(live_status.Status("alive", "training", None), state)
     assert told["failures"][0]["traceback"] == TRACEBACK and told["shares"]["total"]["failed"] == 0.5

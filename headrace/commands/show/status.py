@@ -14,6 +14,10 @@ from rich.live import Live as Redrawn
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.printing import echo
+from headrace.facts.health import Standing, health
+from headrace.facts.number_tables import Numbers
+from headrace.facts.records import MetricsFact
+from headrace.facts.run_state import RunState
 from headrace.processes.health import live_status, stacks
 from headrace.run.run_directory import CONFIG, LOCK, held
 from headrace.views.screen import status_view
@@ -36,7 +40,7 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
             else ""
         )
         raise ConfigError(f"{run} holds no run: it has no {CONFIG}{never}")
-    followers = [live_status.Follower(path) for path in live_status.parts_of(run)]
+    followers = [_Counted(path) for path in live_status.parts_of(run)]
     console = Console()
     if as_json:
         looked = _look(followers)
@@ -53,29 +57,49 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
     return 0 if all(status.ok for status in looked) else DEAD
 
 
-def _look(followers: Sequence[live_status.Follower]) -> list[live_status.Status]:
+class _Counted(live_status.Follower):
+    """Also counts the numbers by step, for the curves."""
+
+    def _restart(self) -> None:
+        super()._restart()
+        self.numbers = Numbers()
+
+    def _take(self, fact: MetricsFact) -> None:
+        super()._take(fact)
+        self.numbers.take(fact, self.state)
+
+
+def _look(followers: Sequence[_Counted]) -> list[live_status.Status]:
     return [follower.look(held(follower.run_dir), time.time()) for follower in followers]
 
 
-def _tree(followers: Sequence[live_status.Follower], looked: Sequence[live_status.Status]) -> object:
+def _tree(followers: Sequence[_Counted], looked: Sequence[live_status.Status]) -> object:
     trees = {
-        follower.run_dir.name: live_status.as_dict(each, follower.state)
+        follower.run_dir.name: {**live_status.as_dict(each, follower.state), "health": _health(each, follower.state)}
         for follower, each in zip(followers, looked, strict=True)
     }
     return trees if len(trees) > 1 else next(iter(trees.values()))
 
 
-def _print(console: Console, followers: Sequence[live_status.Follower], looked: Sequence[live_status.Status]) -> None:
+def _health(status: live_status.Status, state: RunState) -> dict[str, object]:
+    found = health(state, standing=Standing(status.words, status.mark))
+    rows = {row.key: {"mark": row.mark, "remedy": row.remedy} for row in found.rows}
+    return {"verdict": found.kind, "mark": found.mark, "sentence": found.sentence, "remedy": found.remedy, "rows": rows}
+
+
+def _print(console: Console, followers: Sequence[_Counted], looked: Sequence[live_status.Status]) -> None:
     for follower, each in zip(followers, looked, strict=True):
-        status_view.show(console, str(follower.run_dir), each, follower.state)
+        status_view.show(console, str(follower.run_dir), each, follower.state, follower.numbers.columns)
 
 
-def _watch(console: Console, followers: Sequence[live_status.Follower]) -> list[live_status.Status]:
+def _watch(console: Console, followers: Sequence[_Counted]) -> list[live_status.Status]:
     """Redraws one view until the run has ended. Ctrl-C ends the view, not the run."""
 
     def panels() -> Group:
         pairs = zip(followers, looked, strict=True)
-        return Group(*(status_view.panel(str(follower.run_dir), each, follower.state) for follower, each in pairs))
+        return Group(
+            *(status_view.panel(str(one.run_dir), each, one.state, one.numbers.columns) for one, each in pairs)
+        )
 
     looked = _look(followers)
     try:

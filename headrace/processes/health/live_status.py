@@ -22,6 +22,7 @@ from headrace.facts.facts import FirstFailure, Warned
 from headrace.facts.group_numbers import Tally
 from headrace.facts.records import METRICS, MetricsFact, decode_metrics, left_out
 from headrace.facts.run_state import RunState
+from headrace.facts.thresholds import Mark
 from headrace.facts.verdicts import advices, failings
 from headrace.facts.waits import Lasting, counted
 from headrace.processes.health import stacks
@@ -168,6 +169,10 @@ class Status(Struct, frozen=True):
     def ok(self) -> bool:
         """Whether it is alive, or ended as it should."""
         return self.life not in ("paused", "stopped", "died")
+
+    @property
+    def mark(self) -> Mark:
+        return "warn" if self.life == "silent" else "good" if self.ok else "bad"
 
 
 class Follower:

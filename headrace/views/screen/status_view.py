@@ -11,10 +11,11 @@ from rich.console import RenderableType
 from rich.panel import Panel
 
 from headrace.facts import run_state
+from headrace.facts.health import Figure, Health, HealthRow, Standing, health
+from headrace.facts.number_tables import StepColumns
 from headrace.facts.run_state import RunState
-from headrace.facts.texts import clip, duration, plural, short_time
-from headrace.facts.verdicts import advices, equation, failings, reasons, shares
-from headrace.facts.verdicts import lag as lag_verdict
+from headrace.facts.texts import clip, duration, plural, reward_text, short_time, sparkline
+from headrace.facts.verdicts import equation, failings, reasons
 from headrace.processes.health.live_status import LIVING, SILENT, LiveStatus, Status
 from headrace.views.screen import live
 from headrace.views.screen.console import Console
@@ -38,25 +39,29 @@ WIDTH = 100
 """Columns of the panel at most."""
 SHOWN = 8
 """Waits that are shown."""
+CURVE = 10
+"""Characters of the curve of a number."""
 
 
-def show(console: Console, name: str, status: Status, state: RunState) -> None:
+def show(console: Console, name: str, status: Status, state: RunState, columns: StepColumns | None = None) -> None:
+    """`columns`: the numbers of the run by step, for the curves."""
     if console.is_terminal:
-        console.print(panel(name, status, state))
+        console.print(panel(name, status, state, columns))
         return
-    for label, parts in lines_of(name, status, state):
+    for label, parts in lines_of(name, status, state, columns):
         text = (" " * GAP).join(part.plain for part in parts if part.plain)
-        console.print(f"{label:<12}{text}", soft_wrap=True)
+        console.print(f"{label:<14}{text}", soft_wrap=True)
 
 
-def panel(name: str, status: Status, state: RunState) -> RenderableType:
+def panel(name: str, status: Status, state: RunState, columns: StepColumns | None = None) -> RenderableType:
     border = BORDERS.get(status.life, "cyan")
-    lines = Lines(lines_of(name, status, state), label_width=10)
+    lines = Lines(lines_of(name, status, state, columns), label_width=12)
     return Panel(lines, width=WIDTH, box=box.ROUNDED, border_style=border, padding=(0, 1))
 
 
-def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
+def lines_of(name: str, status: Status, state: RunState, columns: StepColumns | None = None) -> Sequence[Line]:
     lines: list[Line] = [("run", _title(name, state)), ("state", [_state(status)])]
+    lines += _health(health(state, columns, Standing(status.words, status.mark)))
     if status.live:
         lines.append(("processes", _processes(status, status.live)))
     if state.joined:
@@ -70,8 +75,8 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
             )
         )
     if state.started:
-        lines += [("step", _step(status, state)), ("reward", live.reward(state)), ("lag", _lag(state))]
         lines += [
+            ("step", _step(status, state)),
             ("engine", live.engine(state)),
             *line_of(state),
             ("trainer", live.trainer(state)),
@@ -88,6 +93,58 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
     if status.live and status.live.picture:
         lines.append(("stacks", [Text(status.live.picture)]))
     return lines
+
+
+TICKS = {"good": ("✓", GOOD), "warn": ("!", WARN), "bad": ("✗", BAD), "unknown": ("–", FAINT)}
+
+
+def _health(found: Health) -> list[Line]:
+    """Returns verdict and remedy, a prompt then and now, and the six rows."""
+    lines: list[Line] = [("verdict", [Text(found.sentence, TICKS[found.mark][1])])]
+    if found.remedy:
+        lines.append(("do", [Text(found.remedy, "bold")]))
+    if (seen := found.prompt) and seen.now:
+        lines.append(
+            (
+                "one prompt",
+                [
+                    Text(clip(seen.prompt, 60)),
+                    Text(f"step {seen.then_step} {hits(seen.then.rewards)}"),
+                    Text(f"step {seen.now_step} {hits(seen.now.rewards)}"),
+                ],
+            )
+        )
+    return lines + [(row.title, _row(row, found.remedy)) for row in found.rows]
+
+
+def hits(rewards: Sequence[float]) -> str:
+    """Draws rewards of 0 and 1 as circles; of others it returns the mean."""
+    if set(rewards) <= {0.0, 1.0} and len(rewards) <= 16:
+        return "".join("●" if reward else "○" for reward in rewards)
+    return f"mean reward {reward_text(sum(rewards) / len(rewards))}"
+
+
+def _row(row: HealthRow, said: str) -> list[Text]:
+    """Returns the mark and the numbers of a row, and its remedy if it is not that of the verdict. `said`: the latter."""
+    mark, style = TICKS[row.mark]
+    parts, shown = [Text(mark, style)], [figure for figure in row.figures if _tells(figure)]
+    for figure, following in zip(shown, [*shown[1:], None], strict=True):
+        parts.append(_figure(figure, "" if following and following.window == figure.window else figure.window))
+    return [*parts, Text(f"→ {row.remedy}", WARN)] if row.remedy and row.remedy != said else parts
+
+
+def _tells(figure: Figure) -> bool:
+    """Returns whether a number is worth its place: the state stands above, and nothing failed or was dropped in most runs."""
+    return figure.name != "state" and (figure.name, figure.text) not in (("failed", "0 %"), ("dropped", "0 %"))
+
+
+def _figure(figure: Figure, window: str) -> Text:
+    """`window`: what this number and those before it are of; empty if the next number says so."""
+    style = {"warn": WARN, "bad": BAD}.get(figure.mark, "")
+    text = Text(f"{figure.name} ", FAINT).append(figure.text, style or "not dim")
+    if len(figure.curve) > 1:
+        text.append(f" {sparkline(figure.curve, CURVE, figure.scale)}", "cyan not dim")
+    return text.append(f" ({window})", FAINT) if window else text
 
 
 def _title(name: str, state: RunState) -> list[Text]:
@@ -124,11 +181,6 @@ def _step(status: Status, state: RunState) -> list[Text]:
     return parts
 
 
-def _lag(state: RunState) -> list[Text]:
-    verdict = lag_verdict(state)
-    return [Text(verdict.value, BAD if verdict.mood == "bad" else ""), Text(verdict.detail, FAINT)]
-
-
 def _tickets(state: RunState) -> Text:
     counts = state.accounting
     if counts.balance():
@@ -137,12 +189,11 @@ def _tickets(state: RunState) -> Text:
 
 
 def _troubles(state: RunState) -> list[Line]:
-    found = shares(state.shares.recent)
-    lines: list[Line] = [("shares", [Text(share) for share in found])] if found else []
+    lines: list[Line] = []
     for failing in failings(state)[:3]:
         where = f"; the first: {clip(failing.first.detail, 240)}" if failing.first else ""
         lines.append(("failed", [Text(f"{failing.kind}, {plural(failing.rollouts, 'rollout')}{where}", WARN)]))
-    return lines + [("advice", [Text(f"{advice.name}: {advice.sentence}", WARN)]) for advice in advices(state)]
+    return lines
 
 
 def _scorers(state: RunState) -> list[Line]:
