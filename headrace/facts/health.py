@@ -42,11 +42,13 @@ class Figure(NamedTuple):
     """Its values over the steps of the whole run."""
     most: float = 0.0
     """The largest value that it can have; 0 if there is none."""
+    bars: bool = False
+    """Whether the curve is a histogram."""
 
     @property
     def scale(self) -> tuple[float, float]:
         """The values of the lowest and the highest point of its curve."""
-        return min(0.0, *self.curve), self.most or max(0.0, *self.curve) or 1.0
+        return min((0.0, *self.curve)), self.most or max((0.0, *self.curve)) or 1.0
 
 
 class HealthRow(NamedTuple):
@@ -276,7 +278,7 @@ def _learnable(state: RunState, draw: Draw) -> Iterable[Figure]:
         yield _judged(name, percent(share), window, mark, trouble=trouble, remedy=remedy, curve=draw(limit), most=1.0)
     rates = [mean for group in recent.held for mean in verdicts.solve_rate(group)]
     if rates:
-        yield Figure("solve rates", _histogram(rates), groups, curve=_bars(rates))
+        yield Figure("solve rates", _histogram(rates), groups, curve=_bars(rates), bars=True)
 
 
 ADVISED = {"curriculum": "new prompts"}

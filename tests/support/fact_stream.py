@@ -22,6 +22,7 @@ from headrace.facts.facts import (
     Evaluated,
     Fact,
     GroupEnded,
+    HeldOutLook,
     IdentityChecked,
     RunEnded,
     RunStarted,
@@ -106,7 +107,10 @@ class FactStream:
 
     def evaluation(self, phase: str, step: int) -> Evaluated:
         mean = self.skill(step) + self.rng.gauss(0, 0.01)
-        return Evaluated(self.t, phase, step, 64, mean, 0.027, 11.5, {}, 8.0)  # type: ignore[arg-type]
+        looks = tuple(
+            HeldOutLook(f"held/{i}", f"{i} + 4 = ?", str(i + 4), (float(i % 2 or step > 0), 0.0)) for i in (0, 1)
+        )
+        return Evaluated(self.t, phase, step, 64, mean, 0.027, 11.5, {}, 8.0, looks=looks)  # type: ignore[arg-type]
 
     def live(self, version: int) -> WeightsLive:
         update = WeightUpdate(

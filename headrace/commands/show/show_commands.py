@@ -42,11 +42,12 @@ def add_report(commands: Commands) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from headrace.commands.show.status import status_of
     from headrace.run.pieces import pieces_of
     from headrace.views.report import write_report
 
     run_dir = run_directory(arguments.run)
-    echo(write_report(run_dir, pieces_of(run_dir)))
+    echo(write_report(run_dir, pieces_of(run_dir), status_of(run_dir)))
     return 0
 
 

@@ -57,6 +57,11 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
     return 0 if all(status.ok for status in looked) else DEAD
 
 
+def status_of(run_dir: Path) -> live_status.Status:
+    """Returns the status of one run, without adapters."""
+    return live_status.Follower(run_dir).look(held(run_dir), time.time())
+
+
 class _Counted(live_status.Follower):
     """Also counts the numbers by step, for the curves."""
 

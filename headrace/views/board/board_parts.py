@@ -4,12 +4,14 @@ are shown for some steps.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
 import numpy as np
 
+from headrace.facts.health import Standing
 from headrace.facts.number_tables import StepColumns
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import percent
@@ -17,6 +19,7 @@ from headrace.views.board.followed_run import OF_POOLS, StepWindow, read_window
 from headrace.views.report import page, plots
 from headrace.views.report.data import ReportData, bins
 from headrace.views.report.gantt import MAX_BARS
+from headrace.views.report.overview import ON_BOARD
 from headrace.views.report.plots import kl_by_lag, lag_table
 
 # --- Tabs of long runs
@@ -121,9 +124,8 @@ def _busy(columns: StepColumns, name: str, steps: int) -> list[tuple[int, int, f
 Steps = tuple[int, int] | None
 
 
-def overview(data: ReportData, life: str = "") -> str:
-    """`life`: what there is to say about a run that goes on no more, and did not end by itself."""
-    return page.headline(data.state) + page.banner(data.state, life) + page.cards(data.state)
+def overview(data: ReportData) -> str:
+    return page.headline(data.state) + page.banner(data) + page.first_screen(data, ON_BOARD)
 
 
 def drawn(data: ReportData) -> str:
@@ -146,17 +148,23 @@ PARTS: Mapping[str, Callable[[ReportData], str]] = {
 
 
 def part(
-    name: str, run_dir: Path, state: RunState, columns: StepColumns, *, asked: Steps = None, life: str = ""
+    name: str,
+    run_dir: Path,
+    state: RunState,
+    columns: StepColumns,
+    *,
+    asked: Steps = None,
+    standing: Standing | None = None,
 ) -> str:
-    """Returns a part of PARTS. `asked`: first and last step, for parts that show some steps of a long run. `life`: as for `overview`."""
-    if name == "overview":
-        return overview(_data(run_dir, state, bins_too=False), life)
+    """Returns a part of PARTS. `asked`: first and last step, for parts that show some steps of a long run. `standing`: the state of the
+    run's process."""
     long = steps_of(columns) > MAX_BARS or not state.whole
     if name == "pools" and long:
         return _some_pools(run_dir, state, columns, asked)
     if name == "drawn" and long:
         return _some_drawn(run_dir, state, columns, asked)
-    return PARTS[name](_data(run_dir, state, bins_too=name == "drawn"))
+    data = _data(run_dir, state, bins_too=name == "drawn")
+    return PARTS[name](dataclasses.replace(data, columns=columns, standing=standing))
 
 
 def _data(run_dir: Path, state: RunState, bins_too: bool) -> ReportData:

@@ -17,6 +17,7 @@ from headrace.facts.index_file import DIGEST, INDEX, IndexReader, digest_of, rea
 from headrace.facts.number_tables import Numbers
 from headrace.facts.records import METRICS, MetricsFact, StepRow, decode_metrics
 from headrace.facts.run_state import RunState
+from headrace.facts.thresholds import Mark
 from headrace.processes.health.live_status import Follower, end_before, judge, read_live
 
 # --- The facts of some steps of a long run, read from their place in `metrics.jsonl`.
@@ -267,6 +268,7 @@ class RunLine(Struct, frozen=True, kw_only=True):
     life: str
     words: str
     """A sentence about its life."""
+    mark: Mark
     living: bool
     step: int
     steps: int
@@ -317,6 +319,7 @@ class RunList:
             headline=started.headline if started else "",
             life=status.life,
             words=status.words,
+            mark=status.mark,
             living=status.live is not None and status.life in ("alive", "silent", "starting"),
             step=state.step,
             steps=started.steps if started else 0,

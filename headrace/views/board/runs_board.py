@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.facts.health import Standing
 from headrace.facts.number_tables import MINUTES, STEP, TOKENS
 from headrace.facts.records import METRICS
 from headrace.facts.rollout_view import Pieces
@@ -108,8 +109,8 @@ class RunsBoard:
         note = (
             f'<p class="banner">{100 * run.read_share:.0f} % of the facts have been read so far.</p>' if unread else ""
         )
-        lives = {line.name: "" if line.living else line.words for line in self.lines()}
-        return note + part(which, run.run_dir, run.state, run.numbers.columns, asked=steps, life=lives.get(name, ""))
+        standing = next((Standing(line.words, line.mark) for line in self.lines() if line.name == name), None)
+        return note + part(which, run.run_dir, run.state, run.numbers.columns, asked=steps, standing=standing)
 
     def metrics(self, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
         """Returns every number by its name, with the last value of each run that has it."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps
 from headrace.facts.facts import GroupEnded, Warned
 from headrace.facts.group_numbers import NO_CONTRAST, Tally
+from headrace.facts.health import Standing
+from headrace.facts.number_tables import Numbers, StepColumns
 from headrace.facts.records import StepRow, read_metrics
 from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.facts.run_state import RunState
@@ -32,6 +34,10 @@ class ReportData:
     bins: tuple[Bin, ...]
     rewards: tuple[float, ...] = ()
     """The smallest and the largest reward of a rollout."""
+    columns: StepColumns | None = None
+    """Its numbers by step."""
+    standing: Standing | None = None
+    """The state of its process; None where only the files are known."""
 
     @property
     def range_of_rewards(self) -> tuple[float, float]:
@@ -114,9 +120,10 @@ class Bin:
         return total
 
 
-def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
-    """Reads a run. `pieces`: returns tokens as text. Unreadable parts of the files are left out, with a warning."""
-    state, ended = RunState(), [Ended()]
+def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None = None) -> ReportData:
+    """Reads a run. `pieces`: returns tokens as text. `standing`: the state of its process. Unreadable parts of the files are left out, with a
+    warning."""
+    state, ended, numbers = RunState(), [Ended()], Numbers()
     seen: list[float] = []
     for fact in read_metrics(run_dir):
         if isinstance(fact, GroupEnded):
@@ -126,6 +133,7 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
         elif isinstance(fact, StepRow):
             ended.append(Ended())
         state.fold(fact)
+        numbers.take(fact, state)
     config, damage = run_dir / "config.toml", Damage()
     samples = tuple(sampled(run_dir, pieces, damage))
     if damage:
@@ -137,6 +145,8 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
         config=config.read_text() if config.exists() else "",
         bins=tuple(bins(state, ended)),
         rewards=tuple(seen),
+        columns=numbers.columns,
+        standing=standing,
     )
 
 

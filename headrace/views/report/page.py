@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from headrace.facts.texts import clip, counted, duration, percent, plural, short
 from headrace.facts.verdicts import advices, all_verdicts, equation, failings, reasons, weight_sync
 from headrace.views.report.data import ReportData
 from headrace.views.report.gantt import gantt
+from headrace.views.report.overview import IN_REPORT, overview
 from headrace.views.report.plots import all_plots, lag_table
 from headrace.views.report.rollouts import rollouts
 from headrace.views.report.svg import table
@@ -71,7 +72,7 @@ def page(data: ReportData) -> str:
     parts = "".join(_section(anchor, part.title, part.draw(data)) for anchor, part in PARTS.items())
     return document(
         name,
-        _header(state, name) + cards(state) + parts,
+        _header(data, name) + first_screen(data, IN_REPORT) + parts,
         "Made by headrace from metrics.jsonl and journal of this run.",
     )
 
@@ -141,12 +142,18 @@ PARTS = {
 """The sections by their anchor, in order."""
 
 
-def _header(state: RunState, name: str) -> str:
+def _header(data: ReportData, name: str) -> str:
     links = "".join(f'<a href="#{anchor}">{anchor}</a>' for anchor in PARTS)
     return (
-        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}</nav>'
-        f"{THEME}</div>{headline(state)}</header>{banner(state)}"
+        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(data)}<nav>{links}</nav>'
+        f"{THEME}</div>{headline(data.state)}</header>{banner(data)}"
     )
+
+
+def first_screen(data: ReportData, links: Mapping[str, str]) -> str:
+    """Returns the Overview, with the verdicts behind its rows."""
+    records = f'<details class="records"><summary>The records behind it</summary>{cards(data.state)}</details>'
+    return overview(data, links) + records
 
 
 def headline(state: RunState) -> str:
@@ -166,23 +173,21 @@ def headline(state: RunState) -> str:
     return f'<p class="headline">{line}</p><p class="meta">{meta}</p>'
 
 
-def _badge(state: RunState) -> str:
+def _badge(data: ReportData) -> str:
+    state = data.state
+    if not state.ended and data.standing and data.standing.mark != "bad":
+        return f'<span class="badge plain">{escape(data.standing.words)}</span>'
     if not state.ended:
         return '<span class="badge bad">did not end by itself</span>'
     word = run_state.phase(state)
     return f'<span class="badge {"good" if word == "finished" else "plain" if word == "interrupted" else "bad"}">{word}</span>'
 
 
-def banner(state: RunState, life: str | None = None) -> str:
-    """Returns how the run ended, and where it was resumed. `life`: what is known of a run that has not ended by itself, empty if it goes on;
-    None: nothing, as in a file."""
-    lines = []
-    if not state.ended and life is not None:
-        lines += [life] if life else []
-    elif not state.ended:
+def banner(data: ReportData) -> str:
+    """Returns what is not known of the end of a run, and where it was resumed. How it ended, the verdict says."""
+    state, lines = data.state, []
+    if not state.ended and data.standing is None:
         lines.append(f"The last fact is from {duration(state.now)}: the run is still going on, or was killed.")
-    elif state.ended.reason not in ("finished", "interrupted"):
-        lines.append(state.ended.reason)
     if len(state.sessions) > 1:
         at = ", ".join(duration(start) for start in state.sessions[1:])
         lines.append(f"Resumed {plural(len(state.sessions) - 1, 'time')} (at {at}).")
@@ -373,4 +378,4 @@ def _where(state: RunState) -> str:
 def _config(text: str) -> str:
     if not text:
         return '<p class="empty">The run directory has no config.toml.</p>'
-    return f"<details open><summary>Resolved config</summary><pre>{escape(text)}</pre></details>"
+    return f"<details><summary>Resolved config</summary><pre>{escape(text)}</pre></details>"

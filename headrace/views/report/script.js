@@ -101,7 +101,18 @@ function colourTokens(root, how) {
   for (const words of root.querySelectorAll("small.unrecorded")) words.hidden = !["ratio", "gap", "entropy"].includes(how);
 }
 
+// The axis of the reward: the same in every part that is set up after it was chosen.
+let axis = "step";
+function showAxis(part) {
+  for (const button of part.querySelectorAll("[data-over]")) {
+    button.setAttribute("aria-pressed", String(button.dataset.over === axis));
+    button.onclick = () => { axis = button.dataset.over; showAxis(part); };
+  }
+  for (const chart of part.querySelectorAll("[data-of]")) chart.hidden = chart.dataset.of !== axis;
+}
+
 function setUp(part) {
+  showAxis(part);
   part.querySelectorAll(".gantt").forEach(setUpGantt);
   for (const choice of part.querySelectorAll(".colour-by")) choice.onchange = () => colourTokens(part, choice.value);
 }

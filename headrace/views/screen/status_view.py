@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -128,7 +129,7 @@ def _row(row: HealthRow, said: str) -> list[Text]:
     """Returns the mark and the numbers of a row, and its remedy if it is not that of the verdict. `said`: the latter."""
     mark, style = TICKS[row.mark]
     parts, shown = [Text(mark, style)], [figure for figure in row.figures if _tells(figure)]
-    for figure, following in zip(shown, [*shown[1:], None], strict=True):
+    for figure, following in itertools.zip_longest(shown, shown[1:]):
         parts.append(_figure(figure, "" if following and following.window == figure.window else figure.window))
     return [*parts, Text(f"→ {row.remedy}", WARN)] if row.remedy and row.remedy != said else parts
 

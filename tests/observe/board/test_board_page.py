@@ -69,7 +69,10 @@ def opened(browser: Headless, place: str, view: str) -> None:
 
 def test_a_run_is_drawn_without_a_question_and_two_are_compared(browser: Headless, place: str):
     browser.open(place)
-    browser.wait(f"{CHARTS}.includes('reward/drawn')")
+    browser.wait("document.querySelector('.verdict b')")
+    assert browser.evaluate("document.querySelector('.verdict b').innerText").startswith(
+        ("Learning: held out", "Broken")
+    )
     names = "[...document.querySelectorAll('.run')].map((one) => one.dataset.name)"
     assert sorted(browser.evaluate(names)) == ["first", "second"]
     assert browser.evaluate("document.querySelectorAll('.run .swatch[aria-pressed=true]').length") == 1
@@ -78,6 +81,21 @@ def test_a_run_is_drawn_without_a_question_and_two_are_compared(browser: Headles
     assert "train.lr" in browser.evaluate("document.querySelector('.differences').innerText")
     browser.wait("document.querySelector('[data-metric=\"reward/drawn\"] .legend')?.innerText.includes('second')")
     assert browser.evaluate("new URLSearchParams(location.hash.slice(1)).getAll('runs').length") == 2
+
+
+def test_the_overview_draws_the_reward_over_minutes_and_each_row_leads_to_more(browser: Headless, place: str):
+    opened(browser, place, "run=first&runs=first&tab=overview")
+    shown = "document.querySelector('#view [data-of]:not([hidden])').dataset.of"
+    browser.wait(f"{shown} == 'step'")
+    browser.evaluate("document.querySelector('[data-over=minutes]').click()")
+    assert browser.evaluate(shown) == "minutes"
+    browser.press("2")
+    browser.wait(f"{CHARTS}.includes('reward/drawn')")
+    browser.press("1")
+    browser.wait(f"document.querySelector('#view .verdict') && {shown} == 'minutes'")
+    assert browser.evaluate("document.querySelectorAll('#view .row').length") == 6
+    browser.evaluate("document.querySelector('#view .row a').click()")
+    browser.wait("location.hash.includes('tab=pools') && document.querySelector('#view .gantt')")
 
 
 def test_a_link_opens_at_the_same_view(browser: Headless, place: str):
@@ -161,6 +179,8 @@ def test_tokens_take_the_colour_that_is_chosen(browser: Headless, place: str):
 
 def test_keys_change_run_tab_theme_and_smoothing(browser: Headless, place: str):
     browser.open(place)
+    browser.wait("document.querySelector('.verdict')")
+    browser.press("2")
     browser.wait(f"{CHARTS}.length")
     names = browser.evaluate("[...document.querySelectorAll('.run')].map((one) => one.dataset.name)")
     here = "document.querySelector('.run.here').dataset.name"

@@ -6,7 +6,7 @@ import { drawSamples } from "/static/samples.js";
 import { setUpPager } from "/static/pager.js";
 import { setUpLanes } from "/static/lanes.js";
 
-const TABS = { curves: "Curves", overview: "Overview", samples: "Samples", pools: "Pools", lanes: "Swimlanes", drawn: "Drawn against trained",
+const TABS = { overview: "Overview", curves: "Curves", samples: "Samples", pools: "Pools", lanes: "Swimlanes", drawn: "Drawn against trained",
   accounting: "Accounting", warnings: "Warnings", setup: "Setup" };
 const BY_ITSELF = ["overview", "accounting", "warnings"];  // drawn again when facts arrive; the others would lose what was zoomed or read
 const MOODS = { alive: "good", finished: "good", starting: "plain", interrupted: "plain", paused: "bad", silent: "bad", stopped: "bad", died: "bad" };
@@ -51,6 +51,7 @@ function open(name) {
 
 function overlay(name) {
   const without = view.runs.filter((one) => one !== name);
+  if (view.tab === "overview") go({ tab: "curves" });  // it is of one run
   go({ runs: without.length < view.runs.length ? without : [...view.runs, name].slice(-MOST_RUNS) });
   if (!view.run) go({ run: name });
   draw();
@@ -221,6 +222,7 @@ document.addEventListener("click", (event) => {
   const anchor = event.target.closest?.("#view a[href^='#']")?.getAttribute("href").slice(1);
   if (!anchor) return;
   event.preventDefault();
+  if (anchor.startsWith("tab-")) { go({ tab: anchor.slice(4) }); draw(); return; }
   const episode = at(anchor);
   if (episode) { episode.open = true; episode.scrollIntoView({ behavior: "smooth" }); }
 });

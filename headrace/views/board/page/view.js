@@ -5,7 +5,7 @@ export const DEFAULT_METRICS = [
   "cost/dollars_per_step",
 ];
 const LISTS = ["runs", "metrics"];
-export const view = { run: "", runs: [], tab: "curves", over: "step", window: "1", metrics: [], from: "", to: "", steps: "", q: "", show: "", lane: "", colour: "" };
+export const view = { run: "", runs: [], tab: "overview", over: "step", window: "1", metrics: [], from: "", to: "", steps: "", q: "", show: "", lane: "", colour: "" };
 const EMPTY = structuredClone(view);
 
 export function readAddress() {
@@ -13,13 +13,14 @@ export function readAddress() {
   for (const name of Object.keys(view)) {
     view[name] = LISTS.includes(name) ? given.getAll(name) : given.get(name) ?? EMPTY[name];
   }
+  if (!given.has("tab") && (view.metrics.length || view.runs.length > 1)) view.tab = "curves";  // a link of when they were the first tab
 }
 
 export function address() {
   const made = new URLSearchParams();
   for (const [name, value] of Object.entries(view)) {
     if (Array.isArray(value)) value.forEach((one) => made.append(name, one));
-    else if (value !== EMPTY[name]) made.set(name, value);
+    else if (value !== EMPTY[name] || name === "tab") made.set(name, value);
   }
   return "#" + made;
 }
