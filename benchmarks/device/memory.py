@@ -84,7 +84,27 @@ CASES = (
 )  # fmt: skip
 
 
+FILLED = "1.5b, sizes by what is free"
+CONTEXT = 2048
+
+
+def _filled(bench: Bench) -> Iterator[Figure]:
+    """An engine whose sizes are left open: all sequences that it has rows for decode, in the memory that it took."""
+    left = {"kv_gib": "auto", "max_running": "auto", "prefill_chunk": "auto"}
+    with bench.most_memory() as most:
+        core = loads.engine(bench, "1.5b", 0, context_length=bench.size(CONTEXT, 64), **left)
+        rows = bench.size(core.capabilities.rows, 4)
+        loads.sample(core, loads.prompts(rows, bench.size(256, 8)), bench.size(32, 4))
+    room = f"{core.capabilities.rows} rows, {core.capabilities.kv_tokens:,} tokens of cache"
+    yield Figure(FILLED, True, note=room)
+    held = most() or None
+    yield Figure(f"{FILLED}: memory", held, note="a CPU has none of its own" if bench.device == "cpu" else room)
+    del core
+    bench.forget()
+
+
 def measure(bench: Bench) -> Iterator[Figure]:
+    yield from _filled(bench)
     for case in CASES:
         if case.lora and importlib.util.find_spec("peft") is None:
             yield from (Figure(name, None, "peft is not here") for name in (case.name, f"{case.name}: memory"))
@@ -111,18 +131,31 @@ ENTRY = Entry(
     name="memory",
     about="tokens/s of a step with rows of 2k, and the most memory that it held; random weights",
     limit=180,
-    lines=tuple(
-        line
-        for case in CASES
-        for line in (
-            Line(name=case.name, predicted=case.rate, formula=case.formula),
-            Line(
-                name=f"{case.name}: memory",
-                unit="GB",
-                predicted=case.held,
-                formula=f"{case.bytes:g} bytes a parameter, and activations of 8,192 tokens: 2 × (16 hidden + 6 inner) bytes a layer and token",
-            ),
-        )
+    lines=(
+        Line(
+            name=FILLED,
+            unit="check",
+            formula="an engine alone takes what is free, and as many sequences as it has rows for decode at once",
+        ),
+        Line(
+            name=f"{FILLED}: memory",
+            unit="GB",
+            predicted=lambda chip: 0.95 * chip.memory / 1e9 - 2,
+            formula="all but 5 % of the memory and a gigabyte for CUDA, of which a second one is for passes that need less (assumed)",
+        ),
+        *(
+            line
+            for case in CASES
+            for line in (
+                Line(name=case.name, predicted=case.rate, formula=case.formula),
+                Line(
+                    name=f"{case.name}: memory",
+                    unit="GB",
+                    predicted=case.held,
+                    formula=f"{case.bytes:g} bytes a parameter, and activations of 8,192 tokens: 2 × (16 hidden + 6 inner) bytes a layer and token",
+                ),
+            )
+        ),
     ),
     measure=measure,
     least_memory=70e9,

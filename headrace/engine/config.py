@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.engine.kinds import ENGINES, SERVERS
+from headrace.engine.sizes import ON_CPU, OpenSizes, Sizes
 from headrace.settings.strict import STRICT
 
 
@@ -38,15 +39,17 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the served weights and of the KV cache. auto: the one measured to be faster on this machine (`headrace
     doctor` prints it)."""
-    kv_gib: float = Field(default=2.0, gt=0)
-    """The largest size of the KV cache, in GiB. Its pages are taken from the system when they are first used."""
-    max_running: int = Field(default=64, gt=0)
+    kv_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """The largest size of the KV cache, in GiB. On a CPU its pages are taken from the system when they are first used. auto: 2 on a CPU;
+    on a GPU what is free beside the weights, and beside the trainer where it is on the same one (docs/auto.md)."""
+    max_running: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """The most sequences that decode at once. Fewer run if `kv_gib` cannot hold the tokens that so many are expected to
-    have."""
+    have. auto: 64 on a CPU; on a GPU as many as the KV cache holds of usual length, at most 1,024."""
     context_length: int = Field(default=1024, gt=1)
     """The most tokens of prompt and completion together, per request."""
-    prefill_chunk: int = Field(default=512, gt=0)
-    """Prompt tokens forwarded per pass, beside one token of every running sequence."""
+    prefill_chunk: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """Prompt tokens forwarded per pass, beside one token of every running sequence. auto: 512 on a CPU, 8192 on a GPU that has room for
+    them."""
     swap: Literal["keep", "recompute"] = "keep"
     """Handling of the KV cache of running sequences when weights are swapped: keep it (the version spans record this),
     or recompute it under the new weights before the sequences continue. With vLLM and SGLang it is always recomputed."""
@@ -97,6 +100,17 @@ class EngineConfig:
         return "bfloat16" if self.dtype == "auto" else self.dtype
 
     @property
+    def open_sizes(self) -> OpenSizes:
+        """The sizes that are set; the others are None."""
+        asked = (self.kv_gib, self.max_running, self.prefill_chunk)
+        return OpenSizes(*(None if size == "auto" else size for size in asked))  # type: ignore[arg-type]
+
+    @property
+    def sizes(self) -> Sizes:
+        """All sizes, as numbers. Those that nobody has chosen yet are a CPU's."""
+        return self.open_sizes.on_cpu()
+
+    @property
     def is_server(self) -> bool:
         return self.kind in SERVERS
 
@@ -110,13 +124,16 @@ class EngineConfig:
 
     @property
     def for_worker(self) -> EngineConfig:
-        """Settings of an engine in a process of this machine, for a teacher or a reference beside a policy that a server serves."""
+        """Settings of an engine in a process of this machine, for a teacher or a reference beside a policy. Its KV cache is small where
+        nobody said otherwise: it scores texts, and a GPU's memory is the policy's."""
         if not self.is_server:
-            return replace(
+            own = replace(
                 self, replicas=1, member_patience=EngineConfig.member_patience, patience=EngineConfig.patience
             )
-        kept = {name: getattr(self, name) for name in ("dtype", "context_length", "max_deaths", "exact")}
-        return EngineConfig(**kept)
+        else:
+            kept = {name: getattr(self, name) for name in ("dtype", "context_length", "max_deaths", "exact")}
+            own = EngineConfig(**kept)
+        return replace(own, kv_gib=ON_CPU.kv_gib) if own.kv_gib == "auto" else own
 
 
 OF_JOINED = ("urls", "token_file")

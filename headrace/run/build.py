@@ -57,7 +57,7 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
         curriculum=config.curriculum,
         watch=config.watch,
         save_patience=config.checkpoint.patience,
-        kv_gib=config.engine.kv_gib,
+        kv_gib=config.engine.sizes.kv_gib,
     )
 
 

@@ -1,4 +1,5 @@
-"""Chooses, before a run starts, the settings that it leaves open (dtype, kernels or PyTorch, threads) and what fits into `train.minutes`.
+"""Chooses, before a run starts, the settings that it leaves open (dtype, kernels or PyTorch, threads; on a GPU what fits into its memory) and
+what fits into `train.minutes`.
 
 The chosen settings are saved in the run's `config.toml`, beside those that were asked for (`RunConfig.chosen`). A resume and a replay read
 them there and choose nothing.
@@ -18,10 +19,11 @@ from headrace.loop.run_limits import Allowance
 from headrace.native.arithmetic import TIERS
 from headrace.run.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
 from headrace.run.auto.fit import SPARE, Fitted, Speeds, Wish, fit
+from headrace.run.auto.gpu_sizes import SIZES, with_gpu_sizes
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, Share, thread_counts
 from headrace.run.config import RunConfig, config_of_run, read_config, read_tree
 from headrace.run.rehearsal.machine import Machine, ask_torch, inspect_machine, may_have_gpu
-from headrace.run.rehearsal.memory_needs import read_shape
+from headrace.run.rehearsal.memory_needs import ModelShape, read_shape
 from headrace.settings.other_names import meaning
 from headrace.settings.process_config import ChosenConfig
 from headrace.settings.toml import Tree, build, merge
@@ -45,7 +47,7 @@ class Settled:
 
 
 def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int, measurer: Measurer) -> Settled:
-    """Chooses the settings that are left open. Explicit settings are not changed, and on a GPU none are."""
+    """Chooses the settings that are left open and can be measured: on a CPU. Explicit settings are not changed."""
     if config.train.parity == "bitwise":
         config = _one_arithmetic(config)
     on_cpu = {
@@ -59,7 +61,7 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
     figures = measurer.measure(json.loads((model_dir / "config.json").read_text(encoding="utf-8")), counts)
     if figures.problem:
         return Settled(config, figures=figures)
-    wide = WIDE * parameters + config.engine.kv_gib * 2**30 <= machine.available
+    wide = WIDE * parameters + config.engine.sizes.kv_gib * 2**30 <= machine.available
     allowed, threads = candidates(config.engine, config.train, wide), choose_threads(counts, figures)
     if on_cpu["engine"]:
         config = _taken(config, choose("engine", config.engine, allowed, figures, threads))
@@ -71,8 +73,18 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
 def settle_here(config: RunConfig, model_dir: Path, measurer: Measurer | None = None) -> RunConfig:
     """Chooses the settings that are left open, for a command that does not start a run: an evaluation, a calibration. `train.minutes`
     has no meaning there. `measurer`: measures this machine; by default with a short probe."""
-    machine = inspect_machine(ask_torch() if may_have_gpu() else None)
-    return settle(config, model_dir, machine, read_shape(model_dir).parameters, measurer or ProbeMeasurer()).config
+    machine, shape = inspect_machine(ask_torch() if may_have_gpu() else None), read_shape(model_dir)
+    config = settle(config, model_dir, machine, shape.parameters, measurer or ProbeMeasurer()).config
+    return settle_sizes(config, shape, machine)
+
+
+def settle_sizes(
+    config: RunConfig, shape: ModelShape, machine: Machine, prompt_tokens: int = 0, others: tuple[float, ...] = ()
+) -> RunConfig:
+    """Chooses the sizes that are left open of what runs on a GPU of this machine. `prompt_tokens`: of a usual prompt; `others`: bytes on the
+    GPU of each engine beside the run's. Raises ConfigError if there is no room for one sequence."""
+    values, why = with_gpu_sizes(config, shape, machine, prompt_tokens, others)
+    return with_chosen(config, values, {"sizes": why}) if values else config
 
 
 def _one_arithmetic(config: RunConfig) -> RunConfig:
@@ -120,12 +132,17 @@ def setting(config: RunConfig, name: str) -> Any:
 
 
 def resumed_settings(source: RunConfig | Mapping[str, Any] | str | Path, run_dir: Path) -> Tree:
-    """A config for resuming a run. Settings that it leaves open, as the run's first config did, get the values that the run chose."""
+    """A config for resuming a run. Settings that it leaves open, as the run's first config did, get the values that the run chose; sizes those
+    that it had, for a run that began before they could be left open."""
     tree = read_tree(source)
     config, before = build(RunConfig, tree, meaning), read_config(config_of_run(run_dir))
     tree = {**tree, "chosen": dataclasses.asdict(before.chosen)}
     for name, wish in before.chosen.wishes.items():
         if setting(config, name) == wish:
+            section, _, leaf = name.partition(".")
+            tree = merge(tree, {section: {leaf: setting(before, name)}})
+    for name in SIZES:
+        if setting(config, name) == "auto" != setting(before, name):
             section, _, leaf = name.partition(".")
             tree = merge(tree, {section: {leaf: setting(before, name)}})
     return tree

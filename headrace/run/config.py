@@ -21,6 +21,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
 from headrace.engine.remote.server_kind import server_kind
+from headrace.engine.sizes import Sizes
 from headrace.episodes.environments.config import EnvironmentConfig, chat_problems, turn_problems
 from headrace.episodes.environments.kinds import LIBRARIES
 from headrace.episodes.rollout import RolloutConfig, fork_problems
@@ -105,6 +106,13 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return Path(self.out) / self.name
+
+    @property
+    def engine_beside(self) -> EngineConfig:
+        """The settings that an engine beside the run's own begins with: a teacher's, or the reference's. What was chosen by the memory that
+        is left for the run's own is open again."""
+        wishes: dict[str, Any] = {name.removeprefix("engine."): wish for name, wish in self.chosen.wishes.items()}
+        return dataclasses.replace(self.engine, **{name: wishes[name] for name in Sizes._fields if name in wishes})
 
     @property
     def ends(self) -> WeightEnds:
@@ -313,7 +321,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
     )
     for teacher in config.teachers:
         try:
-            engine = teacher_engine(config.engine, teacher)
+            engine = teacher_engine(config.engine_beside, teacher)
         except ConfigError as error:
             yield str(error)
             continue

@@ -38,9 +38,10 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import check_model_dir, resolve_model
 from headrace.native.resources import gib
 from headrace.processes.frames import LONGEST
+from headrace.run.auto.gpu_sizes import gpu_notes
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, measure_share
 from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task
-from headrace.run.choosing import fit_minutes, settle
+from headrace.run.choosing import fit_minutes, settle, settle_sizes
 from headrace.run.config import RunConfig, rate_remarks, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
@@ -60,10 +61,10 @@ from headrace.run.rehearsal.first_rows import (
 from headrace.run.rehearsal.machine import Machine, place_problem
 from headrace.run.rehearsal.memory_needs import (
     MemoryNeed,
-    MemoryPlan,
     ModelShape,
     checkpoint_bytes,
     engine_needs,
+    memory_plan,
     needs,
     notes,
     read_shape,
@@ -81,6 +82,8 @@ from headrace.trainer.dealing.share import MOST_TRAJECTORIES, TOKEN_BYTES
 from headrace.views.screen.start_line import StartSteps
 from headrace.weight_sync.cuda_ipc import NO_GPU
 from headrace.weight_sync.delta.efficiency import poor_settings
+
+ELSEWHERE = "train.microbatch_tokens is not chosen by the memory of GPUs of other machines"
 
 _ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
@@ -488,10 +491,13 @@ def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measu
     """Chooses the settings that are left open, and puts them into the config."""
     shape = read_shape(model_dir)
     settled = settle(found.config, model_dir, machine, shape.parameters, measurer)
+    beside = _others(found, machine, model_dir, shape)
+    config = settle_sizes(settled.config, shape, machine, found.prompt_tokens, _on_gpu(beside))
+    settled = replace(settled, config=config)
     found.config, found.unmeasured = settled.config, settled.figures.problem
     if not found.config.train.minutes:
         return
-    size = checkpoint_bytes(shape, _plan(found.config, machine))
+    size = checkpoint_bytes(shape, memory_plan(found.config, machine))
     fitted = fit_minutes(settled, measure_share(machine.cores), size, found.prompt_tokens)
     found.config = fitted.config
     found.notes += fitted.notes
@@ -499,7 +505,7 @@ def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measu
 
 def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> None:
     config, shape = found.config, read_shape(model_dir)
-    plan = _plan(config, machine)
+    plan = memory_plan(config, machine)
     resolved = replace(
         config,
         engine=replace(config.engine, device=plan.engine_device),
@@ -512,7 +518,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         *placement(resolved, found.served or "path chosen when the model is read").items(),
         *why.items(),
     ]
-    wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
+    wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape)]
     size = checkpoint_bytes(shape, plan)
     found.sections["Memory"] = [
         *memory_lines(wanted, machine),
@@ -532,6 +538,9 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     found.notes += untried(config)
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
+        found.notes += gpu_notes(wanted, machine, config)
+    if not plan.trains and config.train.microbatch_tokens == "auto":
+        found.notes.append(f"{ELSEWHERE}: it is {config.train.microbatch}")
     if config.engine.starts_server:
         fetches = config.way.transport.listens
         server = require(config.engine.kind, config.engine.python, fetches)
@@ -559,36 +568,20 @@ def _step_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
-    engine = machine.device("engine.device", config.engine.device)
-    here = config.orchestration.trains_here
-    trainer = machine.device("train.device", config.train.device if here else "cpu")
-    dtype = machine.dtype(config.train.dtype, trainer)
-    runs, way = config.runs, config.way
-    first = runs[0]
-    return MemoryPlan(
-        engine=config.engine,
-        engine_device=engine,
-        train=config.train,
-        train_device=trainer,
-        train_dtype=dtype,
-        lora=first.lora,
-        adapters=len(runs) if first.lora.rank else 0,
-        reference_in_loss=any(run.algo.reference_in_loss for run in runs),
-        fetches=not config.engine.is_server and way.transport.sends_bytes,
-        published=way.transport.device_of_buffers,
-        trains=here,
-        shared=config.orchestration.placement == "shared",
-        lent=config.orchestration.lend,
-    )
-
-
-def _others(
-    found: Rehearsal, machine: Machine, model_dir: Path, shape: ModelShape, plan: MemoryPlan
-) -> Iterator[MemoryNeed]:
+def _others(found: Rehearsal, machine: Machine, model_dir: Path, shape: ModelShape) -> Iterator[MemoryNeed]:
     """The memory of the engines of teachers and reference."""
     for planned in found.planned_teachers:
         device = machine.device(f"the teacher {planned.config.name}: engine.device", planned.engine.device)
         yield from engine_needs(f"teacher {planned.config.name}", read_shape(planned.model_dir), planned.engine, device)
     if found.config.algo.reference_in_reward and not found.config.lora.served_name:
-        yield from engine_needs("reference", shape, plan.engine, plan.engine_device)
+        engine = found.config.engine_beside.for_worker
+        yield from engine_needs("reference", shape, engine, machine.device("engine.device", engine.device))
+
+
+def _on_gpu(others: Iterator[MemoryNeed]) -> tuple[float, ...]:
+    """The bytes on the GPU of each process that has some there."""
+    held: dict[str, float] = {}
+    for need in others:
+        if need.where == "cuda":
+            held[need.who] = held.get(need.who, 0.0) + need.bytes
+    return tuple(held.values())

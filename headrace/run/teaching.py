@@ -65,7 +65,7 @@ async def plan_teachers(
 
 
 def _lesson(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> PlannedTeacher:
-    engine = teacher_engine(config.engine, teacher)
+    engine = teacher_engine(config.engine_beside, teacher)
     if teacher.student:
         return PlannedTeacher(teacher, encoder.directory, engine, None)
     try:
@@ -293,7 +293,7 @@ async def open_teaching(
                 referring = None
                 if config.algo.reference_in_reward:
                     base = pools.engine if adapted else None
-                    opens = _reference(config.engine, engines, encoder.directory, base)
+                    opens = _reference(config.engine_beside, engines, encoder.directory, base)
                     referring = starts.create_task(opens)
         except BaseExceptionGroup as group:
             raise first_error(group) from group

@@ -129,7 +129,8 @@ async def opened(config: ServeConfig, directory: Path, logs: Path) -> AsyncItera
     engine = ProcessEngine(open_launcher(logs), job, limit, _unrecorded(), suspects)
     try:
         await engine.launch()
-        await engine.open(EngineStart(str(directory), dataclasses.asdict(config.engine), {}))
+        own = config.engine.for_worker if config.training else config.engine  # beside a trainer it leaves the GPU room
+        await engine.open(EngineStart(str(directory), dataclasses.asdict(own), {}))
         serving = Serving(
             engine=engine,
             encoder=encoder,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -15,6 +15,10 @@ from headrace.settings.strict import STRICT
 from headrace.trainer.parallel import ParallelConfig
 
 # --- Settings of the trainer. Imports no torch.
+
+
+ON_CPU = 2048
+"""Tokens of a microbatch on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -41,9 +45,10 @@ class TrainConfig:
     and gradients change with the policy."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient of the whole step is scaled down to this norm."""
-    microbatch_tokens: int = Field(default=2048, gt=0)
+    microbatch_tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Tokens that a rank forwards at once. This bounds memory and never changes the gradient. A longer row gets a
-    microbatch of its own."""
+    microbatch of its own. auto: 2048 on a CPU, and in ranks on other machines; on a GPU of this machine up to 32768, as many as it has
+    room for (docs/auto.md)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the computation (autocast). auto: the one measured to be faster on this machine (`headrace doctor`
     prints it)."""
@@ -81,6 +86,11 @@ class TrainConfig:
     progress do not count. 0 ends the run, which can be resumed."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Several ranks that train one model. One rank, the default, starts no further process."""
+
+    @property
+    def microbatch(self) -> int:
+        """The tokens of a microbatch as a number: a CPU's where nobody has chosen."""
+        return ON_CPU if self.microbatch_tokens == "auto" else self.microbatch_tokens
 
     @model_validator(mode="after")
     def _compile_fits(self) -> TrainConfig:

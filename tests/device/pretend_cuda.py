@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 DEVICE = torch.device("cuda", 0)
+FREE, TOTAL = 6 << 30, 8 << 30
+"""Bytes of the device: free now, and all."""
 T = torch.Tensor
 MOVES = {T.to, T.cuda, T.cpu, T.copy_, T.type_as}
 INDEXED = {T.__getitem__, T.__setitem__}
@@ -180,6 +182,7 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE, TOTAL))
     monkeypatch.setattr(torch.cuda, "Event", PretendedEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: PretendedStream())

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from pretend_cuda import DEVICE, OnDevice, PretendedCuda, pretended_cuda
+from pretend_cuda import DEVICE, FREE, TOTAL, OnDevice, PretendedCuda, pretended_cuda
 
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.model_loading import _sizes, read_model
+from headrace.engine.sizes import CONTEXT, ON_CPU, RESERVED, Sizes
 from headrace.native.memory import uploaded_together
 from support.native_calls import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score, step  # noqa: F401
 from support.tiny_models import MODELS
@@ -80,3 +86,40 @@ def test_arrays_of_one_upload_are_themselves_whatever_lies_before_them(cuda: Pre
     assert len({tensor.untyped_storage().data_ptr() for tensor in there if tensor.numel()}) == 1
     for tensor, array in zip(there, arrays, strict=True):
         assert torch.equal(tensor.cpu(), torch.from_numpy(np.ascontiguousarray(array)))
+
+
+def test_its_sizes_follow_from_what_is_free_of_the_device(saved: Callable[..., Path], cuda: PretendedCuda):  # noqa: F811
+    directory = saved("llama")
+
+    def sizes(asleep: bool = False, **settings: object):
+        config = EngineConfig(path="fused", exact=True, context_length=200, **{"device": "cuda", **settings})  # type: ignore[arg-type]
+        return read_model(directory, config, asleep).sizes
+
+    alone, in_turns = sizes(max_running=1024), sizes(asleep=True, max_running=1024)
+    assert alone is not None and in_turns is not None and alone.prefill_chunk == 8192
+    assert ON_CPU.kv_gib <= alone.kv_gib <= (FREE - RESERVED * TOTAL - CONTEXT) / (1 << 30)
+    assert in_turns.kv_gib <= (TOTAL - RESERVED * TOTAL - CONTEXT) / (1 << 30)
+    assert sizes(kv_gib=0.05, max_running=3, prefill_chunk=7) == (0.05, 3, 7)
+    assert sizes(kv_gib=0.05).kv_gib == 0.05 and sizes(device="cpu") == ON_CPU
+    engine = NativeEngine(
+        directory, EngineConfig(path="fused", exact=True, context_length=200, device="cuda"), asleep=True
+    )
+    assert engine.capabilities.rows == 1024 and engine.capabilities.kv_tokens >= 1024 * 100
+
+
+def test_a_device_without_room_for_one_sequence_is_refused_with_a_context_that_fits(cuda: PretendedCuda):
+    """A model of 1.3 GiB, of whose cache a block takes a quarter of a GiB."""
+    matrices = {f"up {layer}": (8192, 4096) for layer in range(20)}
+    model = SimpleNamespace(shapes={"embed": (1000, 1024), **matrices}, vocabulary=1000)
+    runner = SimpleNamespace(block_nbytes=1 << 28)
+
+    def sizes(context: int) -> Sizes:
+        return _sizes(model, runner, EngineConfig(device="cuda"), context, asleep=False)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="not one sequence of engine.context_length = 999") as refused:
+        sizes(999)
+    shorter = int(str(refused.value).rpartition("= ")[2])
+    assert 0 < shorter < 999 and sizes(shorter).kv_gib * 4 >= shorter / 32
+    runner.block_nbytes = 1 << 32
+    with pytest.raises(ConfigError, match="End what else uses the GPU$"):
+        sizes(999)

@@ -41,7 +41,7 @@ def test_every_server_is_a_member_and_one_engine_is_no_fleet() -> None:
     members = members_of(SERVERS)
     assert list(members) == [ONE, TWO] and [member.urls for member in members.values()] == [(ONE,), (TWO,)]
     assert members_of(EngineConfig()) == {"": EngineConfig()} and not EngineConfig().is_fleet
-    assert replace(REPLICAS, member_patience=5.0).for_worker == EngineConfig()
+    assert replace(REPLICAS, member_patience=5.0).for_worker == EngineConfig(kv_gib=2.0)
 
 
 @pytest.mark.parametrize(

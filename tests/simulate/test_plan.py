@@ -15,7 +15,7 @@ import pytest
 from headrace import cli
 from headrace.algo.config import AlgoConfig
 from headrace.algo.training_rows import algorithm_of
-from headrace.commands.plan.answer import PlanRequest, answer
+from headrace.commands.plan.answer import PlanRequest, answer, unused_memory, with_sizes
 from headrace.commands.plan.charts import draw
 from headrace.commands.plan.parts.engine import Shared
 from headrace.commands.plan.parts.simulated_trainer import SimulatedTrainer
@@ -526,3 +526,19 @@ def test_the_trainer_forwards_the_turns_before_a_fork_once():
     report = virtual_time.run(trainer.step(Batch(0, (Group(0, prompt, (alone, tree), rows),))))
     assert report.forward_tokens == 50 + 59 + (20 + 30 + 10 + 11 + 12)
     assert report.loss_tokens == 20 + 9 + 20 + 10 + 11 + 12
+
+
+def test_sizes_that_are_left_open_are_those_of_the_chip_and_what_stays_unused_is_said():
+    def asked(gpus: int, **tables: dict[str, Any]) -> PlanRequest:
+        return PlanRequest(config=config_of(**{"engine": {}, **tables}), hardware="h100", model="135m", gpus=gpus)
+
+    idle = with_sizes(asked(1))
+    assert 2 <= idle.config.engine.sizes.kv_gib < 10 and idle.config.engine.prefill_chunk == 8192
+    assert idle.config.train.microbatch_tokens == 16_384 and "of 80 GB of the GPU are unused" in unused_memory(idle)
+    many = {"staleness": {"groups_per_step": 512}, "rollout": {"group_size": 32, "max_tokens": 4000}}
+    full = with_sizes(asked(1, **many, engine={"context_length": 8000}))
+    assert full.config.engine.sizes.max_running > 900 and unused_memory(full) == ""
+    apart = with_sizes(asked(2, **many, engine={"context_length": 8000}))
+    assert apart.config.engine.sizes.kv_gib > full.config.engine.sizes.kv_gib
+    assert with_sizes(asked(1, engine={"max_running": 7, "kv_gib": 1.0})).config.engine.sizes[:2] == (1.0, 7)
+    assert with_sizes(full) == full

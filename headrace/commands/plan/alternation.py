@@ -144,6 +144,6 @@ def _with_all(
     """The rates of a trainer that has all GPUs."""
     context = train.parallel.context
     trainer = hardware.trainer_rates(
-        chip, model, gpus - gpus % context, train.microbatch_tokens, context=context, passes=passes
+        chip, model, gpus - gpus % context, train.microbatch, context=context, passes=passes
     )
     return msgspec.structs.replace(rates, trainer=trainer)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.commands.plan.alternation import Alternation, Lending, alternating, lending
+from headrace.commands.plan.gpu_memory import sized, unused
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.hardware import NETWORK
 from headrace.commands.plan.rates.own_runs import how_far, known, with_own_runs
@@ -105,6 +106,7 @@ def answer(request: PlanRequest, say: Say) -> Answer:
     """Simulates the request. Raises ConfigError with the remedy if something is missing or cannot be simulated."""
     if not 0 < request.network < math.inf:
         raise ConfigError(f"--network {request.network / 1e9:g} must be above 0 (gigabytes a second)")
+    request = with_sizes(request)
     notes: list[str] = []
     if how := served_how(Path(request.model or request.config.model.path), request.config.engine):
         notes.append(f"the engine serves this model by {how}")
@@ -129,6 +131,31 @@ def answer(request: PlanRequest, say: Say) -> Answer:
     choices = sweep(scenario, None if request.trainer_gpus else split, say)
     best = recommended(choices)
     return Answer(tuple(choices), best, tuple(notes), _turns(request, choices[0]), _lending(request, choices[0]))
+
+
+def with_sizes(request: PlanRequest) -> PlanRequest:
+    """Returns the request with numbers for the sizes that its config leaves open on the GPUs that it names."""
+    if not (request.hardware and request.model):
+        return request
+    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    if request.gpus < 2 and not hardware.fits_one(chip, shape):
+        return request
+    config = sized(
+        request.config, chip, shape, gpus=_own_gpus(request), trainer=request.trainer_gpus or max(1, request.gpus // 2)
+    )
+    return dataclasses.replace(request, config=config)
+
+
+def unused_memory(request: PlanRequest) -> str:
+    """Returns a sentence on memory that the planned engines leave unused; an empty string if it is little, or unknown."""
+    if not (request.hardware and request.model):
+        return ""
+    return unused(request.config, hardware.gpu(request.hardware), shape_of(request.model), _own_gpus(request))
+
+
+def _own_gpus(request: PlanRequest) -> int:
+    """The GPUs that one engine has to itself; 0 where it shares one with the trainer."""
+    return hardware.replica_gpus(hardware.gpu(request.hardware), shape_of(request.model)) if request.gpus > 1 else 0
 
 
 def _lending(request: PlanRequest, asked: Option) -> Lending | None:
@@ -211,7 +238,7 @@ def _computed(request: PlanRequest) -> Rates:
     context = request.config.train.parallel.context
     if request.gpus == 1 and context == 1 and hardware.fits_one(chip, shape):
         shared = hardware.shared_rates(
-            chip, shape, request.config.engine.max_running, request.model, passes=request.passes
+            chip, shape, request.config.engine.sizes.max_running, request.model, passes=request.passes
         )
         return with_own_runs(shared, chip, shape, request.passes)
     replica, trainer = hardware.replica_gpus(chip, shape), -(-hardware.trainer_gpus(chip, shape) // context) * context
@@ -220,7 +247,7 @@ def _computed(request: PlanRequest) -> Rates:
             f"a {request.model} model whose weights are all trained needs at least {replica + trainer} GPUs of {request.hardware} "
             f"({replica} to generate, {trainer} to train); raise --gpus, or choose a model that fits on one GPU"
         )
-    running = request.config.engine.max_running
+    running = request.config.engine.sizes.max_running
     computed = hardware.rates(
         chip,
         shape,
@@ -229,7 +256,7 @@ def _computed(request: PlanRequest) -> Rates:
         max_running=running,
         name=request.model,
         travel=request.travel(request.config.engine.replicas),
-        microbatch=request.config.train.microbatch_tokens,
+        microbatch=request.config.train.microbatch,
         context=context,
         passes=request.passes,
     )
@@ -312,7 +339,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
     """Returns a function that splits `request.gpus` into the trainer's GPUs and as many replicas as fit on the rest."""
     chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
     replica = hardware.replica_gpus(chip, shape)
-    running, context = request.config.engine.max_running, request.config.train.parallel.context
+    running, context = request.config.engine.sizes.max_running, request.config.train.parallel.context
 
     def split(trainer: int) -> Scenario | None:
         replicas = (request.gpus - trainer) // replica
@@ -329,7 +356,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
             max_running=running,
             name=request.model,
             travel=request.travel(replicas),
-            microbatch=request.config.train.microbatch_tokens,
+            microbatch=request.config.train.microbatch,
             context=context,
             passes=request.passes,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.commands.plan.answer import Answer, PlanRequest, answer
+from headrace.commands.plan.answer import Answer, PlanRequest, answer, unused_memory, with_sizes
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.mesh import Traffic, in_flight, pipeline_memory, sent, waiting
 from headrace.commands.plan.rates.rates import BFLOAT16, Travel, changed_share, difference, pays_below, whole
@@ -24,6 +24,7 @@ from headrace.trainer.parallel import LOOPS, ParallelConfig
 
 def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path | None) -> int:
     """Prints the answer, and writes the page with charts to `picture` if given. Returns the exit code."""
+    request = with_sizes(request)
     found = answer(request, _progress)
     echo(
         json.dumps(report(found, request.travel(), price, request.config.train.steps), indent=1)
@@ -50,6 +51,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *(f"note: {note}" for note in found.notes),
         "",
         *_details(asked, price, run_steps),
+        *([f"  {idle}"] if (idle := unused_memory(request)) else []),
         *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
         *_piped(request, asked),
@@ -103,7 +105,7 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
     if not request.hardware or gpus < 2:
         return []
     chip, model, train = hardware.gpu(request.hardware), shape_of(request.model), request.config.train
-    tokens = train.microbatch_tokens
+    tokens = train.microbatch
     mesh = hardware.trainer_mesh(chip, model, gpus, tokens, context=train.parallel.context)
     moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
     size, waits = moved.microbatch(tokens), moved.together(tokens)
@@ -127,7 +129,7 @@ def _piped(request: PlanRequest, asked: Option) -> list[str]:
     gpus, schedule = asked.scenario.rates.trainer.gpus, request.config.train.parallel.schedule
     if not request.hardware or gpus < 2:
         return []
-    model, tokens = shape_of(request.model), request.config.train.microbatch_tokens
+    model, tokens = shape_of(request.model), request.config.train.microbatch
     if gpus * LOOPS[schedule] > model.layers:
         return []
     trained = asked.prediction.tokens_per_second * asked.prediction.seconds_per_step
@@ -162,7 +164,7 @@ def _longest(request: PlanRequest, mesh: ParallelConfig, moved: Traffic) -> list
         + ("" if train.gradient_checkpointing else f" ({gigabytes(other)} with train.gradient_checkpointing)")
     ]
     if mesh.context > 1:
-        waits = moved.attended * train.microbatch_tokens
+        waits = moved.attended * train.microbatch
         seconds = short_time(waits / hardware.neighbours_link(hardware.gpu(request.hardware), mesh))
         lines.append(
             f"  attention brings a rank {gigabytes(waits)} more in a microbatch, and it waits for them: {seconds}"

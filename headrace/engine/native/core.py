@@ -268,8 +268,9 @@ class Core:
     def __init__(self, model: ServableModel, config: EngineConfig, asleep: bool = False) -> None:
         """`asleep`: it takes no memory of the device before `wake`. Raises ConfigError for a KV budget that holds no sequence."""
         self._model, self._runner, self._config = model, model.runner, config
-        blocks = Blocks(count_blocks(model, config.kv_gib))
-        running = Running(config.max_running, model.context_length)
+        sizes = model.sizes or config.sizes
+        blocks = Blocks(count_blocks(model, sizes.kv_gib))
+        running = Running(sizes.max_running, model.context_length)
         self._served = Served(config.max_adapters)
         self._schedule = Scheduler(blocks, running, self._served)
         self._sleeping = Sleeping(self._runner, self._schedule, model.device, asleep)
@@ -281,7 +282,7 @@ class Core:
         guides = Guides(_grammars(model), model.decode, model.vocabulary, model.ends)
         self._compiling = Compiling(guides)
         ends = np.isin(np.arange(model.vocabulary), list(model.ends))
-        planner = Planner(config.max_running, config.prefill_chunk, config.exact, config.routing)
+        planner = Planner(sizes.max_running, sizes.prefill_chunk, config.exact, config.routing)
         self._step = Stepper(
             runner=self._runner,
             schedule=self._schedule,
@@ -306,7 +307,7 @@ class Core:
             constraints=model.tokenizer is not None,
             exact=self._runner.exact,
             arithmetic=self._runner.arithmetic,
-            rows=config.max_running,
+            rows=sizes.max_running,
             kv_tokens=blocks.count * BLOCK,
         )
 
@@ -517,7 +518,7 @@ class NativeEngine(Core):
 
     def __init__(self, model_dir: Path, config: EngineConfig, asleep: bool = False) -> None:
         """Raises ConfigError for a model that cannot be served as configured."""
-        super().__init__(read_model(model_dir, config), config, asleep)
+        super().__init__(read_model(model_dir, config, asleep), config, asleep)
 
 
 def _grammars(model: ServableModel) -> Callable[[], Grammars] | None:

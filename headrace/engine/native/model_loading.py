@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,11 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Decode
 from headrace.engine.native.runners import skeleton
+from headrace.engine.sizes import Cost, Demand, Sizes, cost, fitting, longest, usable
 from headrace.models.tokenizer import decoder_of, endings_of, load_tokenizer
 from headrace.native.memory import own_pages
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -39,6 +44,8 @@ class ServableModel:
     """Names of tensors that are served in the dtype in which they are published."""
     dtype: torch.dtype
     device: torch.device
+    sizes: Sizes | None = None
+    """The sizes that follow from the device; None: those of the settings."""
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype."""
@@ -49,13 +56,19 @@ class ServableModel:
         return self.runner.prepare(here)
 
 
-def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
-    """Raises ConfigError for a model that cannot be served."""
+def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> ServableModel:
+    """`asleep`: it is to begin without memory of its device. Raises ConfigError for a model that cannot be served."""
+    from headrace.engine.native.runners.decoder import FusedRunner
+
     device, dtype = find_device(config.device), getattr(torch, config.serving_dtype)
     model, tokenizer = skeleton.read(model_dir, dtype, device), _tokenizer(model_dir)
     context = min(config.context_length, model.context_length or config.context_length)
+    runner = _runner(model, config, context, dtype, device)
+    sizes = _sizes(model, runner, config, context, asleep=asleep)
+    if isinstance(runner, FusedRunner):
+        runner.expect(sizes.max_running, sizes.max_running + sizes.prefill_chunk)
     return ServableModel(
-        runner=_runner(model, config, context, dtype, device),
+        runner=runner,
         context_length=context,
         vocabulary=model.vocabulary,
         ends=endings_of(model_dir, tokenizer).all,
@@ -65,7 +78,39 @@ def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
         kept=model.kept,
         dtype=dtype,
         device=device,
+        sizes=sizes,
     )
+
+
+def _sizes(model: skeleton.Skeleton, runner: Runner, config: EngineConfig, context: int, *, asleep: bool) -> Sizes:
+    """Returns the sizes of an engine. On a GPU what settings leave open follows from the memory that is free now; for one that begins
+    `asleep`, from all memory, because it takes turns with what is there. Raises ConfigError if there is no room for one sequence."""
+    asked, device = config.open_sizes, find_device(config.device)
+    if device.type == "cpu" or None not in asked:
+        return config.sizes
+    size = torch.empty(0, dtype=getattr(torch, config.serving_dtype)).itemsize
+    weights = sum(map(math.prod, model.shapes.values())) * size
+    one = _cost(model, runner, size)
+    free, total = torch.cuda.mem_get_info(device)
+    room = usable(total if asleep else free, total, 1) - 2 * weights  # new ones lie beside those that are served
+    sizes = fitting(asked, room, one, Demand(context, context / 2))
+    if asked.kv_gib is None and longest(sizes, one) < context:
+        shorter = f", or set engine.context_length = {found}" if (found := longest(sizes, one)) else ""
+        raise ConfigError(
+            f"{free / GIB:.3g} GiB of the GPU are free, of which {sizes.kv_gib:g} are left for the KV cache beside two copies of the weights: not "
+            f"one sequence of engine.context_length = {context}, which takes {one.sequence(context) / GIB:.3g} GiB for this model. End what "
+            f"else uses the GPU{shorter}"
+        )
+    log.info("by what is free of the GPU (%.3g of %.3g GiB): %s", free / GIB, total / GIB, sizes)
+    return sizes
+
+
+def _cost(model: skeleton.Skeleton, runner: Runner, size: int) -> Cost:
+    """`size`: bytes of a number in the serving dtype."""
+    matrices = [shape for shape in model.shapes.values() if len(shape) > 1]
+    hidden = next((shape[-1] for shape in matrices if model.vocabulary in shape), 0)
+    inner = max((max(shape[-2:]) for shape in matrices if model.vocabulary not in shape), default=hidden)
+    return cost(runner.block_nbytes / BLOCK, hidden, inner, model.vocabulary, size)
 
 
 def find_device(wanted: str) -> torch.device:
@@ -84,12 +129,9 @@ def _runner(
 
     runners = {"kernels": KernelRunner, "fused": FusedRunner, "hf": HuggingFaceRunner, "cache": OwnCacheRunner}
     chosen = choose_path(model, config, dtype, device)
-    runner = runners[chosen](
+    return runners[chosen](
         model, context, dtype=dtype, device=device, exact=config.exact, max_adapters=config.max_adapters
     )
-    if isinstance(runner, FusedRunner):
-        runner.expect(config.max_running, config.max_running + config.prefill_chunk)
-    return runner
 
 
 def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:

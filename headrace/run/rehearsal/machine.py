@@ -22,6 +22,7 @@ print(json.dumps({
     "avx512_bf16": has("_is_avx512_bf16_supported"), "amx": has("_is_amx_tile_supported"),
     "bfloat16": bool(cuda) or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     "built_for": torch.version.cuda or "CPU", "cuda": [[d.name, d.total_memory] for d in cuda],
+    "free": torch.cuda.mem_get_info(0)[0] if cuda else 0,
 }))
 """
 
@@ -54,6 +55,12 @@ class Machine(NamedTuple):
     """Name and bytes of the GPU that a run uses; None if there is none."""
     torch: dict[str, Any] | None
     """The output of `TORCH_PROBE`. None if torch was not asked: without a GPU only its speed is unknown."""
+
+    @property
+    def gpu_free(self) -> int:
+        """Bytes of the GPU that are free now; 0 without one."""
+        free = (self.torch or {}).get("free", 0)
+        return min(free or self.gpu[1], self.gpu[1]) if self.gpu else 0
 
     def device(self, setting: str, wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
         """Returns the device that a part runs on. `setting`: its name in the config.

@@ -17,6 +17,7 @@ from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import read_header, weight_files
 from headrace.native.resources import GIB, gib
+from headrace.run.config import RunConfig
 from headrace.run.rehearsal.machine import Machine
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import sums_once
@@ -43,6 +44,7 @@ class ModelShape:
     """Elements that one token takes in the KV cache."""
     positions: int
     """Longest context that the model was made for; 0 if its config does not say."""
+    vocabulary: int = 0
 
     def adapted(self, config: LoraConfig) -> set[str]:
         """Returns the names of the modules that an adapter adapts, without their path. With "all-linear" they are those of all matrices."""
@@ -83,6 +85,7 @@ def read_shape(directory: Path) -> ModelShape:
         chosen=_number(text, "num_experts_per_tok"),
         cached=2 * layers * kv_heads * head,
         positions=_number(text, "max_position_embeddings", "n_positions"),
+        vocabulary=_number(text, "vocab_size"),
     )
 
 
@@ -113,6 +116,8 @@ CONTROLLER = 0.15 * GIB
 """Bytes of the controller, which does not import torch."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "nf4": 0.5}
 
+KV = "KV cache, at most (engine.kv_gib)"
+ACTIVATIONS = "activations, about"
 LENT = "lent engine"
 COPY = "a copy of a checkpoint, written beside training"
 """The trainer does without it where it has no room (`trainer/step/host_memory.py`)."""
@@ -164,6 +169,29 @@ class MemoryPlan(NamedTuple):
     """Whether an engine more takes turns with the trainer (`orchestration.lend`)."""
 
 
+def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
+    engine = machine.device("engine.device", config.engine.device)
+    here = config.orchestration.trains_here
+    trainer = machine.device("train.device", config.train.device if here else "cpu")
+    runs, way = config.runs, config.way
+    first = runs[0]
+    return MemoryPlan(
+        engine=config.engine,
+        engine_device=engine,
+        train=config.train,
+        train_device=trainer,
+        train_dtype=machine.dtype(config.train.dtype, trainer),
+        lora=first.lora,
+        adapters=len(runs) if first.lora.rank else 0,
+        reference_in_loss=any(run.algo.reference_in_loss for run in runs),
+        fetches=not config.engine.is_server and way.transport.sends_bytes,
+        published=way.transport.device_of_buffers,
+        trains=here,
+        shared=config.orchestration.placement == "shared",
+        lent=config.orchestration.lend,
+    )
+
+
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
     """Returns the memory of the run's own processes. `engine_needs` gives that of each teacher."""
     serving = shape.parameters * BYTES[plan.engine.serving_dtype]
@@ -181,6 +209,10 @@ def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     for number in range(0 if plan.engine.urls else plan.engine.replicas):
         who = f"engine {number + 1}" if plan.engine.replicas > 1 else "engine"
         yield from engine_needs(who, shape, plan.engine, plan.engine_device)
+        whole = not plan.adapters or plan.lora.merged
+        if plan.engine_device == "cuda" and whole and not plan.engine.is_server:
+            arriving = shape.parameters * BYTES[plan.engine.serving_dtype]
+            yield MemoryNeed(who, "new weights, until they are swapped in", arriving, "cuda")
         if plan.fetches:
             serving = 2 * shape.parameters * BYTES[plan.engine.serving_dtype]
             yield MemoryNeed(who, "weights as they arrive (2 ×)", serving, "cpu", certain=True)
@@ -194,7 +226,7 @@ def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Devi
     return [
         MemoryNeed(who, "Python and torch", PROCESS, "cpu"),
         MemoryNeed(who, "weights, in the dtype of the computation", weights, device),
-        MemoryNeed(who, "KV cache, at most (engine.kv_gib)", config.kv_gib * GIB, device),
+        MemoryNeed(who, KV, config.sizes.kv_gib * GIB, device),
     ]
 
 
@@ -233,11 +265,11 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         whole = 4 * shape.parameters / train.parallel.tensor * everyone
         yield MemoryNeed("trainer", "gradients of the whole model in each rank, until they are summed", whole, device)
     yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
-    yield MemoryNeed("trainer", "activations, about", _activations(shape, train, computing) * everyone, device)
+    yield MemoryNeed("trainer", ACTIVATIONS, _activations(shape, train, computing) * everyone, device)
 
 
 def _activations(shape: Widths, train: TrainConfig, size: float) -> float:
-    return train.microbatch_tokens * token_activations(shape, train.gradient_checkpointing) * size
+    return train.microbatch * token_activations(shape, train.gradient_checkpointing) * size
 
 
 def token_activations(shape: Widths, checkpointing: bool) -> int:
@@ -260,22 +292,21 @@ def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
 def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, machine: Machine) -> Iterator[str]:
     """Yields what cannot fit, even if nothing else ran on this machine, each with its remedy."""
     has = _has(machine, plan.engine_device)
-    cache, token = plan.engine.kv_gib * GIB, shape.cached * BYTES[plan.engine.serving_dtype]
+    kv_gib, most_running, _ = plan.engine.sizes
+    cache, token = kv_gib * GIB, shape.cached * BYTES[plan.engine.serving_dtype]
     context = min(plan.engine.context_length, shape.positions or plan.engine.context_length)
     if cache > has:
-        most = plan.engine.max_running * context * token
+        most = most_running * context * token
         enough = (
-            f", and {gib(most)} hold all that engine.max_running = {plan.engine.max_running} sequences can fill"
-            if most
-            else ""
+            f", and {gib(most)} hold all that engine.max_running = {most_running} sequences can fill" if most else ""
         )
         yield (
-            f"engine.kv_gib = {plan.engine.kv_gib:g} is more than the {gib(has)} of memory that {_name(plan.engine_device)} has; lower it (2 is "
+            f"engine.kv_gib = {kv_gib:g} is more than the {gib(has)} of memory that {_name(plan.engine_device)} has; lower it (2 is "
             f"usual{enough if most < has else ''})"
         )
     elif token * context > cache:
         yield (
-            f"engine.kv_gib = {plan.engine.kv_gib:g} does not hold one sequence of engine.context_length = {context}, which takes "
+            f"engine.kv_gib = {kv_gib:g} does not hold one sequence of engine.context_length = {context}, which takes "
             f"{token * context / GIB:.3g} GiB for this model; raise engine.kv_gib or lower engine.context_length"
         )
     for device in ("cpu", "cuda"):

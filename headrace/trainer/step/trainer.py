@@ -265,7 +265,7 @@ class TorchTrainer:
         """Does in advance, once, what would delay the first steps (`fused_ops.reserve`). It takes seconds, in which rollouts are sampled."""
         if self._fused and not self._reserved:
             config = self._config
-            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
+            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch, self._dtype)
         self._reserved = True
 
     def _activate(self, adapter: str) -> Learner:
@@ -454,7 +454,7 @@ class TorchTrainer:
         """The share of this rank, which the controller sends; of a whole batch it is found here."""
         if isinstance(given, StepShare):
             return given
-        tokens = self._learners[given.adapter].config.microbatch_tokens
+        tokens = self._learners[given.adapter].config.microbatch
         dealing = dealing_of(self._placement.parallel, tokens, self.packed)
         shares = deal(step_paths(given.rows, trajectories_of(given.groups)), dealing)
         return StepShare(head_of(given), shares[self._placement.share])

@@ -166,13 +166,13 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
 
 
 def kv_tokens(model_dir: Path, engine: EngineConfig) -> float:
-    """Returns the tokens that engine.kv_gib holds; infinite if the model's config does not give its shape."""
+    """Returns the tokens that engine.sizes.kv_gib holds; infinite if the model's config does not give its shape."""
     try:
         shape = json.loads((model_dir / "config.json").read_text())
         heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
         head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
         width = 4 if engine.serving_dtype == "float32" else 2
-        return float(int(engine.kv_gib * 2**30 / (2 * shape["num_hidden_layers"] * heads * head * width)))
+        return float(int(engine.sizes.kv_gib * 2**30 / (2 * shape["num_hidden_layers"] * heads * head * width)))
     except (KeyError, TypeError):
         return math.inf
 
@@ -221,7 +221,7 @@ class Bench:
             prefill,
             request=line([(n, rest) for n, _, rest in curve])[1],
             context=context,
-            max_running=self._config.engine.max_running,
+            max_running=self._config.engine.sizes.max_running,
             kv_tokens=kv_tokens,
             verify=publish.verify,
             verify_slows=publish.verify_slows,
@@ -287,7 +287,7 @@ class Bench:
     # -- the engine -----------------------------------------------------------------------------------------------------
 
     def _sizes(self) -> list[int]:
-        most = self._config.engine.max_running
+        most = self._config.engine.sizes.max_running
         return sorted({most} | {1 << k for k in range(10) if 1 << k < most})
 
     async def _pass_seconds(self, running: int, prompts: Sequence[Prompt]) -> tuple[float, float]:
@@ -344,7 +344,7 @@ class Bench:
         size = min(1024, room - LONG - 2)
         if size < longest + 200:
             return 0.0
-        count = min(16, self._config.engine.max_running)
+        count = min(16, self._config.engine.sizes.max_running)
         base = dict(decode).get(float(count)) or decode[-1][1]
         new = self._new(prompts, size, count)
         await self._generate(count, new, 1)
@@ -389,7 +389,7 @@ class Bench:
     @contextlib.asynccontextmanager
     async def _generating(self, groups: Sequence[Group]) -> AsyncIterator[None]:
         """Keeps as many requests in the engine as a step has rollouts, within this context."""
-        room = self._config.engine.max_running
+        room = self._config.engine.sizes.max_running
         count = min(room, self._config.staleness.groups_per_step * self._config.rollout.group_size)
         length = self._long([group.prompt for group in groups])
 

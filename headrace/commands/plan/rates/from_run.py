@@ -53,7 +53,7 @@ def rates_of_facts(
     before = samples[0].stats.prompt_tokens if steps[0].report.step else 0
     computed = (samples[-1].stats.prompt_tokens - before) / max(1, len(groups))
     waits = [wait for wait in _of(facts, Waited) if wait.t > steps[0].t]  # in the first step memory is allocated
-    engine = _engine(samples, live, config.engine.max_running, _outside(samples, _of(facts, Waited), live))
+    engine = _engine(samples, live, config.engine.sizes.max_running, _outside(samples, _of(facts, Waited), live))
     rates = Rates(
         msgspec.structs.replace(engine, prefill=engine.prefill * computed / (prompt + read)),
         _trainer(steps, waits, live),

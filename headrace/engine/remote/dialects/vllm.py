@@ -403,9 +403,13 @@ def _command(config: EngineConfig, found: Found, place: Place) -> tuple[list[str
     start = ["vllm.entrypoints.cli.main", "serve"] if found.distribution == "vllm" else [_BY_MODULE, "--model"]
     words = [found.python, "-m", *start, str(place.model), "--host", HOST, "--port", str(place.port)]
     words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-    words += ["--dtype", config.serving_dtype, "--max-num-seqs", str(config.max_running)]
+    words += ["--dtype", config.serving_dtype]
     words += ["--max-model-len", str(config.context_length + 1)]  # behind a prompt that it scores it samples a token
-    words += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
+    asked = config.sizes if found.for_cpus else config.open_sizes  # on GPUs of its own it decides what is left open
+    if asked.max_running is not None:
+        words += ["--max-num-seqs", str(asked.max_running)]
+    if asked.kv_gib is not None:
+        words += ["--kv-cache-memory-bytes", str(int(asked.kv_gib * 2**30))]
     # By default it kills its workers at once, and the one that has written files of adapters does not delete them.
     words += ["--shutdown-timeout", str(CLOSING)]
     if adapters := max(config.max_adapters, place.adapters):
