@@ -368,6 +368,14 @@ class Warned(Fact, frozen=True):
     """A sentence the user should read: a wait past its first deadline, a failed checkpoint, a skipped step, ..."""
 
     message: str
+    key: str = ""
+    """Names the state of affairs that it is about, if that may pass; `Withdrawn` then says so."""
+
+
+class Withdrawn(Fact, frozen=True):
+    """The warnings of a key are no longer true: the wait is over, the checkpoint was written, the engine serves again."""
+
+    key: str
 
 
 class Planned(Fact, frozen=True):

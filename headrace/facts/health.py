@@ -19,6 +19,7 @@ from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
 from headrace.facts.thresholds import EARLY, ERRORS, LAST, LEAST, LIMITS, Mark, worst
+from headrace.facts.waits import is_wait
 
 CURVE = 24
 """Points of the curve of a number at most."""
@@ -221,6 +222,16 @@ def _moves(state: RunState, draw: Draw, standing: Standing | None) -> Iterable[F
         yield _judged("engine idle", percent(engine), window, mark, trouble=waits, remedy=remedy, curve=curve, most=1.0)
     if trainer is not None:
         yield Figure("trainer waits", percent(trainer), busy)
+    late = [warning for warning in run_state.open_warnings(state) if is_wait(warning.key)] if not state.ended else []
+    if late:
+        yield _judged(
+            "a wait",
+            short_time(state.now - late[-1].t),
+            "since the warning",
+            "warn",
+            trouble=late[-1].message,
+            remedy="headrace status shows who waits for whom, and --stacks where each process is",
+        )
 
 
 def _state(state: RunState, standing: Standing | None) -> Figure:

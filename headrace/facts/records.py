@@ -40,6 +40,7 @@ from headrace.facts.facts import (
     Waited,
     Warned,
     WeightsLive,
+    Withdrawn,
     Woke,
     WorkerJoined,
     WorkerLost,
@@ -116,6 +117,7 @@ MetricsFact = (
     | Woke
     | Waited
     | Warned
+    | Withdrawn
     | Planned
     | FirstText
     | RunEnded

@@ -33,6 +33,7 @@ from headrace.facts.facts import (
     Waited,
     Warned,
     WeightsLive,
+    Withdrawn,
     Woke,
     WorkerJoined,
     WorkerLost,
@@ -120,6 +121,8 @@ class RunState(RunSums):
     moves: list[MemberMoved] = []
     """The engines that left the fleet or came back, in order."""
     warnings: list[Warned] = []
+    withdrawn: dict[str, float] = {}
+    """The time at which the warnings of a key were withdrawn last."""
     waits: dict[tuple[str, str], WaitTotal] = {}
     """Keys: the owner, and what it waits for."""
     samples: tuple[Sample, ...] = ()
@@ -127,6 +130,12 @@ class RunState(RunSums):
     planned: list[Planned] = []
     """Changes of the number of steps, in order."""
     first_text: FirstText | None = None
+
+    def _warn(self, fact: Warned | Withdrawn) -> None:
+        if isinstance(fact, Warned):
+            self.warnings.append(fact)
+        elif any(warning.key == fact.key for warning in open_warnings(self)):
+            self.withdrawn[fact.key] = fact.t
 
     def _check(self, fact: IdentityChecked | TrialChecked) -> None:
         if isinstance(fact, TrialChecked):
@@ -184,8 +193,8 @@ class RunState(RunSums):
                 self.naps.sleep(fact)
             case Woke():
                 self.naps.wake(fact)
-            case Warned():
-                self.warnings.append(fact)
+            case Warned() | Withdrawn():
+                self._warn(fact)
             case Planned():
                 self.planned.append(fact)
                 self.started = self.started and replace(self.started, steps=fact.steps)
@@ -266,6 +275,15 @@ class RunState(RunSums):
 
 # --- Numbers computed from a `RunState`
 # Rates, idle shares, time left. None means that the facts do not say.
+
+
+def open_warnings(state: RunState) -> list[Warned]:
+    """Returns the warnings that are still true."""
+    return [warning for warning in state.warnings if not is_withdrawn(state, warning)]
+
+
+def is_withdrawn(state: RunState, warning: Warned) -> bool:
+    return bool(warning.key) and warning.t <= state.withdrawn.get(warning.key, -math.inf)
 
 
 def phase(state: RunState) -> str:

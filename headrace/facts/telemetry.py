@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.facts.facts import Fact, Warned
+from headrace.facts.facts import Fact, Warned, Withdrawn
 from headrace.facts.waits import Waits
 
 
@@ -18,5 +18,10 @@ class Telemetry:
     """Seconds since the start of the run, counting all its processes from the first on."""
     waits: Waits
 
-    def warn(self, message: str) -> None:
-        self.record(Warned(self.clock(), message))
+    def warn(self, message: str, key: str = "") -> None:
+        """`key`: as in `Warned`."""
+        self.record(Warned(self.clock(), message, key))
+
+    def withdraw(self, key: str) -> None:
+        """Says that what was warned of under this key has passed."""
+        self.record(Withdrawn(self.clock(), key))

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.core.errors import StalledError, WorkerDied
+from headrace.core.errors import HeadraceError, StalledError, WorkerDied
 from headrace.core.types import Struct
-from headrace.facts.facts import Fact, Waited, Warned
+from headrace.facts.facts import Fact, Waited, Warned, Withdrawn
 
 AFTER_ANSWERS = 1.0
 """Seconds that a wait has beyond the deadline of a call that is under way: the call is judged first."""
@@ -63,7 +63,9 @@ class _Wait:
     """Seconds by which its second deadline is put off."""
     alarms: list[asyncio.TimerHandle] = field(default_factory=list)
     told: bool = False
-    """Whether it was counted in a warning."""
+    """Whether it was counted in the newest warning."""
+    warned: bool = False
+    """Whether it was counted in any."""
     stopping: asyncio.Task[None] | None = None
     error: Exception | None = None
     """Ends it."""
@@ -144,6 +146,7 @@ class Waits:
         finally:
             del self._current[wait]
             _silence(wait)
+            self._withdraw(wait)
             if wait.stopping:
                 wait.stopping.cancel()
 
@@ -205,14 +208,23 @@ class Waits:
 
     def _tell(self, wait: _Wait) -> None:
         """Warns of a wait and of all like it, unless one of them has. (Hundreds of groups may wait for one thing.)"""
+        alike = [other for other in self._current if (other.owner, other.what) == (wait.owner, wait.what)]
+        if not wait.endless and any(other.told for other in alike):
+            wait.told = wait.warned = True
         if wait.told:
             return
-        alike = [other for other in self._current if (other.owner, other.what) == (wait.owner, wait.what)]
         for other in alike:
-            other.told = True
+            other.told = other.warned = True
         times = f" (× {len(alike)})" if len(alike) > 1 else ""
         then = "" if wait.endless else f" (the run stops at {self._stop_after:.0f} s)"
-        self._record(Warned(self._clock(), f"{self._seen(wait)}{times}{then}"))
+        self._record(Warned(self._clock(), f"{self._seen(wait)}{times}{then}", _key(wait)))
+
+    def _withdraw(self, wait: _Wait) -> None:
+        """Takes back what was told of a wait, with the last one of its kind that was told of."""
+        told = wait.warned and not wait.stopping and wait.error is None
+        if told and not any(_key(other) == _key(wait) and other.warned for other in self._current):
+            with contextlib.suppress(HeadraceError):  # a full disk; whoever records next hears of it
+                self._record(Withdrawn(self._clock(), _key(wait)))
 
     def _stop(self, wait: _Wait) -> None:
         """Stops a wait. The list of waits is taken first, because those that are cancelled afterwards would be missing from it."""
@@ -273,6 +285,18 @@ def counted(waits: Iterable[Lasting]) -> list[tuple[str, Lasting]]:
     for wait in waits:
         first.setdefault((wait.owner, wait.what), wait)
     return [(f"{wait} (× {times[key]})" if times[key] > 1 else str(wait), wait) for key, wait in first.items()]
+
+
+BETWEEN = " waits for "
+
+
+def _key(wait: _Wait) -> str:
+    return f"{wait.owner}{BETWEEN}{wait.what}"
+
+
+def is_wait(key: str) -> bool:
+    """Returns whether the key of a warning is that of a wait."""
+    return BETWEEN in key
 
 
 def _silence(wait: _Wait) -> None:

@@ -247,6 +247,10 @@ class Moment:
     """Writes the trainer's files."""
 
 
+UNSAVED = "the checkpoint cannot be written"
+"""The key of warnings about it."""
+
+
 class Snapshots:
     """Saves controller and trainer together, as they are between two optimizer steps."""
 
@@ -268,6 +272,8 @@ class Snapshots:
         self._telemetry, self._adapter = telemetry, adapter
         self._made_by, self._digest = dict(made_by or {}), digest
         self.saved_step = saved_step
+        self._failed = False
+        """Whether the last checkpoint could not be written."""
         """The step of the newest checkpoint."""
 
     async def capture(self, step: int, parts: _Parts) -> Moment:
@@ -305,10 +311,13 @@ class Snapshots:
         try:
             path = str(await self._checkpoints.save(step, write))
             self.saved_step = step
+            if self._failed:
+                self._telemetry.withdraw(UNSAVED)
             self._passes.prune(self._checkpoints.oldest_step)
         except CheckpointError as error:
             failure = str(error)
-            self._telemetry.warn(failure)
+            self._telemetry.warn(failure, UNSAVED)
+        self._failed = bool(failure)
         now = self._telemetry.clock()
         stopped = now - started if moment.short else moment.stopped
         self._telemetry.record(CheckpointSaved(now, step, path, now - started, failure, stopped=stopped))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -41,7 +42,7 @@ from headrace.episodes.rollout_session import Notebook
 from headrace.facts.run_state import RunState
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer
-from headrace.loop.checkpoints import Moment, Snapshots
+from headrace.loop.checkpoints import UNSAVED, Moment, Snapshots
 from headrace.loop.curriculum import Curriculum
 from headrace.loop.evaluation import Evaluator, IdentityProbe
 from headrace.loop.ledger import FirstTexts, Ledger, Rolled, rolled_of, step_fact
@@ -408,8 +409,9 @@ class Pipeline:
         """Saves the final checkpoint. Without it the run does not count as finished."""
         plan, parts = self._plan, self._parts
         save = lambda: self._whole(self._saving.whole(self.step))  # noqa: E731
+        warn = functools.partial(self._warn, key=UNSAVED)
         await until_saved(
-            save, self.step, plan.save_patience, waits=parts.telemetry.waits, leaving=self._leaving, warn=self._warn
+            save, self.step, plan.save_patience, waits=parts.telemetry.waits, leaving=self._leaving, warn=warn
         )
 
     async def _last_checkpoint(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from headrace.core.batches import Failure
 from headrace.core.errors import CheckpointError, RunPaused, TrainingError
-from headrace.facts.facts import Fact, GroupEnded, Planned, Warned
+from headrace.facts.facts import Fact, GroupEnded, Planned, Warned, Withdrawn
 from headrace.facts.group_numbers import PROMPTS, WINDOW, Recent
 from headrace.facts.texts import counted, duration, percent, plural
 from headrace.facts.waits import Waits
@@ -71,6 +71,10 @@ _FAILED = {
 _FIX = "Fix the reward function, or the rows that it cannot read"
 
 
+FAILING = "rollouts fail"
+"""The key of warnings about them."""
+
+
 class Budgets:
     """The budgets of one process: a resumed run starts with full ones."""
 
@@ -123,9 +127,14 @@ class Budgets:
         if share >= watch.failed_pause and long >= watch.failed_pause / 2:
             raise self._pause(window)
         if share > watch.failed_warn and not self._warned:
-            self._record(Warned(self._clock(), f"{self._said(window)}; they are not trained. {self._remedy(window)}"))
+            self._record(
+                Warned(self._clock(), f"{self._said(window)}; they are not trained. {self._remedy(window)}", FAILING)
+            )
         # Warns again only after the share fell below half of the threshold, not for every change around it.
-        self._warned = share > watch.failed_warn / 2 and (self._warned or share > watch.failed_warn)
+        fewer = share <= watch.failed_warn / 2
+        if fewer and self._warned:
+            self._record(Withdrawn(self._clock(), FAILING))
+        self._warned = not fewer and (self._warned or share > watch.failed_warn)
 
     def _pause(self, window: Recent) -> RunPaused:
         first = self._commonest(window)
@@ -221,6 +230,11 @@ class Allowance:
         self.save = max(self.save, save)
 
     @property
+    def refitted(self) -> bool:
+        """Whether the number of steps has been fitted to real steps."""
+        return self._refit_after > REFIT_AFTER
+
+    @property
     def reserved(self) -> float:
         """Seconds reserved for the evaluation and the checkpoint after the last step."""
         return MARGIN * self.evaluation + MARGIN * self.save
@@ -276,6 +290,10 @@ Keep = Callable[[int, int], None]
 """Saves the new number of steps of the run, and the step at which that was decided."""
 
 
+SHORT = "train.minutes is too short"
+"""The key of the warning that a run begins with if not even the least useful number of steps seems to fit."""
+
+
 class Minutes:
     """The time limit of a run. Without an allowance it does nothing."""
 
@@ -289,6 +307,8 @@ class Minutes:
         self._allowance, self._keep, self._record, self._clock = allowance, keep, record, clock
         self._training = 0.0
         """Seconds of the trainer's longest step."""
+        self._first = allowance.steps if allowance else 0
+        """Steps that were planned before the first one was measured; 0 once they have been judged."""
 
     def begin(self, step: int) -> None:
         """Called when training begins, with the number of steps done."""
@@ -329,6 +349,10 @@ class Minutes:
             return None
         self._training = max(self._training, seconds)
         before, steps = self._allowance.steps, self._allowance.stepped(step, self._clock())
+        if self._first and self._allowance.refitted:
+            if self._allowance.steps >= self._first:
+                self._record(Withdrawn(self._clock(), SHORT))
+            self._first = 0
         if steps is not None:
             self.changed(step, steps, f"a step takes {self._allowance.pace:.3g} s here, so {_instead(steps, before)}")
         return steps

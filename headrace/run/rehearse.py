@@ -34,6 +34,7 @@ from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_wor
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.facts import FilesChecked, Warned
 from headrace.loop.curriculum_config import CurriculumConfig
+from headrace.loop.run_limits import SHORT
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import check_model_dir, resolve_model
 from headrace.native.resources import gib
@@ -97,6 +98,8 @@ class Rehearsal:
     sections: dict[str, Lines] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """Remarks on settings that work, but perhaps not as intended."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """Keys of those notes that the run may withdraw."""
     problems: list[str] = field(default_factory=list)
     resumes: bool = False
     planned_teachers: list[PlannedTeacher] = field(default_factory=list)
@@ -125,7 +128,7 @@ class Rehearsal:
     def facts(self, t: float) -> list[FilesChecked | Warned]:
         """The facts with which a run begins. `t`: now, in the run's seconds."""
         checked = [FilesChecked(t, tuple(self.findings), self.sight)] if self.findings else []
-        return [*checked, *(Warned(t, note) for note in self.notes)]
+        return [*checked, *(Warned(t, note, self.keys.get(note, "")) for note in self.notes)]
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -501,6 +504,7 @@ def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measu
     fitted = fit_minutes(settled, measure_share(machine.cores), size, found.prompt_tokens)
     found.config = fitted.config
     found.notes += fitted.notes
+    found.keys |= dict.fromkeys(fitted.notes, SHORT)
 
 
 def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> None:

@@ -109,6 +109,10 @@ def start_engine(
     return start_fleet(config.engine, logs.parent, start, telemetry, lent)
 
 
+SILENT_BUS = "the bus does not answer"
+"""The key of the warning about it."""
+
+
 def _on_bus(
     config: RunConfig, *, model_dir: Path, transport: TransportKind, run_dir: Path, telemetry: Telemetry
 ) -> Starting[BusEngine]:
@@ -120,7 +124,8 @@ def _on_bus(
             name_on_bus(run_dir, config.name),
             password=read_token(Path(place.token_file), "orchestration.token_file") if place.token_file else "",
             forgets=place.bus_forgets,
-            say=telemetry.warn,
+            say=functools.partial(telemetry.warn, key=SILENT_BUS),
+            again=lambda message: telemetry.withdraw(SILENT_BUS),
         )
 
     sizes, suspects = GroupSizes(config.rollout.group_size, config.eval.samples), Suspects(config.engine.ticket_deaths)

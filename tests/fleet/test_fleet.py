@@ -19,7 +19,7 @@ from headrace.core.types import Completion, Request, RolloutKey, Sampling
 from headrace.core.weights import AdapterSpec
 from headrace.engine.fleet.fleet import Fleet, in_common
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.facts.facts import MemberMoved, Warned
+from headrace.facts.facts import MemberMoved, Warned, Withdrawn
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time
@@ -220,6 +220,7 @@ def test_a_member_comes_back_with_the_newest_weights() -> None:
         one.stopped = False
         await asyncio.sleep(1)
         assert one.version == 2 and flock.moves() == [("1", "away"), ("1", "serving")]
+        assert [fact.key for fact in flock.facts.of(Withdrawn)] == [flock.facts.of(Warned)[0].key], "it serves again"
         done = await asyncio.gather(*started(flock, *(rollout(t, 0) for t in range(4))))
         assert all(set(completion.versions()) == {2} for completion in done)
         assert Counter(len(engine.requests) for engine in flock.engines) == {2: 2}

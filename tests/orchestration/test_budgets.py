@@ -12,10 +12,10 @@ from headrace.core.batches import Failure
 from headrace.core.errors import RunPaused, TrainingError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn
 from headrace.episodes.rollout import RolloutConfig
-from headrace.facts.facts import Fact, FirstFailure, GroupEnded, StepTrained, Warned
+from headrace.facts.facts import Fact, FirstFailure, GroupEnded, StepTrained, Warned, Withdrawn
 from headrace.loop.checkpoints import load_controller
 from headrace.loop.ledger import Rolled
-from headrace.loop.run_limits import Budgets
+from headrace.loop.run_limits import FAILING, Budgets
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.settings.process_config import WatchConfig
@@ -118,6 +118,7 @@ def test_the_warning_comes_once_until_it_was_mended_meanwhile() -> None:
     assert len(spending.said()) == 1
     for _ in range(10):
         spending.group()
+    assert [fact.key for fact in spending.facts if isinstance(fact, Withdrawn)] == [FAILING]
     spending.group(4)
     assert len(spending.said()) == 2
 

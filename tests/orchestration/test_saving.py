@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import IdentityError
-from headrace.facts.facts import CheckpointSaved, StepTrained, Waited, Warned
-from headrace.loop.checkpoints import load_controller, step_of
+from headrace.facts.facts import CheckpointSaved, StepTrained, Waited, Warned, Withdrawn
+from headrace.loop.checkpoints import UNSAVED, load_controller, step_of
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_trainer import FakeTrainer
 from support.fake_world import FakeWorld
@@ -88,6 +88,7 @@ def test_one_that_cannot_be_written_beside_training_warns_and_training_goes_on(t
         (20, False),
     ]
     assert "No space left" in said(world, "could not write the checkpoint of step 10")[0]
+    assert [fact.key for fact in world.facts.of(Withdrawn)] == [UNSAVED], "the next one was written"
 
 
 def test_an_error_that_must_end_the_run_ends_it_in_the_middle_of_a_step(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ class Rotation:
         member.enter()
         if self.opened and (was_away or not member.lent):  # whoever has rested has not been missed
             self._record(member, "serving")
+        if was_away:
+            self.telemetry.withdraw(_absence(member))
         if self._alarm:
             self._alarm.cancel()
             self._alarm = None
@@ -158,7 +160,7 @@ class Rotation:
         if what in ("away", "lost"):
             went = f"; its {requests} requests go on elsewhere from {tokens} tokens" if requests else ""
             left = f"{len(self.serving)} of {len(self.members)} members serve"
-            telemetry.warn(f"engine {member.name} is {what}: {member.why}{went} ({left})")
+            telemetry.warn(f"engine {member.name} is {what}: {member.why}{went} ({left})", _absence(member))
 
     # -- the end --------------------------------------------------------------------------------------------------------------
 
@@ -247,6 +249,11 @@ AGAIN = 0.5
 """Seconds until an update that a member could not load is loaded again."""
 REFUSALS = 5
 """Updates in a row that a member may refuse; then it is lost."""
+
+
+def _absence(member: Member) -> str:
+    """Returns the key of warnings about a member that does not serve."""
+    return f"engine {member.name} does not serve"
 
 
 class Care:

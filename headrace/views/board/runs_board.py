@@ -16,6 +16,7 @@ from headrace.facts.health import Standing
 from headrace.facts.number_tables import MINUTES, STEP, TOKENS
 from headrace.facts.records import METRICS
 from headrace.facts.rollout_view import Pieces
+from headrace.facts.run_state import open_warnings
 from headrace.facts.verdicts import advices
 from headrace.views.board.board_parts import Steps, part
 from headrace.views.board.browsing import Browser, RolloutPage, RolloutQuery
@@ -72,13 +73,14 @@ class RunsBoard:
 
     @staticmethod
     def _progress(run: FollowedRun) -> dict[str, Any]:
-        state = run.state
+        state, true = run.state, open_warnings(run.state)
         return {
             "version": run.version,
             "read": round(run.read_share, 3),
-            "warnings": [warning.message for warning in state.warnings[-5:]],
-            "warned": len(state.warnings) + len(state.deaths),
-            "advice": [advice.sentence for advice in advices(state)],
+            "warnings": {warning.key or warning.message: warning.message for warning in true[-5:]},
+            "warned": len(true) + len(state.deaths),
+            "deaths": len(state.deaths),
+            "advice": {advice.name: advice.sentence for advice in advices(state)},
         }
 
     def run(self, name: str) -> FollowedRun:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from headrace.core.reports import Sight, TextPart
 from headrace.facts import run_state
 from headrace.facts.costs import dollars
-from headrace.facts.facts import FilesChecked
+from headrace.facts.facts import FilesChecked, Warned
 from headrace.facts.group_numbers import POOLS
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, counted, duration, percent, plural, short_time
@@ -355,7 +355,7 @@ def _warnings(state: RunState) -> str:
         (death.t, f"the {death.who} process {death.how}; {death.requests_reissued} requests re-issued")
         for death in state.deaths
     ]
-    found += [(warning.t, warning.message) for warning in state.warnings]
+    found += [(warning.t, warning.message + _past(state, warning)) for warning in state.warnings]
     found += [(failure.t, f"the first {failure.reason}: {failure.detail}") for failure in state.failures.values()]
     found += [
         (checkpoint.t, f"checkpoint of step {checkpoint.step} failed: {checkpoint.error}")
@@ -364,9 +364,15 @@ def _warnings(state: RunState) -> str:
     ]
     found += [(probe.t, f"identity probe FAILED at version {probe.version}") for probe in state.probed.failed]
     if not found:
-        return '<p class="empty">None.</p>'
+        return "" if advices(state) or failings(state) else '<p class="empty">None.</p>'
     rows = [(duration(t), escape(clip(message, 2000))) for t, message in sorted(found)[-200:]]
     return table(("#at", "what"), rows)
+
+
+def _past(state: RunState, warning: Warned) -> str:
+    if not run_state.is_withdrawn(state, warning):
+        return ""
+    return f" — no longer true since {duration(state.withdrawn[warning.key])}"
 
 
 def _where(state: RunState) -> str:

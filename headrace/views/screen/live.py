@@ -327,9 +327,9 @@ def _prompts(state: RunState) -> list[Line]:
 
 
 def _notes(state: RunState) -> list[Text]:
-    """Returns the advice, then the last warnings, the newest first; with advice, only the newest warning."""
+    """Returns the advice, then the last warnings that are still true, the newest first; with advice, only the newest warning."""
     advice = [f"→ {given.name}: {given.sentence}" for given in advices(state)]
-    warnings = distinct([warning.message for warning in state.warnings], 1 if advice else 3)
+    warnings = distinct([warning.message for warning in run_state.open_warnings(state)], 1 if advice else 3)
     return [Text(line, WARN) for line in (*advice, *(f"! {warning}" for warning in reversed(warnings)))]
 
 

@@ -21,7 +21,7 @@ from headrace.processes.health.live_status import LIVING, SILENT, LiveStatus, St
 from headrace.views.screen import live
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
-from headrace.views.screen.layout import FAINT, GAP, Line, Lines
+from headrace.views.screen.layout import FAINT, GAP, Line, Lines, one_line
 from headrace.views.screen.live import BAD, GOOD, WARN, line_of
 
 MARKS = {
@@ -42,6 +42,8 @@ SHOWN = 8
 """Waits that are shown."""
 CURVE = 10
 """Characters of the curve of a number."""
+PROMPT = 60
+"""Characters of a prompt, which loses its middle: prompts of a task differ at their end."""
 
 
 def show(console: Console, name: str, status: Status, state: RunState, columns: StepColumns | None = None) -> None:
@@ -109,7 +111,7 @@ def _health(found: Health) -> list[Line]:
             (
                 "one prompt",
                 [
-                    Text(clip(seen.prompt, 60)),
+                    Text(live.short(one_line(seen.prompt), PROMPT)),
                     Text(f"step {seen.then_step} {hits(seen.then.rewards)}"),
                     Text(f"step {seen.now_step} {hits(seen.now.rewards)}"),
                 ],
@@ -242,9 +244,10 @@ def _death(state: RunState, place: int) -> Text:
 
 
 def _warnings(state: RunState) -> list[Line]:
-    last = state.warnings[-3:]
-    label = plural(len(state.warnings), "warning")
-    return [
+    true = run_state.open_warnings(state)
+    label, past = plural(len(true), "warning"), len(state.warnings) - len(true)
+    lines: list[Line] = [
         (label if n == 0 else "", [Text(f"[{duration(warning.t)}] {clip(warning.message, 600)}", WARN)])
-        for n, warning in enumerate(last)
+        for n, warning in enumerate(true[-3:])
     ]
+    return [*lines, ("" if lines else "warnings", [Text(f"{past} no longer true", FAINT)])] if past else lines

@@ -254,8 +254,9 @@ def _troubles(table: Table, state: RunState) -> None:
             _more(table, "", Text(without_marks(failing.first.traceback), FAINT))
     for advice in advices(state):
         table.add_row(Text("→", WARN), advice.name.capitalize(), Text(advice.sentence, WARN))
-    for index, warning in enumerate(distinct([warned.message for warned in state.warnings], 3)):
-        label = plural(len(state.warnings), "warning") if index == 0 else ""
+    true = run_state.open_warnings(state)
+    for index, warning in enumerate(distinct([warned.message for warned in true], 3)):
+        label = plural(len(true), "warning") if index == 0 else ""
         table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(warning, 600), WARN))
 
 

@@ -29,6 +29,7 @@ from headrace.facts.facts import (
     RunEnded,
     RunStarted,
     Warned,
+    Withdrawn,
     WorkerJoined,
     WorkerLost,
 )
@@ -308,9 +309,19 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
             return f"the {fact.who} joined: process {fact.pid} on {fact.host}, from {fact.address}"
         case Warned():
             return f"WARNING {clip(fact.message, 1000)}"
+        case Withdrawn():
+            return _withdrawn(fact, state)
         case RunEnded():
             return f"ended at step {fact.step}: {fact.reason}"
     return ""
+
+
+def _withdrawn(fact: Withdrawn, state: RunState) -> str:
+    """Returns the line that takes warnings back; empty if there were none."""
+    if state.withdrawn.get(fact.key) != fact.t:
+        return ""
+    last = [warning for warning in state.warnings if warning.key == fact.key][-1]
+    return f"NO LONGER TRUE, since [{duration(last.t)}]: {clip(last.message, 160)}"
 
 
 def step_line(row: StepRow, state: RunState) -> str:

@@ -15,6 +15,8 @@ import pytest
 from headless import MISSING, Headless
 from test_board import board_of, write_run
 
+from headrace.durable.spelling import encode
+from headrace.facts.facts import Warned, Withdrawn
 from headrace.views.board.board_routes import make_board_app
 from headrace.web.server import address_of, bind, make_server
 
@@ -329,3 +331,23 @@ def test_a_run_that_appears_grows_and_ends_is_seen_without_a_reload(browser: Hea
         file.write(data[len(data) // 2 :])
     browser.wait("document.querySelector('#view .meta')?.innerText.includes('step 30 of 30')")
     browser.wait("[...document.querySelectorAll('.toast')].some((one) => one.innerText.includes('late'))")
+
+
+def test_a_toast_follows_its_warning_and_goes_with_it(browser: Headless, place: str, runs: Path):
+    told = write_run(runs / "told", seed=4, end=False)
+    opened(browser, place, "run=told&runs=told&tab=overview")
+    browser.wait("document.querySelector('#view .verdict')")
+    words = "[...document.querySelectorAll('.toast')].map((one) => one.innerText)"
+    steps = (
+        (Warned(999.0, "waited 120 s", "k"), f"{words}.some((one) => one.includes('waited 120 s'))"),
+        (Warned(1000.0, "waited 240 s", "k"), f"{words}.some((one) => one.includes('waited 240 s'))"),
+        (Withdrawn(1001.0, "k"), f"!{words}.some((one) => one.includes('waited'))"),
+    )
+    try:
+        for fact, seen in steps:
+            with io.FileIO(told / "metrics.jsonl", "ab") as file:
+                file.write(encode(fact) + b"\n")
+            browser.wait(seen)
+            assert browser.evaluate(f"{words}.filter((one) => one.includes('waited')).length") <= 1
+    finally:
+        shutil.rmtree(told)

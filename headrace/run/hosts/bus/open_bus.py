@@ -25,15 +25,21 @@ def open_bus(url: str, run: str, *, password: str = "", say: Callable[[str], Non
 
 
 async def open_for_run(
-    url: str, run: str, *, password: str = "", forgets: bool = False, say: Callable[[str], None]
+    url: str,
+    run: str,
+    *,
+    password: str = "",
+    forgets: bool = False,
+    say: Callable[[str], None],
+    again: Callable[[str], None] | None = None,
 ) -> tuple[Bus, str]:
     """Opens the run's end, and enters the run into the list of runs. Returns the bus, and what it keeps, in words. `forgets`: whether it
-    may be a server without an append-only file. Raises ConfigError if it cannot be used."""
+    may be a server without an append-only file. `say`, `again`: as for `RedisBus`. Raises ConfigError if it cannot be used."""
     bus: JsonlBus | RedisBus
     if directory := _directory(url):
         bus, kept = _in_files(directory / run, url), "files, flushed"
     else:
-        bus = RedisBus(url, run, password=password, say=say)
+        bus = RedisBus(url, run, password=password, say=say, again=again)
         try:
             kept = await _checked(bus, url, forgets, say)
         except BaseException:

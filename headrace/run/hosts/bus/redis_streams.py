@@ -67,9 +67,12 @@ class RedisBus:
         password: str = "",
         lease: float = LEASE,
         say: Callable[[str], None] = lambda message: None,
+        again: Callable[[str], None] | None = None,
     ) -> None:
-        """`say`: called when the server stops answering, and when it answers again. Raises ConfigError for an address that is none."""
-        self._client, self._where, self._say = client_of(url, password), url, say
+        """`say`: called when the server stops answering. `again`: when it answers again; by default `say`. Raises ConfigError for an address
+        that is none."""
+        self._client, self._where = client_of(url, password), url
+        self._say, self._again = say, again or say
         self._prefix, self._run, self._lease = f"headrace:{run}", run, lease
         self._down = False
         self._backlog: dict[str, list[Letter]] = {}
@@ -237,7 +240,7 @@ class RedisBus:
                 _heed_cancelling()
                 if self._down:
                     self._down = False
-                    self._say(f"{self._where} answers again")
+                    self._again(f"{self._where} answers again")
                 return done
 
     async def _outage(self, how: str) -> None:

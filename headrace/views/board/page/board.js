@@ -60,7 +60,7 @@ function overlay(name) {
 // ---- the part that is shown -------------------------------------------------------------------------------------------
 
 function drawTabs() {
-  const warned = opened[view.run]?.warned + (opened[view.run]?.advice.length ?? 0);
+  const warned = opened[view.run]?.warned + Object.keys(opened[view.run]?.advice ?? {}).length;
   at("tabs").replaceChildren(...Object.entries(TABS).map(([tab, name]) => element("button",
     { type: "button", role: "tab", "aria-selected": String(view.tab === tab), tabindex: view.tab === tab ? "0" : "-1", "data-tab": tab, onclick: () => { go({ tab }); draw(); } },
     name, tab === "warnings" && warned ? element("span", { class: "count" }, String(warned)) : null)));
@@ -180,20 +180,28 @@ function tellChanges(said) {
   for (const [name, one] of Object.entries(said.opened)) {
     const old = opened[name];
     if (!old || old.read < 1) continue;
-    if (one.warned > old.warned) tell(name, one.warnings.at(-1) ?? "a worker process died", "bad");
-    const known = old.advice.map(withoutNumbers);
-    one.advice.filter((words) => !known.includes(withoutNumbers(words))).forEach((words) => tell(name, words, "bad"));
+    const said = { ...one.warnings, ...one.advice }, before = { ...old.warnings, ...old.advice };
+    for (const [key, words] of Object.entries(said)) {
+      if (!(key in before)) tell(name, words, "bad", key);
+      else if (before[key] !== words) retell(name, key, words);  // the same with newer numbers is no news
+    }
+    for (const key of Object.keys(before)) if (!(key in said)) retell(name, key, "");
+    if (one.deaths > old.deaths) tell(name, "a worker process died", "bad");
   }
 }
 
-// The same advice with newer numbers is no news.
-function withoutNumbers(words) {
-  return words.replace(/\d[\d.,]*/g, "");
+// Changes the words of a toast that is still shown, or takes it away if they are empty.
+function retell(name, key, words) {
+  const toast = [...at("toasts").children].find((one) => one.dataset.run === name && one.dataset.key === key);
+  if (!toast) return;
+  if (words) toast.querySelector(".words").textContent = words;
+  else toast.remove();
 }
 
 let alerting = false;
-function tell(name, words, mood) {
-  const toast = element("div", { class: `toast ${mood}` }, element("span", {}, element("b", {}, name), ` ${words}`),
+function tell(name, words, mood, key = "") {
+  const toast = element("div", { class: `toast ${mood}`, "data-run": name, "data-key": key },
+    element("span", {}, element("b", {}, name), " ", element("span", { class: "words" }, words)),
     element("button", { type: "button", title: "close", onclick: () => toast.remove() }, "×"));
   at("toasts").append(toast);
   setTimeout(() => toast.remove(), 20000);
