@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group
-from rich.live import Live as Redrawn
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.printing import echo
@@ -21,7 +20,7 @@ from headrace.facts.run_state import RunState
 from headrace.processes.health import live_status, stacks
 from headrace.run.run_directory import CONFIG, LOCK, held
 from headrace.views.screen import status_view
-from headrace.views.screen.console import Console
+from headrace.views.screen.console import Console, LiveView
 
 DEAD = 1
 EVERY = 2.0
@@ -108,7 +107,7 @@ def _watch(console: Console, followers: Sequence[_Counted]) -> list[live_status.
 
     looked = _look(followers)
     try:
-        with Redrawn(panels(), console=console, auto_refresh=False) as redrawn:
+        with LiveView(panels(), console=console, auto_refresh=False) as redrawn:
             while any(status.life in live_status.LIVING for status in looked):
                 time.sleep(EVERY)
                 looked = _look(followers)

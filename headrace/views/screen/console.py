@@ -12,7 +12,9 @@ from typing import IO, Any
 
 import rich.console
 import rich.text
-from rich.segment import Segment
+from rich.console import ConsoleDimensions, ConsoleRenderable
+from rich.live import Live
+from rich.segment import ControlType, Segment
 
 from headrace.core.printing import printable
 
@@ -52,3 +54,35 @@ class PrintableText(rich.text.Text):
     def append(self, text: rich.text.Text | str, style: Any = None) -> PrintableText:
         super().append(printable(text) if isinstance(text, str) else text, style)
         return self
+
+
+# --- A view that is redrawn in its place
+
+
+class LiveView(Live):
+    """rich's live view, for a terminal whose size may change. rich goes up by the lines that it has drawn, which are others after a resize: the
+    terminal wraps them anew, pushes some out above, or takes some back. So whatever the terminal shows is erased before the next frame. What it
+    has pushed out stays in its history."""
+
+    _size: ConsoleDimensions | None = None
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        drawn, size, before = self._live_render, self.console.size, self._size
+        self._size = size
+        if drawn._shape is None or before in (None, size):
+            return super().process_renderables(renderables)
+        drawn._shape = None  # the next frame begins where the cursor is
+        return [_ERASED, *super().process_renderables(renderables)]
+
+
+class _Erased:
+    """Erases every line of the terminal by itself, and goes to the first place: what is erased at once, some terminals keep in their history."""
+
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterable[Segment]:
+        lines = "\x1b[1B".join(["\x1b[2K"] * console.size.height)
+        yield Segment(f"\x1b[H{lines}\x1b[H", None, [(ControlType.HOME,)])
+
+
+_ERASED = _Erased()

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -38,7 +37,7 @@ from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, duration, number, percent, plural, reward_text, short_time, with_error
 from headrace.facts.verdicts import advices, measured_on, shares
 from headrace.views.config import ObserveConfig
-from headrace.views.screen.console import Console
+from headrace.views.screen.console import Console, LiveView
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, LABEL, HeaderAbove, flow
 from headrace.views.screen.live import WIDTH, brief, frame, padded
@@ -92,7 +91,7 @@ def open_screen(view: Callable[[], RenderableType], console: Console) -> Screen:
     """Starts a thread that draws the result of `view` repeatedly."""
     if in_notebook():
         return NotebookScreen(view, _display)
-    live = Live(get_renderable=view, console=console, refresh_per_second=REFRESH, transient=True)
+    live = LiveView(get_renderable=view, console=console, refresh_per_second=REFRESH, transient=True)
     live.start(refresh=True)
     return live
 
