@@ -94,7 +94,7 @@ def _page(one: ReferencePage) -> str:
 
 
 def _public_homes() -> list[tuple[str, str]]:
-    """The module of each name in `headrace.__all__`, functions first."""
+    """The module of each name in `headrace.__all__`, and of `open`, functions first."""
     tree = _tree("headrace")
     values = {
         target.id: node.value
@@ -103,7 +103,7 @@ def _public_homes() -> list[tuple[str, str]]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    homes, names = ast.literal_eval(values["_HOMES"]), ast.literal_eval(values["__all__"])
+    homes, names = ast.literal_eval(values["_HOMES"]), [*ast.literal_eval(values["__all__"]), "open"]
     found = [(homes.get(name, "headrace"), name) for name in names if name != "__version__"]
     return sorted(found, key=lambda one: (one[0] != "headrace", one[1][0].isupper(), one[1]))
 

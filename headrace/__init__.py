@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.run.config import RunConfig, load_config
     from headrace.run.result import RunResult
 
+# Without `open`: `from headrace import *` must not hide Python's own.
 __all__ = [
     "Evaluation",
     "RunConfig",
@@ -133,6 +134,18 @@ def export(
     )
 
 
+def open(run: str | Path) -> RunResult:
+    """Opens a run that is on the disk, in this process or another one's, as the object that `train` returns: `history`, `held_out`, `samples`,
+    `export`, and its report in a notebook.
+
+    `run` is its directory. A run that still goes on is read as far as it is: `reason` says so, and opening it again reads what was added.
+    Raises `errors.HeadraceError` for a directory that holds no run, or one that this version cannot read.
+    """
+    from headrace.run.result import open_run
+
+    return open_run(Path(run))
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
@@ -140,4 +153,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "open"])

@@ -1,23 +1,30 @@
-"""The result of `headrace.train`."""
+"""The result of `headrace.train`, and of `headrace.open`: the same object for a run that is on the disk."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.printing import say
 from headrace.facts import progress
 from headrace.facts.facts import Evaluated
-from headrace.facts.records import METRICS, StepRow, read_metrics
+from headrace.facts.records import METRICS, REPORT, StepRow, read_metrics
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import with_error
 from headrace.loop.checkpoints import Checkpoints
+from headrace.processes.health.live_status import LIVING, Follower, Status, parts_of
 from headrace.run import one_shot
 from headrace.run.config import config_of_run, read_config
 from headrace.run.lane import Lane
+from headrace.run.pieces import pieces_of
+from headrace.run.run_directory import CONFIG, held
+from headrace.version import __version__
+from headrace.views.report import page_of
 from headrace.views.report.data import sampled
 
 HEIGHT = 640
@@ -30,14 +37,15 @@ class RunResult:
 
     directory: Path
     reason: str
-    """`finished`, or `interrupted` (by Ctrl-C, or by a callback that raised `StopTraining`)."""
+    """`finished`, or `interrupted` (by Ctrl-C, or by a callback that raised `StopTraining`). Of a run that was opened it may also be the error
+    that ended it, how it died, or `still going on: training`."""
     step: int
     """Number of optimizer steps done."""
     before: Evaluated | None
     after: Evaluated | None
     """The held-out reward before and after training; None if it was not measured."""
     report: Path
-    """An HTML file."""
+    """An HTML file; it is not there while a run goes on, unless `headrace report` has written it."""
     state: RunState = field(compare=False)
     """All counts of the metrics, and their rows; only some of them after a resume. `history` has all."""
     adapters: dict[str, RunResult] = field(default_factory=dict)
@@ -108,11 +116,19 @@ class RunResult:
         """The report in its own frame, so that it cannot change the notebook, and the notebook's style cannot change it."""
         title = f"<div>{escape(repr(self)[1:-1])}</div>"
         try:
-            page = self.report.read_text(encoding="utf-8")
+            page = self._page()
         except OSError:
             return f"{title}<div>There is no report in {escape(str(self.report))}.</div>"
         frame = f'<iframe sandbox="allow-scripts" style="width:100%;height:{HEIGHT}px;border:1px solid #8884;border-radius:6px" '
         return f'{title}{frame}srcdoc="{escape(page)}"></iframe>'
+
+    def _page(self) -> str:
+        """Returns the report, made anew if facts were recorded since it was written. Raises OSError if run and report are gone."""
+        metrics = self._first_directory / METRICS
+        if not metrics.is_file() or (self.report.is_file() and self.report.stat().st_mtime >= metrics.stat().st_mtime):
+            return self.report.read_text(encoding="utf-8")
+        run_dir = metrics.parent
+        return page_of(run_dir, pieces_of(run_dir), Follower(run_dir).look(held(run_dir), time.time()))
 
 
 def _mean(evaluation: Evaluated) -> str:
@@ -139,3 +155,58 @@ def _one(directory: Path, lane: Lane, adapters: dict[str, RunResult] | None = No
         state=lane.storage.recorder.state,
         adapters=adapters or {},
     )
+
+
+# --- A run that is on the disk
+
+
+def open_run(directory: Path) -> RunResult:
+    """Reads a run that has ended, or as far as it is. Raises ConfigError if there is none, and HeadraceError if it cannot be read."""
+    if not directory.is_dir():
+        raise ConfigError(_nothing_at(directory))
+    parts = [directory] if (directory / METRICS).is_file() else parts_of(directory)
+    places = [place for place in parts if (place / METRICS).is_file()]
+    if not places or (places != [directory] and not (directory / CONFIG).is_file()):  # then the runs in it are others
+        inside = sorted(path.parent.name for path in directory.glob(f"*/{METRICS}"))
+        runs = f"; the directory of a run is meant, such as {directory / inside[0]}" if inside else ""
+        raise ConfigError(f"{directory} holds no run: it has no {METRICS}{runs}")
+    opened = [_opened(place) for place in places]
+    if places == [directory]:
+        return opened[0]
+    results = {place.name: result for place, result in zip(places, opened, strict=True)}
+    return replace(opened[0], directory=directory, adapters=results)
+
+
+def _nothing_at(path: Path) -> str:
+    if path.is_file():
+        return f"{path} is a file, but a run is a directory: {path.parent} may be the one"
+    below = Path("runs") / path
+    return f"there is no run {path}" + (f"; there is one at {below}" if below.is_dir() else "")
+
+
+def _opened(directory: Path) -> RunResult:
+    follower = Follower(directory)
+    status, state = follower.look(held(directory), time.time()), follower.state
+    if state.started is None and status.life not in LIVING:
+        raise HeadraceError(
+            f"the facts of {directory} do not say that a run began: it ended before, or another version of headrace than {__version__} wrote "
+            f"them; open it with that one"
+        )
+    for warning in state.warnings:
+        if METRICS in warning.message:  # lines that another version may have written
+            say(f"{directory}: {warning.message}")
+    before = next((evaluation for evaluation in state.evals if evaluation.phase == "before"), None)
+    after = next((evaluation for evaluation in reversed(state.evals) if evaluation.phase == "after"), None)
+    return RunResult(
+        directory=directory,
+        reason=_reason(status),
+        step=state.step,
+        before=before,
+        after=after,
+        report=directory / REPORT,
+        state=state,
+    )
+
+
+def _reason(status: Status) -> str:
+    return f"still going on: {status.words}" if status.life in LIVING else status.words

@@ -19,9 +19,9 @@ def test_every_public_name_has_its_docstring_and_its_place():
 
 def test_a_signature_has_every_argument():
     start = PAGES[python_reference.START]
-    for function in (headrace.train, headrace.evaluate, headrace.export):
+    for function in (headrace.train, headrace.evaluate, headrace.export, headrace.open):
         shown = start.partition(f"\ndef {function.__name__}(")[2].partition("```")[0]
-        assert [name for name in inspect.signature(function).parameters if f"    {name}: " not in shown] == []
+        assert [name for name in inspect.signature(function).parameters if f"{name}: " not in shown] == []
     assert "on_step: Callable[[Step], object] | None = None,\n" in start
 
 

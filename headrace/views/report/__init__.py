@@ -21,14 +21,18 @@ def write_report(run_dir: Path, pieces: Pieces | None = None, status: Status | N
 
     Raises `ConfigError` if `run_dir` holds no run, and `HeadraceError` if its files cannot be read or the report cannot be written.
     """
+    if not (run_dir / METRICS).is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no {METRICS}")
+    path = run_dir / REPORT
+    replace_file(path, page_of(run_dir, pieces, status).encode(), flush=False)
+    return path
+
+
+def page_of(run_dir: Path, pieces: Pieces | None = None, status: Status | None = None) -> str:
+    """Returns the page that `write_report` writes."""
     from headrace.facts.health import Standing
     from headrace.views.report.data import load
     from headrace.views.report.page import page
 
-    if not (run_dir / METRICS).is_file():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no {METRICS}")
     standing = Standing(status.words, status.mark) if status else None
-    html = page(load(run_dir, pieces, standing))
-    path = run_dir / REPORT
-    replace_file(path, html.encode(), flush=False)
-    return path
+    return page(load(run_dir, pieces, standing))
