@@ -216,10 +216,10 @@ def _tiles(state: RunState) -> list[tuple[str, str]]:
         ("trainer idle", percent(trainer)),
         ("mean gap of a swap", short_time(gap) if gap is not None else "no swap"),
         ("worker deaths", str(len(state.deaths))),
-        ("rollouts cut off", percent(total.truncated_share)),
-        ("rollouts failed", percent(total.failed_share)),
-        ("groups without contrast", percent(total.no_contrast_share)),
-        ("groups dropped otherwise", percent(total.dropped_share)),
+        ("rollouts cut off, whole run", percent(total.truncated_share)),
+        ("rollouts failed, whole run", percent(total.failed_share)),
+        ("groups without contrast, whole run", percent(total.no_contrast_share)),
+        ("groups dropped otherwise, whole run", percent(total.dropped_share)),
         *((name, dollars(value)) for name, value in run_state.cost_numbers(state).items()),
     ]
 

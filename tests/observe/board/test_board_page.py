@@ -131,6 +131,34 @@ def test_dragging_over_a_curve_zooms_all_of_them(browser: Headless, place: str):
     browser.wait("!location.hash.includes('from=')")
 
 
+def test_labels_of_an_axis_are_whole_and_no_two_alike(browser: Headless, place: str):
+    """Whatever the size of the numbers: `1.300e-14` lost its first digit."""
+    opened(browser, place, "run=first&runs=first&tab=curves&metrics=train%2Fkl")
+    browser.wait(f"{CHARTS}.length == 1")
+    labels = "import('/static/curves.js').then((curves) => {} )"
+    given = [
+        [1.0e-14, 1.1e-14, 1.2e-14, 1.3e-14],
+        [0, 0.05, 0.1],
+        [0.9995, 0.9996, 0.9997],
+        [0, 50_000, 100_000],
+        [-2, 0, 2],
+    ]
+    shown = [browser.evaluate(labels.replace("{}", f"curves.tickLabels({ticks})")) for ticks in given]
+    assert shown == [
+        ["1.0e-14", "1.1e-14", "1.2e-14", "1.3e-14"],
+        ["0", "0.05", "0.10"],
+        ["0.9995", "0.9996", "0.9997"],
+        ["0", "50,000", "100,000"],
+        ["-2", "0", "2"],
+    ]
+    room, widest = browser.evaluate(
+        "import('/static/curves.js').then((curves) => { const pen = document.createElement('canvas').getContext('2d');"
+        "pen.font = '11px system-ui, sans-serif'; const labels = ['1,234,567.25', '0'];"
+        "return [curves.roomForLabels({ ctx: pen }, labels), pen.measureText(labels[0]).width]; })"
+    )
+    assert widest < room < widest + 20
+
+
 def test_a_chart_is_saved_as_a_picture(browser: Headless, place: str):
     opened(browser, place, "run=first&runs=first&metrics=train%2Fkl")
     browser.wait(f"{CHARTS}.length == 1")

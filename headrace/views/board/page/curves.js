@@ -154,10 +154,34 @@ function fill(name, curves) {
   one.plot = new uPlot({
     width: one.here.clientWidth || 400, height: one.here.clientHeight || 190, series, bands, legend: { show: false }, padding: [8, 14, 0, 0],
     scales: { x: { time: false, range: rangeOfX }, y: { range: rangeOfY } },
-    axes: [{ ...axis, values: (u, ticks) => ticks.map((v) => number(v, 4)), size: 26 }, { ...axis, values: (u, ticks) => ticks.map((v) => number(v, 4)), size: 54 }],
+    axes: [{ ...axis, values: (u, ticks) => tickLabels(ticks), size: 26 }, { ...axis, values: (u, ticks) => tickLabels(ticks), size: roomForLabels }],
     cursor: { sync: { key: "curves", setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
     hooks: { setCursor: [write], setSelect: [zoomed], ready: [write, (plot) => plot.over.addEventListener("dblclick", whole)] },
   }, data, one.here);
+}
+
+// Labels of an axis: the fewest digits that show each tick exactly, so that no two are alike (as in the report's charts).
+const DIGITS = [0, 1, 2, 3, 4, 5, 6];
+const FORMS = [
+  ...DIGITS.map((digits) => (value) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })),
+  ...DIGITS.map((digits) => (value) => value.toExponential(digits)),
+];
+export function tickLabels(ticks) {
+  const known = ticks.filter((one) => one != null);
+  const step = known.length > 1 ? Math.abs(known[1] - known[0]) : Math.abs(known[0] ?? 0) || 1;
+  const exact = (form) => known.every((one) => Math.abs(Number(form(one).replaceAll(",", "")) - one) <= 1e-3 * step);
+  const form = FORMS.find(exact) ?? String;
+  return ticks.map((one) => (one == null ? "" : one === 0 ? "0" : form(one)));
+}
+
+// As wide as the longest label.
+export function roomForLabels(plot, labels) {
+  if (!labels) return 54;
+  plot.ctx.save();
+  plot.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+  const widest = Math.max(0, ...labels.map((one) => plot.ctx.measureText(one).width / devicePixelRatio));
+  plot.ctx.restore();
+  return Math.max(40, Math.ceil(widest) + 14);
 }
 
 const rangeOfX = (plot, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]);
