@@ -209,17 +209,17 @@ def _moves(state: RunState, draw: Draw, standing: Standing | None) -> Iterable[F
         engine, trainer = state.engine.recent()[0], run_state.recent_trainer_idle(state, RECENT)
         window, busy = "last 30 s", f"last {RECENT} steps"
     if engine is not None:
-        mark = (
-            LIMITS["time/engine_idle"].mark(engine)
-            if len(state.rows) > 2 and (state.training or state.ended)
-            else "good"
+        trains = len(state.rows) > 2 and (state.training or state.ended is not None)
+        yield _judged(
+            "engine idle",
+            percent(engine),
+            window,
+            LIMITS["time/engine_idle"].mark(engine if trains else None),
+            trouble=f"the engine is idle {percent(engine)} of the time",
+            remedy="raise staleness.max_lag or staleness.groups_per_step, or give the trainer more; headrace plan computes both",
+            curve=draw("time/engine_idle"),
+            most=1.0,
         )
-        waits = f"the engine is idle {percent(engine)} of the time"
-        remedy = (
-            "raise staleness.max_lag or train.groups_per_step, or give the trainer more; headrace plan computes both"
-        )
-        curve = draw("time/engine_idle")
-        yield _judged("engine idle", percent(engine), window, mark, trouble=waits, remedy=remedy, curve=curve, most=1.0)
     if trainer is not None:
         yield Figure("trainer waits", percent(trainer), busy)
     late = [warning for warning in run_state.open_warnings(state) if is_wait(warning.key)] if not state.ended else []
@@ -269,7 +269,7 @@ def _last_steps(state: RunState) -> str:
 def _learnable(state: RunState, draw: Draw) -> Iterable[Figure]:
     recent, failing = state.shares.recent, state.shares.failing
     groups, rollouts = f"last {plural(recent.groups, 'group')}", f"last {plural(recent.rollouts, 'rollout')}"
-    known = verdicts.enough(recent)
+    known = state.started is not None and verdicts.enough(recent)
     parts = (
         ("failed", "share/failed", failing.failed_share, f"last {plural(failing.rollouts, 'rollout')}"),
         ("cut off", "share/truncated", recent.truncated_share, rollouts),
@@ -282,10 +282,8 @@ def _learnable(state: RunState, draw: Draw) -> Iterable[Figure]:
         if share is None:
             continue
         mark = LIMITS[limit].mark(share) if known else "unknown"
-        trouble, remedy = "", ""
-        if mark in ("warn", "bad"):
-            advice = given.get(name) or next(iter(given.values()))
-            trouble, remedy = advice.trouble, advice.remedy
+        advice = given.get(name) or next(iter(given.values()), None)  # without its own, the first includes it
+        trouble, remedy = (advice.trouble, advice.remedy) if advice else ("", "")
         yield _judged(name, percent(share), window, mark, trouble=trouble, remedy=remedy, curve=draw(limit), most=1.0)
     rates = [mean for group in recent.held for mean in verdicts.solve_rate(group)]
     if rates:

@@ -4,10 +4,14 @@ are those of the advice and of docs/healthy.md.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from msgspec.structs import replace
 
 from headrace.core.reports import EngineStats, LoadReport, TrainReport
 from headrace.core.weights import WeightUpdate
+from headrace.facts import health as facts_health
 from headrace.facts.facts import (
     Accounting,
     CheckpointSaved,
@@ -32,11 +37,13 @@ from headrace.facts.facts import (
     WorkerLost,
 )
 from headrace.facts.health import Figure, Health, Standing, health, then_and_now
+from headrace.facts.index_file import thinned
 from headrace.facts.number_tables import Numbers
 from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState
 from headrace.facts.thresholds import LIMITS, Mark
 from headrace.facts.verdicts import advices
+from headrace.run.config import RunConfig, load_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "healthy.md"
 DIED = Standing("died while training and left no message: it was killed, or the machine went down", "bad")
@@ -275,6 +282,31 @@ def test_the_page_names_the_limits_of_the_table() -> None:
     for name, limit in LIMITS.items():
         numbers = [float(found) for found in re.findall(r"\d+(?:\.\d+)?", rows[name])]
         assert numbers == [limit.warn, *([limit.bad] if math.isfinite(limit.bad) else [])], name
+
+
+def test_every_setting_that_a_remedy_names_is_one() -> None:
+    sections = {field.name: field for field in dataclasses.fields(RunConfig)}
+    named = set(re.findall(r"\b([a-z]+)\.([a-z_]+)\b", " ".join(_strings(facts_health))))
+    settings_named = {(section, name) for section, name in named if section in sections and section != "metrics"}
+    assert {("rollout", "max_tokens"), ("staleness", "max_lag"), ("train", "learning_rate")} - settings_named == {
+        ("rollout", "max_tokens")
+    }, "that one is the advice's"
+    default = load_config({"model": {"path": "x"}, "task": {"kind": "reasoning_gym", "name": "chain_sum"}})
+    for section, name in settings_named:
+        assert hasattr(getattr(default, section), name), f"{section}.{name}"
+
+
+def _strings(module: ModuleType) -> Iterator[str]:
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_a_run_that_is_read_from_its_digest_is_judged_alike() -> None:
+    for numbers in ({}, {"cut": 4}, {"kl": lambda step: 0.002 if step < 300 else 2.0}, {"held_out": 0.2, "drawn": 0.4}):
+        state, columns = folded(Told(steps=320, planned=320, **numbers).facts())
+        whole, part = (health(one, columns.columns, ALIVE) for one in (state, thinned(state)))
+        assert (whole.kind, whole.mark) == (part.kind, part.mark) and marks(whole) == marks(part)
 
 
 # --- one prompt, then and now -------------------------------------------------------------------------------------------
