@@ -23,8 +23,8 @@ CHUNK = 512
 """Tokens of a prompt that is computed in a pass beside those that decode."""
 LORA = 0.3
 """An adapter adds two small products to each of seven: a share of a pass. An assumption."""
-FILTERED = 0.02
-"""Seconds in which 64 rows of 49,152 logits are copied to the host and sorted there. An assumption: 0.3 ms a row."""
+FILTERED = 5e-4
+"""Seconds in which the largest 1,024 logits of each of 64 rows are found and sorted, and some thirty small kernels run. An assumption."""
 ROOFLINE = f"n / ({OVERHEAD} + roofline / 80 %)"
 
 
@@ -60,7 +60,7 @@ LINES = (
     Line(
         name="135m, 64, top-p 0.9",
         predicted=decoding("135m", 64, more=FILTERED),
-        formula="as with graphs, and 0.3 ms a row for the filter on the host (assumed)",
+        formula="as with graphs, and half a millisecond for the filter, on the device (assumed)",
     ),
     *(Line(name=f"1.5b, {n}", predicted=decoding("1.5b", n), formula=ROOFLINE) for n in (1, 64, 256)),
 )

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
 
+import numpy as np
 import torch
 
 from benchmarks.device import loads
@@ -13,6 +14,8 @@ from benchmarks.device.entry import Entry, Figure, Line
 from benchmarks.device.loads import Bench
 from benchmarks.device.predictions import always
 from headrace.core.errors import ConfigError
+from headrace.engine.native.draws import DrawDetails, Settings
+from headrace.engine.native.sampler import PendingDraw, sample
 from headrace.native.cuda_ops import varlen_kernel
 
 SEEN = "as on the H100 of November"
@@ -23,6 +26,7 @@ CHECKS = {
     "varlen attention": "torch's kernel passes the trial of `native/cuda_ops.py`, gradients included",
     "attention reads pages": "the engine's kernel passes its trial; else keys and values are copied for every pass",
     "exact: alone and among eight": "the same tokens and log-probs, bit for bit",
+    "filters keep what the CPU keeps": "top-k, top-p and min-p of 64 rows of 49,152 logits: the same sets and tokens",
     "graphs captured while weights arrive": "32 sizes, another thread copies and verifies weights all the time",
 }
 NATS = {
@@ -66,6 +70,27 @@ def _exact(bench: Bench) -> None:
     assert alone.logprobs["0"] == among.logprobs["0"], "a sequence gets other log-probs beside others"
 
 
+def _filters(bench: Bench) -> None:
+    rows, vocabulary = bench.size(64, 4), bench.size(49_152, 3000)
+    logits = 2 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
+    kinds = np.arange(rows) % 4
+    settings = Settings(
+        temperature=np.where(kinds == 3, 0.0, 0.8),
+        top_k=np.where(kinds == 1, 20, 0),
+        top_p=np.where(kinds < 2, 0.9, 1.0),
+        min_p=np.where(kinds == 2, 0.05, 0.0),
+        seed=np.arange(rows, dtype=np.uint64),
+        counter=np.zeros(rows, np.int64),
+    )
+    wanted = DrawDetails(masks=np.ones(rows, bool), tops=np.zeros(rows, np.int64))
+    found, _ = PendingDraw(logits.to(bench.device), settings, wanted).result()
+    expected = sample(logits, settings, wanted.masks)
+    assert found.mask is not None and expected.mask is not None
+    assert (found.mask.offsets == expected.mask.offsets).all(), "other numbers of tokens are kept"
+    assert (found.mask.token_ids == expected.mask.token_ids).all(), "other tokens are kept"
+    assert (found.tokens == expected.tokens).all(), "other tokens are drawn"
+
+
 def _beside_weights(bench: Bench) -> None:
     """A capture that another thread could break would end the engine's process."""
     core, served = loads.engine(bench, "135m", 32), bench.weights("135m")
@@ -99,6 +124,7 @@ TRIED: dict[str, Callable[[Bench], None]] = {
     "varlen attention": _varlen,
     "attention reads pages": _pages,
     "exact: alone and among eight": _exact,
+    "filters keep what the CPU keeps": _filters,
     "graphs captured while weights arrive": _beside_weights,
 }
 """A kernel more is one line here and one in CHECKS."""

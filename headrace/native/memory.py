@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -86,32 +86,6 @@ def held(device: torch.device) -> int:
     except OSError:
         return 0
     return (int(resident) - int(shared)) * mmap.PAGESIZE
-
-
-def uploaded(array: np.ndarray, device: torch.device, dtype: type = np.int64) -> torch.Tensor:
-    """The array on the device, in `dtype`. Returns before a GPU has done what was asked of it earlier: the values are copied out of pageable
-    memory first, so that the array may change."""
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)
-
-
-def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, in their dtypes, through one copy: each has a price of its own on a GPU, whatever its size. Returns at once, as
-    `uploaded` does."""
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    starts = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)])
-    packed = np.zeros(starts[-1], np.uint8)
-    for start, array in zip(starts[:-1].tolist(), arrays, strict=True):
-        packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = torch.from_numpy(packed).to(device, non_blocking=True)
-    return [
-        there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for start, array in zip(starts[:-1].tolist(), arrays, strict=True)
-    ]
-
-
-ALIGNED = 16
-"""Bytes to a multiple of which the arrays of one upload begin: their numbers must lie at multiples of their own sizes."""
 
 
 def touch(tensor: torch.Tensor) -> torch.Tensor:

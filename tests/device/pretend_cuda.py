@@ -37,6 +37,8 @@ class PretendedCuda(TorchFunctionMode):
         super().__init__()
         self.backward = 0
         self.calls = 0
+        self.crossings: list[str] = []
+        """Copies from the host (`up`) and to it (`down`), in order."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -52,7 +54,11 @@ class PretendedCuda(TorchFunctionMode):
             finally:
                 self.backward -= 1
         if func in (T.to, T.cuda, T.cpu):
-            return _moved(func, args, kwargs)
+            found = _moved(func, args, kwargs)
+            self._crossed(args[0], found)
+            return found
+        if func is T.copy_:
+            self._crossed(args[1], args[0])
         if func is T.__deepcopy__ and isinstance(args[0], OnDevice):
             return _copied(*args)
         if func is torch._has_compatible_shallow_copy_type:
@@ -76,6 +82,10 @@ class PretendedCuda(TorchFunctionMode):
         if isinstance(found, torch.Size):
             return found
         return _mapped(_marked if here else _unmarked, found)
+
+    def _crossed(self, source: Any, target: Any) -> None:
+        if isinstance(source, OnDevice) != isinstance(target, OnDevice):
+            self.crossings.append("up" if isinstance(target, OnDevice) else "down")
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -17,10 +17,13 @@ from pretend_cuda import DEVICE, FREE, TOTAL, OnDevice, PretendedCuda, pretended
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.draws import DrawDetails
 from headrace.engine.native.model_loading import _sizes, read_model
+from headrace.engine.native.sampler import PendingDraw
 from headrace.engine.sizes import CONTEXT, ON_CPU, RESERVED, Sizes
-from headrace.native.memory import uploaded_together
+from headrace.native.uploads import uploaded_together
 from support.native_calls import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score, step  # noqa: F401
+from support.sampling import random_logits, same
 from support.tiny_models import MODELS
 
 
@@ -123,3 +126,13 @@ def test_a_device_without_room_for_one_sequence_is_refused_with_a_context_that_f
     runner.block_nbytes = 1 << 32
     with pytest.raises(ConfigError, match="End what else uses the GPU$"):
         sizes(999)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_draw_is_one_upload_and_one_copy_back_and_another_for_masks(masked: bool, cuda: PretendedCuda):
+    logits = random_logits(6, 900).to(DEVICE)
+    settings = same(6, top_p=[1.0, 0.9, 1.0, 0.5, 1.0, 1.0], top_k=[0, 0, 5, 0, 0, 0], temperature=[1, 1, 1, 0.7, 0, 1])
+    cuda.crossings.clear()
+    wanted = DrawDetails(masks=np.full(6, masked), tops=np.zeros(6, np.int64))
+    found, _ = PendingDraw(logits, settings, wanted).result()
+    assert cuda.crossings == ["up", "down", *["down"] * masked] and found.finite.all()

@@ -9,6 +9,7 @@ kv_cache.py       the blocks of the KV cache, the cached prefixes, and the recor
 live_weights.py   the weights that serve: the base model's, and adapters'
 draws.py          what a draw is asked for and what it gives: filters, masks, log-probs
 sampler.py        tokens from logits, in PyTorch where the runner does not draw itself
+device_draws.py   filters and draws of rows whose logits are on a GPU, without waiting for it
 guides.py         the end of a completion, and constraints
 model_loading.py  the engine's parts, made from a model's directory
 served_how.py     the way in which a model is served, found before anything is loaded

@@ -10,6 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+LOWEST = float(np.finfo(np.float32).min)
+"""A cut here lets everything through but tokens of logit -inf, which the model itself forbids."""
+BELOW_ONE = 1.0 - 2.0**-52
+"""Random numbers are at most this: a target strictly below a sum is met by a token that adds something."""
+
 
 @dataclass(frozen=True)
 class Filters:

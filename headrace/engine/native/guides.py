@@ -16,7 +16,7 @@ import torch
 from headrace.core.sampling_masks import Bits, encode_set
 from headrace.core.types import Constraint, Sampling
 from headrace.models.grammars import Grammars, broken_by
-from headrace.native.memory import uploaded
+from headrace.native.uploads import uploaded
 
 # --- Ends of completions by their content
 # Token ids, and strings found while detokenising step by step.

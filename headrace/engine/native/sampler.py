@@ -14,15 +14,27 @@ sum within rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from headrace.engine.native.draws import DrawDetails, Drawn, Filters, Mask, RowScores, Settings, uniforms
+from headrace.engine.native.device_draws import CANDIDATES, FilterColumns, KeptRows, draw_filtered
+from headrace.engine.native.draws import (
+    BELOW_ONE,
+    LOWEST,
+    DrawDetails,
+    Drawn,
+    Filters,
+    Mask,
+    RowScores,
+    Settings,
+    uniforms,
+)
 from headrace.engine.native.forward_pass import ForwardOutput
-from headrace.native.memory import uploaded
+from headrace.native.uploads import Copied, uploaded, uploaded_together
 
 # --- Computes exactly which tokens top-k
 # Computes exactly which tokens top-k, top-p and min-p keep, without sorting the vocabulary.
@@ -38,9 +50,6 @@ from headrace.native.memory import uploaded
 
 GROUP = 16
 """Tokens of one group. Small: the maxima leave out little probability. Large: there are few of them to sort."""
-
-LOWEST = float(torch.finfo(torch.float32).min)
-"""A cut here lets everything through but tokens of logit -inf, which the model itself forbids."""
 
 _SMALL, _LARGE = 1 << 13, 1 << 18
 """Entries of a padded table: below the first padding costs less than one more table, more than the second leave the cache."""
@@ -197,7 +206,6 @@ and a logarithm per entry: 45 ms against 12 for 64 rows of 49,152 on two cores."
 CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Logits worked on at once: on a CPU 2 MiB of float32, the second-level cache of a core."""
 
-_BELOW_ONE = 1.0 - 2.0**-52
 _MULTIPLE = max(BLOCK, GROUP)
 
 
@@ -216,24 +224,31 @@ def sample(
     """
     filters = settings.filters()
     on = filters.on()
-    scan = _scan(logits, filters, top, settings.temperature == 0)
-    u = uniforms(settings.seed, settings.counter)
+    u, rows = uniforms(settings.seed, settings.counter), np.flatnonzero(~on)
+    there, index = _columns_there(filters, settings.temperature == 0, u, logits.device, [rows])
+    scan = _scan(logits, filters, settings.temperature == 0, there)
+    near = _near(logits, scan, filters, top)
     tokens, chosen, norm = np.zeros(len(on), np.int64), np.zeros(len(on)), np.zeros(len(on))
-    rows = np.flatnonzero(~on)
-    whole = _draw_whole(logits, scan, rows, settings.temperature[rows], u[rows])
-    peak, total, tokens[rows], chosen[rows] = _on_host(scan.summary(), whole)
+    peak, total, tokens[rows], chosen[rows] = _on_host(scan.summary(), _draw_whole(logits, scan, index, there))
     norm[rows] = total[rows]
-    kept = keep(scan.near, peak, total, filters) if on.any() else scan.near
+    kept = keep(near, peak, total, filters) if on.any() else near
     for rows, table in kept.rows(on).tables():
         place, norm[rows] = _draw_kept(table, peak[rows], filters.temperature[rows], u[rows])
         place += kept.offsets[rows]
         tokens[rows], chosen[rows] = kept.ids[place], kept.logits[place]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        base = peak + filters.temperature * np.log(norm)
-        logprobs = (chosen - base) / filters.temperature
+    base, logprobs = _logprobs(chosen, peak, norm, filters.temperature)
     mask = None if want_mask is None else _mask(kept, on & want_mask, logits.shape[1] if left is None else left)
     ids, best = _top(kept, base, filters.temperature, top)
     return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(peak), mask=mask, top_ids=ids, top_logprobs=best)
+
+
+def _logprobs(
+    chosen: np.ndarray, peak: np.ndarray, norm: np.ndarray, temperature: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ([R] the logit of log-prob 0, [R] the log-probs of the chosen logits), all float64. `norm`: the sum of weights of what was kept."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        base = peak + temperature * np.log(norm)
+        return base, (chosen - base) / temperature
 
 
 def _on_host(*parts: torch.Tensor) -> Iterator[np.ndarray]:
@@ -249,16 +264,40 @@ def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Ro
     """Log-probs at temperature 1 of one given token per row of `logits` [R, V], and of the `top` most probable ones."""
     rows = len(logits)
     plain = Filters(np.ones(rows), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
-    scan = _scan(logits, plain, top, np.zeros(rows, bool))
-    given = uploaded(tokens, logits.device)
+    there, given = _columns_there(plain, np.zeros(rows, bool), np.zeros(rows), logits.device, [tokens])
+    scan = _scan(logits, plain, np.zeros(rows, bool), there)
     chosen = logits.gather(1, given[:, None])[:, 0].double().cpu().numpy()
     peak, total = scan.summary().cpu().numpy()
     with np.errstate(invalid="ignore"):
         base = peak + np.log(total)
-        return RowScores(chosen - base, *_top(scan.near, base, plain.temperature, top))
+        return RowScores(chosen - base, *_top(_near(logits, scan, plain, top), base, plain.temperature, top))
 
 
 # -- one look at the whole vocabulary ---------------------------------------------------------------------------------------
+
+
+class _There(NamedTuple):
+    """Columns of a draw where the logits are, [R] each."""
+
+    temperature: torch.Tensor
+    """float64: that of the filters, 1 for greedy rows."""
+    inverse: torch.Tensor
+    """float32"""
+    u: torch.Tensor
+    """float64: the random numbers."""
+    greedy: torch.Tensor
+    """bool"""
+    shares: torch.Tensor
+    """bool: see `Filters.share_of_all`."""
+
+
+def _columns_there(
+    filters: Filters, greedy: np.ndarray, u: np.ndarray, device: torch.device, more: Sequence[np.ndarray]
+) -> tuple[Any, ...]:
+    """Returns the columns on the device, and `more` arrays behind them, through one copy."""
+    found = filters.temperature, (1 / filters.temperature).astype(np.float32), u, greedy, filters.share_of_all()
+    own, others = (there := uploaded_together([*found, *more], device))[: len(found)], there[len(found) :]
+    return _There(*own), *others
 
 
 @dataclass(frozen=True)
@@ -271,22 +310,23 @@ class _Scan:
     """[R] float64: the sum of all weights, of rows without filters and of those whose top-p is a share of it; others hold anything."""
     largest: torch.Tensor
     """[R] int64: the first token of the largest logit, of greedy rows; others hold anything."""
-    near: Ragged
-    """[R] the likely tokens of rows that have filters, of all rows where the most probable tokens are wanted."""
+    maxima: torch.Tensor
+    """[R, V / GROUP] float32: those of groups of tokens."""
 
     def summary(self) -> torch.Tensor:
         """[2, R]: peak, and the total of all weights."""
         return torch.stack([self.peak, self.total])
 
 
-def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) -> _Scan:
+def _scan(logits: torch.Tensor, filters: Filters, greedy: np.ndarray, there: _There) -> _Scan:
+    """Looks at all logits once. Nothing in here waits for a GPU."""
     device, (rows, vocabulary) = logits.device, logits.shape
     width = -(-vocabulary // _MULTIPLE) * _MULTIPLE
     peak, largest = (torch.empty(rows, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
     maxima = torch.empty(rows, width // GROUP, device=device)
     sums = torch.zeros(rows, width // BLOCK, device=device)
     weights = torch.empty(_chunk_rows(logits, width), width, device=device)
-    scale = None if (filters.temperature == 1).all() else uploaded(1 / filters.temperature, device, np.float32)
+    scale = None if (filters.temperature == 1).all() else there.inverse
     summed, shares = ~filters.on(), filters.share_of_all()
     exact = torch.zeros(rows, dtype=torch.float64, device=device)
     for part, x in _chunks(logits, width):
@@ -301,16 +341,14 @@ def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) 
                 part_weights.mul_(scale[part, None])
             torch.sum(part_weights.exp_().view(len(x), -1, BLOCK), -1, out=sums[part])
         if shares[part].any():
-            exact[part] = _total(x, peak[part], filters.temperature[part])
+            exact[part] = _total(x, peak[part], there.temperature[part])
     sums = sums.cumsum(-1, dtype=torch.float64)
-    total = torch.where(uploaded(shares, device, np.bool_), exact, sums[:, -1])
-    return _Scan(peak.double(), sums, total, largest, _near(logits, maxima, total, filters, top))
+    return _Scan(peak.double(), sums, torch.where(there.shares, exact, sums[:, -1]), largest, maxima)
 
 
-def _total(x: torch.Tensor, peak: torch.Tensor, temperature: np.ndarray) -> torch.Tensor:
+def _total(x: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """[R] float64, of float64 terms: a sum of float32 terms would keep other tokens than the kernels where it meets top_p within rounding."""
-    scale = uploaded(temperature[:, None], x.device, np.float64)
-    return (x.double() - peak.double()[:, None]).div_(scale).exp_().sum(-1)
+    return (x.double() - peak.double()[:, None]).div_(temperature[:, None]).exp_().sum(-1)
 
 
 def _chunk_rows(logits: torch.Tensor, width: int) -> int:
@@ -333,7 +371,9 @@ def _chunks(logits: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Ten
             yield part, x
 
 
-def _near(logits: torch.Tensor, maxima: torch.Tensor, total: torch.Tensor, filters: Filters, top: int) -> Ragged:
+def _near(logits: torch.Tensor, scan: _Scan, filters: Filters, top: int) -> Ragged:
+    """[R] the likely tokens of rows that have filters, of all rows where the most probable tokens are wanted."""
+    maxima, total = scan.maxima, scan.total
     rows, wanted = len(logits), np.flatnonzero(filters.on() | (top > 0))
     counts = np.zeros(rows + 1, np.int64)
     if not len(wanted):
@@ -356,23 +396,19 @@ def _argmax(x: torch.Tensor) -> torch.Tensor:
 # -- draws ------------------------------------------------------------------------------------------------------------------
 
 
-def _draw_whole(
-    logits: torch.Tensor, scan: _Scan, rows: np.ndarray, temperature: np.ndarray, u: np.ndarray
-) -> torch.Tensor:
+def _draw_whole(logits: torch.Tensor, scan: _Scan, index: torch.Tensor, there: _There) -> torch.Tensor:
     """[2, n] float64, tokens and their logits, of rows without filters: first a block of the vocabulary, then an entry of it.
 
-    Nothing in here waits for a GPU.
+    `index` [n]: those rows. Nothing in here waits for a GPU.
     """
-    device, vocabulary, greedy = logits.device, logits.shape[1], temperature == 0
-    index = uploaded(rows, device)
-    block, inside = _search(scan.sums[index], uploaded(u, device, np.float64))
+    device, vocabulary = logits.device, logits.shape[1]
+    block, inside = _search(scan.sums[index], there.u[index])
     columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=device)
     x = logits[index[:, None], columns.clamp(max=vocabulary - 1)].double()
     x.masked_fill_(columns >= vocabulary, -torch.inf)
-    scale = uploaded(np.where(greedy, 1.0, temperature)[:, None], device, np.float64)
-    entry, _ = _search(((x - scan.peak[index, None]) / scale).exp_().cumsum(-1), inside)
+    entry, _ = _search(((x - scan.peak[index, None]) / there.temperature[index, None]).exp_().cumsum(-1), inside)
     tokens = (block * BLOCK + entry).clamp_(max=vocabulary - 1)  # rows of NaN end anywhere
-    tokens = torch.where(uploaded(greedy, device, np.bool_), scan.largest[index], tokens)
+    tokens = torch.where(there.greedy[index], scan.largest[index], tokens)
     return torch.stack([tokens.double(), logits[index, tokens].double()])
 
 
@@ -381,7 +417,7 @@ def _search(sums: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
     Never a column that adds nothing: u below one keeps the target strictly below the sum.
     """
-    target = (u.clamp(max=_BELOW_ONE) * sums[:, -1])[:, None]
+    target = (u.clamp(max=BELOW_ONE) * sums[:, -1])[:, None]
     column = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)  # rows of NaN again
     before = sums.gather(1, (column - 1).clamp(min=0)).masked_fill_(column == 0, 0.0)
     inside = (target - before) / (sums.gather(1, column) - before)
@@ -394,7 +430,7 @@ def _draw_kept(
     """(columns of a table [R, C] of logits, total weights)."""
     sums = np.exp((table - peak[:, None]) / temperature[:, None]).cumsum(-1)
     total = sums[:, -1]
-    return (sums <= (np.minimum(u, _BELOW_ONE) * total)[:, None]).sum(-1), total
+    return (sums <= (np.minimum(u, BELOW_ONE) * total)[:, None]).sum(-1), total
 
 
 # -- details on request ------------------------------------------------------------------------------------------------------
@@ -424,6 +460,99 @@ def _top(
     return ids, logprobs
 
 
+# --- A draw on a device
+# Nothing is waited for between the logits and one copy of what was drawn; where masks are wanted, a second one of the kept tokens.
+
+
+class PendingDraw:
+    """A draw that the device may still be computing."""
+
+    def __init__(
+        self, logits: torch.Tensor, settings: Settings, wanted: DrawDetails, candidates: int = CANDIDATES
+    ) -> None:
+        """`wanted`: no most probable tokens."""
+        self._filters, self._wanted, self._vocabulary = settings.filters(), wanted, logits.shape[1]
+        on = self._filters.on()
+        self._whole, self._some = np.flatnonzero(~on), np.flatnonzero(on)
+        greedy, u = settings.temperature == 0, uniforms(settings.seed, settings.counter)
+        some = self._filters.at(self._some)
+        with np.errstate(divide="ignore"):
+            columns = some.top_k, some.top_p, some.temperature * np.log(some.min_p), some.temperature, u[self._some]
+        there, whole, at, *own = _columns_there(
+            self._filters, greedy, u, logits.device, [self._whole, self._some, *columns]
+        )
+        scan = _scan(logits, self._filters, greedy, there)
+        drawn = _draw_whole(logits, scan, whole, there)
+        self.tokens = torch.zeros(len(on), dtype=torch.int64, device=logits.device)
+        """[R] int64 on the device."""
+        self.tokens[whole] = drawn[0].long()
+        self._filtered = (logits[at], scan.peak[at], scan.total[at], FilterColumns(*own)) if len(self._some) else None
+        self._kept: KeptRows | None = None
+        parts = [scan.summary(), drawn]
+        if self._filtered:
+            self._kept = kept = draw_filtered(*self._filtered, most=candidates)
+            self.tokens[at] = kept.tokens
+            found = (kept.tokens, kept.chosen, kept.norm, kept.counts, kept.short)
+            parts.append(torch.stack([column.double() for column in found]))
+        self._shapes = [part.shape for part in parts]
+        self._copied = Copied(torch.cat([part.flatten() for part in parts]))
+        masked = self._kept is not None and wanted.masks.any()
+        self._ids = Copied(self._kept.ids.int()) if masked and self._kept else None
+
+    def result(self) -> tuple[Drawn, bool]:
+        """Waits for the draw. Returns it, and whether `tokens` are its tokens: where filters kept more than was looked at, they are not."""
+        numbers = _split(self._copied.array(), self._shapes)
+        (peak, total), (drawn, chosen) = numbers[0], numbers[1]
+        rows, counts = len(peak), np.zeros(len(peak), np.int64)
+        tokens, picked, norm = np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows)
+        tokens[self._whole], picked[self._whole], norm[self._whole] = drawn, chosen, total[self._whole]
+        lists: dict[int, np.ndarray] = {}
+        short = np.zeros(0, np.int64)
+        if self._kept is not None:
+            at = self._some
+            tokens[at], picked[at], norm[at], counts[at], is_short = numbers[2]
+            short = np.flatnonzero(is_short)
+            for row, (token, logit, weight, ids) in self._again(short).items():
+                tokens[row], picked[row], norm[row], counts[row], lists[row] = token, logit, weight, len(ids), ids
+        _, logprobs = _logprobs(picked, peak, norm, self._filters.temperature)
+        mask = self._mask(counts, lists, np.isfinite(peak)) if self._wanted.masks.any() else None
+        return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(peak), mask=mask), not len(short)
+
+    def _again(self, short: np.ndarray) -> dict[int, tuple[int, float, float, np.ndarray]]:
+        """Draws from all logits of those of the filtered rows that are `short`."""
+        if not len(short):
+            return {}
+        assert self._filtered is not None
+        x, peak, total, filters = self._filtered
+        index = uploaded(short, x.device)
+        kept = draw_filtered(
+            x[index], peak[index], total[index], FilterColumns(*(c[index] for c in filters)), self._vocabulary
+        )
+        values = [part.cpu().numpy() for part in (kept.tokens, kept.chosen, kept.norm, kept.counts, kept.ids)]
+        return {
+            int(self._some[place]): (int(token), float(logit), float(weight), ids[:count])
+            for place, token, logit, weight, count, ids in zip(short.tolist(), *values, strict=True)
+        }
+
+    def _mask(self, counts: np.ndarray, lists: dict[int, np.ndarray], finite: np.ndarray) -> Mask:
+        """`counts` [R]: tokens that filters kept; `lists`: those of rows that were drawn again."""
+        left = self._vocabulary if self._wanted.left is None else self._wanted.left
+        told = self._wanted.masks & self._filters.on() & (counts < left) & finite
+        places = dict(zip(self._some.tolist(), range(len(self._some)), strict=True))
+        ids = self._ids.array() if self._ids else None
+        parts = [np.zeros(0, np.int32)]
+        for row in np.flatnonzero(told).tolist():
+            assert ids is not None
+            parts.append(lists[row] if row in lists else ids[places[row], : counts[row]])
+        sizes = np.where(told, counts, 0)
+        return Mask(np.concatenate(parts).astype(np.int32), np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def _split(numbers: np.ndarray, shapes: Sequence[torch.Size]) -> list[np.ndarray]:
+    ends = np.cumsum([shape.numel() for shape in shapes])[:-1]
+    return [part.reshape(shape) for part, shape in zip(np.split(numbers, ends), shapes, strict=True)]
+
+
 # --- Who draws: the runner if it can, the sampler otherwise.
 
 
@@ -432,6 +561,8 @@ def draw(forward: ForwardOutput, settings: Settings, places: np.ndarray | None, 
     if forward.draw is not None:
         return forward.draw(settings, places, wanted)
     logits = forward.logits if places is None else forward.logits[uploaded(places, forward.logits.device)]
+    if logits.device.type != "cpu" and not wanted.tops.any():
+        return PendingDraw(logits, settings, wanted).result()[0]
     masks = wanted.masks if wanted.masks.any() else None
     return sample(logits, settings, masks, int(wanted.tops.max(initial=0)), wanted.left)
 

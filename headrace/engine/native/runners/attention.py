@@ -26,7 +26,7 @@ from headrace.engine.native.runners.pages import (
     tile_queries,
 )
 from headrace.native.cuda_ops import Layout, varlen_kernel
-from headrace.native.memory import uploaded, uploaded_together
+from headrace.native.uploads import uploaded, uploaded_together
 
 EXACT_BLOCKS = 4
 """Blocks that attention takes at a time in exact mode."""

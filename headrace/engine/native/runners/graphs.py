@@ -17,7 +17,7 @@ import torch
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners.attention import PagedCache, Pass
 from headrace.engine.native.runners.pages import Pages, Tiles, places, processors, splits, tile_queries
-from headrace.native.memory import uploaded
+from headrace.native.uploads import sent
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Buffers:
         tiles = -(-tokens // self._queries) + CHUNKS if mixed else 0
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             **dict.fromkeys(("tokens", "positions", "where", "adapters"), ((tokens,), np.int64)),
+            "rows": ((tokens,), np.int64),
             "starts": ((tokens + 1,), np.int32),
             "lengths": ((tokens,), np.int32),
             "singles": ((tokens, 2), np.int32),
@@ -110,12 +111,13 @@ class Buffers:
         if batch is not None:
             used = self._put(batch)
         stop = self._at + used * self._row_nbytes
-        self._device[:stop].copy_(torch.from_numpy(self._host[:stop]), non_blocking=True)
+        sent(self._host[:stop], self._device[:stop])
 
     def _put(self, batch: ForwardInput) -> int:
         host, sizes, positions, segments = self.host, np.diff(batch.starts), batch.positions(), batch.segments()
         count, rows, used = len(positions), len(sizes), int(positions.max()) // BLOCK + 1
         host["tokens"][:count], host["positions"][:count] = batch.tokens, positions
+        host["rows"][: len(batch.rows)] = batch.rows
         blocks = batch.tables[segments, positions // BLOCK].astype(np.int64)
         host["where"][:count] = blocks * BLOCK + positions % BLOCK
         host["adapters"][:count] = batch.adapters[segments]
@@ -232,8 +234,9 @@ class PassGraphs:
         size would keep logits of its own."""
         size = self._size(batch)
         self.used.add(size)
-        self._filled_buffers(size).fill(batch)
-        rows = uploaded(batch.rows, self._cache.device)
+        buffers = self._filled_buffers(size)
+        buffers.fill(batch)
+        rows = buffers.device["rows"][: len(batch.rows)]
         hidden, routing = self._run(size)
         # Copies: the next replay writes over them.
         return Passed(hidden[rows], routing[: len(batch.tokens)] if routing is not None and batch.routing else None)

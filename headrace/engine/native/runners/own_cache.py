@@ -25,7 +25,7 @@ from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutp
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.runners.states import MarkedBlocks, State, States, is_plain
-from headrace.native.memory import uploaded
+from headrace.native.uploads import uploaded
 
 STEPS_FOR_A_PASS = 16
 """Tokens forwarded together that take about as long as one token alone."""

@@ -14,7 +14,7 @@ from torch.nn.functional import pad as pad_tensor
 from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput, PassCounts
 from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
-from headrace.native.memory import uploaded
+from headrace.native.uploads import uploaded
 
 # --- Batches of a fixed size
 # Cut into pieces of that many tokens, and padded with tokens that no sequence reads.
