@@ -20,8 +20,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import msgspec
-
 from headrace.core.protocols import Engine, Job
 from headrace.core.steps import StepOutput
 from headrace.core.types import Request, RolloutKey, Sampling
@@ -93,12 +91,11 @@ class Bench:
         quarter, next_token = asyncio.Event(), asyncio.Event()
         moved: set[str] = set()
 
-        def heard(raw: bytes) -> None:
-            output = msgspec.msgpack.decode(raw, type=StepOutput)
-            told.update(output.request_ids)
+        def heard(output: StepOutput) -> None:
+            told.update(name for name, *_ in output.sampled())
             if told.total() >= len(requests) * NEW // 4:
                 quarter.set()
-            if moved & set(output.request_ids):
+            if moved & set(output.requests):
                 next_token.set()
 
         fleet.listen(heard)

@@ -71,8 +71,8 @@ class Engine(Protocol):
         if its request has ended but the task that awaits it has not run yet. An engine that is lost for good returns the
         transcripts as they were at that moment."""
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
-        """Calls `listener` with every `StepOutput` (msgpack) before any caller sees a token or an end of it. An exception in
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
+        """Calls `listener` with every `StepOutput` before any caller sees a token or an end of it. An exception in
         `listener` ends the engine."""
 
     async def stats(self) -> EngineStats: ...

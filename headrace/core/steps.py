@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain
 
 from headrace.core.types import (
     Completion,
@@ -61,8 +62,40 @@ class TokenDetails(Struct, frozen=True):
     """The set itself, encoded, with the first token of the request that an engine samples from it."""
 
 
+class TokenRuns(Struct, frozen=True):
+    """The tokens of several passes with the same requests. Within it all tokens of a request have one label.
+
+    >>> logprobs = array("d", [-0.1, -0.7, -2.0, -0.3]).tobytes()
+    >>> runs = TokenRuns(("t12/0", "t12/1"), 2, array("i", [20, 9, 8, 4]).tobytes(), logprobs, versions=(4, 4), kv_versions=(4, 3))
+    """
+
+    request_ids: tuple[str, ...]
+    count: int
+    """Tokens of each request."""
+    tokens: bytes
+    """[requests, count] int32"""
+    logprobs: bytes
+    """[requests, count] float64"""
+    versions: tuple[int, ...]
+    """One for each request, as is the next."""
+    kv_versions: tuple[int, ...]
+
+    def only(self, names: Container[str]) -> TokenRuns:
+        """Returns those of the requests in `names`."""
+        kept = [place for place, name in enumerate(self.request_ids) if name in names]
+        return TokenRuns(
+            request_ids=tuple(self.request_ids[i] for i in kept),
+            count=self.count,
+            tokens=b"".join(self.tokens[4 * i * self.count :][: 4 * self.count] for i in kept),
+            logprobs=b"".join(self.logprobs[8 * i * self.count :][: 8 * self.count] for i in kept),
+            versions=tuple(self.versions[i] for i in kept),
+            kv_versions=tuple(self.kv_versions[i] for i in kept),
+        )
+
+
 class StepOutput(Struct, frozen=True):
-    """The result of one forward pass: columns over the requests that got a token, and the requests that ended.
+    """The result of one forward pass: columns over the requests that got a token, and the requests that ended. Or that of several, whose
+    tokens are `runs` (`merged`).
 
     >>> first = StepOutput(4, ("t12/0", "t12/1"), tokens=(20, 8), logprobs=(-0.1, -2.0), kv_versions=(4, 4))
     >>> second = StepOutput(5, ("t12/0",), (2,), (-0.2,), kv_versions=(4,), finished=(end,))
@@ -80,6 +113,168 @@ class StepOutput(Struct, frozen=True):
     scores: tuple[PromptScores, ...] = ()
     mixed: bool = False
     """Whether an update was being streamed in: some parameters are newer than `version` (see `VersionSpan.mixed`)."""
+    runs: TokenRuns | None = None
+    """The tokens of several passes; the columns of tokens above are empty then."""
+
+    @property
+    def token_count(self) -> int:
+        return len(self.runs.request_ids) * self.runs.count if self.runs else len(self.tokens)
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """The ids of the requests that got tokens."""
+        return self.runs.request_ids if self.runs else self.request_ids
+
+    def versions_of_requests(self) -> Iterator[tuple[str, int]]:
+        """Yields each of `requests` with the version that sampled its tokens."""
+        own = self.runs.versions if self.runs else self.versions
+        return zip(self.requests, own or (self.version,) * len(self.requests), strict=True)
+
+    def only(self, names: Container[str]) -> StepOutput:
+        """Returns the part that belongs to the requests in `names`."""
+        kept = [place for place, name in enumerate(self.request_ids) if name in names]
+        return StepOutput(
+            version=self.version,
+            request_ids=tuple(self.request_ids[i] for i in kept),
+            tokens=tuple(self.tokens[i] for i in kept),
+            logprobs=tuple(self.logprobs[i] for i in kept),
+            kv_versions=tuple(self.kv_versions[i] for i in kept),
+            finished=tuple(end for end in self.finished if end.request_id in names),
+            versions=tuple(self.versions[i] for i in kept) if self.versions else (),
+            details=tuple(detail for detail in self.details if detail.request_id in names),
+            scores=tuple(scores for scores in self.scores if scores.request_id in names),
+            mixed=self.mixed,
+            runs=self.runs.only(names) if self.runs else None,
+        )
+
+    def sampled(self) -> Iterator[tuple[str, int, float, int]]:
+        """Yields request, token, log-prob and version of every token, those of a request in the order in which they were sampled."""
+        runs = self.runs or _as_runs(self)
+        tokens, logprobs = iter(array("i", runs.tokens)), iter(array("d", runs.logprobs))
+        for name, version in zip(runs.request_ids, runs.versions, strict=True):
+            for _ in range(runs.count):
+                yield name, next(tokens), next(logprobs), version
+
+
+def _as_runs(output: StepOutput) -> TokenRuns:
+    """The tokens of one pass."""
+    return TokenRuns(
+        request_ids=output.request_ids,
+        count=1,
+        tokens=array("i", output.tokens).tobytes(),
+        logprobs=array("d", output.logprobs).tobytes(),
+        versions=output.versions or (output.version,) * len(output.request_ids),
+        kv_versions=output.kv_versions,
+    )
+
+
+def are_alike(first: StepOutput, other: StepOutput) -> bool:
+    """Whether two passes have the same requests under the same labels, so that `merged` may make one output of them."""
+    return (
+        not first.finished
+        and first.request_ids == other.request_ids
+        and (first.version, first.mixed) == (other.version, other.mixed)
+        and (first.versions, first.kv_versions) == (other.versions, other.kv_versions)
+    )
+
+
+def merged(outputs: Sequence[StepOutput]) -> StepOutput:
+    """Returns one output with all that is in those of passes which follow each other and `are_alike`.
+
+    >>> passes = [StepOutput(4, ("t12/0",), (token,), (-0.1,), (4,)) for token in (20, 9)]
+    >>> [(request_id, token) for request_id, token, _, _ in merged(passes).sampled()]
+    [('t12/0', 20), ('t12/0', 9)]
+    """
+    first, last = outputs[0], outputs[-1]
+    tokens = array("i", chain.from_iterable(zip(*(output.tokens for output in outputs), strict=True)))
+    logprobs = array("d", chain.from_iterable(zip(*(output.logprobs for output in outputs), strict=True)))
+    return StepOutput(
+        version=first.version,
+        finished=last.finished,
+        details=tuple(chain.from_iterable(output.details for output in outputs)),
+        scores=tuple(chain.from_iterable(output.scores for output in outputs)),
+        mixed=first.mixed,
+        runs=TokenRuns(
+            request_ids=first.request_ids,
+            count=len(outputs),
+            tokens=tokens.tobytes(),
+            logprobs=logprobs.tobytes(),
+            versions=first.versions or (first.version,) * len(first.request_ids),
+            kv_versions=first.kv_versions,
+        ),
+    )
+
+
+class SampledTokens:
+    """All tokens of a request, with log-probs and labels, as arrays. Outputs that arrive are noted, and read when somebody asks or there
+    are many: appending a few tokens to an array costs as much as appending hundreds."""
+
+    MANY = 64
+    """Outputs that are noted at most: each keeps the tokens of other requests in memory too."""
+
+    __slots__ = ("_borrowed", "_count", "_label", "_logprobs", "_noted", "_spans", "_tokens")
+
+    def __init__(
+        self, tokens: Sequence[int] = (), logprobs: Sequence[float] = (), spans: Sequence[VersionSpan] = ()
+    ) -> None:
+        self._tokens, self._logprobs, self._spans = array("i", tokens), array("d", logprobs), list(spans)
+        self._label = (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) if spans else None
+        self._borrowed: int | None = None
+        """The tokens of this one, if its arrays are those of another, to which more may be appended."""
+        self._noted: list[tuple[TokenRuns, int, bool]] = []
+        self._count = len(self._tokens)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def note(self, runs: TokenRuns, place: int, mixed: bool) -> None:
+        """Adds the tokens of `runs.request_ids[place]`."""
+        self._noted.append((runs, place, mixed))
+        self._count += runs.count
+        if len(self._noted) >= self.MANY:
+            self._read()
+
+    def copy(self) -> SampledTokens:
+        """Returns a copy in a time that does not depend on the number of tokens: those are copied when somebody reads them."""
+        other = SampledTokens.__new__(SampledTokens)
+        other._tokens, other._logprobs, other._spans = self._tokens, self._logprobs, self._spans.copy()
+        other._borrowed = len(self._tokens) if self._borrowed is None else self._borrowed
+        other._label, other._noted, other._count = self._label, self._noted.copy(), self._count
+        return other
+
+    @property
+    def tokens(self) -> array[int]:
+        """[T]"""
+        return self._read()._tokens
+
+    @property
+    def logprobs(self) -> array[float]:
+        """[T]"""
+        return self._read()._logprobs
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        return self._read()._spans
+
+    def _read(self) -> SampledTokens:
+        if self._borrowed is not None:
+            self._tokens, self._logprobs = self._tokens[: self._borrowed], self._logprobs[: self._borrowed]
+            self._borrowed = None
+        if not self._noted:
+            return self
+        at, tokens, logprobs = len(self._tokens), list[bytes](), list[bytes]()
+        for runs, place, mixed in self._noted:
+            count, label = runs.count, (runs.versions[place], runs.kv_versions[place], mixed)
+            if label != self._label:
+                self._label = label
+                self._spans.append(VersionSpan(at, *label))
+            tokens.append(runs.tokens[4 * place * count : 4 * (place + 1) * count])
+            logprobs.append(runs.logprobs[8 * place * count : 8 * (place + 1) * count])
+            at += count
+        self._noted = []
+        self._tokens.frombytes(b"".join(tokens))
+        self._logprobs.frombytes(b"".join(logprobs))
+        return self
 
 
 @dataclass(kw_only=True)
@@ -97,25 +292,27 @@ class Transcript:
 
     request: Request
     _: KW_ONLY
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kv_versions: list[int] = field(default_factory=list)
-    mixed: list[bool] = field(default_factory=list)
+    sampled: SampledTokens = field(default_factory=SampledTokens)
     details: list[TokenDetails] = field(default_factory=list)
     """Those of the first tokens. The tokens behind them have none."""
     scores: PromptScores | None = None
     end: Finished | None = None
 
+    @property
+    def tokens(self) -> array[int]:
+        """[T]"""
+        return self.sampled.tokens
+
+    @property
+    def logprobs(self) -> array[float]:
+        """[T]"""
+        return self.sampled.logprobs
+
     def copy(self) -> Transcript:
         """Returns a copy, which later reports do not change."""
         return Transcript(
             request=self.request,
-            tokens=self.tokens.copy(),
-            logprobs=self.logprobs.copy(),
-            versions=self.versions.copy(),
-            kv_versions=self.kv_versions.copy(),
-            mixed=self.mixed.copy(),
+            sampled=self.sampled.copy(),
             details=self.details.copy(),
             scores=self.scores,
             end=self.end,
@@ -126,7 +323,7 @@ class Transcript:
         return self.completion(self.end or Finished(self.request.id, "interrupted"))
 
     def completion(self, end: Finished) -> Completion:
-        spans = spans_of(self.versions, self.kv_versions, self.mixed)
+        spans = tuple(self.sampled.spans)
         if (scores := self.scores) and not spans:
             spans = (VersionSpan(0, scores.version, scores.version, scores.mixed),)
         return Completion(
@@ -173,19 +370,14 @@ class Transcript:
 
 def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> None:
     """Adds the output of a pass to the transcripts. Requests that `find` does not know were cancelled, and are skipped."""
-    versions = output.versions or (output.version,) * len(output.tokens)
     for request_id in {detail.request_id for detail in output.details}:
         if transcript := find(request_id):  # tokens before, sampled under other settings, may have none
             missing = len(transcript.tokens) - len(transcript.details)
             transcript.details += [TokenDetails(request_id)] * missing
-    columns = zip(output.request_ids, output.tokens, output.logprobs, versions, output.kv_versions, strict=True)
-    for request_id, token, logprob, version, kv_version in columns:
+    runs = output.runs or _as_runs(output)
+    for place, request_id in enumerate(runs.request_ids):
         if transcript := find(request_id):
-            transcript.tokens.append(token)
-            transcript.logprobs.append(logprob)
-            transcript.versions.append(version)
-            transcript.kv_versions.append(kv_version)
-            transcript.mixed.append(output.mixed)
+            transcript.sampled.note(runs, place, output.mixed)
     for details in output.details:
         if transcript := find(details.request_id):
             transcript.details.append(details)
@@ -194,17 +386,12 @@ def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> 
             transcript.scores = scores
 
 
-def spans_of(
-    versions: Sequence[int], kv_versions: Sequence[int], mixed: Sequence[bool] | None = None
-) -> tuple[VersionSpan, ...]:
-    """Encodes the [T] versions of tokens as runs. Without `mixed` [T] no token is mixed.
+def spans_between(spans: Sequence[VersionSpan], start: int, stop: int) -> list[VersionSpan]:
+    """Returns the spans of tokens [start, stop) of a completion, with positions counted from `start`.
 
-    >>> spans_of([4, 4, 5], [4, 4, 4]) == (before, after)
-    True
+    >>> [(span.start, span.version) for span in spans_between([before, after], 1, 4)]
+    [(0, 4), (1, 5)]
     """
-    spans: list[VersionSpan] = []
-    flags = [False] * len(versions) if mixed is None else mixed
-    for start, facts in enumerate(zip(versions, kv_versions, flags, strict=True)):
-        if not spans or (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) != facts:
-            spans.append(VersionSpan(start, *facts))
-    return tuple(spans)
+    ends = [*(span.start for span in spans[1:]), stop]
+    inside = [span for span, end in zip(spans, ends, strict=False) if max(start, span.start) < min(stop, end)]
+    return [VersionSpan(max(0, span.start - start), span.version, span.kv_version, span.mixed) for span in inside]

@@ -62,8 +62,8 @@ class PassLog:
         except (OSError, HeadraceError) as error:
             self._give_up(f"{self._directory} cannot be written ({error})")
 
-    def write(self, output: bytes) -> None:
-        self._append(output, 0)
+    def write(self, output: StepOutput) -> None:
+        self._append(msgspec.msgpack.encode(output), 0)
 
     def note(self, rollout: str, note: bytes) -> None:
         self._append(msgspec.msgpack.encode(PassNote(rollout, note)), _NOTE)

@@ -59,7 +59,7 @@ class RequestBook:
         self._pending: dict[str, Pending] = {}
         self._left: dict[str, Pending] = {}
         """The requests that were pending when the engine was given up."""
-        self._listeners: list[Callable[[bytes], None]] = []
+        self._listeners: list[Callable[[StepOutput], None]] = []
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -81,7 +81,7 @@ class RequestBook:
     def leave(self, request_id: str) -> None:
         del self._pending[request_id]
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
         self._listeners.append(listener)
 
     def unfinished(self, among: Iterable[str] | None) -> Mapping[str, Transcript]:
@@ -90,8 +90,8 @@ class RequestBook:
 
     # -- from the engine --------------------------------------------------------------------------------------------------
 
-    def publish(self, output: bytes) -> None:
-        """Passes a step's output to the listeners, before it is entered here. Raises what they raise."""
+    def publish(self, output: StepOutput) -> None:
+        """Passes the output of a pass to the listeners, before it is entered here. Raises what they raise."""
         for listener in self._listeners:
             listener(output)
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,12 +36,15 @@ from headrace.facts.index_file import DIGEST
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer, BufferState
 from headrace.loop.curriculum import Curriculum, CurriculumState
-from headrace.loop.partial import Interrupts, shortened
+from headrace.loop.partial import Interrupts, TokensSoFar, shortened
 
 FILES = "files.json"
 
 BIG = 100_000_000
 """Bytes. From this size on, the removal of an interrupted save's files is reported."""
+
+AT_ONCE = 1_000_000
+"""Bytes of the controller's state that are encoded in one turn of the event loop: about 10 ms."""
 
 _NAME = re.compile(r"step-(\d+)")
 _LEFT = re.compile(r"(?:\.writing-)?step-\d+")
@@ -237,8 +242,8 @@ class Moment:
     """Age of the run at that moment."""
     stopped: float
     """Seconds for which the trainer stood still."""
-    state: bytes
-    """The controller's, encoded: its parts change from now on."""
+    state: Iterable[bytes]
+    """The controller's, encoded in pieces (`encoded_state`), each of the work of some milliseconds."""
     digest: bytes
     """The sums of all facts so far; empty if there can be none."""
     short: str
@@ -280,7 +285,7 @@ class Snapshots:
         """Takes the state of this moment. The trainer may do nothing else meanwhile."""
         started, adapter = self._telemetry.clock(), self._adapter
         # The state is taken before the first await, because generation continues while the trainer copies.
-        state, digest = msgspec.msgpack.encode(self._state(step, started, parts)), self._digest()
+        state, digest = self._encoded(step, started, parts), self._digest()
         parts.journal.flush()
         self._passes.begin(step)
         captured = await parts.trainer.capture(adapter)
@@ -300,7 +305,7 @@ class Snapshots:
         step, started = moment.step, moment.seconds
 
         async def write(directory: Path) -> None:
-            (directory / CONTROLLER).write_bytes(moment.state)
+            await _write_in_pieces(directory / CONTROLLER, moment.state)
             (directory / DIGEST).write_bytes(moment.digest)
             async with self._telemetry.waits.named("checkpoint", "the trainer (its files)"):
                 await moment.save(directory)
@@ -323,27 +328,60 @@ class Snapshots:
         self._telemetry.record(CheckpointSaved(now, step, path, now - started, failure, stopped=stopped))
         return failure
 
-    def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:
-        buffer = parts.buffer.state()
-        so_far = parts.interrupts.tokens.so_far()
-        begun = {name: completion for name, completion in so_far.items() if self._in_flight(name, buffer)}
+    def _encoded(self, step: int, seconds: float, parts: _Parts) -> Iterator[bytes]:
+        buffer, tokens = parts.buffer.state(), parts.interrupts.tokens
         task, position = dict(parts.curriculum.task.state()), parts.journal.position
-        return ControllerState(
+        state = ControllerState(
             step=step,
             seconds=seconds,
             task=task,
             buffer=buffer,
-            begun=begun,
+            begun={},
             journal=position,
             passes=self._passes.number,
             notes=parts.notebook.state(buffer.in_flight),
             curriculum=parts.curriculum.state(),
             made_by=self._made_by,
         )
+        return encoded_state(state, tokens.captured(chain.from_iterable(map(tokens.names, buffer.in_flight))))
 
-    def _in_flight(self, name: str, buffer: BufferState) -> bool:
-        key = RolloutKey.read(name)
-        return key is not None and key.adapter == self._adapter and key.ticket in buffer.in_flight
+
+def encoded_state(state: ControllerState, begun: Mapping[str, TokensSoFar]) -> Iterator[bytes]:
+    """Returns the pieces of the encoded state with all that is begun. What changes from now on is encoded at once; each finished group and the
+    tokens of each request when their piece is asked for, because a large run has a hundred million of them."""
+    encode = msgspec.msgpack.Encoder().encode
+    ready = state.buffer.ready
+    heads = [
+        _without_last(state, "begun", "buffer"),
+        encode("buffer") + _without_last(state.buffer, "ready"),
+        encode("ready") + b"\xdd" + struct.pack(">I", len(ready)),  # an array, of groups
+        encode("begun") + b"\xdf" + struct.pack(">I", len(begun)),  # a map, of completions
+    ]
+    groups = map(encode, ready)
+    completions = (encode(name) + encode(part.completion()) for name, part in begun.items())
+    return chain(heads[:3], groups, heads[3:], completions)
+
+
+def _without_last(noun: Struct, *last: str) -> bytes:
+    """Encodes a noun as msgpack's map of its fields, but for the fields of `last`, which have to be appended."""
+    columns = {field.encode_name: getattr(noun, field.name) for field in msgspec.structs.fields(noun)}
+    for name in last:
+        del columns[name]
+    # maps of up to fifteen keys are marked by one byte, in which their length is
+    return bytes([0x80 | len(columns) + len(last)]) + msgspec.msgpack.encode(columns)[1:]
+
+
+async def _write_in_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    """Writes the pieces. Between two megabytes of them the event loop has its turns."""
+    with path.open("wb") as file:
+        made, size = list[bytes](), 0
+        for piece in pieces:
+            made.append(piece)
+            size += len(piece)
+            if size > AT_ONCE:
+                await asyncio.to_thread(file.writelines, made)
+                made, size = [], 0
+        file.writelines(made)
 
 
 def load_controller(checkpoint: Path) -> ControllerState:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass as plain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from pydantic import Field, model_validator
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.core.protocols import Engine, TokenListener
 from headrace.core.reports import LoadReport
-from headrace.core.steps import StepOutput
+from headrace.core.steps import StepOutput, Transcript
 from headrace.core.types import Completion, Request, RolloutKey, TopLogprobs, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.facts.waits import Waits
@@ -77,6 +77,34 @@ class Delivery:
     """Seconds in which the engine could not generate at full speed."""
 
 
+class TokensSoFar(NamedTuple):
+    """The tokens of a request at one moment."""
+
+    before: Completion | None
+    """Those before an interruption or in an earlier process."""
+    now: Completion | Transcript | None = None
+    """Those since then."""
+
+    @property
+    def token_count(self) -> int:
+        new = self.now.sampled if isinstance(self.now, Transcript) else self.now.tokens if self.now else ()
+        return len(new) + (len(self.before.tokens) if self.before else 0)
+
+    @property
+    def has_ended(self) -> bool:
+        if isinstance(self.now, Transcript):
+            return self.now.end is not None and self.now.end.stop != "interrupted"
+        return self.now is not None and self.now.stop != "interrupted"
+
+    def completion(self) -> Completion:
+        now = self.now.so_far() if isinstance(self.now, Transcript) else self.now
+        if self.before and now:
+            return joined(self.before, now)
+        found = now or self.before
+        assert found
+        return found
+
+
 class TokenStore:
     """The tokens of every request of the rollouts in flight: those that were kept, and those that the engine is sampling."""
 
@@ -105,7 +133,7 @@ class TokenStore:
             yield
         except BaseException:
             # The tokens so far belong in the run's last checkpoint, or in the count of lost tokens.
-            self.kept |= self._told([request_id])
+            self.kept |= {name: part.completion() for name, part in self.captured([request_id]).items()}
             asked.cancel()
             raise
         finally:
@@ -146,30 +174,22 @@ class TokenStore:
 
     def count(self, among: Iterable[str]) -> int:
         """Returns the number of tokens of these requests."""
-        return sum(len(completion.tokens) for completion in self.so_far(among).values())
+        return sum(part.token_count for part in self.captured(among).values())
 
-    def so_far(self, among: Iterable[str] | None = None) -> dict[str, Completion]:
-        """Returns finished and partial completions by request, of all requests or of those named. A partial one has the stop
-        `interrupted`."""
-        if among is None:
-            return self.kept | self._told(self.asked)
-        names = list(among)
-        kept = {name: self.kept[name] for name in names if name in self.kept}
-        return kept | self._told([name for name in names if name in self.asked])
+    def so_far(self) -> dict[str, Completion]:
+        """Returns finished and partial completions by request. A partial one has the stop `interrupted`."""
+        return {name: part.completion() for name, part in self.captured([*self.kept, *self.asked]).items()}
 
-    def _told(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """The completions so far of requests that the engine is working on."""
-        running, found = self._engine.unfinished(request_ids), {}
-        for name in request_ids:
-            if unheard := self._unheard(name):
-                part = unheard
-            elif name in running:
-                part = running[name].so_far()
-            else:
-                continue
-            if part.tokens or part.stop != "interrupted":
-                before = self.kept.get(name)
-                found[name] = joined(before, part) if before else part
+    def captured(self, among: Iterable[str]) -> dict[str, TokensSoFar]:
+        """Returns what there is now of each of these requests that has something, in a time that does not depend on the number of tokens."""
+        names = dict.fromkeys(among)
+        found = {name: TokensSoFar(self.kept[name]) for name in names if name in self.kept}
+        asked = [name for name in names if name in self.asked]
+        running = self._engine.unfinished(asked)
+        for name in asked:
+            new = TokensSoFar(None, self._unheard(name) or running.get(name))
+            if new.token_count or new.has_ended:
+                found[name] = new._replace(before=self.kept.get(name))
         return found
 
     def _unheard(self, name: str) -> Completion | None:
@@ -184,7 +204,9 @@ class TokenStore:
         transcripts = self._engine.unfinished(request_ids)
         versions = [kept.spans[0].version for name in request_ids if (kept := self.kept.get(name)) and kept.spans]
         versions += [
-            running.versions[0] for name in request_ids if (running := transcripts.get(name)) and running.versions
+            spans[0].version
+            for name in request_ids
+            if (running := transcripts.get(name)) and (spans := running.sampled.spans)
         ]
         versions += [done.spans[0].version for name in request_ids if (done := self._unheard(name)) and done.spans]
         return min(versions, default=None)
@@ -258,11 +280,10 @@ class Interrupts:
                 heard(token, logprob)
         self._hearing[request_id] = heard
 
-    def _sampled(self, encoded: bytes) -> None:
+    def _sampled(self, output: StepOutput) -> None:
         if not self._hearing:
             return
-        output = msgspec.msgpack.decode(encoded, type=StepOutput)
-        for request_id, token, logprob in zip(output.request_ids, output.tokens, output.logprobs, strict=True):
+        for request_id, token, logprob, _ in output.sampled():
             if heard := self._hearing.get(request_id):
                 heard(token, logprob)
 

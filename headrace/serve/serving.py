@@ -22,7 +22,7 @@ import msgspec
 from headrace.core.printing import say
 from headrace.core.protocols import Engine
 from headrace.core.reports import LoadReport
-from headrace.core.steps import StepOutput, Transcript, spans_of, write_down
+from headrace.core.steps import StepOutput, Transcript, spans_between, write_down
 from headrace.core.types import Completion, Request, Struct, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.models.chat import ChatEncoder
@@ -229,14 +229,13 @@ class Serving:
             stream.task.cancel()
         return sorted({client_id(stream.request.id) for stream in named})
 
-    def _heard(self, encoded: bytes) -> None:
-        output = msgspec.msgpack.decode(encoded, type=StepOutput)
-        self.counters.sampled_tokens += len(output.tokens)
+    def _heard(self, output: StepOutput) -> None:
+        self.counters.sampled_tokens += output.token_count
         write_down(output, self._streams.get)
         for end in output.finished:
             if stream := self._streams.get(end.request_id):
                 stream.end = end
-        for name in {*output.request_ids, *(end.request_id for end in output.finished)}:
+        for name in {*output.requests, *(end.request_id for end in output.finished)}:
             if stream := self._streams.get(name):
                 stream.changed.set()
 
@@ -303,9 +302,7 @@ class Serving:
 
     def spans(self, transcript: Transcript, start: int, stop: int) -> list[dict[str, object]]:
         """Returns the spans of tokens [start, stop), with the versions of the weights' owner. Positions are counted from `start`."""
-        part = slice(start, stop)
-        spans = spans_of(transcript.versions[part], transcript.kv_versions[part], transcript.mixed[part])
-        return [self._span(span) for span in spans]
+        return [self._span(span) for span in spans_between(transcript.sampled.spans, start, stop)]
 
     def label(self, number: int) -> Label:
         return self.labels[number]
@@ -364,6 +361,14 @@ class Piece:
     """Tokens [start, stop) of it are new."""
     stop: int
     ended: bool
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.stream.tokens[self.start : self.stop].tolist()
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.stream.logprobs[self.start : self.stop].tolist()
 
 
 async def follow(serving: Serving, requests: Sequence[Request], whole: bool = False) -> AsyncGenerator[Piece, None]:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import msgspec
-
 from headrace.core.errors import IdentityError, WorkerDied
 from headrace.core.reports import EngineStats, LoadReport, SleepReport, capable
 from headrace.core.steps import Finished, PromptScores, StepOutput, TokenDetails, Transcript, write_down
@@ -149,7 +147,7 @@ class FakeEngine(_Presence):
         self._asked: dict[str, WeightUpdate] = {}
         """The updates that it was asked to load last, by adapter."""
         self._pending: dict[str, _Pending] = {}
-        self._listeners: list[Callable[[bytes], None]] = []
+        self._listeners: list[Callable[[StepOutput], None]] = []
         self._sampled = self._active = 0
         self._admits, self._paused = True, False
         self._mixed = False
@@ -248,10 +246,8 @@ class FakeEngine(_Presence):
         return self.adapters[request.adapter] if request.adapter else self.version
 
     def _tell(self, output: StepOutput) -> None:
-        if self._listeners:
-            encoded = msgspec.msgpack.encode(output)
-            for listener in self._listeners:
-                listener(encoded)
+        for listener in self._listeners:
+            listener(output)
         write_down(output, self._pending.get)
 
     # -- time ---------------------------------------------------------------------------------------------------------------
@@ -357,7 +353,7 @@ class FakeEngine(_Presence):
         names = list(self._pending) if among is None else among
         return {name: self._pending[name].copy() for name in names if name in self._pending}
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
         self._listeners.append(listener)
 
     async def stats(self) -> EngineStats:

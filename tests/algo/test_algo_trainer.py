@@ -17,10 +17,10 @@ from headrace.algo.recipes import RECIPES
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.reports import TrainReport
-from headrace.core.steps import spans_of
 from headrace.core.types import Completion, Episode, Prompt, Scored, TeacherTrace, TopLogprobs, Turn
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
+from support.spans import spans_of
 
 V, K = 32, 4
 PROMPT = Prompt("p", "?", (1, 2, 3))

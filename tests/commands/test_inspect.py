@@ -16,7 +16,6 @@ from headrace import cli
 from headrace.commands.show.inspect import find_step, inspect
 from headrace.core.errors import ConfigError
 from headrace.core.reports import TrainReport
-from headrace.core.steps import spans_of
 from headrace.core.types import Completion, VersionSpan
 from headrace.durable.journal import AnyRecord, GoneRecord, JournalStep, ReadyRecord, read_steps
 from headrace.facts.rollout_view import row_of, span_list, token_details, trimmed_below, view_rollout, view_step
@@ -25,6 +24,7 @@ from headrace.views.screen.console import Console
 from headrace.views.screen.inspect_view import rollout
 from support.fact_stream import FactStream, records_of, write_journal
 from support.journal_frames import spoil
+from support.spans import spans_of
 
 FACTS = list(FactStream(steps=4, groups=2, size=3, tokens=6, troubles=False).facts())
 RECORDS: list[AnyRecord] = [

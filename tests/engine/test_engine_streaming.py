@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.reports import LoadReport
-from headrace.core.steps import Finished, StepOutput, Transcript, spans_of, write_down
+from headrace.core.steps import Finished, StepOutput, TokenDetails, Transcript, write_down
 from headrace.core.types import Completion, Request, Sampling, VersionSpan
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
@@ -23,11 +24,12 @@ from headrace.engine.native.core import NativeEngine
 from headrace.engine.request_book import scoring
 from headrace.engine.streaming import check_parts, mixtures
 from headrace.loop.world import virtual_time
-from headrace.processes.wire import Frame, pack_payload, unpack
+from headrace.processes.wire import Frame, pack_payload
 from headrace.run.worker.engine_loop import HOLD, EngineLoop, Outputs
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request, update
 from support.fake_engine_model import CoreDriver, prompt
+from support.spans import spans_of
 from support.tiny_models import make, parameters, saved
 
 # --- the parts ---------------------------------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ def test_a_pass_at_least_runs_between_two_parts_and_all_that_is_mixed_is_told(pr
     process.until(lambda: not process.core.has_work())
     mixed = [output for output in process.outputs() if output.mixed]
     assert len(mixed) >= 2 and {output.version for output in mixed} == {100}, "the oldest weights in use"
-    assert report.mixed_tokens == sum(len(output.tokens) for output in mixed) and report.version == 101
+    assert report.mixed_tokens == sum(output.token_count for output in mixed) and report.version == 101
     sent = [name for name, _ in process.end.sent]
     versions = [(payload.version, payload.mixed) for name, payload in process.end.sent if name == "output"]
     assert versions == sorted(versions), "old, mixed, new"
@@ -282,40 +284,96 @@ def test_the_fake_streams_alike() -> None:
 
 
 class HeldClock:
-    """Outputs with a clock that the test sets, and what they sent."""
+    """Outputs with a clock that the test sets, and what they sent: the token of a pass is its number."""
 
     def __init__(self) -> None:
         self.now, self.sent = 0.0, list[tuple[float, list[int]]]()
         self.outputs = Outputs(self.push, lambda: self.now)
 
     def push(self, method: str, payload: Any) -> None:
-        told = [payload] if method == "output" else [unpack(raw, StepOutput) for raw in payload]
-        self.sent.append((self.now, [output.version for output in told]))
+        assert method == "output"
+        tokens: dict[str, list[int]] = {}
+        for name, token, *_ in payload.sampled():
+            tokens.setdefault(name, []).append(token)
+        first = next(iter(tokens.values()))
+        assert all(other == first for other in tokens.values())
+        self.sent.append((self.now, first))
 
     def passes(self, count: int, seconds: float, rows: int = 64, ends: Sequence[int] = ()) -> None:
         for number in range(count):
             self.now = round(self.now + seconds, 6)
             names = tuple(f"t{row}/0" for row in range(rows))
             finished = (Finished("t0/0", "stop"),) if number in ends else ()
-            columns = (1,) * rows, (-0.5,) * rows, (0,) * rows
-            self.outputs.add(StepOutput(number, names, *columns, finished=finished), seconds)
+            columns = (number,) * rows, (-0.5,) * rows, (0,) * rows
+            self.outputs.add(StepOutput(4, names, *columns, finished=finished), seconds)
 
 
-def test_fast_passes_of_many_rows_share_messages_and_none_waits_longer_than_fifty_milliseconds() -> None:
+def test_fast_passes_of_many_rows_share_messages_and_none_waits_for_long() -> None:
     held = HeldClock()
     held.passes(64, 1 / 64)
     held.outputs.flush()
-    assert [version for _, versions in held.sent for version in versions] == list(range(64)), "each once, in order"
-    assert len(held.sent) <= 22
+    assert [number for _, numbers in held.sent for number in numbers] == list(range(64)), "each once, in order"
+    assert len(held.sent) <= 11
     made = [(number + 1) / 64 for number in range(64)]
-    assert max(at - made[version] for at, versions in held.sent for version in versions) <= HOLD
+    assert max(at - made[number] for at, numbers in held.sent for number in numbers) <= HOLD
+
+
+LABELS = st.tuples(st.integers(3, 5), st.integers(2, 3), st.booleans())
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.lists(LABELS, min_size=1, max_size=3), st.booleans(), st.data()), max_size=5
+    )
+)
+def test_what_is_written_down_of_merged_passes_is_what_each_said(
+    stretches: list[tuple[int, list[tuple[int, int, bool]], bool, st.DataObject]],
+) -> None:
+    """Passes with the same requests and labels come in stretches of one to four, as they do in an engine."""
+    passes = []
+    for count, labels, ends, data in stretches:
+        names, mixed = tuple(f"t{i}/0" for i in range(len(labels))), labels[0][2]
+        for number in range(count):
+            tokens = data.draw(st.tuples(*[st.integers(0, 2**31 - 1)] * len(names)))
+            logprobs = data.draw(st.tuples(*[st.floats(max_value=0.0, allow_nan=False)] * len(names)))
+            details = (TokenDetails(names[0], mask=bytes([number, 0, 0, 0])),) if ends else ()
+            passes.append(
+                StepOutput(
+                    2,
+                    names,
+                    tokens,
+                    logprobs,
+                    tuple(kv for _, kv, _ in labels),
+                    versions=tuple(version for version, _, _ in labels),
+                    finished=(Finished(names[-1], "stop"),) if ends and number == count - 1 else (),
+                    details=details,
+                    mixed=mixed,
+                )
+            )
+    sent: list[StepOutput] = []
+    held = Outputs(lambda method, output: sent.append(output), lambda: 0.0)
+    for one in passes:
+        held.add(one, 0.0)
+    held.flush()
+    wire = [msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) for output in sent]
+    found, expected = (written(outputs) for outputs in (wire, passes))
+    assert found == expected and sum(output.token_count for output in wire) == sum(len(one.tokens) for one in passes)
+    names = {f"t{i}/0" for i in range(2)}
+    assert written([output.only(names) for output in wire]) == {name: found[name] for name in names if name in found}
+
+
+def written(outputs: Sequence[StepOutput]) -> dict[str, Completion]:
+    told: dict[str, Transcript] = {}
+    for output in outputs:
+        write_down(output, lambda name: told.setdefault(name, Transcript(request=request(name, (1,), 9))))
+    return {name: transcript.so_far() for name, transcript in told.items()}
 
 
 @pytest.mark.parametrize(
     ("passes", "messages"),
     [
         ({"count": 20, "seconds": 0.01, "rows": 4}, 20),  # somebody may watch
-        ({"count": 20, "seconds": 0.06}, 20),  # passes of a laptop
+        ({"count": 20, "seconds": 0.11}, 20),  # passes of a laptop
         ({"count": 4, "seconds": 0.001, "ends": (0, 1, 2, 3)}, 4),  # a turn that is over
     ],
 )
@@ -328,7 +386,7 @@ def test_what_somebody_may_wait_for_is_not_held(passes: dict[str, Any], messages
 def test_a_message_of_held_passes_stays_small() -> None:
     held = HeldClock()
     held.passes(40, 0.0001, rows=2000)
-    assert max(len(versions) for _, versions in held.sent) <= 3
+    assert max(len(numbers) for _, numbers in held.sent) <= 5
 
 
 def test_held_passes_are_sent_before_any_answer(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +397,7 @@ def test_held_passes_are_sent_before_any_answer(process: Process, monkeypatch: p
     process.send(0, "stats", None)
     for _ in range(10):
         process.loop.round()
-    assert not process.end.of("output") and not process.end.of("outputs"), "they are held"
+    assert not process.end.of("output"), "they are held"
     process.load(101, 1)
     names = [name for name, _ in process.end.sent]
-    assert names.index("outputs") < names.index("reply 101")
+    assert names.index("output") < names.index("reply 101")

@@ -62,7 +62,7 @@ async def flock(engines: list[FakeEngine], version: int | None = 0, facts: FactL
     facts = facts or FactList()
     parts = {str(number): engine for number, engine in enumerate(engines, 1)}
     made = Flock(engines, Fleet(parts, FleetPatience(NOBODY, SILENCE), telemetry(facts)), facts)
-    made.fleet.listen(lambda raw: made.heard.append(msgspec.msgpack.decode(raw, type=StepOutput)))
+    made.fleet.listen(made.heard.append)
     await made.fleet.open()
     if version is not None:
         await made.fleet.load(update(version))
@@ -429,7 +429,7 @@ def test_what_a_member_sends_after_it_has_left_is_ignored() -> None:
         flock.fleet._rotation.expel(first, "is tried out")
         stale = StepOutput(0, ("t0/0",), (99,), (-1.0,), (0,))
         for listener in flock.engines[0]._listeners:
-            listener(msgspec.msgpack.encode(stale))
+            listener(stale)
         completion = await task
         assert completion.tokens == await undisturbed(rollout(0, 0)) and len(flock.told("t0/0")) == LENGTH
 

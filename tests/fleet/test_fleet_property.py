@@ -84,16 +84,14 @@ class Witness:
         self._newest: dict[str, int] = {}
         self._read, self._live, self._admitted = 0, -1, dict[int, int]()
 
-    def listen(self, raw: bytes) -> None:
+    def listen(self, output: StepOutput) -> None:
         for fact in self._facts.facts[self._read :]:
             self._read += 1
             if isinstance(fact, WeightsLive):
                 self._live = fact.update.version
             elif isinstance(fact, TicketDrawn):
                 self._admitted[fact.ticket] = self._live
-        output = msgspec.msgpack.decode(raw, type=StepOutput)
-        versions = output.versions or (output.version,) * len(output.tokens)
-        for name, token, version in zip(output.request_ids, output.tokens, versions, strict=True):
+        for name, token, _, version in output.sampled():
             self.tokens.setdefault(name, []).append(token)
             key = RolloutKey.read(name)
             assert key is not None and version >= self._admitted[key.ticket], f"C1: {name} of {version}"

@@ -220,7 +220,7 @@ def test_a_server_that_warns_of_weights_which_it_loaded_before_is_refused(tiny_t
 def test_completions_scores_and_versions_are_those_of_the_server(tiny_tokenizer: Path) -> None:
     async def case(engine: RemoteEngine, machine: Machine) -> None:
         told: list[StepOutput] = []
-        engine.listen(lambda output: told.append(msgspec.msgpack.decode(output, type=StepOutput)))
+        engine.listen(told.append)
         asking = asyncio.ensure_future(engine.generate(request("a")))
         await until(lambda: so_far(engine, "a") > 10)
         report = await engine.load(update(1))
@@ -287,7 +287,7 @@ def test_an_adapter_is_loaded_named_and_loaded_again(tiny_tokenizer: Path) -> No
 def test_a_wire_that_is_cut_again_and_again_costs_no_token(tiny_tokenizer: Path) -> None:
     async def case(engine: RemoteEngine, machine: Machine) -> None:
         told: list[StepOutput] = []
-        engine.listen(lambda output: told.append(msgspec.msgpack.decode(output, type=StepOutput)))
+        engine.listen(told.append)
         asking = {name: asyncio.ensure_future(engine.generate(request(name))) for name in "abcd"}
         for _ in range(5):
             before = so_far(engine, "a")

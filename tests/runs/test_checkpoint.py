@@ -8,10 +8,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from headrace.core.batches import Group
 from headrace.core.errors import CheckpointError
-from headrace.loop.checkpoints import FILES, Checkpoints, damage
+from headrace.core.steps import Finished, StepOutput, Transcript, merged, write_down
+from headrace.core.types import Completion, Prompt, Request, Sampling, VersionSpan
+from headrace.facts.facts import Accounting
+from headrace.loop.buffer import BufferState
+from headrace.loop.checkpoints import FILES, Checkpoints, ControllerState, damage, encoded_state
+from headrace.loop.partial import TokensSoFar
 from headrace.testing.faultsim.faults import Disk, Fault, Killed
 
 
@@ -171,3 +181,37 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No space left.*last good one is step-000001"):
         asyncio.run(checkpoints.save(2, full))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.booleans(), st.booleans()), max_size=40))
+def test_the_encoded_state_is_that_of_its_moment_however_late_its_pieces_are_made(
+    said: list[tuple[int, int, bool, bool]],
+) -> None:
+    """Some requests have tokens of before an interruption, some have ended, and all get more tokens after the moment."""
+    prompt = Prompt(id="sums/7", text="2+3=", tokens=(1, 17))
+    ready = tuple(Group(ticket, prompt, (), ()) for ticket in range(len(said)))
+    buffer = BufferState(50, ready, {4: prompt}, Accounting(drawn=50))
+    state = ControllerState(3, 1.5, {"cursor": 7}, buffer, {}, 12, passes=4, made_by={"algo": "grpo"})
+    before = {f"t{i}/0": Completion((7,) * i, (-1.0,) * i, (VersionSpan(0, 1, 1),), "interrupted") for i in range(1, 3)}
+    running = {f"t{i}/0": Transcript(request=Request(f"t{i}/0", (1,), Sampling())) for i in range(4)}
+    for place, count, mixed, ends in said:
+        _say(running, place, count, mixed, ends)
+    captured = {name: TokensSoFar(before.get(name), transcript.copy()) for name, transcript in running.items()}
+    expected = msgspec.msgpack.encode(
+        replace(state, begun={name: part.completion() for name, part in captured.items()})
+    )
+    pieces = encoded_state(
+        state, {name: TokensSoFar(before.get(name), transcript.copy()) for name, transcript in running.items()}
+    )
+    for place, count, mixed, ends in said:
+        _say(running, 3 - place, count, ends, mixed)
+    found = msgspec.msgpack.decode(b"".join(pieces), type=ControllerState)
+    assert found == msgspec.msgpack.decode(expected, type=ControllerState)
+
+
+def _say(running: dict[str, Transcript], place: int, count: int, mixed: bool, ends: bool) -> None:
+    name = f"t{place}/0"
+    passes = [StepOutput(2, (name,), (count + i,), (-0.5,), (2 - mixed,), mixed=mixed) for i in range(count)]
+    write_down(merged(passes) if ends else passes[0], running.get)
+    if ends and place == 2:
+        running[name].end = Finished(name, "stop")

@@ -793,7 +793,7 @@ OUTPUTS = tuple(
 def log(directory: Path, outputs: Sequence[StepOutput], step: int = 0, warn: list[str] | None = None) -> PassLog:
     passes = PassLog(directory, step, [].append if warn is None else warn.append)
     for output in outputs:
-        passes.write(msgspec.msgpack.encode(output))
+        passes.write(output)
     return passes
 
 
@@ -807,7 +807,7 @@ def test_passes_come_back_and_go_on_over_a_restart(tmp_path: Path) -> None:
 def test_notes_lie_between_the_passes(tmp_path: Path) -> None:
     passes = log(tmp_path, OUTPUTS[:1])
     passes.note("t3/1", b"one")
-    passes.write(msgspec.msgpack.encode(OUTPUTS[1]))
+    passes.write(OUTPUTS[1])
     passes.note("t3/1", b"")
     passes.close()
     found = tuple(read_passes(tmp_path, 0))
@@ -819,7 +819,7 @@ def test_a_file_goes_with_its_checkpoint(tmp_path: Path) -> None:
     passes = log(tmp_path, OUTPUTS[:2])
     for step in (10, 20):
         passes.begin(step)
-        passes.write(msgspec.msgpack.encode(OUTPUTS[step // 10 + 1]))
+        passes.write(OUTPUTS[step // 10 + 1])
     assert tuple(read_passes(tmp_path, 0)) == OUTPUTS[:4] and tuple(read_passes(tmp_path, 10)) == OUTPUTS[2:4]
     passes.prune(10)
     assert tuple(read_passes(tmp_path, 10)) == OUTPUTS[2:4] and tuple(read_passes(tmp_path, 20)) == OUTPUTS[3:4]
@@ -871,9 +871,9 @@ def test_what_lies_behind_a_hole_is_not_used(tmp_path: Path) -> None:
     warned: list[str] = []
     passes = log(tmp_path, OUTPUTS[:2], warn=warned)
     passes._give_up("could not write: No space left on device")
-    passes.write(msgspec.msgpack.encode(OUTPUTS[2]))
+    passes.write(OUTPUTS[2])
     passes.begin(10)
-    passes.write(msgspec.msgpack.encode(OUTPUTS[3]))
+    passes.write(OUTPUTS[3])
     passes.close()
     assert "start again" in warned[0]
     assert tuple(read_passes(tmp_path, 0)) == OUTPUTS[:2], "from the checkpoint that there is"

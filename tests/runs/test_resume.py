@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -431,7 +430,7 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
         ends = tuple(Finished(name, "stop") for name in over) if number % 50 == 49 else ()
         count = len(names)
         output = StepOutput(0, names, (number,) * count, (-0.5,) * count, (0,) * count, ends)
-        log.write(msgspec.msgpack.encode(output))
+        log.write(output)
     log.close()
     size = sum(one.stat().st_size for one in (tmp_path / "passes").iterdir())
     request, drawn = (

@@ -224,12 +224,12 @@ OF_PARTIAL = (
         "span.start + count", "span.start",
     ),
     _one(
-        "in_flight_lost", "TokenStore.so_far", "C7", "a checkpoint has what is done, not what is under way",
-        "self.kept | self._told(self.asked)", "dict(self.kept)",
+        "in_flight_lost", "TokenStore.captured", "C7", "a checkpoint has what is done, not what is under way",
+        "[name for name in names if name in self.asked]", "[]",
     ),
     _one(
-        "done_but_unheard", "TokenStore._told", "C7", "a completion whose rollout has not had its turn is neither done nor under way",
-        "self._unheard(name)", "None",
+        "done_but_unheard", "TokenStore.captured", "C7", "a completion whose rollout has not had its turn is neither done nor under way",
+        "self._unheard(name) or running.get(name)", "None if self._unheard(name) else running.get(name)",
     ),
     _one(
         "unheard_is_young", "TokenStore.first_version", "C1", "such a completion is not looked at when old groups are cancelled",
@@ -237,7 +237,7 @@ OF_PARTIAL = (
     ),
     _one(
         "lost_with_the_error", "TokenStore.sampling", "C7", "what a request had sampled is lost when an error ends it",
-        "self.kept |= self._told([request_id])", "",
+        "self.kept |= {name: part.completion() for name, part in self.captured([request_id]).items()}", "",
     ),
     _one(
         "barrier_of_none", "Interrupts.group", "barrier", "a group that ends lets the swap in, whatever others run",
@@ -299,7 +299,7 @@ OF_CHECKPOINTS = (
         "started, adapter = (self._telemetry.clock(), self._adapter)",
         "self._of = parts\n"
         "started, adapter = (self._telemetry.clock(), self._adapter)",
-        Edit("Snapshots.write.write", "moment.state", "msgspec.msgpack.encode(self._state(step, started, self._of))"),
+        Edit("Snapshots.write.write", "moment.state", "self._encoded(step, started, self._of)"),
     ),
     _one(
         "passes_begun_late", "Snapshots.capture", "C7", "the file of passes changes when the checkpoint is written, not when it is taken",
@@ -326,11 +326,11 @@ OF_CHECKPOINTS = (
         "self._checkpoints.oldest_step", "step",
     ),
     _one(
-        "position_off_by_one", "Snapshots._state", "C7", "a checkpoint skips the first record behind it",
+        "position_off_by_one", "Snapshots._encoded", "C7", "a checkpoint skips the first record behind it",
         "parts.journal.position", "parts.journal.position + 1",
     ),
     _one(
-        "pass_number_off_by_one", "Snapshots._state", "C7", "a checkpoint skips the first pass behind it",
+        "pass_number_off_by_one", "Snapshots._encoded", "C7", "a checkpoint skips the first pass behind it",
         "self._passes.number", "self._passes.number + 1",
     ),
     _one(
@@ -453,7 +453,7 @@ OF_FLEET = (
 
 OF_CHOOSER = (
     _one(
-        "beliefs_not_saved", "Snapshots._state", "C8", "a checkpoint holds nothing of what the curriculum learned",
+        "beliefs_not_saved", "Snapshots._encoded", "C8", "a checkpoint holds nothing of what the curriculum learned",
         "parts.curriculum.state()", "None",
     ),
     _one(

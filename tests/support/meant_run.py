@@ -23,7 +23,7 @@ from headrace.core.batches import Batch, Failure, Row
 from headrace.core.protocols import KEPT, Agent, Environment, EnvironmentKind
 from headrace.core.reports import EngineStats, LoadReport, TrainReport
 from headrace.core.rewards import usable
-from headrace.core.steps import Transcript
+from headrace.core.steps import StepOutput, Transcript
 from headrace.core.types import Completion, Episode, Prompt, Request, Scored, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
@@ -114,7 +114,7 @@ class OwnEngine:
         while True:
             if self._core.has_work() and not self.stands:
                 output = self._core.step()
-                self._book.publish(msgspec.msgpack.encode(output))
+                self._book.publish(output)
                 self._book.enter_output(output)
             await asyncio.sleep(0)
 
@@ -154,7 +154,7 @@ class OwnEngine:
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         return self._book.unfinished(among)
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
         self._book.listen(listener)
 
     async def stats(self) -> EngineStats:

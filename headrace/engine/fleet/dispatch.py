@@ -7,8 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-
-import msgspec
+from itertools import chain
 
 from headrace.core.errors import HeadraceError, PoisonedRequest
 from headrace.core.steps import Finished, StepOutput
@@ -147,8 +146,8 @@ class Homes:
 
     def ended(self, pending: Pending) -> None:
         home = self._homes.get(group_of(pending.request))
-        if home and pending.versions:
-            home.floor = max(home.floor, pending.versions[-1])
+        if home and (spans := pending.sampled.spans):
+            home.floor = max(home.floor, spans[-1].version)
         if pending.end and pending.end.stop in ("stop", "length") and pending.tokens:
             self._ended += 1
             length = len(pending.request.prefix) + len(pending.tokens)
@@ -157,7 +156,8 @@ class Homes:
 
 def _able(pending: Pending, home: _Home, without: Member | None) -> Callable[[Member], bool]:
     """Returns whether a member may go on with the request."""
-    floor, adapter = max([home.floor, *pending.versions[-1:]]), pending.request.adapter
+    floor = max([home.floor, *(span.version for span in pending.sampled.spans[-1:])])
+    adapter = pending.request.adapter
 
     def able(member: Member) -> bool:
         return member.serves and member.versions.get(adapter, -1) >= floor and member is not without
@@ -234,7 +234,6 @@ class Requests:
         self._echoes: dict[str, Member] = {}
         """The requests that were taken from a member that stays and may still send something of them."""
         self._listening: set[asyncio.Task[None]] = set()
-        self._decoder = msgspec.msgpack.Decoder(StepOutput)
 
     async def generate(self, request: Request) -> Completion:
         pending = self.book.enter(request)
@@ -352,23 +351,22 @@ class Requests:
 
     # -- from the members ---------------------------------------------------------------------------------------------------
 
-    def heard(self, member: Member, raw: bytes) -> None:
-        output = self._decoder.decode(raw)
-        accepted = {name for name in _names(output) if name in member.attempts}
+    def heard(self, member: Member, output: StepOutput) -> None:
+        names = _names(output)
+        accepted = {name for name in names if name in member.attempts}
         if not accepted:
             return
-        if accepted != _names(output):
-            output = _only(output, accepted)
-            raw = msgspec.msgpack.encode(output)
+        if len(accepted) < len(names):
+            output = output.only(accepted)
         if old := _too_old(output, member.attempts):
             self._expel(member, old)
             return
         try:
-            self.book.publish(raw)
+            self.book.publish(output)
         except Exception as error:  # for example, the journal cannot be written: later tokens would not be in it
             self._give_up(error)
             return
-        member.accepted += len(output.tokens)
+        member.accepted += output.token_count
         self.book.enter_output(output)
 
     # -- control ------------------------------------------------------------------------------------------------------------
@@ -396,34 +394,13 @@ def _end(attempt: Attempt) -> None:
 def _names(output: StepOutput) -> set[str]:
     """Everybody in an output: the ids of its requests."""
     named = {detail.request_id for detail in output.details} | {scores.request_id for scores in output.scores}
-    return {*output.request_ids, *named, *(end.request_id for end in output.finished)}
-
-
-def _only(output: StepOutput, names: Iterable[str]) -> StepOutput:
-    """The part of an output that belongs to these requests."""
-    kept = [place for place, name in enumerate(output.request_ids) if name in names]
-    return StepOutput(
-        version=output.version,
-        request_ids=tuple(output.request_ids[i] for i in kept),
-        tokens=tuple(output.tokens[i] for i in kept),
-        logprobs=tuple(output.logprobs[i] for i in kept),
-        kv_versions=tuple(output.kv_versions[i] for i in kept),
-        finished=tuple(end for end in output.finished if end.request_id in names),
-        versions=tuple(output.versions[i] for i in kept) if output.versions else (),
-        details=tuple(detail for detail in output.details if detail.request_id in names),
-        scores=tuple(scores for scores in output.scores if scores.request_id in names),
-        mixed=output.mixed,
-    )
+    return {*output.requests, *named, *(end.request_id for end in output.finished)}
 
 
 def _too_old(output: StepOutput, attempts: dict[str, Attempt]) -> str:
     """Returns a sentence if a token is of older weights than were live at the member when its request came, else an empty string."""
-    versions = output.versions or (output.version,) * len(output.request_ids)
-    labels = [
-        *zip(output.request_ids, versions, strict=True),
-        *((scores.request_id, scores.version) for scores in output.scores),
-    ]
-    for name, version in labels:
+    scored = [(scores.request_id, scores.version) for scores in output.scores]
+    for name, version in chain(output.versions_of_requests(), scored):
         if version < (floor := attempts[name].floor):
             return f"sampled with version {version} after version {floor} had gone live there"
     return ""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from headrace.core.errors import ConfigError, HeadraceError, IdentityError, WorkerDied
 from headrace.core.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
-from headrace.core.steps import Transcript
+from headrace.core.steps import StepOutput, Transcript
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.fleet.member import Member, MemberEngine
@@ -234,7 +234,7 @@ class Fleet:
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         return self._rotation.requests.book.unfinished(among)
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
         self._rotation.requests.book.listen(listener)
 
     # -- weights ------------------------------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ class Fleet:
     def _join(self, name: str, part: MemberEngine, lent: bool = False) -> Member:
         member = Member(name=name, engine=part, lent=lent, state="resting" if lent else "away")
         self._rotation.members.append(member)
-        part.listen(lambda raw: self._rotation.requests.heard(member, raw))
+        part.listen(lambda output: self._rotation.requests.heard(member, output))
         return member
 
     def _mind(self, member: Member) -> None:

@@ -301,7 +301,7 @@ class RemoteEngine:
 
     def _tell(self, output: StepOutput) -> None:
         try:
-            self._book.publish(msgspec.msgpack.encode(output))
+            self._book.publish(output)
         except Exception as error:  # for example, the journal cannot be written: later tokens would not be in it
             self._presence.give_up(error)
             return
@@ -372,7 +372,7 @@ class RemoteEngine:
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         return self._book.unfinished(among)
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
         self._book.listen(listener)
 
     async def stats(self) -> EngineStats:

@@ -223,7 +223,7 @@ class _Unsaved(Snapshots):
         self.saved_step = -1
 
     async def capture(self, step: int, parts: Any) -> Moment:
-        return Moment(step=step, seconds=0.0, stopped=0.0, state=b"", digest=b"", short="", save=parts.trainer.save)
+        return Moment(step=step, seconds=0.0, stopped=0.0, state=(), digest=b"", short="", save=parts.trainer.save)
 
     async def write(self, moment: Moment) -> str:
         self.saved_step = moment.step

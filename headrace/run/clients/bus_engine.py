@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.core.reports import Capabilities, EngineStats, LoadReport
-from headrace.core.steps import Transcript
+from headrace.core.steps import StepOutput, Transcript
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.request_book import scoring
@@ -120,7 +120,7 @@ class BusEngine:
         """Returns nothing: tokens in flight stay with the hosts, and a group whose host is lost is sampled anew."""
         return {}
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
         """Does nothing: see `unfinished`."""
 
     async def stats(self) -> EngineStats:

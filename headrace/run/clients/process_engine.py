@@ -174,7 +174,7 @@ class ProcessEngine:
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         return self._book.unfinished(among)
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
         self._book.listen(listener)
 
     async def stats(self) -> EngineStats:
@@ -262,23 +262,20 @@ class ProcessEngine:
 
     def _heard(self, method: str, payload: msgspec.Raw) -> None:
         if method == "output":
-            self._on_output(payload)
-        elif method == "outputs":
-            for output in unpack(payload, list[msgspec.Raw]):
-                self._on_output(output)
+            self._on_output(unpack(payload, StepOutput))
         elif method == "stats":
             self._latest = unpack(payload, EngineStats)
             self._telemetry.record(EngineSample(self._telemetry.clock(), self._totals()))
         elif method == "refused":
             self._book.refuse(*unpack(payload, tuple[str, str]))
 
-    def _on_output(self, output: msgspec.Raw) -> None:
+    def _on_output(self, output: StepOutput) -> None:
         try:
-            self._book.publish(bytes(output))
+            self._book.publish(output)
         except Exception as error:  # such as a log that cannot be written: it would lack all later tokens
             self._keeper.give_up(error)
         if not self._keeper.is_lost:
-            self._book.enter_output(unpack(output, StepOutput))
+            self._book.enter_output(output)
 
     def _totals(self) -> EngineStats:
         before, now = self._earlier, self._latest

@@ -18,15 +18,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
-import msgspec
-
 from headrace.core.protocols import EngineCore, WeightReceiver
 from headrace.core.reports import LoadReport
-from headrace.core.steps import StepOutput
+from headrace.core.steps import StepOutput, are_alike, merged
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.streaming import check_parts, mixtures
-from headrace.processes.wire import Frame, WorkerEnd, answer, fail, pack_payload, unpack, vital
+from headrace.processes.wire import Frame, WorkerEnd, answer, fail, unpack, vital
 
 T = TypeVar("T")
 
@@ -34,42 +32,42 @@ STATS_EVERY = 1.0
 """Seconds between two reports of the engine's statistics, which it sends unasked."""
 
 
-HOLD = 0.05
+HOLD = 0.1
 """Seconds for which the output of a pass may be held, to be sent in one message with those behind it."""
 
 HOLD_ROWS = 16
 """Fewest tokens of a pass that is held: an engine that serves a few requests is one that somebody may watch."""
 
-HOLD_BYTES = 1 << 16
+HOLD_TOKENS = 1 << 13
+"""Tokens that are held at most: about 100 kB."""
 
 
 class Outputs:
     """Sends the outputs of passes, several in one message where an engine makes many large ones: the controller of 100 engines spends more on
-    messages than on tokens otherwise. An output that ends a request is not held, nor one behind a pause of `HOLD`."""
+    messages than on tokens otherwise. An output that ends a request is not held, nor one behind a pause of `HOLD`. Passes that share a message have
+    the same requests, so that their tokens are columns of bytes (`merged`)."""
 
     def __init__(self, push: Callable[[str, Any], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._push, self._clock = push, clock
-        self._held: list[msgspec.Raw] = []
-        self._bytes = 0
+        self._held: list[StepOutput] = []
+        self._tokens = 0
         self._sent = clock()
 
     def add(self, output: StepOutput, seconds: float) -> None:
         """`seconds`: those of its pass. The next one is expected to take as long."""
+        if self._held and not are_alike(self._held[0], output):
+            self.flush()
+        self._held.append(output)
+        self._tokens += len(output.tokens)
         urgent = len(output.tokens) < HOLD_ROWS or output.finished or output.scores
-        if not self._held and (urgent or self._late(seconds)):
-            self._push("output", output)
-            self._sent = self._clock()
-            return
-        self._held.append(pack_payload(output))
-        self._bytes += len(memoryview(self._held[-1]))
-        if urgent or self._bytes >= HOLD_BYTES or self._late(seconds):
+        if urgent or self._tokens >= HOLD_TOKENS or self._late(seconds):
             self.flush()
 
     def flush(self) -> None:
         """Sends what is held. Called before anything else is sent, so that the order stays that of the engine."""
         if self._held:
-            self._push("outputs", self._held)
-            self._held, self._bytes, self._sent = [], 0, self._clock()
+            self._push("output", merged(self._held))
+            self._held, self._tokens, self._sent = [], 0, self._clock()
 
     def _late(self, seconds: float) -> bool:
         return self._clock() + seconds - self._sent > HOLD

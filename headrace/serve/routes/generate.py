@@ -87,8 +87,8 @@ def usage_of(prompt: int, sampled: int) -> dict[str, int]:
 
 
 def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
-    stream, part = piece.stream, slice(piece.start, piece.stop)
-    tokens, logprobs, details = stream.tokens[part], stream.logprobs[part], stream.details[part]
+    stream, tokens, logprobs = piece.stream, piece.tokens, piece.logprobs
+    details = stream.details[piece.start : piece.stop]
     spans = serving.spans(stream, piece.start, piece.stop)
     content = [
         {

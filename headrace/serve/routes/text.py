@@ -148,7 +148,7 @@ class TextLogprobs:
         others = [[(entry["token_id"], entry["logprob"]) for entry in row] for row in tops_of] or [[]] * (
             piece.stop - piece.start
         )
-        new = list(map(_Row, piece.stream.tokens[part], piece.stream.logprobs[part], others))
+        new = list(map(_Row, piece.tokens, piece.logprobs, others))
         places += self._places.push(row.token for row in new)
         rows += new
         return {
@@ -332,7 +332,7 @@ class Answering:
         choices = []
         for piece in ended:
             check_end(piece)
-            text_piece = self._answers[piece.index].push(piece.stream.tokens, last=True)
+            text_piece = self._answers[piece.index].push(piece.stream.tokens.tolist(), last=True)
             own = self._choice(piece)
             own |= (
                 {"message": _message(text_piece)}
@@ -348,7 +348,7 @@ class Answering:
         first, ended = set(range(len(self.requests))), []
         async with aclosing(follow(self.serving, self.requests)) as pieces:
             async for piece in pieces:
-                answer, tokens = self._answers[piece.index], piece.stream.tokens[piece.start : piece.stop]
+                answer, tokens = self._answers[piece.index], piece.tokens
                 text_piece = answer.push(tokens, last=piece.ended)
                 begins = piece.index in first
                 role = {"role": "assistant"} if begins else {}
@@ -368,7 +368,9 @@ class Answering:
             sum(len(prompt.prompt) for prompt in prompts), sum(piece.stop for piece in ended)
         )
         if self.thinking is not None:
-            thought = sum(self._answers[piece.index].thought_tokens(piece.stream.tokens) or 0 for piece in ended)
+            thought = sum(
+                self._answers[piece.index].thought_tokens(piece.stream.tokens.tolist()) or 0 for piece in ended
+            )
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
 
@@ -518,8 +520,7 @@ class ServedTurn:
     async def pieces(self) -> AsyncGenerator[TurnPiece, None]:
         async with aclosing(follow(self._serving, [self.request])) as pieces:
             async for piece in pieces:
-                part = slice(piece.start, piece.stop)
-                tokens, logprobs = piece.stream.tokens[part], piece.stream.logprobs[part]
+                tokens, logprobs = piece.tokens, piece.logprobs
                 reasoning, text, calls = self._read.push(tokens, last=piece.ended)
                 self._reasoning += reasoning
                 self._text += text
@@ -548,7 +549,7 @@ class ServedTurn:
             stop=self._read.stop,
             prompt_tokens=self.prompt_tokens,
             count=len(stream.tokens),
-            thought=self._read.thought_tokens(stream.tokens) or 0,
-            tokens=stream.tokens,
-            logprobs=stream.logprobs,
+            thought=self._read.thought_tokens(stream.tokens.tolist()) or 0,
+            tokens=stream.tokens.tolist(),
+            logprobs=stream.logprobs.tolist(),
         )

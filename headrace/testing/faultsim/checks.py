@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.core.batches import Group
 from headrace.core.steps import StepOutput
 from headrace.core.types import Completion
@@ -46,8 +44,6 @@ from headrace.testing.faultsim.oracles import (
 )
 from headrace.testing.faultsim.scorer import AskedScores
 from headrace.testing.faultsim.trainer_worker import SKIPPED, WEIGHTS
-
-_output = msgspec.msgpack.Decoder(StepOutput)
 
 
 class RunHistory:
@@ -91,11 +87,10 @@ class RunHistory:
 
     # -- while it runs --------------------------------------------------------------------------------------------------
 
-    def received(self, output: bytes) -> None:
+    def received(self, output: StepOutput) -> None:
         """Counts the tokens of an engine output."""
-        heard = _output.decode(output)
-        for name, token in zip(heard.request_ids, heard.tokens, strict=True):
-            self.truth.accepted(name, (token, heard.version))
+        for name, token, _, version in output.sampled():
+            self.truth.accepted(name, (token, version))
             self.reached[name] += 1
 
     def meanwhile(self, directory: Path, faults: Sequence[Fault]) -> None:

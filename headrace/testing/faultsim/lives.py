@@ -21,6 +21,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.errors import HeadraceError, StalledError, WorkerDied
 from headrace.core.protocols import Engine, Job, Task
+from headrace.core.steps import StepOutput
 from headrace.durable.journal import Journal
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
@@ -298,7 +299,7 @@ class Life:
             watch=WatchConfig(failed_pause=1.0, outages=1000),  # failures here are intended
         )
 
-    def _told(self, output: bytes) -> None:
+    def _told(self, output: StepOutput) -> None:
         if not self._disk.dead:
             self._history.received(output)
 

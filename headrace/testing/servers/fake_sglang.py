@@ -158,7 +158,7 @@ class FakeSglang:
         spans[-1]["end"] = piece.stop
 
     def _event(self, body: SglangGenerate, piece: Piece, spans: list[dict[str, Any]]) -> dict[str, Any]:
-        stream, part = piece.stream, slice(piece.start, piece.stop)
+        stream = piece.stream
         meta: dict[str, Any] = {
             "id": body.rid,
             "finish_reason": _finish(stream) if piece.ended else None,
@@ -171,13 +171,13 @@ class FakeSglang:
         if body.return_logprob:
             # With masks, these are of another distribution than the tokens were drawn from: a client that reads them is found out.
             shift = 100.0 if body.return_sampling_mask else 0.0
-            sampled = zip(stream.logprobs[part], stream.tokens[part], strict=True)
+            sampled = zip(piece.logprobs, piece.tokens, strict=True)
             meta["output_token_logprobs"] = [(logprob - shift, token, None) for logprob, token in sampled]
             meta["input_token_logprobs"] = _scored(body, stream)
         if body.return_sampling_mask and "masks_ignored" not in self.faults:
             meta["output_token_sampling_mask"] = [_mask(stream, place) for place in range(piece.start, piece.stop)]
-            meta["output_token_sampling_logprobs"] = stream.logprobs[part]
-        return {"text": "", "output_ids": stream.tokens[part], "meta_info": meta}
+            meta["output_token_sampling_logprobs"] = piece.logprobs
+        return {"text": "", "output_ids": piece.tokens, "meta_info": meta}
 
     async def abort(self, request: HttpRequest) -> Response:
         body = await read_body(request, SglangAbort, self.serving.limits)

@@ -189,11 +189,11 @@ class FakeVllm:
 
     def _choice(self, piece: Piece, body: VllmGenerate, labels: Sequence[tuple[str, int]]) -> dict[str, Any]:
         """`labels`: those that the tokens were sampled under, with the first token of each."""
-        stream, part = piece.stream, slice(piece.start, piece.stop)
-        tokens, end = stream.tokens[part], stream.end
+        stream = piece.stream
+        tokens, end = piece.tokens, stream.end
         content: list[dict[str, Any]] = [
             {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
-            for token, logprob in zip(tokens, stream.logprobs[part], strict=True)
+            for token, logprob in zip(tokens, piece.logprobs, strict=True)
         ]
         reasons = {"stop": "stop", "length": "length", "interrupted": "abort", "error": "error"}
         ends = [*(start for _, start in labels[1:]), len(stream.tokens)]

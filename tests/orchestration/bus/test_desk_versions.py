@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.steps import spans_of
 from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored, Turn
 from headrace.facts.facts import Warned
 from headrace.facts.telemetry import Telemetry
@@ -23,6 +22,7 @@ from headrace.run.hosts.bus.bus_port import Posting
 from headrace.run.hosts.bus_messages import Errand, ErrandReply, GroupErrand, RequestErrand
 from headrace.run.hosts.bus_run import AUDIT, LOOK, BusDesk
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
+from support.spans import spans_of
 
 Form = Literal["group", "request"]
 

@@ -16,12 +16,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import msgspec
-
 from headrace.commands.plan.rates.rates import EngineRates
 from headrace.core.errors import IdentityError
 from headrace.core.reports import EngineStats, LoadReport, capable
-from headrace.core.steps import Finished, StepOutput, Transcript
+from headrace.core.steps import Finished, SampledTokens, StepOutput, Transcript
 from headrace.core.types import Completion, Request, Stop, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.loop.world.surroundings import RESULT, completion_tokens, context_length
@@ -247,14 +245,14 @@ class Passes:
 
 
 # --- The listeners of a simulated engine
-# They get the output of its passes, and nothing is encoded while there are none.
+# They get the output of its passes.
 
 
-Listener = Callable[[bytes], None]
+Listener = Callable[[StepOutput], None]
 
 
 class Listeners:
-    """Functions that are called with every encoded `StepOutput`."""
+    """Functions that are called with every `StepOutput`."""
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
@@ -279,21 +277,13 @@ class Listeners:
             finished=ends,
             versions=versions,
         )
-        encoded = msgspec.msgpack.encode(output)
         for listener in list(self._listeners):
-            listener(encoded)
+            listener(output)
 
 
 def transcript(request: Request, so_far: Completion) -> Transcript:
-    versions = so_far.versions()
-    return Transcript(
-        request=request,
-        tokens=list(so_far.tokens),
-        logprobs=list(so_far.logprobs),
-        versions=versions,
-        kv_versions=list(versions),
-        mixed=[False] * len(versions),
-    )
+    spans = [VersionSpan(span.start, span.version, span.version) for span in so_far.spans]
+    return Transcript(request=request, sampled=SampledTokens(so_far.tokens, so_far.logprobs, spans))
 
 
 class TurnCaches:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headrace.commands.plan.parts.engine import SimulatedEngine
 from headrace.core.reports import EngineStats, LoadReport
-from headrace.core.steps import Transcript
+from headrace.core.steps import StepOutput, Transcript
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 
@@ -58,7 +58,7 @@ class Replicas:
         names = None if among is None else list(among)
         return {name: transcript for engine in self._engines for name, transcript in engine.unfinished(names).items()}
 
-    def listen(self, listener: Callable[[bytes], None]) -> None:
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
         for engine in self._engines:
             engine.listen(listener)
 
