@@ -38,6 +38,11 @@ def _beside_prompt(chip: Gpu) -> float:
 
 LINES = (
     *(Line(name=f"135m, {n:,}", predicted=decoding("135m", n), formula=ROOFLINE) for n in (1, 64, 256, 1024)),
+    Line(
+        name="135m, 64, no pass ahead",
+        predicted=decoding("135m", 64),
+        formula=f"{ROOFLINE}: as in November the GPU waits for the host between two passes; what the lines above gain over it is not predicted",
+    ),
     Line(name="135m, 64, no graphs", predicted=lambda chip: 64 / UNGRAPHED, formula="as on the H100 of November"),
     *(
         Line(
@@ -76,6 +81,7 @@ def measure(bench: Bench) -> Iterator[Figure]:
 
 
 def _beside(bench: Bench) -> Iterator[Figure]:
+    yield _figure(bench, "135m, 64, no pass ahead", "135m", 64, ahead=False)
     yield _figure(bench, "135m, 64, no graphs", "135m", 64, graphs=False)
     for count in (64, 256):
         yield _figure(bench, f"135m, {count}, adapter", "135m", count, adapter=True)
@@ -92,6 +98,7 @@ def _figure(
     *,
     rates: bool = False,
     graphs: bool = True,
+    ahead: bool | None = None,
     adapter: bool = False,
     longest: int = 0,
     arriving: bool = False,
@@ -107,6 +114,7 @@ def _figure(
         model,
         sequences + arriving,
         graphs=graphs,
+        ahead=ahead,
         context_length=max(room, bench.size(256, 64)),
         max_adapters=int(adapter),
         **({"prefill_chunk": bench.size(CHUNK, 12)} if arriving else {}),

@@ -75,13 +75,6 @@ CASES = (
     ),
     Case(name="LoRA 16", sets=("lora.rank=16",), formula="six steps", package="peft"),
     Case(name="vLLM", sets=("engine.kind=vllm",), formula="six steps", gpu=True, package="vllm"),
-    Case(
-        name="vLLM, in turns",
-        sets=("engine.kind=vllm", "orchestration.placement=shared"),
-        formula="six steps; it sleeps while the trainer has the GPU",
-        gpu=True,
-        package="vllm",
-    ),
 )
 
 

@@ -133,9 +133,17 @@ def update(version: int = 0, **more: Any) -> WeightUpdate:
 
 
 def engine(
-    bench: Bench, model: str, running: int, *, graphs: bool = True, device: Device | None = None, **more: Any
+    bench: Bench,
+    model: str,
+    running: int,
+    *,
+    graphs: bool = True,
+    ahead: bool | None = None,
+    device: Device | None = None,
+    **more: Any,
 ) -> Core:
-    """An engine with its weights. `graphs`: CUDA graphs where the engine uses them; off, it decodes without, as for comparison."""
+    """An engine with its weights. `graphs`: CUDA graphs where the engine uses them; off, it decodes without, as for comparison. `ahead`: whether a
+    pass is asked for before the tokens of the one before are known; by default where the engine does it."""
     on = device or bench.device
     settings = {
         **ENGINE,
@@ -151,6 +159,8 @@ def engine(
     if not graphs:
         assert isinstance(read.runner, FusedRunner)
         read.runner.replay_with(None)
+    if ahead is not None:
+        read.runner.feeds = ahead
     core = Core(read, config)
     served = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in bench.weights(model, on).items()}
     core.swap(core.prepare(update(), served))

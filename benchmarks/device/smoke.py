@@ -27,6 +27,7 @@ CHECKS = {
     "attention reads pages": "the engine's kernel passes its trial; else keys and values are copied for every pass",
     "exact: alone and among eight": "the same tokens and log-probs, bit for bit",
     "filters keep what the CPU keeps": "top-k, top-p and min-p of 64 rows of 49,152 logits: the same sets and tokens",
+    "passes asked for ahead": "eight sequences get the tokens that they get in the order of before",
     "graphs captured while weights arrive": "32 sizes, another thread copies and verifies weights all the time",
 }
 NATS = {
@@ -91,6 +92,18 @@ def _filters(bench: Bench) -> None:
     assert (found.tokens == expected.tokens).all(), "other tokens are drawn"
 
 
+def _ahead(bench: Bench) -> None:
+    begins, found = loads.prompts(8, bench.size(24, 5)), []
+    for ahead in (True, False):
+        core = loads.engine(bench, "135m", 8, ahead=ahead)
+        found.append(loads.sample(core, begins, bench.size(64, 6), temperature=1.0, top_p=0.95))
+        del core
+    for name, tokens in found[0].tokens.items():
+        assert tokens == found[1].tokens[name], "a sequence gets other tokens"
+        worst = _worst(found[0].logprobs[name], found[1].logprobs[name])
+        assert worst < 1e-6, f"log-probs differ by {worst:.1e}"
+
+
 def _beside_weights(bench: Bench) -> None:
     """A capture that another thread could break would end the engine's process."""
     core, served = loads.engine(bench, "135m", 32), bench.weights("135m")
@@ -125,6 +138,7 @@ TRIED: dict[str, Callable[[Bench], None]] = {
     "attention reads pages": _pages,
     "exact: alone and among eight": _exact,
     "filters keep what the CPU keeps": _filters,
+    "passes asked for ahead": _ahead,
     "graphs captured while weights arrive": _beside_weights,
 }
 """A kernel more is one line here and one in CHECKS."""

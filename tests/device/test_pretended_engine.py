@@ -16,9 +16,10 @@ from pretend_cuda import DEVICE, FREE, TOTAL, OnDevice, PretendedCuda, pretended
 
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.core import Core, NativeEngine
 from headrace.engine.native.draws import DrawDetails
 from headrace.engine.native.model_loading import _sizes, read_model
+from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.sampler import PendingDraw
 from headrace.engine.sizes import CONTEXT, ON_CPU, RESERVED, Sizes
 from headrace.native.uploads import uploaded_together
@@ -136,3 +137,38 @@ def test_a_draw_is_one_upload_and_one_copy_back_and_another_for_masks(masked: bo
     wanted = DrawDetails(masks=np.full(6, masked), tops=np.zeros(6, np.int64))
     found, _ = PendingDraw(logits, settings, wanted).result()
     assert cuda.crossings == ["up", "down", *["down"] * masked] and found.finite.all()
+
+
+def test_tokens_go_from_pass_to_pass_on_the_device(
+    saved: Callable[..., Path],  # noqa: F811
+    cuda: PretendedCuda,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Captures are the real device's: here each pass runs in the buffers of one."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def answers(ahead: bool) -> tuple[dict[str, tuple[object, ...]], int]:
+        config = EngineConfig(
+            device="cuda",
+            path="fused",
+            dtype="float32",
+            kv_gib=0.05,
+            max_running=3,
+            context_length=128,
+            prefill_chunk=16,
+        )
+        model = read_model(saved("llama"), config)
+        assert isinstance(model.runner, FusedRunner) and model.runner.feeds
+        model.runner.replay_with(None)
+        model.runner.feeds = ahead
+        fed, forward = [], model.runner.forward
+        model.runner.forward = lambda batch: fed.append(batch.fed is not None) or forward(batch)  # type: ignore[func-returns-value, method-assign]
+        engine = Core(model, config)
+        put(engine, saved("llama"), 0)
+        first, second, third = prompts(40, 3, 17)
+        asked = [greedy("a", first), drawn("b", second, 7, top_p=0.8, top_k=20), drawn("c", third, 8, min_p=0.05)]
+        found = run(engine, asked)
+        return {name: (one.tokens, one.logprobs) for name, one in found.items()}, sum(fed)
+
+    (ahead, fed), (before, none) = answers(True), answers(False)
+    assert ahead == before and fed > 5 and none == 0

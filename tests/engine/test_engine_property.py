@@ -35,8 +35,9 @@ class Chaos:
         "hold": 2, "resume": 3, "abort": 1,
     }  # fmt: skip
 
-    def __init__(self, seed: int, runner: Any = None) -> None:
-        """`runner`: the one to try, which serves no adapters and no exactness; None: the fake one, which serves everything."""
+    def __init__(self, seed: int, runner: Any = None, ahead: bool = False) -> None:
+        """`runner`: the one to try, which serves no adapters and no exactness; None: the fake one, which serves everything. `ahead`: passes are asked
+        for before the tokens of the one before are known."""
         self.rng = rng = random.Random(seed)
         self.adapters = () if runner else ADAPTERS
         self.swap_policy = rng.choice(["keep", "recompute"])
@@ -52,6 +53,7 @@ class Chaos:
             max_adapters=len(self.adapters),
             runner=runner,
         )
+        self.driver.runner.feeds = ahead
         for name in self.adapters:
             self.driver.swap_adapter(name)
         if self.tight:  # completions that turn out to be short make admission generous
@@ -77,6 +79,7 @@ class Chaos:
             forks=len(self.forks),
             lost=sum("had to make room" in told.error for told in self.driver.told.values()),
             recomputed=stats.recomputed_tokens,
+            fed=getattr(self.driver.runner, "fed", 0),
             mixed=sum(part > 0 for told in self.driver.told.values() for part in told.parts),
             cached=stats.cached_tokens,
         )
@@ -241,6 +244,12 @@ def test_whatever_happens_a_models_own_cache_samples_so_too(recurrent: bool, mem
     Chaos(seed, FakeOwnCache(recurrent, memory)).run(40)
 
 
+@settings(max_examples=3)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_happens_passes_that_are_asked_for_ahead_change_nothing(seed: int) -> None:
+    assert Chaos(seed, ahead=True).run(60)["fed"]
+
+
 def test_the_chaos_reaches_what_it_is_for() -> None:
     happened: Counter[str] = Counter()
     for seed in (300, 312, 320):
@@ -262,8 +271,8 @@ def test_a_block_that_holds_what_it_should_not_is_noticed() -> None:
 class Interruptions:
     """Pause, abort, load, issue again, resume, in whatever order: requests that are interrupted go on from their prefix."""
 
-    def __init__(self, seed: int, runner: Any = None) -> None:
-        """`runner`: the one to try, which serves no adapters and no exactness; None: the fake one, which serves everything."""
+    def __init__(self, seed: int, runner: Any = None, ahead: bool = False) -> None:
+        """As for `Chaos`."""
         self.rng = rng = random.Random(seed)
         self.adapters = () if runner else ADAPTERS
         self.driver = CoreDriver(
@@ -272,6 +281,7 @@ class Interruptions:
             prefill_chunk=rng.choice([5, 16, 64]),
             swap=rng.choice(["keep", "recompute"]),
         )
+        self.driver.runner.feeds = ahead
         self.issues: list[list[str]] = []
         """Of every request, one after the other."""
         self.part = 0
@@ -352,7 +362,8 @@ class Interruptions:
             assert len(whole) == wanted.sampling.max_tokens, "nothing is lost, nothing sampled twice"
 
 
-@settings(max_examples=12)
+@pytest.mark.parametrize("ahead", [False, True])
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32))
-def test_interrupted_in_any_order_no_token_is_lost_or_sampled_twice(seed: int) -> None:
-    Interruptions(seed).run()
+def test_interrupted_in_any_order_no_token_is_lost_or_sampled_twice(ahead: bool, seed: int) -> None:
+    Interruptions(seed, ahead=ahead).run()

@@ -7,7 +7,9 @@ then is not seen. Attention is that of `plain_pages`, whose tiles are the kernel
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -251,3 +253,24 @@ def test_a_pass_that_is_not_replayed_is_counted_and_told_once(caplog):
     assert caplog.text.count("not replayed as a CUDA graph (a reason)") == 1
     assert ours.runner.passes.eager == {"a reason": 2} and ours.runner.passes.graphed == 0
     assert isinstance(Passed(torch.zeros(1), None), tuple)
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_tokens_that_the_host_does_not_know_yet_are_taken_from_the_device(replayed):
+    """Where a pass is not replayed, they are looked at first."""
+    ours, other = graphed("llama-tied-biased"), plain("llama-tied-biased")
+    texts = prompts(9, 30, 4)
+    mine, theirs = ([d.sequence(text, -1) for text in texts] for d in (ours, other))
+    for driver, sequences in ((ours, mine), (other, theirs)):
+        driver.step([(sequence, len(text) - 1) for sequence, text in zip(sequences, texts, strict=True)])
+    if not replayed:
+        ours.runner._graphs = None
+    forward, seen = ours.runner.forward, []
+
+    def fed(batch):
+        seen.append(batch.tokens)
+        return forward(replace(batch, tokens=np.zeros_like(batch.tokens), fed=torch.from_numpy(batch.tokens.copy())))
+
+    ours.runner.forward = fed
+    found, expected = (d.step([(s, 1) for s in some]).logits for d, some in ((ours, mine), (other, theirs)))
+    assert seen[0].any() and (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max() < TOLERANCE

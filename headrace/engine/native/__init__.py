@@ -3,6 +3,7 @@
 forward_pass.py   the input and output of one forward pass, and the methods of a model (`Runner`)
 core.py           the engine: requests in, weights in, one `step` after the other; asleep while a trainer has the device
 stepping.py       one step: plan, forward pass, tokens drawn, counters and caches updated
+ahead.py          a pass that is asked for before the tokens of the one before are known
 sequences.py      the sequences in the engine, and the content of the next pass
 scheduler.py      which sequences run and which wait; forks; blocks that sequences share
 kv_cache.py       the blocks of the KV cache, the cached prefixes, and the recorded experts

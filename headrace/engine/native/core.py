@@ -408,6 +408,7 @@ class Core:
         """Gives the memory of the device back until `wake`: weights, and the KV cache. `keep`: entries that requests hold go to the host,
         else they are computed again. Requests stay, and others are taken. Does nothing while it is asleep."""
         self._served.there = False
+        self._step.forget()
         return self._sleeping.begin(keep)
 
     def wake(self) -> SleepReport:
@@ -434,6 +435,7 @@ class Core:
         """Returns the base weights that were replaced: their memory is given back where the caller lets go of them, and that takes longer
         than the swap. Raises ValueError if it does not fit weights that were loaded meanwhile."""
         update, spec = prepared.update, prepared.update.adapter
+        self._step.forget()
         if spec is None:
             self._served.check_base(update)
             assert not self._sleeping.asleep, "weights were swapped in while the engine was asleep"

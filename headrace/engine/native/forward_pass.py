@@ -48,6 +48,8 @@ class ForwardInput:
     """[S] int32: slot of each sequence's adapter; -1 for the base model alone."""
     routing: bool = False
     """Whether the experts chosen at every position are returned."""
+    fed: torch.Tensor | None = None
+    """[N] int64 on the runner's device: the tokens, where the host does not know them yet. For runners with `feeds`."""
 
     def segments(self) -> np.ndarray:
         """Returns [N], the segment of each token."""
@@ -122,6 +124,9 @@ class Runner(Protocol):
     """(layers with experts, experts chosen in each); (0, 0) for dense models."""
     passes: PassCounts
     """Empty on a CPU, which has no graphs."""
+    feeds: bool
+    """Whether a pass may be asked for before the tokens of the one before are known (`ForwardInput.fed`), and forgotten afterwards: nothing of it
+    stays but cache entries behind what is known. Its logits are not written over by the next pass."""
 
     def allocate(self, blocks: int) -> None:
         """Allocates this many blocks, which hold zeros. Called before anything else, and again after `free`."""

@@ -12,6 +12,7 @@ import torch
 
 from headrace.core.steps import Finished, PromptScores, StepOutput, TokenDetails
 from headrace.core.types import RoutingTrace, Stop, TopLogprobs
+from headrace.engine.native.ahead import PassUnderWay, landed, may_fly, of_places, plan_ahead, take_off
 from headrace.engine.native.draws import DrawDetails, Drawn, RowScores
 from headrace.engine.native.forward_pass import ForwardOutput, Runner
 from headrace.engine.native.guides import Guides, reported
@@ -123,8 +124,17 @@ class Stepper:
         self._served, self._forks, self._routing = served, forks, routing
         self._running, self._ends = schedule.running, ends
         self.counters = Counters()
+        self._flight: PassUnderWay | None = None
+        """A pass that the device may still be computing, asked for by the step before."""
+
+    def forget(self) -> None:
+        """Forgets a pass that is under way: its rows are forwarded again by the next step."""
+        self._flight = None
 
     def __call__(self) -> StepOutput:
+        flight, self._flight = self._flight, None
+        if flight is not None and len(flight.alive()):
+            return self._land(flight)
         plan = self._prepare()
         lost = tuple(Finished(sequence.id, "error", LOST) for sequence in self._schedule.lost)
         self._schedule.lost.clear()
@@ -133,7 +143,23 @@ class Stepper:
         forward = self._runner.forward(plan.batch)
         if self._routing is not None and forward.routing is not None:
             self._routing.record(plan.batch, forward.routing)
-        return self._collect(plan, forward, lost)
+        if may_fly(self._runner, self._schedule, plan):
+            return self._land(take_off(self._schedule, plan.batch, forward, plan.rows, 0), lost)
+        ends = Ends()
+        return self._collect(plan, forward, lost, self._draw(plan, forward, ends), ends)
+
+    def _land(self, flight: PassUnderWay, lost: tuple[Finished, ...] = ()) -> StepOutput:
+        """Asks for the pass after this one, and looks at the results of this one meanwhile."""
+        if (following := plan_ahead(self._schedule, flight)) is not None:
+            batch, rows = following
+            self._clear()
+            self._flight = take_off(self._schedule, batch, self._runner.forward(batch), rows, 1)
+        alive = flight.alive()
+        plan = landed(self._schedule, flight, alive)
+        drawn, fed = flight.draw.result()
+        if not fed:
+            self.forget()
+        return self._collect(plan, flight.forward, lost, of_places(drawn, alive), Ends())
 
     def _prepare(self) -> Plan | None:
         """Gives rows and blocks to the next sequences, and copies and clears blocks as needed."""
@@ -153,9 +179,11 @@ class Stepper:
 
     # -- results of the pass ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, plan: Plan, forward: ForwardOutput, lost: tuple[Finished, ...]) -> StepOutput:
-        running, ends = self._running, Ends()
-        drawn = self._draw(plan, forward, ends)
+    def _collect(
+        self, plan: Plan, forward: ForwardOutput, lost: tuple[Finished, ...], drawn: Drawn, ends: Ends
+    ) -> StepOutput:
+        """`ends`: of rows whose constraint cannot be followed."""
+        running = self._running
         self._advance(plan, forward)
         scores = self._score(plan, forward, ends)
         kept = plan.rows[drawn.finite]

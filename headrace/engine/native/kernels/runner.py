@@ -156,7 +156,7 @@ class PackedAdapter:
 
 
 class KernelRunner:
-    exact, keeps = True, False
+    exact, keeps, feeds = True, False, False
 
     def __init__(
         self,

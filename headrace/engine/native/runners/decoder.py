@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,8 @@ class FusedRunner(PagedRunner):
         self._context, self._most = context_length, (0, 0)
         self._off = "engine.exact = true" if exact else "the CPU has none"
         """The reason why there are no graphs at all, where there are none."""
-        if device.type == "cuda" and not exact:
+        self.feeds = device.type == "cuda" and not exact
+        if self.feeds:
             self.replay_with(on_cuda(device))
 
     # -- weights ------------------------------------------------------------------------------------------------------------
@@ -195,6 +196,8 @@ class FusedRunner(PagedRunner):
         if self._graphs is not None and not reason:
             hidden, experts = self._graphs.forward(batch)
             return ForwardOutput(self._logits(hidden), None if experts is None else self._reported(experts))
+        if batch.fed is not None:
+            batch = replace(batch, tokens=batch.fed.cpu().numpy(), fed=None)
         batch, went = by_adapter(batch)
         inputs = self._inputs(batch)
         for x in self._layers(inputs):

@@ -236,6 +236,8 @@ class PassGraphs:
         self.used.add(size)
         buffers = self._filled_buffers(size)
         buffers.fill(batch)
+        if batch.fed is not None:
+            buffers.device["tokens"][: len(batch.fed)].copy_(batch.fed)
         rows = buffers.device["rows"][: len(batch.rows)]
         hidden, routing = self._run(size)
         # Copies: the next replay writes over them.

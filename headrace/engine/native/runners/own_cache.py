@@ -38,6 +38,7 @@ class OwnCacheRunner(ModuleRunner):
 
     arithmetic = ""
     exact, keeps = False, True
+    feeds = False
     experts = (0, 0)
 
     def __init__(

@@ -108,6 +108,7 @@ class PagedRunner(ABC):
     experts: tuple[int, int] = (0, 0)
 
     keeps = True
+    feeds = False
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
         """`exact`: logits of a token depend on its sequence alone, not on what else is in the batch, nor on how the sequence
