@@ -707,6 +707,7 @@ def test_files_that_texts_name_are_there():
     assert list(files_named_and_absent(ROOT)) == []
 
 
+@pytest.mark.slow
 def test_every_reason_is_about_a_module_that_needs_one():
     known = modules(PACKAGE)
     crowded = {module.split()[0] for module in crowded_modules(PACKAGE, {})}

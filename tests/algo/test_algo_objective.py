@@ -287,6 +287,7 @@ def test_descent_on_the_divergence_alone_ends_at_the_reference_from_far_away(est
     assert descended(lambda lp: kl_loss(lp, lp.detach(), OTHER, estimator, unbiased), start) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", FAR)
 def test_in_the_reward_only_the_log_ratio_leads_to_the_reference(start):
     """-A·lp with the penalty as a negative reward: k1 is the gradient of the KL; k2 and k3 lead away, so they are refused."""

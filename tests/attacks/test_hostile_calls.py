@@ -151,6 +151,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4))
 def test_any_message_of_json_can_be_stored_and_is_unchanged_where_msgpack_has_its_numbers(
     message: dict[str, Any],

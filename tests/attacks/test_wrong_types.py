@@ -182,6 +182,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
     return encoder_of(tmp_path_factory.mktemp("templates"), tool_chats.TEMPLATES["hermes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*ASKS, *MORE])
 def test_no_value_of_any_body_is_an_error_of_the_server(path: str, encoder: ChatEncoder, tmp_path: Path) -> None:
     async def go() -> None:
@@ -254,6 +255,7 @@ def of_an_agent(body: Any) -> Any:
     return asked | ({"prompt": [5, 6], "logprobs": 0} if "prompt" in asked else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ASKS)
 def test_no_value_of_any_body_breaks_a_rollout(path: str, encoder: ChatEncoder) -> None:
     """The same routes at the gateway, within one rollout, which goes on."""

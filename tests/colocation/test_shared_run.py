@@ -69,6 +69,7 @@ def test_the_weights_are_those_of_a_run_that_keeps_them_apart(tiny_llama: Path, 
     assert all(fact.report.seconds > 0 for fact in [*slept, *woke])
 
 
+@pytest.mark.slow
 def test_requests_under_way_go_on_after_the_trainers_turn(tiny_llama: Path, tmp_path: Path):
     headrace.train(
         shared(tmp_path, tiny_llama, "host", eval={"prompts": 4, "samples": 1, "every": 2}, lora={"rank": 4})
@@ -98,6 +99,7 @@ PHASES: Sequence[tuple[str, str, str]] = [
 """After which fact a process is killed, and which: the controller, where it is empty."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "who", "whom"), PHASES, ids=[f"{kind}-{who}-{whom or 'controller'}" for kind, who, whom in PHASES]
 )
@@ -146,6 +148,7 @@ def lends_nothing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
+@pytest.mark.slow
 @NEEDS_TWO
 def test_a_trainer_that_lends_its_cores_gets_the_weights_that_it_would_have(
     tiny_llama: Path, tmp_path: Path, lends_nothing: Path, capsys: pytest.CaptureFixture[str]
@@ -160,6 +163,7 @@ def test_a_trainer_that_lends_its_cores_gets_the_weights_that_it_would_have(
     assert "while the trainer waited" in (run_dir(tmp_path) / "report.html").read_text()
 
 
+@pytest.mark.slow
 @NEEDS_TWO
 @pytest.mark.parametrize("whom", ["controller", "dies", pytest.param("hangs", marks=pytest.mark.waits)])
 def test_killed_while_devices_are_lent_it_loses_nothing(

@@ -75,6 +75,7 @@ def planted(whole: Path, tmp_path: Path, change: Callable[[Tree], None]) -> Path
     return file
 
 
+@pytest.mark.slow
 def test_on_the_same_machine_every_stage_is_the_same(
     whole: Path, tiny_llama: Path, said: Callable[..., tuple[int, str]]
 ) -> None:
@@ -251,6 +252,7 @@ def test_a_step_is_packed_under_other_cores_than_the_run_had(
     assert code == 0 and set(stages(out).values()) == {"same"} and len(stages(out)) == 5, out
 
 
+@pytest.mark.slow
 def test_a_state_that_another_machine_made_anew_can_be_done_again(
     run: Path,
     tiny_llama: Path,

@@ -56,6 +56,7 @@ def test_experts_are_replayed_in_the_trainer_of_a_mixture():
     }
 
 
+@pytest.mark.slow
 def test_rounding_is_larger_in_bfloat16_and_still_within_its_limits():
     found = agreeing("llama", "bfloat16", "float32")
     low, high = (found[dtype, "hugging", "plain", ""] for dtype in ("bfloat16", "float32"))
@@ -92,6 +93,7 @@ def test_an_engine_that_computes_something_else_is_found(monkeypatch):
     assert not found["float32", "fused", "plain", ""].ok
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_ends_with_0_or_1(monkeypatch, capsys):
     model = str(saved("llama"))
     assert cli.main(["doctor", "--parity", model, "--dtype", "float32"]) == 0

@@ -56,6 +56,7 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return headrace.train(make_config(directory, tiny_llama)).directory
 
 
+@pytest.mark.slow
 def test_leaving_a_rerun_early_ends_its_trainer(finished: Path) -> None:
     children = Family()
 
@@ -100,6 +101,7 @@ def test_every_step_from_the_beginning_is_bit_for_bit(finished: Path) -> None:
     assert "from the run's beginning" in output
 
 
+@pytest.mark.slow
 def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,7 @@ def test_a_forced_token_has_log_prob_zero_and_others_in_the_batch_are_left_alone
 # --- the state is that of the tokens -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_request_that_goes_on_from_a_prefix_has_the_tokens_and_masks_of_one_that_was_not_interrupted(saved):
     request = constrained("r", SCHEMA, seed=3)
     (whole,) = completions(make_engine(saved, exact=True), [request]).values()

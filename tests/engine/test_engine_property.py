@@ -236,6 +236,7 @@ def test_whatever_happens_each_request_samples_what_it_would_alone(seed: int) ->
     Chaos(seed).run(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recurrent", "memory"), [(False, 3000), (True, None), (True, 3000)])
 @settings(max_examples=2)
 @given(seed=st.integers(0, 2**32))
@@ -250,6 +251,7 @@ def test_whatever_happens_passes_that_are_asked_for_ahead_change_nothing(seed: i
     assert Chaos(seed, ahead=True).run(60)["fed"]
 
 
+@pytest.mark.slow
 def test_the_chaos_reaches_what_it_is_for() -> None:
     happened: Counter[str] = Counter()
     for seed in (300, 312, 320):

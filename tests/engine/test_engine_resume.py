@@ -170,6 +170,7 @@ def alone(engine: NativeEngine, requests: list[Request]) -> Mapping[str, Transcr
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "name", "dtype"), EXACT)
 @settings(max_examples=2)
 @given(seed=st.integers(0, 2**32))
@@ -190,6 +191,7 @@ def test_going_on_from_a_prefix_changes_no_bit(path: str, name: str, dtype: str,
         assert found.details == wanted[one].details, "masks and most probable tokens too"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "name", "dtype"), EXACT)
 def test_every_single_token_can_be_the_one_to_go_on_from(path: str, name: str, dtype: str) -> None:
     engine, rng = engine_of(path, name, dtype), random.Random(1)
@@ -203,6 +205,7 @@ def test_every_single_token_can_be_the_one_to_go_on_from(path: str, name: str, d
         assert rest.tokens == whole.tokens[point:] and rest.logprobs == whole.logprobs[point:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "name", "dtype"), [EXACT[0], EXACT[-2]])
 def test_under_an_adapter_too_and_beside_requests_without(path: str, name: str, dtype: str) -> None:
     engine, rng = engine_of(path, name, dtype, adapters=1), random.Random(2)

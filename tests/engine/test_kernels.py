@@ -351,6 +351,7 @@ def test_only_what_it_can_compute_is_served():
     assert "not torch.float16" in refusal(read(saved("qwen3"), torch.float16, CPU), torch.float16, CPU)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_engine_runs_in_pytorch(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"

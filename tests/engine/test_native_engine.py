@@ -430,6 +430,7 @@ def test_a_shared_prompt_survives_the_cancellation_of_one(saved):
 # --- options that need a model of their own ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_exactly_the_same_bits_alone_in_a_crowd_and_after_making_room(saved):
     row = 3 * 2 * 2 * 32 * 2 * 8 * 4 / 2**30
     texts = prompts(21, 30, 25, 22, 40, 26)

@@ -146,6 +146,7 @@ def test_what_it_cannot_do_is_refused_with_the_remedy(saved):
             make_engine(saved("mamba"), live=False, **setting)
 
 
+@pytest.mark.slow
 def test_before_anything_is_loaded_a_model_s_way_and_speed_are_named(saved, tmp_path):
     config = EngineConfig(device="cpu", context_length=96)
     assert served_how(saved("llama"), config) == "", "there is nothing to find out"

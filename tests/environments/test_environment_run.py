@@ -152,6 +152,7 @@ def test_a_run_killed_in_the_middle_of_episodes_goes_on_there(tiny_llama: Path, 
         assert more.messages[0]["content"] == f"{len(said.completion.text)}?" and more.parents == (0,)
 
 
+@pytest.mark.slow
 def test_a_class_that_exports_its_state_goes_on_in_its_turn(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "Exported", train={"steps": 4})
     directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"

@@ -204,6 +204,7 @@ def resumes(kind: str, spec: str, library: LibrarySettings, given: str = "auto")
     return _resumes(config, check_function(asked))
 
 
+@pytest.mark.slow
 def test_the_settings_say_whether_replies_are_enough(dice: Path) -> None:
     """A game and attempts are known to follow from them; of an environment of gym only its author knows."""
     where = "headrace.episodes.environments.libraries"

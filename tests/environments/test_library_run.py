@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import textarena
 
 import headrace
@@ -65,6 +66,7 @@ def test_a_run_trains_on_an_environment_of_a_library(tiny_llama: Path, tmp_path:
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
 
+@pytest.mark.slow
 def test_games_branch_and_go_on_after_a_kill(tiny_llama: Path, tmp_path: Path) -> None:
     """Each end of a rollout is one game from its first move on: played again by hand, it says what the model read."""
     longer = tmp_path / "model"

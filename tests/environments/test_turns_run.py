@@ -41,6 +41,7 @@ def mixture(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_experts_lengths_and_texts_of_all_turns_count(mixture: Path, tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(ENV)
     config = tiny_config(

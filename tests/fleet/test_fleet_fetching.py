@@ -94,6 +94,7 @@ def kill_while_it_fetches(pid: int, run: Path) -> int:
     raise AssertionError("it was never met in the middle of a version")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tcp", "broadcast"])
 def test_an_engine_that_is_killed_with_half_of_a_version(kind: str, wide_llama: Path, tmp_path: Path) -> None:
     """It leaves the rotation, the other one goes live and takes its requests, and it comes back with the newest weights: a full copy,

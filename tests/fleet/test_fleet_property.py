@@ -167,6 +167,7 @@ def world_of(directory: Path | None, s: dict[str, Any]) -> World:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(fleets)
 def test_no_member_serves_older_tokens_than_the_bound_allows(

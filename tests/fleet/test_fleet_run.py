@@ -63,6 +63,7 @@ def test_one_server_is_stopped_and_one_is_killed(tiny_llama: Path, tmp_path: Pat
     assert [member.state for member in last] == ["serving", "away"]
 
 
+@pytest.mark.slow
 def test_a_server_is_added_and_another_removed_while_a_run_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
     cache, run, steps = tmp_path / "cache", tmp_path / "runs" / "tiny", 10
     first, second, third = (headrace_server(tiny_llama, cache) for _ in range(3))
@@ -115,6 +116,7 @@ def test_two_replicas_of_which_one_is_killed(tiny_llama: Path, tmp_path: Path) -
     assert all(len(fact.members) == 2 for fact in samples)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_have_another_number_of_members(tiny_llama: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     config = tiny_config(tmp_path, tiny_llama, engine={"replicas": 2}, train={"steps": 4, "learning_rate": 1e-2})

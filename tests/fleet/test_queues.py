@@ -257,6 +257,7 @@ loads = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(loads)
 def test_no_member_idles_beside_a_queue_and_no_token_is_lost(s: dict[str, Any]) -> None:

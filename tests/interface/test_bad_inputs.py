@@ -416,6 +416,7 @@ def test_there_are_many_and_their_names_differ():
     assert len(names) == len(set(names)) >= 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
 def test_it_is_refused_with_a_sentence_and_nothing_is_left(bad: Bad, folder: Path, capsys):
     arguments = prepared(bad, folder)
@@ -432,6 +433,7 @@ def test_a_gpu_that_is_not_there(bad: Bad, folder: Path, capsys):
     test_it_is_refused_with_a_sentence_and_nothing_is_left(bad, folder, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bad",
     [bad for bad in TABLE if bad.name in ("half a list", "weights cut off", "reward rewards.py:key", "all too long")],

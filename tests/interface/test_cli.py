@@ -165,6 +165,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"headrace {headrace.__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--settings"]])
 def test_dry_run_begins_with_the_line_that_starts_it_and_prints_settings_that_load(config, tmp_path, capsys, flags):
     sets = ["--set", "train.steps=7"]

@@ -331,6 +331,7 @@ def test_a_wheel_without_the_one_gguf(files: dict[str, bytes], tmp_path: Path) -
         resolve._join_gguf(in_parts("part-1", of=b"one"), [wheel], tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_no_gguf_is_not_converted(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"m.gguf could not be converted: .*headrace doctor"):

@@ -69,6 +69,7 @@ def _own_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "Popen", preloaded_python.Program)
 
 
+@pytest.mark.slow
 def test_the_page_in_a_kernel_word_for_word(tmp_path, tiny_llama):
     model = tmp_path / "smollm2-135m-instruct"  # a directory of a known model's name stands for it
     shutil.copytree(tiny_llama, model)
@@ -90,6 +91,7 @@ def test_the_page_in_a_kernel_word_for_word(tmp_path, tiny_llama):
     assert "<iframe" in last["text/html"] and "finished at step 20 of 20" in last["text/plain"]
 
 
+@pytest.mark.slow
 def test_the_stop_button_writes_a_checkpoint_and_returns(tmp_path, tiny_llama):
     config = tiny_config(tmp_path, tiny_llama, train={"steps": 100_000}, observe={"terminal": "auto"})
     (tmp_path / "config.json").write_text(json.dumps(config))

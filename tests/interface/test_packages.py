@@ -124,6 +124,7 @@ def test_the_environment_of_the_demo_serves_what_it_has_trained_and_shows_the_bo
     assert {*serve.NEEDED, *board_command.NEEDED} <= brought
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("active", [True, False])
 def test_the_printed_command_installs_for_this_interpreter(active: bool, tmp_path: Path, monkeypatch):
     """It is followed, whether the environment is active or not. Everything is there already, so that no index is asked."""

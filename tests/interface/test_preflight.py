@@ -100,6 +100,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], Path], str, str, Callable[[Path
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_a_contradiction_is_refused_and_its_remedy_helps(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -119,6 +120,7 @@ def test_a_contradiction_is_refused_and_its_remedy_helps(
     trains(tmp_path, model)
 
 
+@pytest.mark.slow
 def test_adapters_that_the_engine_cannot_serve_are_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
     model = sound(tmp_path / "model", family="gpt_neox")
     lora = {"rank": 2}

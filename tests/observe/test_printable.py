@@ -315,6 +315,7 @@ raise ValueError(words[-1])  # a bug
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piped", [False, True])
 def test_no_command_that_looks_at_a_run_sends_what_the_run_holds(runs: Path, piped: bool) -> None:
     other = next(path.name for path in runs.iterdir() if path.name.startswith("two"))

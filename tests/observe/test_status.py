@@ -188,6 +188,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     return code, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
     config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

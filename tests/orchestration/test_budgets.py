@@ -80,6 +80,7 @@ def test_what_fails_on_about_half_of_the_prompts_never_slips_through(group_size:
     assert max(counts) < 600 and sorted(counts)[25] <= 32, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_size", [4, 8, 16])
 def test_what_fails_seldom_does_not_pause_a_long_run_by_chance(group_size: int) -> None:
     assert [Spending(group_size).until_pause(0.05, 4000, seed) for seed in range(8)] == [4000] * 8

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,7 @@ class Timed(FakeWorld):
         self.trainer.seconds_per_step *= self.slower
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.floats(0.001, 2.0), st.floats(0.01, 30.0), st.floats(0.0, 20.0), st.floats(1 / 3, 3.0), st.integers(2, 40),
@@ -204,6 +206,7 @@ def test_where_nothing_was_measured_everything_is_planned_and_the_first_steps_te
     assert one is not None and one.step == 0 and one.end == 300
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_was_chosen_when_it_goes_on(tmp_path, tiny_llama):
     """Whole: a run with a fitted plan, then the same config file again with --resume."""
     tables = {
@@ -232,6 +235,7 @@ def test_a_run_keeps_what_was_chosen_when_it_goes_on(tmp_path, tiny_llama):
     assert msgspec.structs.asdict(started[0])["steps"] == 3
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_config_chooses_as_a_run_would_and_one_of_a_run_does_not(tmp_path, tiny_llama, capsys):
     config = load_config(tiny_config(tmp_path, tiny_llama, train={"dtype": "auto"}, engine={"dtype": "auto"}))
     measurer = FakeMeasurer(Figures(OLD_XEON, update=0.1, rows=32))

@@ -88,6 +88,7 @@ def kill_the_teacher(run: Path) -> None:
     os.kill(writers_of(log)[0], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_run_without_any_reward_learns_from_a_teacher_that_is_killed_on_the_way(
     config: Config, other_llama: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_teachers_are_routed_by_row_and_compared_by_their_most_probable_tokens(
     assert names == {"evens", "odds"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_in_the_reward_is_the_initial_model_and_its_kl_is_taken_off(
     rank: int, config: Config, tiny_llama: Path, tmp_path: Path
@@ -197,6 +199,7 @@ def test_the_reference_in_the_reward_is_the_initial_model_and_its_kl_is_taken_of
     assert moved > 0.1, "the policy never left the reference: the test shows nothing"
 
 
+@pytest.mark.slow
 def test_the_student_of_some_steps_ago_teaches_itself_also_after_a_resume(
     config: Config, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -237,6 +240,7 @@ def student_at(checkpoint: Path, model_dir: Path, tmp_path: Path) -> Callable[..
     return said_by(directory)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_vocabulary_is_refused_by_token_and_a_reward_by_text(
     config: Config, other_llama: Path, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ def test_effects_that_an_earlier_process_computed_are_taken(name: str, counted: 
     assert trainer.version == 0 and trainer.score(pieces[0]) == before, "the weights are as they were"
 
 
+@pytest.mark.slow
 def test_effects_of_anything_else_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Callable[..., tuple[TrialScores, int]]) -> None:  # fmt: skip
     name = "mixtral"
     pieces = tokens_of(name)

@@ -35,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TRIED = [*((place, "bfloat16") for place in PLACES), ("shared memory", "float32"), ("headrace serve, HTTP", "float32")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "dtype"), TRIED)
 def test_each_kind_that_stays_is_named(model: Path, tmp_path: Path, place: str, dtype: str) -> None:
     config = tiny_config(tmp_path, model, **PLACES[place])

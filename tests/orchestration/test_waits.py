@@ -609,6 +609,7 @@ def test_an_engine_without_a_last_word_is_waited_for_in_name_and_not_for_long() 
     assert virtual_time.run(main()) == 30.0
 
 
+@pytest.mark.slow
 def test_every_named_wait_has_a_stall_injected_below():
     covered = STALLS.keys() | ENDLESS.keys() | WITH_PROCESSES | {LAST, CLOSING}
     assert named_waits() == covered, "a new wait needs a scenario here, and one that is gone has none"
@@ -705,6 +706,7 @@ def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_every_process_says_where_it_stands_even_one_in_native_code(child: Callable[..., Child]) -> None:
     asked = [child("sleeps"), child("never_lets_go"), child("spins")]
     accounts = stacks.ask(asked)

@@ -37,6 +37,7 @@ def checked(run: Path, deaths: int) -> None:
     assert not list(run.rglob("*.token"))
 
 
+@pytest.mark.slow
 def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_llama: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
 
@@ -54,6 +55,7 @@ def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_lla
     assert "was killed by SIGKILL" in lost.how
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("vllm", marks=pytest.mark.slow), "headrace"])
 def test_two_servers_that_the_run_started_of_which_one_is_killed(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
@@ -97,6 +99,7 @@ def test_an_evaluation_whose_server_cannot_start_leaves_its_log(tiny_llama: Path
     assert "unrecognized arguments" in log_in(str(refused.value)) and not servers()
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_at_its_first_request_is_not_started_again(tiny_llama: Path, tmp_path: Path) -> None:
     """vLLM finds out only then that it has no kernel for the model."""
     config = config_for(tmp_path, tiny_llama, "vllm", engine={"server_args": ["--fault", "no_kernel"]})

@@ -36,6 +36,7 @@ def test_a_run_over_http_trains_and_a_server_that_is_killed_costs_nothing(tiny_l
     assert len(of(run, WorkerLost)) == 1
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_over_http(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(headrace_server(tiny_llama, tmp_path / "cache", "--adapters", "1")) as server:
         config = config_for(tmp_path, tiny_llama, server, lora={"rank": 4}, train={"steps": 3, "learning_rate": 1e-2})

@@ -167,6 +167,7 @@ def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:
         look("vllm", "/bin/sh")
 
 
+@pytest.mark.slow
 def test_a_vllm_that_fetches_over_http_needs_headrace_beside_it(
     tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

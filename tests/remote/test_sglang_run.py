@@ -16,6 +16,7 @@ from support.server_processes import checked_run, config_for, serving, sglang
 from support.tiny_run import at_steps, of, until_noted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", [{"rollout": {"top_p": 0.95}}, {"lora": {"rank": 4}}])
 def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(
     tables: dict[str, Any], tiny_llama: Path, tmp_path: Path
@@ -37,6 +38,7 @@ def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(
     assert len(of(run, WorkerLost)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trial", "words"), [(True, "a trial update"), (False, "does not compute the policy that is trained")]
 )

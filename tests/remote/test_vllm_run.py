@@ -41,6 +41,7 @@ def test_an_adapter_is_trained(tiny_llama: Path, tmp_path: Path) -> None:
     checked_run(tmp_path / "runs" / "tiny", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["full", "delta"])
 def test_weights_are_fetched_over_http(encoding: str, tiny_llama: Path, tmp_path: Path) -> None:
     """By headrace's transfer engine in vLLM, and by a new process of it too."""
@@ -62,6 +63,7 @@ def test_weights_are_fetched_over_http(encoding: str, tiny_llama: Path, tmp_path
     assert len(of(run, WorkerLost)) == 1
 
 
+@pytest.mark.slow
 def test_adapters_are_fetched_over_http(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(vllm(tiny_llama, fetches=True)) as server:
         tables = {"lora": {"rank": 4}, "train": {"steps": 3, "learning_rate": 1e-2}, "weight_sync": {"kind": "http"}}
@@ -78,6 +80,7 @@ PROBED = "does not compute the policy that is trained. Its server has not applie
 TRIED = "were not there: it would train one policy and sample from another. Its server has not applied"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "lora", "trial", "words"),
     [

@@ -118,6 +118,7 @@ def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path)
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
 
+@pytest.mark.slow
 def test_the_same_command_is_trained_against_vllm(tiny_llama: Path, tmp_path: Path) -> None:
     own = config_of(tmp_path, tiny_llama)
     with serving(vllm(tiny_llama)) as server:
@@ -129,6 +130,7 @@ def test_the_same_command_is_trained_against_vllm(tiny_llama: Path, tmp_path: Pa
     assert not any(fact.failures for fact in of(tmp_path / "runs" / "tiny", GroupEnded))
 
 
+@pytest.mark.slow
 def test_agents_that_nobody_starts_take_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
     """`headrace gateway RUN -- COMMAND` plays them until the run is over."""
     command = config_of(tmp_path, tiny_llama)["environment"]["command"]
@@ -152,6 +154,7 @@ def test_agents_that_nobody_starts_take_the_rollouts_of_a_run(tiny_llama: Path, 
     assert not any(fact.failures for fact in [*of(directory, GroupEnded), *of(directory, Evaluated)])
 
 
+@pytest.mark.slow
 def test_agents_that_fail_are_data_with_their_last_words(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "half", watch={"failed_pause": 1.0})
     assert headrace.train(config).reason == "finished"
@@ -164,6 +167,7 @@ def test_agents_that_fail_are_data_with_their_last_words(tiny_llama: Path, tmp_p
     assert "half of them fail" in (directory / "logs" / "environment.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_episodes_starts_them_again(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "logs", train={"steps": 4})
     directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"

@@ -107,6 +107,7 @@ def test_an_environment_that_draws_its_own_problems_plays_a_run(tiny_llama: Path
     assert not any(fact.failures for fact in of(directory, GroupEnded))
 
 
+@pytest.mark.slow
 def test_a_group_in_hand_when_the_run_is_killed_is_lost_and_counted(tiny_llama: Path, tmp_path: Path) -> None:
     """The environment has sampled it and not posted it. The resumed run has another address, its ticket is played again, and what was posted
     before is trained once."""

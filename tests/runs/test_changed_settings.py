@@ -128,7 +128,8 @@ def _values(options: list[Any], field: Any) -> Iterator[Any]:
         elif option is bool:
             yield from (False, True)
         elif option in (int, float):
-            now = None if field.is_required() else field.get_default(call_default_factory=True)
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            now = default if isinstance(default, int | float) else None  # not where it is chosen ("auto")
             yield from (option(value) for value in ((now or 0), (now or 0) * 2 + 1, (now or 1) / 2, 0.5, 1, 3))
 
 

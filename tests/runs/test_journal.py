@@ -301,6 +301,7 @@ def test_what_is_not_there_does_not_make_encoding_slow(monkeypatch: pytest.Monke
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cut_at_any_byte_costs_the_torn_record_alone(written: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The last segment as a kill or a loss of power can leave it: whole up to any byte, then nothing, or blocks that were never written."""
     places = places_of(written)
@@ -326,6 +327,7 @@ def test_a_cut_at_any_byte_costs_the_torn_record_alone(written: Path, tmp_path_f
             copied(written, directory)
 
 
+@pytest.mark.slow
 def test_another_byte_anywhere_is_found_and_named(written: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """In any segment, sealed or not; the records before it are what they were, and all others can still be read."""
     directory = copied(written, tmp_path_factory.mktemp("flip"))

@@ -66,6 +66,7 @@ def test_a_lora_run_learns_publishes_its_adapter_alone_and_resumes(config: Confi
     assert updates[1].fingerprint == adapters[-1].fingerprint, "the resumed adapter is the one that was served"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [{"rank": 4, "dora": True}, {"rank": 4, "publish": "merged"}])
 def test_merged_weights_are_published_in_full(config: Config, lora: Config) -> None:
     result = headrace.train({**config, "lora": lora})
@@ -75,6 +76,7 @@ def test_merged_weights_are_published_in_full(config: Config, lora: Config) -> N
     assert max(check.max_abs_diff for check in of(result.directory, IdentityChecked)) < 1e-4
 
 
+@pytest.mark.slow
 def test_exports_say_what_was_trained(config: Config, tmp_path: Path, loud_llama: Path) -> None:
     directory = headrace.train(config).directory
     checkpoint = headrace.export(directory, tmp_path / "adapter")
@@ -93,6 +95,7 @@ def test_exports_say_what_was_trained(config: Config, tmp_path: Path, loud_llama
     assert measured.prompts == 4
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_or_resumed_is_said(config: Config, tmp_path: Path) -> None:
     directory = headrace.train({**config, "train": {**config["train"], "steps": 1}}).directory
     with pytest.raises(ConfigError, match="lora.rank was 8, not 4"):

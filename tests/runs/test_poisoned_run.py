@@ -50,6 +50,7 @@ def headrace(here: Path, *words: str, paths: tuple[Path, ...] = (ROOT, ROOT / "t
     return in_terminal(command, here, variables, start=preloaded_python.Program)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", ["plain", "live"])
 def test_a_run_of_poisoned_rows_and_rewards_steers_no_terminal(here: Path, terminal: str) -> None:
     out = headrace(here, "train", "mine.toml", "--set", f'observe.terminal="{terminal}"')
@@ -65,6 +66,7 @@ def test_a_run_of_poisoned_rows_and_rewards_steers_no_terminal(here: Path, termi
         assert obeyed(shown) == [], words
 
 
+@pytest.mark.slow
 def test_a_rehearsal_of_poisoned_rows_and_rewards_steers_no_terminal(here: Path) -> None:
     out = headrace(here, "train", "mine.toml", "--dry-run")
     assert obeyed(out) == [] and "␛[2J" in out

@@ -68,6 +68,7 @@ def test_a_run_on_two_ranks_ends_at_the_weights_of_one(undisturbed: Path, tiny_l
     ).exists()
 
 
+@pytest.mark.slow
 def test_a_run_on_two_stages_ends_at_the_weights_of_two_ranks(
     undisturbed: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_replay_on_the_same_ranks_is_bit_for_bit(undisturbed: Path, capsys: py
     assert "bit for bit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ranks_that_die_or_are_stopped_cost_no_step(
     undisturbed: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +171,7 @@ def test_ranks_that_die_or_are_stopped_cost_no_step(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in final(directory).items())
 
 
+@pytest.mark.slow
 def test_the_death_after_the_last_allowed_one_ends_the_run(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "ended", parallel={"shard": 2}, max_deaths=0)
     directory = Path(config["out"]) / "ended"

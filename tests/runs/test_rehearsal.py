@@ -88,6 +88,7 @@ def test_a_rehearsal_shows_the_prompt_the_reward_the_algorithm_and_where_everyth
         assert f"\n  {who:<13} " in shown
 
 
+@pytest.mark.slow
 def test_the_way_in_which_an_unusual_model_is_served_is_named_and_refused_before_it_is_loaded(
     tmp_path, tiny_llama, monkeypatch
 ):

@@ -67,6 +67,7 @@ def rates(run: Path) -> list[float]:
 # -- the settings of the call -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trainer_that_dies_while_it_loads_comes_back_with_the_settings_of_the_call(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_trainer_that_dies_while_it_loads_comes_back_with_the_settings_of_the_
     assert rates(run) == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3])
 
 
+@pytest.mark.slow
 def test_so_does_the_trainer_of_several_adapters(
     lora_config: Config,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
@@ -103,6 +105,7 @@ def assert_left(result: headrace.RunResult, message: str) -> None:
     assert "train.max_deaths" not in message
 
 
+@pytest.mark.slow
 def test_a_trainer_that_dies_after_an_interrupt_is_not_started_again(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +119,7 @@ def test_a_trainer_that_dies_after_an_interrupt_is_not_started_again(
     assert again.reason == "finished" and again.step == done + 1
 
 
+@pytest.mark.slow
 def test_nor_is_that_of_several_adapters(
     lora_config: Config,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
@@ -178,6 +182,7 @@ def test_an_interrupt_that_the_ended_loop_cannot_hear_reaches_the_caller() -> No
 # -- a trainer that hangs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_trainer_that_hangs_is_started_again_and_named_with_what_it_does(
     config: Config, capsys: pytest.CaptureFixture[str]

@@ -174,6 +174,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_killed_at_any_file_operation_of_a_resume_with_other_settings_it_can_be_resumed(
     killed: Killed7, tmp_path: Path, change: dict[str, Any]
@@ -205,6 +206,7 @@ def test_killed_at_any_file_operation_of_a_resume_with_other_settings_it_can_be_
     assert settings == {dump_config(before), dump_config(after)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.99])
 def test_a_disk_that_is_full_at_any_write_of_a_resume_costs_a_sentence(
     killed: Killed7, tmp_path: Path, share: float
@@ -225,6 +227,7 @@ def test_a_disk_that_is_full_at_any_write_of_a_resume_costs_a_sentence(
     assert said > count / 2, "passes, and what is only tidied up, may fail in peace"
 
 
+@pytest.mark.slow
 def test_several_adapters_killed_between_any_two_operations_all_go_on(killed: Killed7, tmp_path: Path) -> None:
     """In the order of `run.py`: each adapter's directory, then that of all."""
     before, after = killed.settings(), killed.settings(train={"learning_rate": 2e-2})
@@ -472,6 +475,7 @@ def stop_after_two(step: headrace.Step) -> None:
         raise headrace.StopTraining
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(0.9, 1.0), (1.0, 0.9)])
 def test_rollouts_under_way_go_on_with_another_top_p(
     tmp_path: Path, tiny_llama: Path, before: float, after: float

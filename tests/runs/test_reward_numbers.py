@@ -167,6 +167,7 @@ def test_one_enormous_reward_in_a_group_fails_its_rollout(run: dict[str, Any]) -
     assert all(row.reward_std < 10 for row in of(result.directory, StepRow))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["grpo", "dr_grpo"])
 def test_a_run_that_enormous_rewards_have_ended_goes_on(
     run: dict[str, Any], algo: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -90,6 +90,7 @@ def test_a_run_from_python_with_a_plain_function_learns(config: Config, tmp_path
     assert "<svg" in html and "http://" not in html.replace("http://www.w3.org", "")
 
 
+@pytest.mark.slow
 def test_eval_and_export_use_the_trained_weights(config: Config, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,6 +115,7 @@ def test_eval_and_export_use_the_trained_weights(config: Config, tmp_path: Path)
         headrace.export(result.directory, tmp_path / "exported")
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_weights_are_not_on_the_disk_is_nowhere_called_finished(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_killed_engine_is_replaced_and_nothing_is_lost(config: Config) -> None
     assert_complete(directory, 10)
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 500
@@ -179,6 +182,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Conf
     assert not workers_of(os.getpid()), "no process is left behind"
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"] |= {"steps": 10, "max_deaths": 0}
@@ -192,6 +196,7 @@ def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -
     assert_complete(directory, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_an_engine_that_hangs_stops_the_run_with_a_sentence(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
@@ -295,6 +300,7 @@ def ready(run: Path) -> int:
     return sum(fact.outcome == "ready" for fact in of(run, GroupEnded))
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_algorithm_does_not_train_what_the_first_one_scored(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -336,6 +342,7 @@ def test_an_exact_engine_beside_a_trainer_in_bfloat16_agrees_to_bfloat16(config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_ctrl_c_once_is_enough_though_the_engine_is_stopped(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
@@ -442,6 +449,7 @@ def test_two_runs_in_one_directory_are_refused(
         headrace.train(config)
 
 
+@pytest.mark.slow
 def test_resume_uses_an_older_checkpoint_when_the_newest_is_truncated(config: Config) -> None:
     config["train"]["steps"] = 6
     result = headrace.train(config)
@@ -483,6 +491,7 @@ def looked_up(right):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_on_half_of_the_prompts_pauses_the_run_which_goes_on_when_it_is_mended(
     config: Config, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def two(config: Config, tmp_path: Path) -> Config:  # noqa: F811
     }
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_model_is_loaded_leaves(two: Config, tmp_path: Path) -> None:
     for adapter in two["adapters"]:
         adapter["train"]["steps"] = 100_000
@@ -56,6 +57,7 @@ def test_ctrl_c_while_the_model_is_loaded_leaves(two: Config, tmp_path: Path) ->
     assert process.returncode == 130 and "Traceback" not in output, output
 
 
+@pytest.mark.slow
 def test_ctrl_c_after_one_has_ended_lets_the_other_write_its_checkpoint(two: Config, tmp_path: Path) -> None:
     two["checkpoint"] = {"every": 0}
     for adapter, steps in zip(two["adapters"], (100_000, 1), strict=True):
@@ -88,7 +90,8 @@ def test_each_learns_its_own_task_and_keeps_its_own_books(two: Config) -> None:
         one = result.adapters[name]
         assert one.reason == "finished" and one.directory == result.directory / name and one.report.exists()
         assert one.before is not None and one.after is not None
-        assert one.after.reward_mean > one.before.reward_mean + 0.1, f"{name} did not learn"
+        error = one.before.reward_sem + one.after.reward_sem
+        assert one.after.reward_mean > one.before.reward_mean + 2 * error, f"{name} did not learn"
         ended, rows = of(one.directory, RunEnded)[-1], of(one.directory, StepRow)
         groups = 4 if name == "e" else 2
         assert ended.accounting.balance() == 0 and ended.accounting.trained == 20 * groups
@@ -112,6 +115,7 @@ def letters(texts: list[str], letter: str) -> int:
     return sum(text.count(letter) for text in texts)
 
 
+@pytest.mark.slow
 def test_all_go_on_together_after_a_resume(two: Config, tmp_path: Path) -> None:
     first = headrace.train(two)
     longer = {**two, "adapters": [{**one, "train": {**one["train"], "steps": 8}} for one in two["adapters"]]}
@@ -125,6 +129,7 @@ def test_all_go_on_together_after_a_resume(two: Config, tmp_path: Path) -> None:
         headrace.export(first.directory, tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_one_that_fails_ends_the_run_and_the_others_have_checkpoints(two: Config, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(
         (tmp_path / "reward.py").read_text() + "\ndef flat(prompts, **columns):\n    return [0.0 for _ in prompts]\n"
@@ -141,6 +146,7 @@ def test_one_that_fails_ends_the_run_and_the_others_have_checkpoints(two: Config
     assert of(directory / "e", RunEnded)[-1].reason == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_how_each_adapter_goes_on(two: Config, capsys: pytest.CaptureFixture[str]) -> None:
     for number, adapter in enumerate(two["adapters"]):
         adapter["train"]["steps"] = 1 + number

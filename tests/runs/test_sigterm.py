@@ -57,6 +57,7 @@ def job_of(pid: int) -> list[int]:
     return job
 
 
+@pytest.mark.slow
 def test_sigterm_to_all_processes_ends_a_run_with_a_checkpoint(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -81,6 +82,7 @@ def test_sigterm_to_all_processes_ends_a_run_with_a_checkpoint(
     assert result.reason == "finished" and result.step == ended.step + 2
 
 
+@pytest.mark.slow
 def test_its_time_is_limited(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
     """The trainer hangs, so there is no checkpoint."""
     directory = Path(config["out"]) / "tiny"
@@ -104,6 +106,7 @@ def test_its_time_is_limited(config: Config, controller: Callable[..., subproces
     assert result.reason == "finished"
 
 
+@pytest.mark.slow
 def test_while_the_model_is_loaded_it_leaves_no_directory(
     config: Config, controller: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

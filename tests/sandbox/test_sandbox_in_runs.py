@@ -112,6 +112,7 @@ def test_the_doctor_names_each_kind():
     assert found == dict.fromkeys([*KINDS, "cpu", "disk"], "ok")
 
 
+@pytest.mark.slow
 def test_every_problem_of_the_recipe_is_solved_by_its_answer_and_by_nothing_else():
     rows = [json.loads(line) for line in (ROOT / "recipes" / "code" / "code.jsonl").read_text().splitlines()]
     own = Sandbox(LIMITS)

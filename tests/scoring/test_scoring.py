@@ -818,6 +818,7 @@ def _entry(family: str, **options: Any) -> tuple[dict[str, Any], Prompt]:
     return entry, Prompt("train/0", entry["question"], (1,), columns_of(entry))
 
 
+@pytest.mark.slow
 def test_the_verifier_of_reasoning_gym_in_a_process() -> None:
     entry, prompt = _entry("chain_sum")
     answer = entry["answer"]

@@ -32,6 +32,7 @@ def engine_of(server: Running) -> int:
     return server.serving.engine._keeper._worker.pid  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_samples_outlive_the_engine_and_end_with_a_sentence_when_it_is_lost_for_good(server: Running) -> None:
     with server.client() as client:
         model = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()

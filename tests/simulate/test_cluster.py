@@ -29,6 +29,7 @@ def test_every_contract_holds_on_a_bad_day() -> None:
     assert bad.books.balance() == 0 and bad.books.in_checkpoint > 0
 
 
+@pytest.mark.slow
 def test_every_contract_holds_over_a_bus() -> None:
     """Short completions, because a host looks at the bus every second."""
     short = msgspec.structs.replace(

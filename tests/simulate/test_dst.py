@@ -161,6 +161,7 @@ def test_what_was_found_once_is_not_found_again(what: str) -> None:
     trial(PINNED[what])
 
 
+@pytest.mark.slow
 def test_the_schedules_reach_what_they_are_for() -> None:
     """Every mode, every fault, kills and stops: a simulation in which nothing goes wrong proves nothing."""
     cases = [case_of(seed) for seed in range(CHUNKS * SEEDS)]
@@ -173,6 +174,7 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     assert sum(history.from_sums for history in histories) > 5
 
 
+@pytest.mark.slow
 def test_rollouts_of_two_turns_are_killed_in_both() -> None:
     """What the environment says between two turns comes again after a kill; what was sampled is not sampled twice."""
     cases = [case for case in map(case_of, range(120)) if any(fault.kind == "kill" for fault in case.faults)][:12]
@@ -182,6 +184,7 @@ def test_rollouts_of_two_turns_are_killed_in_both() -> None:
     assert {key.turn for key in keys} == {0, 1} and all(bool(key.context) == bool(key.turn) for key in keys)
 
 
+@pytest.mark.slow
 def test_environments_that_export_their_state_go_on_from_their_last_turn() -> None:
     """What they say differs between lives, so that a note that is lost would cost tokens; and no note may be lost."""
     cases = [case for case in map(case_of, range(200)) if any(fault.kind == "kill" for fault in case.faults)][:16]
@@ -190,6 +193,7 @@ def test_environments_that_export_their_state_go_on_from_their_last_turn() -> No
     assert sum(history.notes.went_on for history in histories) >= 8, "hardly a rollout was killed behind its first turn"
 
 
+@pytest.mark.slow
 def test_rollouts_that_branch_are_killed_in_all_of_their_ends() -> None:
     """The turns before a fork are sampled once, whichever life played them and whichever goes on from there."""
     cases = [case for case in map(case_of, range(200)) if any(fault.kind == "kill" for fault in case.faults)][:16]
@@ -204,6 +208,7 @@ def test_rollouts_that_branch_are_killed_in_all_of_their_ends() -> None:
     assert 0 < begun[0] < begun[1] < begun[2], "alternatives begin at any turn, and go on to the end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [1, 2])
 def test_a_ticket_that_ends_every_engine_is_given_up_and_is_the_only_one(members: int) -> None:
     """Its journal says so, so that no later life tries it again."""
@@ -230,6 +235,7 @@ def test_equal_cases_run_equally() -> None:
 # --- bugs that are planted (many more: test_planted.py) -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_passes_that_count_twice_are_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "read_passes", lambda run_dir, step, first: pass_log.read_passes(run_dir, step))
     case, problem = next(

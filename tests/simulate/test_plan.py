@@ -308,6 +308,7 @@ def test_a_sweep_recommends_the_least_lag_that_is_nearly_as_fast(tmp_path: Path)
     assert len({choice.name for choice in found.choices}) == len(found.choices), "nothing is tried twice"
 
 
+@pytest.mark.slow
 def test_pools_are_split_where_neither_waits(tmp_path: Path):
     given = config_of(
         rollout={"group_size": 4, "max_tokens": 2000},
@@ -445,6 +446,7 @@ def test_the_command_says_what_is_missing(
     assert "lognormal" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_calibration_measures_a_tiny_model(tiny_llama: Path, tmp_path: Path):
     """Two real processes. Rates are positive, the same rates plan the run, and nothing of it depends on how fast they are."""
     rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(200)]
@@ -481,6 +483,7 @@ def forked(**forks: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_forks_are_planned(tmp_path: Path):
     """Four turns of 20 tokens. Two alternatives from the last turn sample two turns more, from the first one eight; and they wait for
     the tools of their own turns alone."""

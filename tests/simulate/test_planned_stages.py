@@ -218,6 +218,7 @@ def lent(request: PlanRequest) -> Answer:
     return answer(request, lambda line: None)
 
 
+@pytest.mark.slow
 def test_lending_pays_where_rows_are_short_of_engines():
     """Two engines with 16 rows each for 256 rollouts, which six more would take at once; the trainer waits for most of a step."""
     found = lent(asked("4000", trainer=6, running=16))
@@ -230,6 +231,7 @@ def test_lending_pays_where_rows_are_short_of_engines():
     assert any("lending" in line for line in text(found, asked("4000", trainer=6), 0.0).splitlines())
 
 
+@pytest.mark.slow
 def test_lending_hardly_pays_where_passes_read_weights_alone():
     """Few rows that all run at once: a pass on eight engines takes nearly as long as one on four, and nearly as long again while the trainer
     has four of them."""
@@ -238,6 +240,7 @@ def test_lending_hardly_pays_where_passes_read_weights_alone():
     assert "hardly" in found.lending.words
 
 
+@pytest.mark.slow
 def test_nothing_is_lent_by_a_trainer_that_hardly_waits_or_has_no_gpus(tmp_path: Path):
     assert lent(asked("400", trainer=4, lag=2)).lending is None
     rates = Rates(FLAT, TrainerRates(0.0, 0.01), completions=fixed(20), prompts=fixed(10), model="somewhere")

@@ -549,6 +549,7 @@ def test_coarse_tokens_change_no_time(grain: int):
     assert coarse.lag_mean == pytest.approx(exact.lag_mean, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "minutes"),
     [(6300.0, {2048: 3, 8192: 11, 32768: 45}), (1200.0, {2048: 14, 8192: 56, 32768: 3.7 * 60})],
@@ -609,6 +610,7 @@ def test_pacing_has_no_length_bias_and_dropping_has():
     assert dropping.trained_length < 0.9 * dropping.drawn_length
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
@@ -657,6 +659,7 @@ def test_contracts_hold_in_random_scenarios(
     assert live == sorted(set(live)), "versions go live once, in order"
 
 
+@pytest.mark.slow
 def test_a_thousand_gpus_go_through_the_same_pipeline():
     """256 replicas, 4,096 rollouts a step; billions of tokens a few thousand at a time. (How long it takes: docs/plan.md.)"""
     rates = Rates(

@@ -91,6 +91,7 @@ def test_a_difference_pays_on_a_slow_network_only() -> None:
     assert travel_of(WeightSyncConfig(), 1e-6, size, 1e9) == whole(size, 1e9)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_weights_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "planned.toml").write_text(
         '[model]\npath = "somewhere"\n[task]\nkind = "reasoning_gym"\nname = "chain_sum"\n[reward]\n'

@@ -53,6 +53,7 @@ def compare(made: TorchTrainer, backend: str, tolerance: float) -> None:
     assert new <= 2 and not sentence
 
 
+@pytest.mark.slow
 def test_gradients_are_the_eager_ones_and_other_lengths_need_no_other_graphs(model_dir: Saved):  # noqa: F811
     made = trainer(model_dir("qwen3"), **SMALL)
     compare(made, "eager", 3e-6)
@@ -67,6 +68,7 @@ def wrong(graph: Any, inputs: Any) -> Any:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "backend", "reason"),
     [

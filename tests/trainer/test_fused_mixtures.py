@@ -79,6 +79,7 @@ def plain_experts(x: Tensor, weights: Tensor, which: Tensor, gate_up: Tensor, do
     return (torch.einsum("nki,nkhi->nkh", acted, down[which]) * weights[..., None]).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     "rows, hidden, inner, experts, chosen, gelu",

@@ -463,6 +463,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_model_stays_as_it_is(tmp_path):
     code = (
         "from support import tiny_models\n"

@@ -166,6 +166,7 @@ def test_rows_apart_when_nothing_is_shared():
     assert pack.tokens.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 7] and pack.target.tolist() == [4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_very_deep_trees():
     """An episode that forks at every one of 1,050 turns: more than Python may recurse."""
     trunk = tuple(range(10, 1060))

@@ -63,6 +63,7 @@ def test_constant_rates_and_a_run_that_has_not_begun_need_no_words() -> None:
     assert not change_of_rate(TrainConfig(steps=5, schedule="cosine"), TrainConfig(steps=9, schedule="cosine"), 0)
 
 
+@pytest.mark.slow
 def test_a_finished_cosine_run_that_is_extended_says_what_the_rate_does(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,6 +194,7 @@ def test_the_reference_is_the_policy_bit_for_bit_until_a_weight_moves(name, dtyp
     assert reference.bytes < 4.1 * sum(p.numel() for p in forward.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_the_reference_outlives_a_resume(name, dtype, tmp_path):

@@ -34,6 +34,7 @@ def stressed(program: Path, threads: int, runs: int, patience: int = 120) -> sub
     return subprocess.run([program, *map(str, (threads, runs, patience))], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("-DHEADRACE_NO_FUTEX",)], ids=["futex", "without"])
 def test_every_item_is_done_once_and_phases_keep_their_order(tmp_path: Path, flags: tuple[str, ...]) -> None:
     program = compiled(tmp_path, *flags)
@@ -42,6 +43,7 @@ def test_every_item_is_done_once_and_phases_keep_their_order(tmp_path: Path, fla
         assert result.returncode == 0, (threads, result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("-DHEADRACE_NO_FUTEX",)], ids=["futex", "without"])
 def test_thread_sanitizer_finds_no_race(tmp_path: Path, flags: tuple[str, ...]) -> None:
     result = stressed(compiled(tmp_path, "-g", "-fsanitize=thread", *flags), 7, 100)
@@ -50,6 +52,7 @@ def test_thread_sanitizer_finds_no_race(tmp_path: Path, flags: tuple[str, ...]) 
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "header, right, wrong, status",
     [

@@ -284,6 +284,7 @@ print(first, after_growing_blocks())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_a_rank_gives_back_what_a_worker_keeps() -> None:
     answer = subprocess.run(

@@ -157,6 +157,7 @@ def processes(ends: Ends) -> Iterator[list[Process]]:
         process.close()
 
 
+@pytest.mark.slow
 def test_receivers_that_are_killed_and_stopped_within_a_round(ends: Ends, processes: list[Process]) -> None:
     """The others get the version all the same, and whoever was stopped gets the newest when it goes on."""
     killed, stopped = processes

@@ -42,6 +42,7 @@ def ends() -> tuple[IpcSender, IpcReceiver]:
     return CudaIpc("cpu").sender(MANIFESTS), CudaIpc("cpu").receiver(MANIFESTS)
 
 
+@pytest.mark.slow
 def test_an_engine_opens_the_memory_of_another_process_and_outlives_it() -> None:
     child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout

@@ -108,6 +108,7 @@ NOTED, MEASURED = "will send about a third of the weights at every version, or m
 POOR_RATE = {"steps": 5, "learning_rate": 0.3, "dtype": "float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tables", "noted", "measured"),
     [

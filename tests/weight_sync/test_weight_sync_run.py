@@ -44,6 +44,7 @@ def published(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     return [fact.update.fingerprint for fact in of(directory / "runs" / "tiny", WeightsLive)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "encoding"), WAYS)
 def test_every_way_brings_the_same_bits(
     kind: str, encoding: str, published: list[str], tiny_llama: Path, tmp_path: Path
@@ -67,6 +68,7 @@ def test_memory_of_a_gpu_is_refused_at_the_start_without_one(tiny_llama: Path, t
         headrace.train(tiny_config(tmp_path, tiny_llama, weight_sync={"kind": "cuda_ipc"}))
 
 
+@pytest.mark.slow
 def test_killed_resumed_and_replayed(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(tmp_path, tiny_llama, "tcp", "delta", checkpoint={"every": 1})
     config["train"]["steps"] = 500

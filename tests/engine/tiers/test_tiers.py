@@ -60,6 +60,7 @@ def known(instructions: str) -> bool:
     return subprocess.run(line, capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 @x86
 @pytest.mark.parametrize("instructions", [tier if tier != "cascadelake" else LIKE_SKYLAKE for tier in TIERS])
 def test_products_of_each_tier_are_right_and_do_not_depend_on_the_number_of_rows(instructions, tmp_path):
@@ -72,6 +73,7 @@ def test_products_of_each_tier_are_right_and_do_not_depend_on_the_number_of_rows
     assert told == TIERS[instructions]
 
 
+@pytest.mark.slow
 @x86
 def test_products_of_the_matrix_unit_are_right_by_tiles_in_software(tmp_path):
     assert build(tmp_path / "products", "-march=cooperlake", "-include", str(HERE / "amx_in_software.h")) == ""
@@ -111,6 +113,7 @@ def test_products_of_neon_are_right_on_an_emulated_processor(tmp_path):
     assert checked(emulator, str(tmp_path / "products")) == "NEON"
 
 
+@pytest.mark.slow
 @x86
 @pytest.mark.parametrize(
     "instructions",
@@ -130,6 +133,7 @@ def test_the_kernels_of_both_compile_for_each_processor(instructions, tmp_path):
         assert "error" not in build(tmp_path / "x.s", f"-march={instructions}", "-O0", "-S", source=source)
 
 
+@pytest.mark.slow
 @x86
 def test_an_environment_variable_limits_the_instructions_of_all_kernels():
     code = (

@@ -6,6 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+import pytest
+
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.config import EnvironmentConfig
@@ -41,6 +43,7 @@ WRONG = '<tool_call>{"name": "add", "arguments": {"a": "one", "b": 2}}</tool_cal
 RIGHT = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>'
 
 
+@pytest.mark.slow
 def test_pydantic_ai_plays_a_rollout(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     encoder = encoder_of(tmp_path / "model", tool_chats.HERMES)

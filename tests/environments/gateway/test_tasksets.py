@@ -361,6 +361,7 @@ async def play(task, ask, give, config):
 """
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_taskset(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "letters.py").write_text(LETTERS)
     environment = {
@@ -404,6 +405,7 @@ async def episode(task, run):
 """
 
 
+@pytest.mark.slow
 def test_a_run_credits_each_agent_of_an_environment(tiny_llama: Path, tmp_path: Path) -> None:
     """The advantages of a role are its own rewards less their mean over the group, each times one number."""
     (tmp_path / "letters.py").write_text(ROLES)

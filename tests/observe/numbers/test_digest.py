@@ -353,6 +353,7 @@ def shown(state: RunState) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_resume_from_the_checkpoints_sums_is_one_that_has_read_everything(tmp_path: Path, seed: int):
     """Whether the journal after the checkpoint counts or is set aside, and wherever the kill was."""

@@ -101,6 +101,7 @@ def test_mlflow_gets_the_scalars_in_files_and_a_resumed_run_continues_its_own(
     assert run.info.status == "FINISHED" and run.data.params["seed"] == "1"
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_scalars_in_files_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):

@@ -75,6 +75,7 @@ def test_sums_that_follow_changes_are_those_that_are_counted_anew(
         assert stats.busy_seconds == pytest.approx(mean)
 
 
+@pytest.mark.slow
 def test_single_hosts_are_recorded_the_less_often_the_more_there_are() -> None:
     """A thousand of them: 20 a second, as in a fleet; and all of them at once when one comes or goes."""
     known, count = HostList(SESSION), 1000

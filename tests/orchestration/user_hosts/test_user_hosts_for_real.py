@@ -78,6 +78,7 @@ REWARD_WORKER, ENVIRONMENT_WORKER = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_scored_elsewhere_has_the_weights_of_the_local_run_bit_for_bit(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

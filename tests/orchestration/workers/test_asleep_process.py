@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_engine_process import LONG, PROMPT, long_llama, opened, sampled, until, worker_of  # noqa: F401
 
 from headrace.core.types import Completion
@@ -48,6 +49,7 @@ async def _more_than(engine: Any, tokens: int) -> bool:
     return await sampled(engine) > tokens
 
 
+@pytest.mark.slow
 def test_requests_are_answered_as_if_it_had_not_slept_even_if_it_dies_in_its_sleep(
     long_llama: Path,  # noqa: F811
     tmp_path: Path,

@@ -46,6 +46,7 @@ def servers() -> list[forking.ForkServer]:
 # --- a worker ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_forked_engine_is_our_child_and_answers_as_one_that_was_started_anew(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_copy_of_the_server_becomes_the_worker(tmp_path: Path, gap: int) -> No
 # --- the server fails ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_server_ends_no_worker_and_is_replaced(
     tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

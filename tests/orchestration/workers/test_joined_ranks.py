@@ -43,6 +43,7 @@ def local(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "runs" / "tiny"
 
 
+@pytest.mark.slow
 def test_joined_ranks_learn_what_local_ranks_do_bit_for_bit(local: Path, tiny_llama: Path, tmp_path: Path) -> None:
     port = free_port()
     config = elsewhere(tmp_path, tiny_llama, port, **TWO_RANKS)

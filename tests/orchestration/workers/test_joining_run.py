@@ -57,6 +57,7 @@ def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit
     assert (seat.who, seat.pid, seat.host) == ("engine", worker.pid, socket.gethostname())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "end"), [("auto", signal.SIGKILL), ("broadcast", signal.SIGTERM)])
 def test_a_joined_engine_is_ended_and_another_one_takes_its_seat(
     kind: str, end: signal.Signals, tiny_llama: Path, tmp_path: Path

@@ -316,6 +316,7 @@ def pid_of(worker: PlacedWorker) -> int:
     return worker._arrived.hello.pid
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_placed_engine_survives_a_kill_and_a_stop_and_its_host_ends_it(tiny_llama: Path, tmp_path: Path) -> None:
     """A stopped process keeps its connection: only its silence gives it away."""

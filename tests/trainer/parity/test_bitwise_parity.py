@@ -344,6 +344,7 @@ def test_a_model_that_the_engines_kernels_do_not_serve_is_refused(tiny_llama: Pa
         headrace.train(config)
 
 
+@pytest.mark.slow
 @proven
 def test_a_run_with_the_mode_on(served: Path, tmp_path: Path) -> None:
     """Synchronous, so that every token is at lag 0; and then asynchronous."""

@@ -65,6 +65,7 @@ def rows_of(name, adapters, dtype, temperature=1.0, **options):
     return sampled(name, dict(adapters.base()), requests, dtype, adapters=specs, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("dtype", "temperature"), DTYPES_AND_TEMPERATURES)
 def test_several_adapters_in_any_pack_of_any_batch(name, temperature, dtype):

@@ -111,6 +111,7 @@ class Harm(threading.Thread):
         return metrics.exists() and text in metrics.read_text().replace(" ", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
 def test_a_rank_that_is_killed_or_stopped_at_a_random_moment_costs_no_bit(
     seed: int, undisturbed: Callable[[str], dict[str, torch.Tensor]], tiny_llama: Path, tmp_path: Path
