@@ -103,7 +103,7 @@ class OwnEngine:
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        settings = {"max_running": min(config.max_running, 6), "kv_gib": 256.5 * 1024 / GIB, "routing": True}
+        settings = {"max_running": min(config.sizes.max_running, 6), "kv_gib": 256.5 * 1024 / GIB, "routing": True}
         self._core, self._book = Core(model, EngineConfig(**settings)), RequestBook()
         self.capabilities = msgspec.structs.replace(self._core.capabilities, streamed=True)
         self._version, self._works = -1, asyncio.ensure_future(self._work())
