@@ -15,13 +15,14 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.reports import Finding, Sight, TextPart
 from headrace.core.types import Episode
 from headrace.facts.facts import CheckpointSaved, Fact, FilesChecked, StepTrained, Warned
+from headrace.facts.index_file import INDEX
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import Resume, summarise
 from headrace.facts.run_state import RunState
 from headrace.facts.run_totals import over_steps
 from headrace.views.report import write_report
 from headrace.views.report.data import bins, load
-from support.fact_stream import FactStream, records_of, standing, write_journal
+from support.fact_stream import FactStream, records_of, standing, write_journal, write_run
 from support.journal_frames import spoil
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -81,6 +82,14 @@ def test_report_of_a_whole_run_holds_everything(tmp_path: Path) -> None:
     for word in ("Who waited for whom", "kind = &quot;grpo&quot;", "bound 1 holds", 'class="swap"', 'class="death"'):
         assert word in html
     assert "finished" in html and "not measured" not in html
+
+
+def test_a_report_is_the_same_with_the_numbers_of_the_run_s_index_and_without(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with_index = write_report(run).read_text()
+    assert 'data-of="tokens"' in with_index
+    (run / INDEX).unlink()
+    assert write_report(run).read_text() == with_index
 
 
 def test_text_of_models_and_users_is_escaped(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import StalledError, WorkerDied
-from headrace.facts.facts import StepTrained, Waited
+from headrace.facts.facts import StepTrained, Waited, Warned
 from headrace.facts.waits import Lasting, Waits
 from headrace.facts.waits import Testimony as Told
 from headrace.loop.world import virtual_time
@@ -164,7 +164,7 @@ def test_a_call_is_no_wait_of_its_own_for_people() -> None:
 
     virtual_time.run(main())
     assert len([fact for fact in facts if isinstance(fact, Waited)]) == 1
-    assert all("the trainer (step)" in fact.message for fact in facts if not isinstance(fact, Waited))
+    assert all("the trainer (step)" in fact.message for fact in facts if isinstance(fact, Warned))
 
 
 def test_a_run_whose_trainer_hangs_ends_by_its_name_and_goes_on_from_its_checkpoint() -> None:

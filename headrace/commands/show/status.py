@@ -14,16 +14,17 @@ from rich.console import Group
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.printing import echo
 from headrace.facts.health import Standing, health
-from headrace.facts.number_tables import Numbers
-from headrace.facts.records import MetricsFact
 from headrace.facts.run_state import RunState
 from headrace.processes.health import live_status, stacks
 from headrace.run.run_directory import CONFIG, LOCK, held
+from headrace.views.board.followed_run import FollowedRun
 from headrace.views.screen import status_view
 from headrace.views.screen.console import Console, LiveView
 
 DEAD = 1
 EVERY = 2.0
+ALL = 1e9
+"""Seconds that reading may take."""
 PATIENCE = 60.0
 """Seconds in which a run should write the stacks of its processes. On an idle machine it takes about one."""
 
@@ -39,7 +40,7 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
             else ""
         )
         raise ConfigError(f"{run} holds no run: it has no {CONFIG}{never}")
-    followers = [_Counted(path) for path in live_status.parts_of(run)]
+    followers = [FollowedRun(path) for path in live_status.parts_of(run)]
     console = Console()
     if as_json:
         looked = _look(followers)
@@ -61,23 +62,18 @@ def status_of(run_dir: Path) -> live_status.Status:
     return live_status.Follower(run_dir).look(held(run_dir), time.time())
 
 
-class _Counted(live_status.Follower):
-    """Also counts the numbers by step, for the curves."""
-
-    def _restart(self) -> None:
-        super()._restart()
-        self.numbers = Numbers()
-
-    def _take(self, fact: MetricsFact) -> None:
-        super()._take(fact)
-        self.numbers.take(fact, self.state)
+def _look(followers: Sequence[FollowedRun]) -> list[live_status.Status]:
+    return [_status(follower) for follower in followers]
 
 
-def _look(followers: Sequence[_Counted]) -> list[live_status.Status]:
-    return [follower.look(held(follower.run_dir), time.time()) for follower in followers]
+def _status(run: FollowedRun) -> live_status.Status:
+    """Reads on. What a long run's own index and digest say is not read from its metrics."""
+    live, alive, now = live_status.read_live(run.run_dir), held(run.run_dir), time.time()
+    run.catch_up(ALL)
+    return live_status.judge(run.state, live, alive, now)
 
 
-def _tree(followers: Sequence[_Counted], looked: Sequence[live_status.Status]) -> object:
+def _tree(followers: Sequence[FollowedRun], looked: Sequence[live_status.Status]) -> object:
     trees = {
         follower.run_dir.name: {**live_status.as_dict(each, follower.state), "health": _health(each, follower.state)}
         for follower, each in zip(followers, looked, strict=True)
@@ -91,12 +87,12 @@ def _health(status: live_status.Status, state: RunState) -> dict[str, object]:
     return {"verdict": found.kind, "mark": found.mark, "sentence": found.sentence, "remedy": found.remedy, "rows": rows}
 
 
-def _print(console: Console, followers: Sequence[_Counted], looked: Sequence[live_status.Status]) -> None:
+def _print(console: Console, followers: Sequence[FollowedRun], looked: Sequence[live_status.Status]) -> None:
     for follower, each in zip(followers, looked, strict=True):
         status_view.show(console, str(follower.run_dir), each, follower.state, follower.numbers.columns)
 
 
-def _watch(console: Console, followers: Sequence[_Counted]) -> list[live_status.Status]:
+def _watch(console: Console, followers: Sequence[FollowedRun]) -> list[live_status.Status]:
     """Redraws one view until the run has ended. Ctrl-C ends the view, not the run."""
 
     def panels() -> Group:

@@ -11,8 +11,9 @@ from headrace.durable.journal import Damage, JournalStep, count_steps, read_step
 from headrace.facts.facts import GroupEnded, Warned
 from headrace.facts.group_numbers import NO_CONTRAST, Tally
 from headrace.facts.health import Standing
+from headrace.facts.index_file import INDEX, IndexReader
 from headrace.facts.number_tables import Numbers, StepColumns
-from headrace.facts.records import StepRow, read_metrics
+from headrace.facts.records import METRICS, StepRow, read_metrics
 from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.facts.run_state import RunState
 from headrace.facts.run_totals import Window
@@ -123,7 +124,9 @@ class Bin:
 def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None = None) -> ReportData:
     """Reads a run. `pieces`: returns tokens as text. `standing`: the state of its process. Unreadable parts of the files are left out, with a
     warning."""
-    state, ended, numbers = RunState(), [Ended()], Numbers()
+    state, ended, numbers, index = RunState(), [Ended()], Numbers(), IndexReader(run_dir / INDEX, run_dir)
+    index.catch_up()
+    indexed = (run_dir / METRICS).is_file() and index.numbers.size == (run_dir / METRICS).stat().st_size
     seen: list[float] = []
     for fact in read_metrics(run_dir):
         if isinstance(fact, GroupEnded):
@@ -133,7 +136,8 @@ def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None 
         elif isinstance(fact, StepRow):
             ended.append(Ended())
         state.fold(fact)
-        numbers.take(fact, state)
+        if not indexed:
+            numbers.take(fact, state)
     config, damage = run_dir / "config.toml", Damage()
     samples = tuple(sampled(run_dir, pieces, damage))
     if damage:
@@ -145,7 +149,7 @@ def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None 
         config=config.read_text() if config.exists() else "",
         bins=tuple(bins(state, ended)),
         rewards=tuple(seen),
-        columns=numbers.columns,
+        columns=index.numbers.columns if indexed else numbers.columns,
         standing=standing,
     )
 
