@@ -84,8 +84,6 @@ from headrace.views.screen.start_line import StartSteps
 from headrace.weight_sync.cuda_ipc import NO_GPU
 from headrace.weight_sync.delta.efficiency import poor_settings
 
-ELSEWHERE = "train.microbatch_tokens is not chosen by the memory of GPUs of other machines"
-
 _ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
 
@@ -543,8 +541,6 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
         found.notes += gpu_notes(wanted, machine, config)
-    if not plan.trains and config.train.microbatch_tokens == "auto":
-        found.notes.append(f"{ELSEWHERE}: it is {config.train.microbatch}")
     if config.engine.starts_server:
         fetches = config.way.transport.listens
         server = require(config.engine.kind, config.engine.python, fetches)

@@ -303,3 +303,16 @@ def test_the_same_arithmetic_serves_the_list_of_memory(tmp_path: Path):
     reserve = RESERVED * machine.gpu[1] + 2 * CONTEXT  # type: ignore[index]
     token = SLACK * 2 * 28 * (10 * 1536 + 3 * 8960)
     assert sizes.room == pytest.approx(machine.gpu_free - reserve - fixed - token * max(sizes.microbatch, 4096))
+
+
+def test_a_trainer_on_other_machines_is_named_with_what_it_takes(tmp_path: Path):
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    place = {"kind": "join", "listen": "127.0.0.1:7400", "token_file": str(tmp_path / "token"), "trainer": "elsewhere"}
+    plain, machine = Machine(2, 64 * GIB, 64 * GIB, None, None), gpu(80)
+    config = run_of(tmp_path, orchestration=place)
+    for here in (plain, machine):  # that GPU is nobody's
+        (note,) = gpu_notes([], here, config)
+        assert "train.microbatch_tokens is 2048" in note and "set it for those" in note
+    chosen = run_of(tmp_path, orchestration=place, train={"microbatch_tokens": 4096})
+    assert not [*gpu_notes(needs(SMALL, memory_plan(chosen, machine)), machine, chosen)]

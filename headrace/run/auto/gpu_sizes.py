@@ -171,8 +171,10 @@ def gpu_sizes(plan: MemoryPlan, shape: ModelShape, machine: Machine, asking: Ask
 
 
 def gpu_notes(found: Sequence[MemoryNeed], machine: Machine, config: RunConfig) -> Iterator[str]:
-    """Yields sentences about a GPU that may be too small for what a run holds there (`found`), or of which it leaves more than half
-    unused. `config`: with what was chosen."""
+    """Yields sentences about a GPU that may be too small for what a run holds there (`found`), or of which a run whose engine is there leaves
+    more than half unused; and about a trainer whose GPUs nobody sees from here. `config`: with what was chosen."""
+    if not config.orchestration.trains_here and config.train.microbatch_tokens == "auto":
+        yield f"train.microbatch_tokens is {config.train.microbatch}: it is not chosen by the memory of GPUs of other machines; set it for those"
     held: dict[str, float] = {}
     for need in found:
         if need.where == "cuda":
@@ -190,7 +192,7 @@ def gpu_notes(found: Sequence[MemoryNeed], machine: Machine, config: RunConfig) 
             'ends: lower engine.kv_gib or train.microbatch_tokens (without a value, or with "auto", a new run takes what is free), or end what '
             "else uses the GPU"
         )
-    elif free - used > total / 2:
+    elif free - used > total / 2 and _engine_is_on(config, memory_plan(config, machine)):
         yield f"{(free - used) / GIB:.0f} of {total / GIB:.0f} GiB of the GPU are unused: {_would_use(config)}"
 
 
