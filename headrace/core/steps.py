@@ -219,8 +219,8 @@ class SampledTokens:
     ) -> None:
         self._tokens, self._logprobs, self._spans = array("i", tokens), array("d", logprobs), list(spans)
         self._label = (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) if spans else None
-        self._borrowed: int | None = None
-        """The tokens of this one, if its arrays are those of another, to which more may be appended."""
+        self._borrowed: tuple[int, int, int] | None = None
+        """The numbers of tokens, spans and noted outputs of this one, if it has those of another, to which more may be appended."""
         self._noted: list[tuple[TokenRuns, int, bool]] = []
         self._count = len(self._tokens)
 
@@ -229,6 +229,7 @@ class SampledTokens:
 
     def note(self, runs: TokenRuns, place: int, mixed: bool) -> None:
         """Adds the tokens of `runs.request_ids[place]`."""
+        self._own()
         self._noted.append((runs, place, mixed))
         self._count += runs.count
         if len(self._noted) >= self.MANY:
@@ -237,10 +238,17 @@ class SampledTokens:
     def copy(self) -> SampledTokens:
         """Returns a copy in a time that does not depend on the number of tokens: those are copied when somebody reads them."""
         other = SampledTokens.__new__(SampledTokens)
-        other._tokens, other._logprobs, other._spans = self._tokens, self._logprobs, self._spans.copy()
-        other._borrowed = len(self._tokens) if self._borrowed is None else self._borrowed
-        other._label, other._noted, other._count = self._label, self._noted.copy(), self._count
+        other._tokens, other._logprobs = self._tokens, self._logprobs
+        other._spans, other._noted = self._spans, self._noted
+        other._label, other._count = self._label, self._count
+        other._borrowed = self._borrowed or (len(self._tokens), len(self._spans), len(self._noted))
         return other
+
+    def _own(self) -> None:
+        if self._borrowed:
+            tokens, spans, noted = self._borrowed
+            self._tokens, self._logprobs = self._tokens[:tokens], self._logprobs[:tokens]
+            self._spans, self._noted, self._borrowed = self._spans[:spans], self._noted[:noted], None
 
     @property
     def tokens(self) -> array[int]:
@@ -257,9 +265,7 @@ class SampledTokens:
         return self._read()._spans
 
     def _read(self) -> SampledTokens:
-        if self._borrowed is not None:
-            self._tokens, self._logprobs = self._tokens[: self._borrowed], self._logprobs[: self._borrowed]
-            self._borrowed = None
+        self._own()
         if not self._noted:
             return self
         at, tokens, logprobs = len(self._tokens), list[bytes](), list[bytes]()
