@@ -91,6 +91,20 @@ INLINED void keep_low(uint16_t* p, u16x v) {
     EACH_PART *(Shorts*)(p + i * u16x::LANES) = __builtin_convertvector(v.at[i], Shorts);
 #endif
 }
+typedef int8_t Bytes __attribute__((vector_size(REGISTER / 4), aligned(1)));
+INLINED f16x::Part some_codes(const int8_t* p) {
+#if defined(__AVX2__)
+    return (f16x::Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)p, i16x::Part), f16x::Part);
+#endif
+}
+INLINED f16x of_codes(const int8_t* p) {
+    f16x v;
+    EACH_PART v.at[i] = some_codes(p + i * f16x::LANES);
+    return v;
+}
+INLINED void keep_codes(int8_t* p, i16x v) { EACH_PART *(Bytes*)(p + i * i16x::LANES) = __builtin_convertvector(v.at[i], Bytes); }
 template <class V>
 INLINED V select(i16x mask, V yes, V no) {
     EACH_PART yes.at[i] = mask.at[i] ? yes.at[i] : no.at[i];
