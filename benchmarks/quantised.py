@@ -101,9 +101,10 @@ def decode(directory: Path, weights: dict[str, torch.Tensor], counts: list[int],
 
 def publish(directory: Path, weights: dict[str, torch.Tensor], given: argparse.Namespace) -> None:
     """The cost of a version: casts of float32 to bfloat16, which a publish makes, beside what the engine makes of them."""
-    narrow = {name: weight.bfloat16() for name, weight in weights.items()}
-    room = {name: weight.clone() for name, weight in narrow.items()}
-    works: dict[str, Any] = {"a cast to bfloat16": lambda: [room[name].copy_(weights[name]) for name in weights]}
+    flat = torch.zeros(sum(weight.numel() for weight in weights.values()), dtype=torch.bfloat16)  # one behind the other
+    parts = flat.split([weight.numel() for weight in weights.values()])
+    narrow = {name: part.view(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
+    works: dict[str, Any] = {"a cast to bfloat16": lambda: [narrow[name].copy_(weights[name]) for name in weights]}
     for kind in ("bfloat16", "int8"):
         runner = runner_of(directory, kind, given.instructions)
         works[f"packing {kind}"] = lambda r=runner: r.prepare(narrow)

@@ -5,14 +5,18 @@
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 // Exchanges rows and columns of 16 by 16 bytes: four times, neighbours are those that were eight apart.
-static inline void transpose(u8x16* rows) {
+static inline void mix(const u8x16* rows, u8x16* mixed) {
     const u8x16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
-    for (int stage = 0; stage < 4; stage++) {
-        u8x16 mixed[16];
-        UNROLLED_4 for (int i = 0; i < 8; i++) mixed[2 * i] = __builtin_shuffle(rows[i], rows[i + 8], low), mixed[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + 8], high);
-        std::memcpy(rows, mixed, sizeof mixed);
-    }
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++)
+        mixed[2 * i] = __builtin_shuffle(rows[i], rows[i + 8], low), mixed[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + 8], high);
 }
+static inline void transpose(u8x16* rows) {
+    u8x16 other[16];
+    mix(rows, other), mix(other, rows), mix(rows, other), mix(other, rows);
+}
+
+// The bits of a number without its sign: they ascend with its size, and those of what is no finite number are the largest.
+INLINED i16x size_bits(f16x v) { return (i16x)((u16x)v & 0x7fffffffu); }
 
 // Quantises one panel: a code is the weight times levels / the output's largest, rounded to the nearest integer, to even between two. (Where the
 // processor has no FMA the product is rounded before.) An output that has a weight which is no finite number gets a scale that is none.
@@ -27,16 +31,18 @@ static inline void quantise_panel(const stored* w, const int32_t* rows, const Li
     for (int j = 0; j < SIDE; j++) {
         const int output = panel * SIDE + j, row = output < into.n ? rows[output] : -1;
         from[j] = row < 0 ? nullptr : w + (size_t)row * k;
-        f16x most = {}, broken = {};
-        float last = 0;
-        for (int i = 0; from[j] && i < whole; i += 16) {
-            const f16x v = read(from[j] + i);
-            most = max16((f16x)((u16x)v & 0x7fffffffu), most), broken += v * 0.f;
+        i16x most = {};
+        for (int i = 0; from[j] && i < k; i += 16) {
+            stored part[16] = {};
+            if (i >= whole) std::memcpy(part, from[j] + i, (k - i) * sizeof(stored));
+            const i16x size = size_bits(read(i < whole ? from[j] + i : part));
+            most = select(size > most, size, most);
         }
-        for (int i = whole; from[j] && i < k; i++) last = std::max(last, std::fabs(read1(from[j] + i))), broken += read1(from[j] + i) * 0.f;
-        const float peak = std::max(largest(most), last);
+        const f16x sizes = (f16x)most;
+        float peak = 0;
+        for (int i = 0; i < 16; i++) peak = peak != peak || sizes[i] < peak ? peak : sizes[i];  // NaN stays
         by[j] = peak > LEAST ? levels / peak : 0;
-        into.scales[panel * SIDE + j] = (peak > LEAST ? peak / levels : 0) + sum(broken);
+        into.scales[panel * SIDE + j] = peak <= LEAST ? 0 : peak / levels;
     }
     for (int step = 0; step < up(k); step++)
         for (int half = 0; half < 2; half++)
