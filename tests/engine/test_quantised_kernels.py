@@ -9,11 +9,14 @@ import pytest
 import torch
 from test_kernels import BF16, CPU, NAMES, PORTABLE, _adapter, native, parameters, reference, saved, wanted
 
+from headrace.core.errors import ConfigError
+from headrace.core.types import Request, Sampling
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.runner import INT8_LEVELS, SIDE, KernelRunner, Packer, gate_up_order, padded
 from headrace.engine.native.runners.layers import PREFIX
 from headrace.engine.native.runners.skeleton import read
+from support.native_calls import make_engine, run, save_model, score
 from support.tiny_models import RunnerDriver, prompts
 
 pytestmark = native
@@ -132,3 +135,26 @@ def test_an_adapter_stands_beside_quantised_weights_and_is_not_quantised():
             parameter.data += 2.0 * b @ a
     assert (ours.logprobs(text, adapter=0) - wanted(model, text)).abs().max() < 5e-4
     assert torch.equal(ours.logprobs(text), driver(name, torch.float32).logprobs(text))
+
+
+# --- the engine --------------------------------------------------------------------------------------------------------
+
+
+def test_log_probs_that_are_recorded_are_those_of_the_policy_that_sampled(tmp_path):
+    """To the last bit those with which the same weights score the tokens, and not those of the weights that were published."""
+    model_dir = save_model(tmp_path, "qwen3", head_dim=16)
+    served = {weights: make_engine(model_dir, weights=weights) for weights in ("published", "int8")}
+    request = Request("a", (65, 66, 67), Sampling(max_tokens=20, seed=3, ignore_eos=True))
+    answer = run(served["int8"], [request])["a"]
+    again = {weights: score(engine, (65, 66, 67, *answer.tokens))[2:] for weights, engine in served.items()}
+    assert list(again["int8"]) == answer.logprobs
+    assert 1e-3 < np.abs(np.array(again["published"]) - answer.logprobs).mean() < 0.5
+    assert served["int8"].capabilities.exact and served["int8"].capabilities.arithmetic == ""
+    assert "int8 of 127 levels" in served["int8"].capabilities.path
+
+
+def test_a_model_that_the_kernels_do_not_serve_is_refused_with_a_remedy_that_works(tmp_path):
+    model_dir = save_model(tmp_path, "gpt_neox")
+    with pytest.raises(ConfigError, match=r'do not serve gpt_neox here: .*; set engine.weights = "published"'):
+        make_engine(model_dir, weights="int8")
+    make_engine(model_dir, weights="published")

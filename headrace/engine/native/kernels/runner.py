@@ -189,10 +189,11 @@ class KernelRunner:
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self.passes = PassCounts()
-        self.path = f"kernels {spec.family}"
+        self.path = f"kernels {spec.family}" + (f", int8 of {levels} levels" if levels else "")
         self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         assert self._library is not None
-        self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
+        shared = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
+        self.arithmetic = "" if levels else shared  # no trainer computes with quantised weights
         self.dtype, self._levels = dtype, levels
         self.block_nbytes = len(spec.layers) * self._block_elements * dtype.itemsize
         self._tables = _rotary(model, context_length)
