@@ -39,6 +39,10 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the served weights and of the KV cache. auto: the one measured to be faster on this machine (`headrace
     doctor` prints it)."""
+    weights: Literal["published", "int8"] = "published"
+    """published: linear layers are served as they are published, in `dtype`. int8: the C++ kernels make codes of eight bits of them, with a
+    scale for each output, when a version is loaded; decoding a few sequences is then nearly twice as fast, and samples from another policy,
+    which the run measures at every version (`watch.mismatch`; docs/quantised.md)."""
     kv_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """The largest size of the KV cache, in GiB. On a CPU its pages are taken from the system when they are first used. auto: 2 on a CPU;
     on a GPU what is free beside the weights, and beside the trainer where it is on the same one (docs/auto.md)."""
@@ -124,12 +128,11 @@ class EngineConfig:
 
     @property
     def for_worker(self) -> EngineConfig:
-        """Settings of an engine in a process of this machine, for a teacher or a reference beside a policy. Its KV cache is small where
-        nobody said otherwise: it scores texts, and a GPU's memory is the policy's."""
+        """Settings of an engine in a process of this machine, for a teacher or a reference beside a policy. Its weights are not quantised, and
+        its KV cache is small where nobody said otherwise: it scores texts, and a GPU's memory is the policy's."""
         if not self.is_server:
-            own = replace(
-                self, replicas=1, member_patience=EngineConfig.member_patience, patience=EngineConfig.patience
-            )
+            usual = {name: getattr(EngineConfig, name) for name in ("member_patience", "patience", "weights")}
+            own = replace(self, replicas=1, **usual)
         else:
             kept = {name: getattr(self, name) for name in ("dtype", "context_length", "max_deaths", "exact")}
             own = EngineConfig(**kept)

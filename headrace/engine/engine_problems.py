@@ -26,6 +26,9 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
     usual = EngineConfig()
     changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)]
     yield from _fleet_problems(config, changed)
+    if config.weights != "published":
+        yield from _quantised_problems(config)
+        changed.remove("weights")
     if not config.is_server:
         for name in changed:
             if name in OF_SERVERS and not (name == "patience" and config.is_fleet):
@@ -46,6 +49,16 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
             yield f'engine.urls: "{url}" is no address of a server; write it as http://HOST:PORT'
     if importlib.util.find_spec("aiohttp") is None:
         yield f'engine.kind = "{config.kind}" needs aiohttp, which is not installed: {install("remote")}'
+
+
+def _quantised_problems(config: EngineConfig) -> Iterator[str]:
+    served = f'engine.weights = "{config.weights}" is of the native engine\'s C++ kernels on a CPU'
+    if config.is_server:
+        yield f'{served}, and engine.kind = "{config.kind}" is a server; set engine.kind = "native", or engine.weights = "published"'
+    if config.path not in ("auto", "kernels"):
+        yield f'{served}, and engine.path = "{config.path}" does without; set engine.path = "kernels", or engine.weights = "published"'
+    if config.device == "cuda":
+        yield f'{served}, and engine.device = "cuda"; set engine.device = "cpu", or engine.weights = "published"'
 
 
 def _named(kinds: Collection[str]) -> str:

@@ -198,6 +198,12 @@ class IdentityChecked(Fact, frozen=True):
     max_abs_diff: float
     tolerance: float
     ok: bool
+    weights: str = ""
+    """How the engine has quantised the weights (`engine.weights`); empty if it has not."""
+    tokens: int = 0
+    """Tokens that were compared; 0 in facts of earlier versions, which have no `kl`."""
+    kl: float = 0.0
+    """KL(sampler || trainer) per token, in nats: its k3 estimate over these tokens, which is one of the policy where the sampler has sampled them."""
 
 
 class TrialChecked(Fact, frozen=True):

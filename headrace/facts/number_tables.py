@@ -311,6 +311,7 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
             values |= {"sync/pause_seconds": fact.pause, "sync/interrupted": float(fact.interrupted)}
         case IdentityChecked():
             step, values = fact.version, {"identity/mean_abs_diff": fact.mean_abs_diff}
+            values |= {"identity/kl": fact.kl} if fact.tokens else {}
         case _:
             return 0, {}
     return step, {name: value for name, value in values.items() if math.isfinite(value)}

@@ -359,6 +359,10 @@ def identity(state: RunState) -> Verdict:
         return Verdict(title, "not probed", swaps if state.swapped.count else "no version was delivered", "unknown")
     spread = f"worst mean |Δ log-prob| {number(worst.mean_abs_diff)} of {number(worst.tolerance)} allowed"
     spread += f" (single token {number(state.probed.widest)})"
+    if worst.weights:
+        spread += (
+            f" between the sampler with {worst.weights} weights and the policy that is trained, KL {number(worst.kl)}"
+        )
     if failed:
         return Verdict(
             title, f"{plural(len(failed), 'probe')} FAILED", f"first at version {failed[0].version}; {spread}", "bad"

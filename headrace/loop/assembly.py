@@ -226,6 +226,7 @@ async def _go_live(parts: Parts, adapter: str, serve_base: Callable[[], Awaitabl
             await serve_base()
         if parts.probe.trial:
             await _try_weights(parts, adapter)
+        parts.probe.saw([row for group in parts.buffer.finished for row in group.rows])
         async with parts.turns.take(telemetry.clock):
             update = await parts.trainer.publish(adapter)
             expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from headrace.core.batches import Failure
+from headrace.core.batches import Failure, Row
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import Engine, Trainer
 from headrace.core.reports import TrialScores
@@ -189,6 +189,46 @@ class Missing(NamedTuple):
         return SEEN * self.error < self.effect
 
 
+class ComparedTokens(NamedTuple):
+    """A sequence that engine and trainer score."""
+
+    tokens: Sequence[int]
+    counted: Sequence[bool]
+    """[T-1] which of the tokens behind the first one are compared."""
+
+    def of(self, logprobs: Sequence[float]) -> list[float]:
+        """Returns those that are compared, of the log-probs of tokens[1:]."""
+        return [one for one, counted in zip(logprobs, self.counted, strict=True) if counted]
+
+
+class Quantised(NamedTuple):
+    """A policy that the engine samples from with coarser weights than are trained."""
+
+    weights: str
+    """`engine.weights`"""
+    most: float
+    """The largest mean |difference| per token that is allowed, in nats."""
+    text: Sequence[Sequence[int]]
+    """Texts that are compared before the policy has sampled anything."""
+
+
+MEASURED, MOST_ROWS, LONGEST = 256, 16, 2048
+"""Sampled tokens on which a quantised policy is measured, at least if there are so many; the rows that they are taken from; tokens of each
+behind its prompt."""
+
+
+def sampled_pieces(rows: Sequence[Row]) -> list[ComparedTokens]:
+    """Some rows of a step, taken evenly, with the tokens that the policy has sampled."""
+    pieces, count = [], 0
+    for row in rows[:: -(-len(rows) // MOST_ROWS) or 1]:
+        counted = [False] * (len(row.prompt) - 1) + [*row.mask[:LONGEST]]
+        pieces.append(ComparedTokens(row.prompt + row.tokens[:LONGEST], counted))
+        count += sum(pieces[-1].counted)
+        if count >= MEASURED:
+            break
+    return pieces if count else []
+
+
 class IdentityProbe:
     def __init__(
         self,
@@ -201,11 +241,17 @@ class IdentityProbe:
         trial: Sequence[Sequence[int]] = (),
         served: bool = False,
         exact: bool = False,
+        quantised: Quantised | None = None,
     ) -> None:
         """`every`: versions between two probes; 0 switches all of them off. `dtype`: the less precise of those of engine and trainer. `adapter`:
         the policy that is probed. `trial`: the tokens of the trial, in pieces; without any there is none. `served`: whether the engine is
-        a server. `exact`: whether engine and trainer compute one forward pass, bit for bit."""
-        self._tokens, self._every, self._rounding = tuple(tokens), every, ROUNDING[dtype]
+        a server. `exact`: whether engine and trainer compute one forward pass, bit for bit. `quantised`: set where the engine samples with
+        coarser weights: then every version is compared, on tokens that the policy has sampled."""
+        self._every, self._rounding, self._quantised = every, ROUNDING[dtype], quantised
+        texts = quantised.text if quantised else [tuple(tokens)]
+        self._pieces = [ComparedTokens(text, [True] * (len(text) - 1)) for text in texts]
+        self._asked: dict[int, list[ComparedTokens]] = {}
+        """Sequences that the trainer has scored, by the version."""
         self._telemetry, self._adapter = telemetry, adapter
         self._advice = ADVICE_SERVER if served else ADVICE
         self.trial = [list(piece) for piece in trial] if every else []
@@ -216,8 +262,16 @@ class IdentityProbe:
 
     async def trainer_side(self, trainer: Trainer, version: int, always: bool = False) -> list[float] | None:
         """The log-probs that the engine must compute; None if this version is not probed. `always`: probe regardless of its number."""
-        due = bool(self._every) and (always or version % self._every == 0)
-        return await trainer.score(self._tokens, self._adapter) if due else None
+        due = bool(self._every) and (always or self._quantised is not None or version % self._every == 0)
+        if not due:
+            return None
+        pieces = self._asked[version] = self._pieces
+        return [logprob for piece in pieces for logprob in piece.of(await trainer.score(piece.tokens, self._adapter))]
+
+    def saw(self, rows: Sequence[Row]) -> None:
+        """Takes what the policy has sampled lately, on which a quantised one is compared from now on."""
+        if self._quantised:
+            self._pieces = sampled_pieces(rows) or self._pieces
 
     async def engine_side(
         self, engine: Engine, version: int, expected: list[float] | None, first: bool = False
@@ -230,10 +284,14 @@ class IdentityProbe:
         """
         if expected is None:
             return None
-        if isinstance(engine, Fleet):
-            check = lambda part: self._difference(part, version, expected, first)  # noqa: E731
-            return await engine.examine(version, check, self._adapter)
-        return await self._difference(engine, version, expected, first)
+        pieces = self._asked.pop(version, self._pieces)
+
+        async def check(part: Engine) -> float:
+            scores = await asyncio.gather(*(self._scored(part, piece.tokens, version) for piece in pieces))
+            found = [logprob for piece, own in zip(pieces, scores, strict=True) for logprob in piece.of(own)]
+            return self._difference(part, version, found, expected, first=first)
+
+        return await (engine.examine(version, check, self._adapter) if isinstance(engine, Fleet) else check(engine))
 
     async def try_weights(self, engine: Engine, version: int, scores: TrialScores) -> bool:
         """Returns whether the trial is decided: if the effects of kinds are those of a few tokens, all others have to leave no doubt. Raises
@@ -291,9 +349,11 @@ class IdentityProbe:
             )
         return found
 
-    async def _difference(self, engine: Engine, version: int, expected: Sequence[float], first: bool) -> float:
-        found = await self._scored(engine, self._tokens, version)
+    def _difference(
+        self, engine: Engine, version: int, found: Sequence[float], expected: Sequence[float], *, first: bool
+    ) -> float:
         mean, limit = _mean_of_probe(found, expected), self._limit(engine, first)
+        kl = sum(math.expm1(min(b - a, 50.0)) - (b - a) for a, b in zip(found, expected, strict=True)) / len(expected)
         ok = mean <= limit  # False for NaN too
         self._telemetry.record(
             IdentityChecked(
@@ -303,8 +363,17 @@ class IdentityProbe:
                 max_abs_diff=max(abs(a - b) for a, b in zip(found, expected, strict=True)),
                 tolerance=limit,
                 ok=ok,
+                weights=self._quantised.weights if self._quantised else "",
+                tokens=len(expected),
+                kl=kl,
             )
         )
+        if not ok and self._quantised:
+            raise IdentityError(
+                f"at version {version} the engine, which has {self._quantised.weights} weights (engine.weights), samples from another policy than the "
+                f"one that is trained: their log-probs of {len(expected)} tokens differ by {mean:.3g} on average (watch.mismatch = {limit:g} is allowed; "
+                f'KL {kl:.3g}). Resume with engine.weights = "published", or with a watch.mismatch that your algorithm bears (docs/quantised.md)'
+            )
         if not ok:
             floor = max(self._floors.values(), default=0.0)
             more = f", {mean / floor:.3g} times as much as at the first version" if floor else ""
@@ -318,6 +387,8 @@ class IdentityProbe:
 
     def _limit(self, engine: Engine, first: bool) -> float:
         """The largest mean |difference|: before there is a floor, what rounding can cause in any model."""
+        if self._quantised:
+            return self._quantised.most
         most, least, above = self._rounding
         if first or not self._floors:
             return most

@@ -258,6 +258,7 @@ class Pipeline:
             self._skip(report)
             return report
         self._skipped = 0
+        parts.probe.saw(batch.rows)
         self.step, self.worked = report.version, self._clock() - self._began
         return report
 

@@ -36,6 +36,7 @@ from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.native.resources import available_cores, core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
+from headrace.run.quantised import quantised_problems
 from headrace.settings.extras import install, is_installed
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -173,8 +174,7 @@ Source = RunConfig | Mapping[str, Any] | str | Path
 
 
 def load_config(source: Source, sets: Sequence[str] = ()) -> RunConfig:
-    """Reads a TOML file, a dict of the same shape or a finished config, with `--set` texts on top, validates and checks
-    it.
+    """Reads a TOML file, a dict of the same shape or a finished config, with `--set` texts on top, and checks it.
 
     Relative paths in a TOML file are relative to its folder, those of a dict or of `sets` to the working directory.
     Raises ConfigError with all complaints at once, one per line.
@@ -270,6 +270,7 @@ def check(config: RunConfig) -> list[str]:
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *_parity_problems(config.train, config.engine, config.rollout, config.lora),
+        *quantised_problems(config.engine, config.algo, config.train, config.watch),
         *parallel_problems(config.train, config.lora, itself=itself),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),

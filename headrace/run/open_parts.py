@@ -18,7 +18,7 @@ from headrace.episodes.scoring.reward_scorer import punished
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.assembly import RestoredState, assemble, restore_state
 from headrace.loop.checkpoints import Snapshots
-from headrace.loop.evaluation import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of
+from headrace.loop.evaluation import PROBE, ROUNDING, TEXT, IdentityProbe, Quantised, pieces_of
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.pipeline import Parts, Pipeline, earlier_metrics
 from headrace.loop.run_limits import Minutes
@@ -254,4 +254,9 @@ class _JoinedLane:
             else (),
             served=config.engine.is_server,
             exact=pools.same_arithmetic,
+            quantised=Quantised(
+                config.engine.weights, config.watch.mismatch, pieces_of(encoder.encode_text(TEXT), room)
+            )
+            if config.engine.weights != "published"
+            else None,
         )

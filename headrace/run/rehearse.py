@@ -46,6 +46,7 @@ from headrace.run.choosing import fit_minutes, settle, settle_sizes
 from headrace.run.config import RunConfig, rate_remarks, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
+from headrace.run.quantised import correction_of, quantised_words
 from headrace.run.rehearsal import machine as machines
 from headrace.run.rehearsal.first_rows import (
     RewardTrial,
@@ -268,6 +269,10 @@ async def _task_and_reward(
     with found.part():
         _own_functions(config.algo)
         found.sections[f"Algorithm{several}"] = algorithm(config.algorithm)
+        if sentence := quantised_words(config.engine, config.algo, config.watch):
+            found.sections[f"Algorithm{several}"] = [*algorithm(config.algorithm), ("quantised", sentence)]
+            if not correction_of(config.algo):
+                found.notes.append(f"{sentence}. docs/quantised.md shows what that costs")
     if model_dir is None:
         return
     async with _reward_worker(config.reward, config.sandbox, inputs.rewards) as beginning:

@@ -189,8 +189,8 @@ def own_config(notice: RunNotice, sets: Sequence[str]) -> RunConfig:
 
 def _decisive(config: RunConfig) -> dict[str, Any]:
     """The settings that decide what is trained or measured, by name. Of paths only the last part counts: files may lie elsewhere here."""
-    held_out = {name: value for name, value in settings_of(config) if name.startswith("eval.")}
-    return {name: _without_folders(value) for name, value in {**meaning(config), **held_out}.items()}
+    more = {name: value for name, value in settings_of(config) if name.startswith("eval.") or name == "engine.weights"}
+    return {name: _without_folders(value) for name, value in {**meaning(config), **more}.items()}
 
 
 def _without_folders(value: Any) -> Any:

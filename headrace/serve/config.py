@@ -61,6 +61,11 @@ class ServeConfig:
                 f"engine.replicas = {self.engine.replicas}: a server serves one engine; start a server for each and name them all in the run's "
                 "engine.urls, or have the run start them"
             )
+        if self.engine.weights != "published":
+            raise ConfigError(
+                f'engine.weights = "{self.engine.weights}": a server does not measure how far its weights are from those that are trained, as a run '
+                'does; set engine.weights = "published"'
+            )
         if self.training and not self.engine.max_adapters:
             raise ConfigError(
                 "--train trains adapters, and --adapters 0 leaves the engine no room for one; give it 4, say"

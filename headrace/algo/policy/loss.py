@@ -97,6 +97,8 @@ class Loss:
     denominator."""
     anchored: ClassVar[bool] = True
     """Whether it is a function of `old`. (A user's own function gets the tokens alone.)"""
+    weighs: ClassVar[bool] = True
+    """Whether every token's gradient is weighted by a function of its ratio to `old`, as importance sampling does."""
     pairs: ClassVar[bool] = False
     """Whether it is a function of pairs of rollouts (`policy/pairs.py`)."""
     needs_reference: ClassVar[bool] = False

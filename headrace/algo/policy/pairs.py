@@ -62,6 +62,7 @@ class PairLoss(Loss):
     pairs: ClassVar[bool] = True
     reach: ClassVar[Reach] = "step"
     anchored: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         """[K] the loss of each pair, float64."""

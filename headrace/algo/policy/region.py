@@ -139,6 +139,7 @@ class Kimi(Loss):
     """
 
     name: ClassVar[str] = "kimi"
+    weighs: ClassVar[bool] = False
     needs_gap: ClassVar[bool] = True
     tau: Tau = 0.1
     """The strength of the pull towards the sampler."""

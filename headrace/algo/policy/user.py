@@ -27,6 +27,7 @@ class UserLoss(Loss):
 
     name: ClassVar[str] = "file.py:name"
     anchored: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
     rejects: ClassVar[bool] = True
     reach: ClassVar[Reach] = "sequence"
     spec: str

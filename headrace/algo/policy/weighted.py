@@ -75,6 +75,7 @@ class TOPR(Loss):
     """
 
     name: ClassVar[str] = "topr"
+    weighs: ClassVar[bool] = False
     reach: ClassVar[Reach] = "sequence"
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
@@ -86,6 +87,7 @@ class TOPRToken(Loss):
     """Like `topr`, with the ratio of each token (ROLL)."""
 
     name: ClassVar[str] = "topr_token"
+    weighs: ClassVar[bool] = False
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         return _tapered(tokens, tokens.logprob.detach() - old)
@@ -134,6 +136,7 @@ class CrossEntropy(Loss):
     """
 
     name: ClassVar[str] = "ce"
+    weighs: ClassVar[bool] = False
     holds: ClassVar[bool] = False
     weighs_rollouts: ClassVar[bool] = True
 

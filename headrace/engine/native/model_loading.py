@@ -122,13 +122,17 @@ def find_device(wanted: str) -> torch.device:
 def _runner(
     model: skeleton.Skeleton, config: EngineConfig, context: int, dtype: torch.dtype, device: torch.device
 ) -> Runner:
-    from headrace.engine.native.kernels.runner import KernelRunner
+    from headrace.engine.native.kernels.runner import INT8_LEVELS, KernelRunner
     from headrace.engine.native.runners.decoder import FusedRunner
     from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
     from headrace.engine.native.runners.own_cache import OwnCacheRunner
 
     runners = {"kernels": KernelRunner, "fused": FusedRunner, "hf": HuggingFaceRunner, "cache": OwnCacheRunner}
     chosen = choose_path(model, config, dtype, device)
+    if config.weights == "int8":
+        return KernelRunner(
+            model, context, dtype=dtype, device=device, max_adapters=config.max_adapters, levels=INT8_LEVELS
+        )
     return runners[chosen](
         model, context, dtype=dtype, device=device, exact=config.exact, max_adapters=config.max_adapters
     )
@@ -146,6 +150,13 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
         "hf": lambda: model.objection,
         "cache": str,
     }
+    if config.weights != "published":
+        if reason := refusals["kernels"]():
+            raise ConfigError(
+                f'engine.weights = "{config.weights}" is of the C++ kernels, which do not serve {model.model_type} here: {reason}; set '
+                'engine.weights = "published"'
+            )
+        return "kernels"
     if config.path != "auto":
         if reason := refusals[config.path]():
             raise ConfigError(

@@ -25,7 +25,7 @@ SPEEDS = {
 ASK = f"import sys; from {__name__} import answer; print(answer(*sys.argv[1:]))"
 SECONDS = 120
 """Time for an answer; without one, the engine answers when it starts."""
-ASKED = ("path", "device", "dtype", "exact", "max_adapters", "routing", "context_length", "kv_gib")
+ASKED = ("path", "device", "dtype", "exact", "max_adapters", "routing", "context_length", "kv_gib", "weights")
 """Settings that the answer depends on."""
 
 
@@ -33,7 +33,7 @@ def served_how(model_dir: Path, config: EngineConfig) -> str:
     """Returns the path and its speed in words; empty for the families that have a decoder of ours, of which there is nothing to find out,
     and if nothing was found in time. Raises ConfigError if the engine does not serve the model with these settings.
     """
-    if config.is_server or _is_ours(model_dir):
+    if config.is_server or (_is_ours(model_dir) and config.weights == "published"):
         return ""
     asked = json.dumps({name: getattr(config, name) for name in ASKED})
     command = [sys.executable, "-c", ASK, str(model_dir), asked]

@@ -32,7 +32,7 @@ from headrace.loop.assembly import assemble, go_live, restore_state
 from headrace.loop.buffer import Buffer
 from headrace.loop.checkpoints import UNCHANGED, ChangedSettings, Checkpoints, Moment, Snapshots, load_controller
 from headrace.loop.curriculum_config import CurriculumConfig
-from headrace.loop.evaluation import IdentityProbe
+from headrace.loop.evaluation import IdentityProbe, Quantised
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import GroupSource
 from headrace.loop.partial import PartialConfig
@@ -83,6 +83,7 @@ class World:
     checkpoint_every: int = 0
     evaluate_every: int = 0
     identity_every: int = 2
+    quantised: Quantised | None = None
     mark: str = ""
     """Stands for the settings that make rows, as `resume_rules.meaning` tells them."""
     earlier: EarlierMetrics = EarlierMetrics()
@@ -142,7 +143,7 @@ class World:
             decode=self.decode,
             journal=journal,
             snapshots=snapshots,
-            probe=IdentityProbe([1, 2, 3], self.identity_every, "float32", telemetry),
+            probe=IdentityProbe([1, 2, 3], self.identity_every, "float32", telemetry, quantised=self.quantised),
             turns=DeviceShare(self.shared(telemetry) if self.shared else None),
             noise=self.noise,
             deltas=self.deltas,

@@ -3,7 +3,9 @@
 // The first operand is rows, as they lie in memory or in blocks of [32 rows][32 columns]. The second is packed once in panels of
 // 32 outputs; a panel is a list of steps of 32 inputs. In bf16 a step is two tiles (16 outputs each) of [16 pairs of
 // inputs][16 outputs][2]: AMX multiplies by tiles, AVX512-BF16 by pairs, and a pair is two vectors of float32 after a shift and
-// a mask. In float32 a step is [32 inputs][32 outputs].
+// a mask. In float32 a step is [32 inputs][32 outputs]. Codes of eight bits (the engine's quantised weights) are integers that are
+// multiplied as they are, and whoever calls multiplies the sums by a scale: a step is two tiles of [32 inputs][16 outputs], or, where
+// rows are bf16, laid out as its tiles are. All codes are numbers of bf16, so that no kind of processor rounds them.
 //
 // Each sum runs over the inputs in the same order for any number of rows: a row's result does not depend on its batch.
 //
@@ -15,6 +17,7 @@
 
 #include "vec.h"
 
+using code = int8_t;
 constexpr int SIDE = 32, AREA = SIDE * SIDE;
 static inline int up(int n) { return (n + SIDE - 1) / SIDE; }
 
@@ -28,8 +31,8 @@ template <class T>
 struct Panel {
     const T* data;
     size_t apart = AREA;                                      // from a step to the next
-    size_t next = SIDE;                                       // from a pair of inputs, in float32 from an input, to the next
-    size_t beside = std::is_same<T, bf16>::value ? 512 : 16;  // from 16 outputs to the next 16
+    size_t next = std::is_same<T, code>::value ? 16 : SIDE;   // from a pair of inputs, in float32 and codes from an input, to the next
+    size_t beside = std::is_same<T, float>::value ? 16 : 512;  // from 16 outputs to the next 16
     // Set for a panel that is in no cache: what is read after it. Prefetched while it is multiplied are the rest of the panel and the
     // beginning of this; or, if `lines` is set because it was prefetched before, so many lines of 64 bytes of this with each step.
     const T* then = nullptr;
@@ -38,7 +41,7 @@ struct Panel {
 
 // Each tier defines TIER, its name, and
 //     multiply<ADD>(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows)
-// for X and W of bf16 or float32: c [rows, 32], rows `ld` floats apart, is x [rows, steps * 32] times a panel, added to the
+// for X and W of bf16 or float32, and for X of float32 and codes: c [rows, 32], rows `ld` floats apart, is x [rows, steps * 32] times a panel, added to the
 // content of c if ADD. At most 32 rows; x and c must have room for 16 rows, or for 32 if there are more than 16: AMX computes
 // them all.
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
@@ -54,6 +57,23 @@ struct Panel {
 #else
 #include "tier_portable.h"
 #endif
+
+// Rows of bf16 times codes: a few steps of them become bf16, which stays in the first-level cache.
+template <bool ADD>
+static inline void multiply(Inputs<bf16> x, Panel<code> w, int steps, float* c, size_t ld, int rows) {
+    constexpr int FEWER = 8;
+    alignas(64) bf16 wide[FEWER * AREA];
+    for (int s = 0; s < steps; s += FEWER, x.data += FEWER * x.step, w.data += FEWER * AREA) {
+        const int some = std::min(FEWER, steps - s);
+        const bool last = s + some == steps;
+        for (int i = 0; i < some * AREA; i += 16) {
+            if (i % 64 == 0 && (!last || w.then)) __builtin_prefetch((last ? w.then : w.data + FEWER * AREA) + i, 0, 3);
+            narrow(wide + i, of_codes(w.data + i));
+        }
+        if (ADD || s) multiply<true>(x, Panel<bf16>{wide}, some, c, ld, rows);
+        else multiply<false>(x, Panel<bf16>{wide}, some, c, ld, rows);
+    }
+}
 
 // Whether this processor has the instructions that the tier was compiled for.
 static inline bool executable() {

@@ -11,9 +11,9 @@ static_assert(SIDE % (LANES * ACROSS) == 0 && LANES <= 16, "a panel is a whole n
 
 #define UNROLLED _Pragma("GCC unroll 16")
 
-template <int R>
+template <int R, int A = ACROSS>
 struct Sums {
-    fvec at[R][ACROSS];
+    fvec at[R][A];
 };
 
 // What is prefetched during the multiplications: the processor's own prefetching ends at pages, and one step's multiplications fill
@@ -23,6 +23,7 @@ struct Further {
     inline __attribute__((always_inline)) void input(const W* w, size_t beside) const {
         UNROLLED for (int v = 0; v < ACROSS * LANES; v += 16) __builtin_prefetch((const char*)(w + v / 16 * beside) + AHEAD, 0, 3);
     }
+    inline __attribute__((always_inline)) void line(const code* w) const { __builtin_prefetch((const char*)w + AHEAD / 2, 0, 3); }
     inline __attribute__((always_inline)) void step() const {}
 };
 // or, where the panel is in the cache, `each` bytes of something else with every step.
@@ -48,6 +49,21 @@ INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const float* w,
             UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] += weight[v] * x[r * row + i];
     }
 }
+INLINED fvec widened(const code* codes) { return (fvec)some_codes(codes); }
+// A line of codes holds four inputs.
+template <int R, int A, class Soon>
+INLINED void add_step(Sums<R, A>& sums, const float* x, size_t row, const code* w, size_t next, size_t beside, const Soon& soon) {
+    for (int i = 0; i < SIDE; i += 4) {
+        soon.line(w);
+        if (A * LANES > 16) soon.line(w + beside);
+        UNROLLED for (int j = 0; j < 4; j++, w += next) {
+            fvec weight[A];
+            UNROLLED for (int v = 0; v < A; v++) weight[v] = widened(w + v * LANES / 16 * beside + v * LANES % 16);
+            UNROLLED for (int r = 0; r < R; r++)
+                UNROLLED for (int v = 0; v < A; v++) sums.at[r][v] += weight[v] * x[r * row + i + j];
+        }
+    }
+}
 // The even or the odd inputs of LANES pairs.
 INLINED fvec widened(const bf16* pairs, bool odd) {
     const uvec both = *(const uvec*)pairs;
@@ -69,20 +85,21 @@ INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const bf16* w, 
     }
 }
 
-// A product of R rows.
+// A product of R rows. Few rows with codes take twice as many outputs at a time, because codes come fast enough that sums wait for each other.
 template <int R, class X, class W, class Soon>
 static void rows_of(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, bool add, Soon& soon) {
-    for (int column = 0; column < SIDE; column += ACROSS * LANES) {
+    constexpr int A = std::is_same<W, code>::value && R <= 2 && 2 * ACROSS * LANES <= SIDE ? 2 * ACROSS : ACROSS;
+    for (int column = 0; column < SIDE; column += A * LANES) {
         const W* from = w.data + column / 16 * w.beside + column % 16 * (std::is_same<W, bf16>::value ? 2 : 1);
-        Sums<R> sums;
+        Sums<R, A> sums;
         UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] = add ? *(fvec*)(c + r * ld + column + v * LANES) : fvec{};
+            UNROLLED for (int v = 0; v < A; v++) sums.at[r][v] = add ? *(fvec*)(c + r * ld + column + v * LANES) : fvec{};
         for (int s = 0; s < steps; s++) {
             soon.step();
-            add_step<R>(sums, x.data + s * x.step, x.row, from + s * w.apart, w.next, w.beside, soon);
+            add_step(sums, x.data + s * x.step, x.row, from + s * w.apart, w.next, w.beside, soon);
         }
         UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int v = 0; v < ACROSS; v++) *(fvec*)(c + r * ld + column + v * LANES) = sums.at[r][v];
+            UNROLLED for (int v = 0; v < A; v++) *(fvec*)(c + r * ld + column + v * LANES) = sums.at[r][v];
     }
 }
 
@@ -117,17 +134,22 @@ static inline void widen_panel(const Panel<bf16>& w, int steps, float* wide) {
                 *(fvec*)(wide + j) = widened(from, false), *(fvec*)(wide + SIDE + j) = widened(from, true);
             }
 }
+static inline void widen_panel(const Panel<code>& w, int steps, float* wide) {
+    for (int s = 0; s < steps; s++)
+        for (int i = 0; i < SIDE; i++, wide += SIDE)
+            UNROLLED for (int j = 0; j < SIDE; j += LANES) *(fvec*)(wide + j) = widened(w.data + s * w.apart + i * w.next + j / 16 * w.beside + j % 16);
+}
 
-// Whether the tiles of a product share weights of bf16 that were widened once. Registers of sixteen store them no faster than each tile
+// Whether the tiles of a product share narrow weights that were widened once. Registers of sixteen store them no faster than each tile
 // widens them.
 constexpr bool SHARED = LANES < 16;
 
 // All tiles of `steps` steps, with a buffer for their weights. `next`: the steps after them, if they are in no cache.
-template <class X>
-static inline void by_shared(Inputs<X> x, Panel<bf16> w, int steps, float* c, size_t ld, int rows, bool add, const bf16* next) {
+template <class X, class W>
+static inline void by_shared(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows, bool add, const W* next) {
     alignas(64) float wide[DEEP * AREA];
     widen_panel(w, steps, wide);
-    const size_t lines = next ? DEEP * AREA * sizeof(bf16) / 64 : 0, parts = tiles_of(rows) * (SIDE / (ACROSS * LANES)) * steps;
+    const size_t lines = next ? DEEP * AREA * sizeof(W) / 64 : 0, parts = tiles_of(rows) * (SIDE / (ACROSS * LANES)) * steps;
     by_tiles(x, Panel<float>{wide}, steps, c, ld, rows, add, Next{(const char*)next, (lines + parts - 1) / parts * 64});
 }
 
@@ -136,7 +158,7 @@ static inline void by_shared(Inputs<X> x, Panel<bf16> w, int steps, float* c, si
 template <bool ADD, class X, class W>
 static inline void multiply(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows) {
     constexpr bool pairs = PAIRS && std::is_same<X, bf16>::value && std::is_same<W, bf16>::value;
-    constexpr bool narrow = std::is_same<X, bf16>::value && !pairs, shared = std::is_same<W, bf16>::value && !pairs && SHARED;
+    constexpr bool narrow = std::is_same<X, bf16>::value && !pairs, shared = !std::is_same<W, float>::value && !pairs && SHARED;
     if constexpr (!narrow && !shared) return by_tiles(x, w, steps, c, ld, rows, ADD, Further{});
     else {
         if constexpr (!narrow)

@@ -17,7 +17,7 @@ using bf16 = uint16_t;
 #define UNROLLED_4 _Pragma("GCC unroll 4")
 
 // f16x, i16x and u16x are sixteen numbers each, with the operators of C; select chooses by lanes; bits_of and keep_low take and store
-// sixteen numbers of 16 bits.
+// sixteen numbers of 16 bits, of_codes and keep_codes of 8; some_codes takes a register's.
 #if defined(__AVX512F__)
 #define INLINED static inline __attribute__((always_inline))
 typedef float f16x __attribute__((vector_size(64), aligned(4)));
@@ -28,6 +28,9 @@ INLINED f16x load(const float* p) { return *(const f16x*)p; }
 INLINED void store(float* p, f16x v) { *(f16x*)p = v; }
 INLINED u16x bits_of(const uint16_t* p) { return __builtin_convertvector(*(const h16x*)p, u16x); }
 INLINED void keep_low(uint16_t* p, u16x v) { *(h16x*)p = __builtin_convertvector(v, h16x); }
+INLINED f16x some_codes(const int8_t* p) { return (f16x)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+INLINED f16x of_codes(const int8_t* p) { return some_codes(p); }
+INLINED void keep_codes(int8_t* p, i16x v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v)); }
 template <class V>
 INLINED V select(i16x mask, V yes, V no) { return mask ? yes : no; }
 INLINED i16x count16() { return i16x{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }

@@ -91,6 +91,27 @@ INLINED void keep_low(uint16_t* p, u16x v) {
     EACH_PART *(Shorts*)(p + i * u16x::LANES) = __builtin_convertvector(v.at[i], Shorts);
 #endif
 }
+typedef int8_t Bytes __attribute__((vector_size(REGISTER / 4), aligned(1)));
+INLINED f16x::Part some_codes(const int8_t* p) {
+#if defined(__AVX2__)
+    return (f16x::Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)p, i16x::Part), f16x::Part);
+#endif
+}
+INLINED f16x of_codes(const int8_t* p) {
+    f16x v;
+    EACH_PART v.at[i] = some_codes(p + i * f16x::LANES);
+    return v;
+}
+INLINED void keep_codes(int8_t* p, i16x v) {
+#if defined(__AVX2__)
+    const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.at[0], (__m256i)v.at[1]), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)));
+#else
+    EACH_PART *(Bytes*)(p + i * i16x::LANES) = __builtin_convertvector(v.at[i], Bytes);
+#endif
+}
 template <class V>
 INLINED V select(i16x mask, V yes, V no) {
     EACH_PART yes.at[i] = mask.at[i] ? yes.at[i] : no.at[i];

@@ -99,6 +99,8 @@ def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> l
     for candidate in CANDIDATES:
         config = engine if candidate.part == "engine" else train
         fits = config.dtype in ("auto", candidate.dtype) and config.path in ("auto", candidate.path)
+        if candidate.part == "engine" and engine.weights != "published" and candidate.path != "kernels":
+            fits = False
         if candidate.part == "engine" and config.dtype == "auto" and candidate.dtype == "float32" and not wide:
             fits = False
         if (

@@ -222,10 +222,15 @@ def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
 
 def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Device) -> list[MemoryNeed]:
     """Returns the memory of an engine. On a CPU the weights are stored packed for the kernels, if these serve the model."""
-    weights = shape.parameters * BYTES[config.serving_dtype]
+    what, weights = "weights, in the dtype of the computation", shape.parameters * BYTES[config.serving_dtype]
+    if config.weights != "published":
+        others = shape.parameters - sum(rows * columns for _, rows, columns in shape.matrices)
+        # A head that is tied to the embedding, which stays as it is published, is a second matrix.
+        what = f"weights in {config.weights}, embeddings in {config.serving_dtype}"
+        weights = BYTES[config.weights] * shape.parameters + BYTES[config.serving_dtype] * others
     return [
         MemoryNeed(who, "Python and torch", PROCESS, "cpu"),
-        MemoryNeed(who, "weights, in the dtype of the computation", weights, device),
+        MemoryNeed(who, what, weights, device),
         MemoryNeed(who, KV, config.sizes.kv_gib * GIB, device),
     ]
 

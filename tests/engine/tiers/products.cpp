@@ -13,6 +13,8 @@ static void draw(bf16& x) {
     draw(wide);
     x = narrow1(wide);
 }
+static void draw(code& x) { x = (int)(generator() % 255) - 127; }
+static float read1(const code* p) { return *p; }
 template <class T>
 static std::vector<T> drawn(size_t count) {
     std::vector<T> all(count);
@@ -20,10 +22,11 @@ static std::vector<T> drawn(size_t count) {
     return all;
 }
 
-// Input i of output j of a panel.
-template <class W>
+// Input i of output j of a panel. Codes lie as weights of the rows' kind do.
+template <class X, class W>
 static double weight(const Panel<W>& w, int i, int j) {
-    const int pair = sizeof(float) / sizeof(W);
+    if (std::is_same<W, code>::value && std::is_same<X, bf16>::value) return read1(w.data + i / SIDE * AREA + j / 16 * 512 + i % SIDE / 2 * SIDE + j % 16 * 2 + i % 2);
+    const int pair = std::is_same<W, bf16>::value ? 2 : 1;
     return read1(w.data + i / SIDE * w.apart + i % SIDE / pair * w.next + j / 16 * w.beside + j % 16 * pair + i % pair);
 }
 
@@ -40,7 +43,7 @@ static bool right(const char* what, Inputs<X> x, Panel<W> w, int steps) {
             for (int j = 0; j < SIDE; j++) {
                 double sum = ADD ? before[r * ld + j] : 0, size = std::abs(sum);
                 for (int i = 0; i < steps * SIDE; i++) {
-                    double one = read1(x.data + r * x.row + i / SIDE * x.step + i % SIDE) * weight(w, i, j);
+                    double one = read1(x.data + r * x.row + i / SIDE * x.step + i % SIDE) * weight<X>(w, i, j);
                     sum += one, size += std::abs(one);
                 }
                 if (!(std::abs(c[r * ld + j] - sum) <= 1e-6 * size)) return std::printf("%s, %d rows: c[%d, %d] is %g, not %g\n", what, rows, r, j, c[r * ld + j], sum), false;
@@ -64,6 +67,7 @@ static bool all(const char* what) {
         good = good && right<false>(what, Inputs<X>{x.data()}, Panel<W>{w.data()}, steps);
         good = good && right<true>(what, Inputs<X>{x.data(), (size_t)steps * SIDE, SIDE}, Panel<W>{w.data()}, steps);
     }
+    if (std::is_same<W, code>::value) return good;
     // As attention reads keys (steps of 32 dimensions) and values (one step of 32 tokens).
     good = good && right<false>(what, Inputs<X>{x.data(), dim, SIDE}, Panel<W>{w.data(), AREA, pair * SIDE, pair * 16}, dim / SIDE);
     return good && right<true>(what, Inputs<X>{x.data()}, Panel<W>{w.data() + SIDE * pair, 0, pair * dim, pair * 16}, 1);
@@ -73,6 +77,7 @@ int main() {
     if (!executable() || !tiles_allowed()) return std::puts("cannot be executed here"), 0;
     tiles_begin();
     bool good = all<bf16, bf16>("bf16") && all<float, bf16>("float32 times bf16") && all<float, float>("float32");
+    good = good && all<float, code>("float32 times codes") && all<bf16, code>("bf16 times codes");
     tiles_end();
     if (good) std::puts(TIER);
     return !good;

@@ -83,6 +83,20 @@ def test_products_of_the_matrix_unit_are_right_by_tiles_in_software(tmp_path):
     assert told == "AMX"
 
 
+@x86
+@pytest.mark.parametrize("instructions", ["haswell", "sapphirerapids"])
+def test_codes_lie_where_the_products_of_each_tier_look_for_them(instructions, tmp_path):
+    """In pairs of inputs for rows of bf16, which the engine multiplies where an instruction does it, and which other tiers multiply here."""
+    if not known(instructions):
+        pytest.skip(f"the compiler does not know {instructions}")
+    engine = f"-I{SHARED.parent.parent / 'engine' / 'native' / 'kernels' / 'src'}"
+    assert build(tmp_path / "quantised", f"-march={instructions}", engine, source=HERE / "quantised.cpp") == ""
+    told = checked(str(tmp_path / "quantised"))
+    if told == "cannot be executed here":
+        pytest.skip(f"this processor cannot execute {instructions}; it was compiled")
+    assert told == TIERS[instructions]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_librarys_own_product_is_right(dtype):
     """In the calling thread, which has not prepared itself as those of a team have. A row's result has the same bits beside few rows

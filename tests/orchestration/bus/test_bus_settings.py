@@ -103,7 +103,8 @@ def noticed(place: Path) -> RunNotice:
 
 @pytest.mark.parametrize(
     "changed",
-    ["rollout.temperature=0.5", "rollout.group_size=8", "rollout.top_p=0.5", "eval.samples=3", "seed=9", "reward.extract_truncated=true"],
+    ["rollout.temperature=0.5", "rollout.group_size=8", "rollout.top_p=0.5", "eval.samples=3", "seed=9", "reward.extract_truncated=true",
+     "engine.weights=int8"],
 )  # fmt: skip
 def test_a_host_samples_and_scores_as_the_run_says(changed: str, tmp_path: Path) -> None:
     notice = noticed(tmp_path)

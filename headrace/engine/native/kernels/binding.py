@@ -34,7 +34,11 @@ def built(instructions: str = "native", dtype: str = "bfloat16") -> Built:
 
 
 class Linear(Structure):
-    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("packed", "bias")),
+        *((name, c_int32) for name in ("n", "k")),
+        *((name, c_void_p) for name in ("codes", "scales")),
+    ]
 
 
 class LayerStruct(Structure):
@@ -106,6 +110,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_use": (None, [c_void_p, POINTER(ModelStruct)]),
     "headrace_forward": (None, [c_void_p, POINTER(PassStruct)]),
     "headrace_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_void_p]),
+    "headrace_quantise": (None, [c_void_p, c_void_p, c_int, POINTER(Linear)]),
     "headrace_draw": (None, [c_void_p, POINTER(DrawsStruct)]),
     "headrace_kept": (None, [c_void_p, c_void_p, c_int, c_void_p]),
 }

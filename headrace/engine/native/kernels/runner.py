@@ -49,6 +49,10 @@ ARENA = 32 * 2**20
 """Numbers taken from the system at once."""
 
 
+INT8_LEVELS = 127
+"""Steps on either side of zero that weights of eight bits have."""
+
+
 def padded(count: int) -> int:
     return -(-count // SIDE) * SIDE
 
@@ -61,11 +65,13 @@ def gate_up_order(inner: int) -> np.ndarray:
 class Packer:
     """Packs matrices and keeps alive all that the C++ side is pointed to."""
 
-    def __init__(self, library: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: the dtype in which the library stores weights."""
-        self._library = library
+    def __init__(self, library: Any, dtype: torch.dtype = torch.bfloat16, levels: int = 0) -> None:
+        """`dtype`: the dtype in which the library stores weights. `levels`: steps on either side of zero that a quantised weight can have,
+        127 in eight bits; 0 leaves weights as they are."""
+        self._library, self._levels = library, levels
         self._kept: list[Any] = []
-        self._arena = torch.zeros(0, dtype=dtype)
+        self._arenas = {kind: torch.zeros(0, dtype=kind) for kind in (dtype, torch.int8)}
+        self._dtype = dtype
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor)
@@ -73,7 +79,7 @@ class Packer:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies a tensor to large pages, because rows of an embedding are read in random order."""
-        return self._room(tensor.numel()).view(tensor.shape).copy_(tensor)
+        return self._room(tensor.numel(), self._dtype).view(tensor.shape).copy_(tensor)
 
     def linear(
         self, weights: tuple[torch.Tensor, torch.Tensor | None], order: np.ndarray | None = None
@@ -90,16 +96,23 @@ class Packer:
         """Packs matrices [E, out, in] consecutively."""
         stack, (count, outputs, inputs) = stack.contiguous(), stack.shape
         rows = np.arange(outputs, dtype=np.int32) if order is None else order
-        packed = self._room(count * padded(outputs) * padded(inputs)).view(count, -1)
+        size = count * padded(outputs) * padded(inputs)
+        if self._levels:
+            codes, scales = self._room(size, torch.int8).view(count, -1), torch.empty(count, padded(outputs))
+            for matrix, *room in zip(stack, codes, self.keep(scales), strict=True):
+                own = binding.Linear(n=outputs, k=inputs, codes=address(room[0]), scales=address(room[1]))
+                self._library.headrace_quantise(address(matrix), address(rows), self._levels, ctypes.byref(own))
+            return binding.Linear(n=outputs, k=inputs, codes=address(codes), scales=address(scales))
+        packed = self._room(size, self._dtype).view(count, -1)
         for matrix, room in zip(stack, packed, strict=True):
             self._library.headrace_pack(address(matrix), inputs, address(rows), outputs, address(room))
-        return binding.Linear(address(packed), None, outputs, inputs)
+        return binding.Linear(packed=address(packed), n=outputs, k=inputs)
 
-    def _room(self, count: int) -> torch.Tensor:
+    def _room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocates `count` elements from a large arena, so that consecutive matrices are adjacent in memory."""
-        if count > len(self._arena):
-            self._arena = self.keep(zeros(max(count, ARENA), self._arena.dtype))
-        room, self._arena = self._arena[:count], self._arena[count:]
+        if count > len(self._arenas[dtype]):
+            self._arenas[dtype] = self.keep(zeros(max(count, ARENA), dtype))
+        room, self._arenas[dtype] = self._arenas[dtype][:count], self._arenas[dtype][count:]
         return room
 
     def wide(self, weight: torch.Tensor | None) -> int | None:
@@ -168,18 +181,20 @@ class KernelRunner:
         exact: bool = False,
         max_adapters: int = 0,
         library: Any = None,
+        levels: int = 0,
     ) -> None:
-        """`library`: the one for this machine unless given."""
+        """`library`: the one for this machine unless given. `levels`: of quantised weights (`Packer`), 0 for none."""
         assert not refusal(model, dtype, device), "ask `refusal` first"
         self.spec = spec = read_spec(model)
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self.passes = PassCounts()
-        self.path = f"kernels {spec.family}"
+        self.path = f"kernels {spec.family}" + (f", int8 of {levels} levels" if levels else "")
         self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         assert self._library is not None
-        self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
-        self.dtype = dtype
+        shared = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
+        self.arithmetic = "" if levels else shared  # no trainer computes with quantised weights
+        self.dtype, self._levels = dtype, levels
         self.block_nbytes = len(spec.layers) * self._block_elements * dtype.itemsize
         self._tables = _rotary(model, context_length)
         self._live: Packed | None = None
@@ -236,7 +251,7 @@ class KernelRunner:
     @torch.no_grad()
     def prepare(self, tensors: Tensors) -> Packed:
         spec, weights = self.spec, read_weights(self.spec, tensors)
-        packer = Packer(self._library, self.dtype)
+        packer = Packer(self._library, self.dtype, self._levels)
         layers = (binding.LayerStruct * len(spec.layers))()
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
             _fill(into, layer, part, packer)

@@ -6,6 +6,7 @@
 // functions below list all phases before the first begins. The residual stream is float32 and lies in the blocks of packing.h, so
 // `out` and `down` add to it where they store their tiles.
 #include "mixture.h"
+#include "quantising.h"
 #include "sampling.h"
 
 namespace {
@@ -57,12 +58,12 @@ struct Decoder : Mixture {
     }
 
     void head(const Pass& p) {
-        int n = p.rows_count, steps = up(m.head.k);
+        int n = p.rows_count;
         size_t ld = (size_t)up(m.vocabulary) * SIDE;
         normalise(n, m.norm, p.rows, p.broken, m.layers - 1);
         plan.each(up(m.head.n), [=, &p](int panel, int next) {
             float* sums = sums_of(n);
-            multiply_rows<false>(n, m.head.panel(panel, next, up(m.head.n)), steps, SIDE, blocks_of(h), [&](int b) { return sums + b * AREA; });
+            times<false>(m.head, panel, next, up(m.head.n), n, blocks_of(h), [&](int b) { return sums + b * AREA; });
             for (int r = 0; r < n; r++) stream(p.logits + r * ld + panel * SIDE, load(sums + r * SIDE), load(sums + r * SIDE + 16));
             streamed();
         });
@@ -86,12 +87,17 @@ void headrace_pack(const stored* w, int k, const int32_t* rows, int n, stored* p
     for (int panel = 0; panel < up(n); panel++) pack_panel(w, k, rows, n, panel, packed);
 }
 
+// Fills the codes and scales of `into`. Output j is row rows[j] of `w` [?, into.k]; codes have `levels` steps on either side of zero.
+void headrace_quantise(const stored* w, const int32_t* rows, int levels, const Linear* into) {
+    for (int panel = 0; panel < up(into->n); panel++) quantise_panel(w, rows, *into, panel, levels);
+}
+
 // c = x times w, both in blocks of 32 rows, in the calling thread, for tests and benchmarks.
 void headrace_product(const taken* x, int rows, const Linear* w, float* c) {
     Ready ready;
     for (int panel = 0; panel < up(w->n); panel++)
-        multiply_rows<false>(
-            rows, w->panel(panel, panel + 1, up(w->n)), up(w->k), SIDE, [&](int b) { return Inputs<taken>{x + (size_t)b * up(w->k) * AREA}; },
+        Dense::times<false>(
+            *w, panel, panel + 1, up(w->n), rows, [&](int b) { return Inputs<taken>{x + (size_t)b * up(w->k) * AREA}; },
             [&](int b) { return c + ((size_t)b * up(w->n) + panel) * AREA; });
 }
 

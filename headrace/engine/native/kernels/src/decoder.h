@@ -5,15 +5,18 @@
 #include "packing.h"
 
 struct Linear {
-    const stored* packed;  // panels of outputs; see product.h
-    const float* bias;   // [n] or null
+    const stored* packed;  // panels of outputs; see product.h. Null: codes and scales are there instead
+    const float* bias;     // [n] or null
     int32_t n, k;
+    code* codes;    // panels of the quantised weights
+    float* scales;  // [n up to 32]: what a code of 1 stands for, of each output
 
-    Panel<stored> panel(int i) const { return {packed + (size_t)i * up(k) * AREA}; }
-    // The same of `count` panels, read from memory, and probably `next` after it.
-    Panel<stored> panel(int i, int next, int count) const {
-        Panel<stored> one = panel(i);
-        one.then = panel(next < 0 || next >= count ? i : next).data;
+    // Panel i of `count`, read from memory, and probably `next` after it.
+    template <class W>
+    Panel<W> panel(const W* all, int i, int next, int count) const {
+        const size_t each = (size_t)up(k) * AREA;
+        Panel<W> one = {all + i * each};
+        if (next != i) one.then = all + (next < 0 || next >= count ? i : next) * each;
         return one;
     }
 };

@@ -58,11 +58,30 @@ struct Dense : State {
         });
     }
 
+    // into(b) = from(b) times panel i of `count`, for all blocks b of some rows, or added to what is there. Sums over codes are whole before
+    // they are scaled, so that they are the same numbers beside few rows and many.
+    template <bool ADD, class From, class Into>
+    static void times(const Linear& w, int i, int next, int count, int rows, const From& from, const Into& into) {
+        const int steps = up(w.k);
+        if (!w.codes) return multiply_rows<ADD>(rows, w.panel(w.packed, i, next, count), steps, SIDE, from, into);
+        float* sums = ADD ? sums_of(rows) : nullptr;
+        const auto raw = [&](int b) { return ADD ? sums + b * AREA : into(b); };
+        multiply_rows<false>(rows, w.panel(w.codes, i, next, count), steps, SIDE, from, raw);
+        const f16x scales[2] = {load(w.scales + (size_t)i * SIDE), load(w.scales + (size_t)i * SIDE + 16)};
+        for (int row = 0; row < rows; row++) {
+            float *c = into(row / SIDE) + row % SIDE * SIDE, *part = raw(row / SIDE) + row % SIDE * SIDE;
+            for (int j = 0; j < 2; j++) {
+                const f16x scaled = load(part + j * 16) * scales[j];
+                store(c + j * 16, ADD ? load(c + j * 16) + scaled : scaled);
+            }
+        }
+    }
+
     template <bool ADD>
     void product(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, Blocks<float>& into) {
         shrink(p, index, which, from);
         each_panel(p.tokens_count, w.k, up(w.n), [=, &p, &w, &from, &into](int panel, int next, int block, int rows) {
-            multiply_rows<ADD>(rows, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(from, block), [&](int b) { return into.block(block + b, panel); });
+            times<ADD>(w, panel, next, up(w.n), rows, blocks_of(from, block), [&](int b) { return into.block(block + b, panel); });
             for (int b = block; b < block + up(rows); b++) finish(p, index, which, w, panel, b, into.block(b, panel));
         });
     }
@@ -105,7 +124,7 @@ struct Dense : State {
         shrink(p, index, 2, h);
         each_panel(p.tokens_count, w.k, up(w.n), [=, &p, &w](int panel, int next, int block, int rows) {
             float* sums = sums_of(rows);
-            multiply_rows<false>(rows, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(h, block), [&](int b) { return sums + b * AREA; });
+            times<false>(w, panel, next, up(w.n), rows, blocks_of(h, block), [&](int b) { return sums + b * AREA; });
             for (int b = 0; b < up(rows); b++) {
                 float* c = sums + b * AREA;
                 finish(p, index, 2, w, panel, block + b, c);

@@ -25,15 +25,13 @@ struct Mixture : Heads {
             for (int i = 0; i < k; i++)
                 for (int c = 0; c < m.hidden; c += SIDE) std::memcpy(gathered.at(place[row * k + i], c), h.at(row, c), SIDE * sizeof(taken));
         });
-        each_expert(l, l.gate_up, [=](Panel<stored> w, int panel, int b, int rows) {
+        each_expert(l, l.gate_up, [=](const auto& multiplied, int panel, int b, int rows) {
             alignas(64) float c[AREA];
-            multiply<false>(Inputs<taken>{gathered.block(b, 0)}, w, up(m.hidden), c, SIDE, rows);
+            multiplied(gathered.block(b, 0), c);
             taken* to = inner.block(b, panel / 2) + panel % 2 * 16;
             for (int r = 0; r < rows; r++) write(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
         });
-        each_expert(l, l.down, [=, &l](Panel<stored> w, int panel, int b, int rows) {
-            multiply<false>(Inputs<taken>{inner.block(b, 0)}, w, up(l.down.k), told.block(b, panel), SIDE, rows);
-        });
+        each_expert(l, l.down, [=](const auto& multiplied, int panel, int b, int) { multiplied(inner.block(b, 0), told.block(b, panel)); });
         plan.each(n, [=](int row) {
             for (int c = 0; c < m.hidden; c += 16)
                 store(x.at(row, c), load(x.at(row, c)) + weighed([&](int i) { return load(told.at(place[row * k + i], c)); }, &weights[row * k], k));
@@ -57,14 +55,19 @@ struct Mixture : Heads {
         for (int i = 0; i < n * l.chosen; i++) place[i] = first[chosen[i]] * SIDE + next[chosen[i]]++;
     }
 
-    // Calls f for every panel of every expert that has rows, block by block.
+    // Calls f(multiplied, panel, block, rows) for every panel of every expert that has rows, block by block; multiplied(from, into) is its product.
     template <class F>
     void each_expert(const Layer& l, const Linear& w, const F& f) {
         const int panels = up(w.n);
         plan.each(l.experts * panels, [=, &l, &w](int item, int next) {
             int expert = item / panels, panel = item % panels;
-            for (int b = 0; b < up(count[expert]); b++)
-                f(b ? w.panel(item) : w.panel(item, next, l.experts * panels), panel, first[expert] + b, std::min(SIDE, count[expert] - b * SIDE));
+            for (int b = 0; b < up(count[expert]); b++) {
+                const int rows = std::min(SIDE, count[expert] - b * SIDE);
+                const auto multiplied = [&](const taken* from, float* into) {
+                    times<false>(w, item, b ? item : next, l.experts * panels, rows, [=](int) { return Inputs<taken>{from}; }, [=](int) { return into; });
+                };
+                f(multiplied, panel, first[expert] + b, rows);
+            }
         });
     }
 };
