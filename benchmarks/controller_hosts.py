@@ -30,7 +30,7 @@ from headrace.run.hosts.bus_messages import (
     RUN,
     TICKETS,
     WEIGHTS,
-    Errand,
+    ErrandLetter,
     ErrandReply,
     GroupErrand,
     HostEntry,
@@ -180,7 +180,8 @@ class BusHosts:
     async def run(self) -> None:
         while not (found := await self._bus.newer(RUN, wait=1.0)):
             pass
-        self._session = msgspec.msgpack.decode(found.body, type=RunNotice).session
+        notice = msgspec.msgpack.decode(found.body, type=RunNotice)
+        self._session, self._mark = notice.session, notice.mark
         works = [self._weights(), self._claims(), self._keeps(), *map(self._signs, self._names)]
         await asyncio.gather(*works)
 
@@ -233,7 +234,8 @@ class BusHosts:
     async def _answer(self, letter: Letter) -> None:
         who = min(self._names, key=lambda name: len(self._begun[name]))
         self._begun[who][letter.key] = None
-        errand, reply = msgspec.msgpack.decode(letter.body, type=Errand), ErrandReply(who)
+        asked, reply = msgspec.msgpack.decode(letter.body, type=ErrandLetter), ErrandReply(who)
+        errand = asked.errand
         if isinstance(errand, GroupErrand):
             while self._version < errand.at_least:
                 await self._newer.wait()
@@ -246,6 +248,7 @@ class BusHosts:
             told = Completion((), (), (VersionSpan(0, version, version),), "length", prompt_logprobs=scores)
             reply = ErrandReply(who, completion=told)
         del self._begun[who][letter.key], self._letters[letter.id]
+        reply = msgspec.structs.replace(reply, mark=self._mark, session=self._session, asked=asked.asked)
         posting = Posting(ANSWERS, letter.key, msgspec.msgpack.encode(reply))
         await self._bus.settle(TICKETS, [letter.id], then=posting)
         self._done.set()

@@ -6,6 +6,7 @@ rollout passes `usable` once all its rewards are known. What is behind them may 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -69,6 +70,28 @@ def _numbers(rollout: Scored) -> Iterator[tuple[str, float]]:
         f"the weighted sum of {', '.join(f'{name} = {value:g}' for name, value in rollout.rewards.items())}",
         rollout.reward,
     )
+
+
+def named_twice(given: str | bytes) -> str:
+    """Returns the first name that an object of this JSON has twice; empty if none does, or if it is no JSON. Readers of JSON differ in which value
+    they take (RFC 8259, section 4), so that a reward of two values is none."""
+
+    def once(pairs: list[tuple[str, object]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(names) > len(set(names)):
+            raise _Twice(next(name for place, name in enumerate(names) if name in names[:place]))
+
+    try:
+        json.loads(given, object_pairs_hook=once)
+    except _Twice as twice:
+        return str(twice)
+    except (ValueError, RecursionError):
+        pass
+    return ""
+
+
+class _Twice(Exception):
+    pass
 
 
 def shown(value: object, most: int = 60) -> str:

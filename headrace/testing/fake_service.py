@@ -11,8 +11,10 @@ import msgspec
 
 from headrace.episodes.scoring.services.endpoint import HttpAnswer, NoAnswer
 
-Misbehaviour = Literal["down", "hang", "500", "busy", "html", "nan", "short", "unauthorised", "redirect", "half"]
-"""The fault of one request: no connection, no answer, a server error, `Retry-After`, a page instead of JSON, scores that are none, too
+Misbehaviour = Literal[
+    "down", "hang", "500", "busy", "html", "nan", "twice", "short", "unauthorised", "redirect", "half"
+]
+"""The fault of one request: no connection, no answer, a server error, `Retry-After`, a page instead of JSON, scores that are none, two lists of them, too
 few, a refusal, another place, the connection lost in the middle of the answer."""
 Scores = Callable[[Mapping[str, Any]], list[Any]]
 Reply = Callable[[str], str]
@@ -21,6 +23,7 @@ _STATUS = {"500": 500, "busy": 503, "unauthorised": 401, "redirect": 302}
 _TEXTS = {
     "html": b"<html><body>Bad gateway</body></html>",
     "nan": b'{"scores": [NaN]}',
+    "twice": b'{"scores": [0, 0], "scores": [1, 1]}',
     "500": b"it broke",
     "busy": b"later",
     "unauthorised": b'{"error": "who are you?"}',

@@ -173,6 +173,9 @@ READ: list[tuple[Callable[[str], Any], str, Any]] = [
     (lambda text: read_ranking(text, 3), "Ranking: **C** > B\n\nRANKING: C > B > A", [2, 1, 0]),
     (read_verdict, "A is nice.\nVERDICT: B", 0.0),
     (read_verdict, "**VERDICT:** tie", 0.5),
+    (read_verdict, "**VERDICT: B**\nA misses the point.", 0.0),
+    (read_verdict, "VERDICT: B, because A is wrong", 0.0),
+    (lambda text: read_score(text, judge()), "SCORE: 4 out of 10", 0.4),
 ]
 
 
@@ -181,16 +184,24 @@ def test_the_last_line_of_the_form_counts(read, text, value):
     assert read(text) == pytest.approx(value)
 
 
+NO_PREFERENCE = ["A tie", "A or B", "A/B", "A is as good as B", "**A** and **B**", "A = B", "A, B", "a draw"]
 UNREADABLE: list[tuple[Callable[[str], Any], str, str]] = [
     (lambda text: read_score(text, judge()), "It deserves a 7.", "no line that begins with SCORE:"),
     (lambda text: read_score(text, judge()), "SCORE: 70", "it gives 70, and was asked for 0 to 10"),
-    (lambda text: read_score(text, judge()), "SCORE: high", "no line that begins with SCORE:"),
+    (lambda text: read_score(text, judge()), "SCORE: high", "behind its last SCORE: is not a number"),
+    (lambda text: read_score(text, judge()), "SCORE: 8\nOn second thoughts:\nSCORE: none", "is not a number"),
+    (lambda text: read_score(text, judge()), "SCORE: 7 to 8", "more than one number"),
+    (lambda text: read_score(text, judge()), "SCORE: 4/5", "of another scale than 0 to 10"),
+    (lambda text: read_score(text, judge()), "SCORE: **4** out of 5", "of another scale than 0 to 10"),
+    (lambda text: read_score(text, judge(low=0, high=1)), "SCORE: 1/10", "of another scale than 0 to 1"),
     (lambda text: read_score(text, judge()), "SCORE: 7-8", "more than one number"),
     (lambda text: read_score(text, judge()), "SCORE: 7,5", "more than one number"),
     (lambda text: read_ranking(text, 3), "RANKING: A > B", "each of A, B, C once"),
     (lambda text: read_ranking(text, 2), "RANKING: A > B > A", "each of A, B once"),
     (lambda text: read_ranking(text, 2), "RANKING: both are good", "each of A, B once"),
-    (read_verdict, "VERDICT: C", "no line that begins with VERDICT:"),
+    (read_verdict, "VERDICT: C", "behind its last VERDICT: is not A, B or TIE alone"),
+    *((read_verdict, f"VERDICT: {said}", "is not A, B or TIE alone") for said in NO_PREFERENCE),
+    (read_verdict, "VERDICT: A\nNo:\nVERDICT: neither", "is not A, B or TIE alone"),
     (read_verdict, "", "no line that begins with VERDICT:"),
 ]
 

@@ -127,6 +127,7 @@ LASTING = {
     "busy": ("reward_unreachable", "answers 503", 3),
     "html": ("reward_bad_answer", "no JSON: '<html>", 3),
     "nan": ("reward_bad_answer", "no JSON", 3),
+    "twice": ("reward_bad_answer", "two values of 'scores'", 3),
     "short": ("reward_wrong_count", "0 rewards came back for 2 completions", 3),
     "half": ("reward_unreachable", "in the middle", 3),
     "unauthorised": ("reward_refused", "token_file or token_env", 1),

@@ -98,7 +98,7 @@ class BusEngine:
         is_first = name == self._adapter and name not in self._updates
         self._updates[name] = update
         if name == self._adapter:
-            self._desk.newest = update.version
+            self._desk.announced(update.version)
         await self._announce()
         if is_first:
             await self._until(lambda: self._serves(update.version))

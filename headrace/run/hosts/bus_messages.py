@@ -2,7 +2,7 @@
 
     queue or notice     who writes     content
     ---------------     ----------     -------
-    tickets             run            `Errand`: a group to sample, a held-out prompt, a single request
+    tickets             run            `ErrandLetter`: a group to sample, a held-out prompt, a single request
     answers             host           `ErrandReply`
     board: run          run            `RunNotice`: all that a host needs to open its engine
     board: weights      run            `WeightsNotice`: the newest weights, and how many hosts share the work
@@ -16,6 +16,9 @@ Bodies are msgpack. Weights travel by their own transport, and tokens in flight 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
 
 from headrace.core.reports import Capabilities, EngineStats
 from headrace.core.types import Completion, Prompt, Request, Struct
@@ -69,6 +72,22 @@ class RequestErrand(Struct, frozen=True, tag="request"):
 Errand = GroupErrand | HeldOutErrand | RequestErrand
 
 
+class ErrandLetter(Struct, frozen=True):
+    """An errand as it is posted. A run that goes on from its checkpoint draws its tickets anew: the same number may mean another prompt."""
+
+    session: str
+    """The process of the run that posts it (`RunNotice.session`). Hosts of another one leave it alone."""
+    asked: str
+    """The digest of what is asked, which the reply repeats."""
+    errand: Errand
+
+
+def letter_of(session: str, errand: Errand) -> ErrandLetter:
+    """The version is no part of the digest: a process that asks again asks for newer tokens."""
+    asked = msgspec.msgpack.encode(msgspec.structs.replace(errand, at_least=0))
+    return ErrandLetter(session, xxhash.xxh3_64_hexdigest(asked), errand)
+
+
 class GroupSizes(NamedTuple):
     """The rollouts of each errand."""
 
@@ -86,6 +105,10 @@ class ErrandReply(Struct, frozen=True):
     """The reason for which the engine does not take a request."""
     mark: str = ""
     """The mark of the run whose settings the host had (`RunNotice.mark`)."""
+    session: str = ""
+    """The process of the run whose weights the host had."""
+    asked: str = ""
+    """The digest of what was asked (`ErrandLetter.asked`)."""
 
 
 class RunNotice(Struct, frozen=True):

@@ -3,12 +3,15 @@
 C2 over a bus. A letter may come twice, late, or never. So:
 
 - The run holds the truth: its journal and buffer know every ticket in flight. An errand that is in neither queue is posted again (`_audit`).
+- Each process of the run posts its own letters. Those of an earlier one are left out by hosts: if this one went on from a checkpoint, they may ask
+  for other prompts under the same numbers, or for versions that it has not come to.
 - The first reply to an errand is taken. Any other one, now or after a restart of the run, is counted and removed.
 - A reply is removed from the bus only when its group is in the journal (`forget`). If the run is killed before that, it finds the reply again.
 
 C1 over a bus. An errand names the version that was live when its ticket was drawn, and no host begins it with an older one. So a version is
 live, in the sense of the proof in `staleness.py`, as soon as it is announced: no group that is admitted later has an older token, however
 slow a host is. A reply that breaks this, or that has a version which this run has not published, is thrown away, and its errand posted again.
+Of an earlier process, versions count up to the one that this process began with: later ones had other weights under the same numbers.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from headrace.run.hosts.bus_messages import (
     SUSPECTS,
     TICKETS,
     Errand,
+    ErrandLetter,
     ErrandReply,
     GroupErrand,
     GroupSizes,
@@ -44,6 +48,7 @@ from headrace.run.hosts.bus_messages import (
     HostEntry,
     RequestErrand,
     SuspectsNotice,
+    letter_of,
 )
 
 # --- The rollout hosts that the run knows of, and their sums
@@ -205,10 +210,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass
 class _Asked:
-    errand: Errand
+    letter: ErrandLetter
     reply: asyncio.Future[ErrandReply]
-    oldest: int
-    """The oldest version that the reply may have. 0 for an errand that an earlier process of the run posted: its letter names another one."""
+    again: bool
+    """Whether an earlier process of the run has asked too: its letter names another version, and perhaps it has been answered."""
     posted: bool = False
 
 
@@ -228,24 +233,29 @@ class BusDesk:
         self._early: dict[str, ErrandReply | None] = {}
         """Replies by key that an earlier process of the run is owed; None until they come."""
         self._expecting = asyncio.Event()
-        self._there: set[str] = set()
-        """The keys that were on the bus when this process began."""
+        self._answered: set[str] = set()
+        """The keys of the answers that were on the bus when this process began."""
         self._replies: dict[str, str] = {}
         """The letter of each reply that was taken, by key."""
         self._to_settle: list[str] = []
         self._list = HostList(session)
         self.mark = ""
         """The mark of the run's settings (`RunNotice.mark`)."""
-        self.newest = -1
-        """The newest version that was announced."""
+        self.newest = self._first = -1
+        """The newest version that was announced, and the one that this process began with."""
         self.repeated = 0
         """Replies that nobody waited for."""
         self.reposted = 0
         """Errands that had to be posted again."""
 
     async def begin(self) -> None:
-        """Reads what an earlier process of the run has left on the bus."""
-        self._there = await self._bus.unsettled(TICKETS) | await self._bus.unsettled(ANSWERS)
+        """Reads what an earlier process of the run is owed."""
+        self._answered = await self._bus.unsettled(ANSWERS)
+
+    def announced(self, version: int) -> None:
+        """Lets tokens be of this version from now on."""
+        self.newest = version
+        self._first = version if self._first < 0 else self._first
 
     def expect(self, keys: Collection[str]) -> None:
         """Names the errands that will be asked for again, because the run was killed meanwhile. Replies are taken from then on: before, all of
@@ -255,14 +265,13 @@ class BusDesk:
 
     async def ask(self, key: str, errand: Errand) -> ErrandReply:
         """Raises PoisonedRequest if the errand is given up, because host after host died with it in hand."""
-        known = key in self._there
         reply: asyncio.Future[ErrandReply] = asyncio.get_running_loop().create_future()
-        asked = self._asked[key] = _Asked(errand, reply, oldest=0 if known else errand.at_least)
+        asked = self._asked[key] = _Asked(letter_of(self._session, errand), reply, again=key in self._early)
         try:
             if early := self._early.pop(key, None):
                 self._take(key, asked, early)
-            elif not known:
-                await self._post(key, errand)
+            elif not (asked.again and key in self._answered):
+                await self._post(key, asked.letter)
             asked.posted = True
             return await asked.reply
         finally:
@@ -320,8 +329,9 @@ class BusDesk:
             self._take(letter.key, asked, reply)
 
     def _take(self, key: str, asked: _Asked, reply: ErrandReply) -> None:
-        versions = list(_versions(reply))
-        if (reply.group is None) != isinstance(asked.errand, RequestErrand):
+        versions, (oldest, newest) = list(_versions(reply)), self._allowed(asked, reply)
+        is_other = reply.asked != asked.letter.asked
+        if is_other or (reply.group is None) != isinstance(asked.letter.errand, RequestErrand):
             self._telemetry.warn(
                 f"{reply.who} answered errand {key} with something else than was asked for; the answer is thrown away, and the errand posted again"
             )
@@ -333,15 +343,21 @@ class BusDesk:
             )
             self.forget(key)
             asked.posted = True  # the audit finds it missing
-        elif versions and not asked.oldest <= min(versions) <= max(versions) <= self.newest:
+        elif versions and not oldest <= min(versions) <= max(versions) <= newest:
             self._telemetry.warn(
-                f"{reply.who} answered errand {key} with tokens of versions {min(versions)} to {max(versions)}, and only {asked.oldest} to {self.newest} are "
+                f"{reply.who} answered errand {key} with tokens of versions {min(versions)} to {max(versions)}, and only {oldest} to {newest} are "
                 f"allowed; the answer is thrown away, and the errand posted again"
             )
             self.forget(key)
             asked.posted = True  # the audit finds it missing
         elif not asked.reply.done():
             asked.reply.set_result(reply)
+
+    def _allowed(self, asked: _Asked, reply: ErrandReply) -> tuple[int, int]:
+        """Returns the oldest and the newest version that the tokens of a reply may have."""
+        is_own = reply.session == self._session
+        oldest = 0 if asked.again and not is_own else asked.letter.errand.at_least
+        return oldest, self.newest if is_own else self._first
 
     async def _audit(self) -> None:
         while True:
@@ -357,7 +373,7 @@ class BusDesk:
                             f"errand {key} is no longer on the bus, which has lost letters; it is posted again, and so are others from now on"
                         )
                     self.reposted += 1
-                    await self._post(key, asked.errand)
+                    await self._post(key, asked.letter)
             await self._changed()
             if await self._bus.newer(SUSPECTS) is None:
                 await self._say_suspects()
@@ -379,8 +395,8 @@ class BusDesk:
                 self._telemetry.record(FleetSample(self._clock(), samples))
             await asyncio.sleep(LOOK)
 
-    async def _post(self, key: str, errand: Errand) -> None:
-        await self._bus.post(Posting(TICKETS, key, _encode(errand)))
+    async def _post(self, key: str, letter: ErrandLetter) -> None:
+        await self._bus.post(Posting(TICKETS, key, _encode(letter)))
 
     # -- hosts ----------------------------------------------------------------------------------------------------------
 

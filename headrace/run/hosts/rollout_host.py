@@ -38,6 +38,7 @@ from headrace.run.hosts.bus_messages import (
     TICKETS,
     WEIGHTS,
     Errand,
+    ErrandLetter,
     ErrandReply,
     GroupErrand,
     HeldOutErrand,
@@ -307,17 +308,34 @@ class _Session:
             for letter in await self.bus.claim(TICKETS, self.who, room, LOOK):
                 if letter.id in self._hand:  # it was kept too late, and is still in hand
                     continue
-                if any(letter.key == other.key for other, _ in self._hand.values()):
-                    await self.bus.settle(TICKETS, [letter.id])  # a repetition: its requests would have the same names
+                asked = _read(letter.body, ErrandLetter, f"errand {letter.key}", self.say)
+                if asked and asked.session != self.name:
+                    await self._leave_out(letter)
+                elif asked is None or any(letter.key == other.key for other, _ in self._hand.values()):
+                    # What cannot be read the run finds missing if it is its own. The requests of a repetition would have the same names.
+                    await self.bus.settle(TICKETS, [letter.id])
                 else:
-                    self._hand[letter.id] = letter, asyncio.ensure_future(self._do(letter))
+                    self._hand[letter.id] = letter, asyncio.ensure_future(self._do(letter, asked))
         until = asyncio.get_running_loop().time() + self.patience.drain
         while self._hand and (left := until - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait([task for _, task in self._hand.values()], timeout=left)
             self._tidy()
         for letter, task in list(self._hand.values()):
             task.cancel()
-            await self.bus.settle(TICKETS, [letter.id], then=Posting(TICKETS, letter.key, letter.body))
+            await self._give_back(letter)
+
+    async def _leave_out(self, letter: Letter) -> None:
+        """Removes the letter of an earlier process of the run. One of a later process, which this host has not heard of yet, is given back."""
+        found = await self.bus.newer(RUN)
+        notice = _read(found.body, RunNotice, "the notice of the run", self.say) if found else None
+        if notice and notice.session == self.name:
+            await self.bus.settle(TICKETS, [letter.id])
+        else:
+            await asyncio.sleep(LOOK)  # or this host would claim it again at once
+            await self._give_back(letter)
+
+    async def _give_back(self, letter: Letter) -> None:
+        await self.bus.settle(TICKETS, [letter.id], then=Posting(TICKETS, letter.key, letter.body))
 
     def _tidy(self) -> None:
         """Forgets the errands that are done. Raises the error of one."""
@@ -326,12 +344,9 @@ class _Session:
                 del self._hand[number]
                 task.result()
 
-    async def _do(self, letter: Letter) -> None:
+    async def _do(self, letter: Letter, asked: ErrandLetter) -> None:
         try:
-            errand = _read(letter.body, Errand, f"errand {letter.key}", self.say)
-            if errand is None:  # if it is one of the run, the run finds it missing
-                await self.bus.settle(TICKETS, [letter.id])
-                return
+            errand = asked.errand
             if self._version < errand.at_least:
                 async with self.parts.waits.named("rollouts", f"the weights of version {errand.at_least}"):
                     while self._version < errand.at_least:
@@ -342,16 +357,18 @@ class _Session:
                 return
             async with self._one_suspect if letter.key in self._suspects.suspects else contextlib.nullcontext():
                 if not self._broken:  # else this host ends, and what it begins now would be blamed too
-                    await self._work(letter, errand)
+                    await self._work(letter, asked)
         finally:
             self.wake()
 
-    async def _work(self, letter: Letter, errand: Errand) -> None:
+    async def _work(self, letter: Letter, asked: ErrandLetter) -> None:
         """Signs before it begins: if this process dies at once, the run must know what it had begun."""
         self._begun[letter.key] = None
         await self._sign()
         try:
-            reply = await self._reply(errand)
+            reply = msgspec.structs.replace(
+                await self._reply(asked.errand), mark=self.mark, session=self.name, asked=asked.asked
+            )
         except Exception:
             self._broken = True
             raise
@@ -369,13 +386,12 @@ class _Session:
             case GroupErrand():
                 group = await self.parts.groups.trained(errand.ticket, errand.prompt, lambda episodes: None)
                 self.parts.groups.forget(errand.ticket)
-                return ErrandReply(self.who, group, mark=self.mark)
+                return ErrandReply(self.who, group)
             case HeldOutErrand():
-                return ErrandReply(
-                    self.who,
-                    await self.parts.groups.held_out(errand.number, errand.index, errand.prompt, lambda episodes: None),
-                    mark=self.mark,
+                group = await self.parts.groups.held_out(
+                    errand.number, errand.index, errand.prompt, lambda episodes: None
                 )
+                return ErrandReply(self.who, group)
             case RequestErrand():
                 try:
                     return ErrandReply(self.who, completion=await self.parts.interrupts.once(errand.request))

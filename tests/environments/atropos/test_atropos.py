@@ -168,6 +168,9 @@ def test_sequences_of_unknown_age_are_refused(tmp_path: Path) -> None:
     async def case(env: Env) -> None:
         first, _ = await env.generate(PROMPT)
         assert (await env.post([(1, 2, 3, 4)] * GROUP, 2, [0, 1]))[0] == 422
+        for none in (-5, 1 << 40, 1 << 70):
+            status, answer = await env.post([(none, 2)] * GROUP, 1, [0, 1])
+            assert status == 400 and "Expected `int`" in answer["error"]["message"]
         status, answer = await env.post([first, (*PROMPT, 30, 31)], len(PROMPT), [1, 0])
         assert (status, answer["scored"], answer["failed"], answer["unknown"]) == (200, 1, 1, 1)
         assert (await env.post([first], len(PROMPT), [1]))[0] == 422, "it is over"

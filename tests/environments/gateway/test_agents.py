@@ -171,7 +171,13 @@ def test_the_last_line_is_the_reward(output: str, rewards: float | None) -> None
     assert printed_reward(output) == ({"agent": rewards} if rewards is not None else {"a": 1.0, "b": 0.0})
 
 
-@pytest.mark.parametrize("output", ["", "\n \n", "1\nbye", "{}", "[1]", '{"a": "1"}', "null", "9" * 400, "[" * 9000])
+@pytest.mark.parametrize(
+    "output",
+    [
+        *("", "\n \n", "1\nbye", "{}", "[1]", '{"a": "1"}', "null", "9" * 400, "[" * 9000),
+        *('{"a": 0, "a": 1}', '{"solver": {"a": 1, "b": 2, "a": 1}}'),
+    ],
+)
 def test_what_is_no_reward_is_a_failure(output: str) -> None:
     with pytest.raises(RolloutFailed) as failed:
         printed_reward(output)

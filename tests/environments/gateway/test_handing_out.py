@@ -51,7 +51,10 @@ class Service:
         self.address, self._session = address, session
 
     async def post(self, url: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        async with self._session.post(URL(url, encoded=True), json=body, headers=headers) as answer:
+        """`body`: bytes are sent as they are."""
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self._session.post(URL(url, encoded=True), data=data, headers=headers) as answer:
             return answer.status, await answer.json() if answer.content_type == "application/json" else None
 
     async def take(self, wait: float = LONGEST) -> Any:
@@ -230,6 +233,8 @@ def test_what_an_agent_is_given_ends_no_rollout(tmp_path: Path) -> None:
         (True, {"reward": "1"}, "Expected `float | null`"),
         (True, {"score": 1}, "unknown field `score`"),
         (True, {"rewards": {"a.b": 1e300, "a": {"b": 1}}}, "a.b is given twice"),
+        (True, b'{"reward": 0, "reward": 1}', "reward is given twice"),
+        (True, b'{"rewards": {"a": 0, "a": 1}}', "a is given twice"),
         (False, {"reward": 1}, "reward.function of the run gives the reward; send {}"),
     ],
 )

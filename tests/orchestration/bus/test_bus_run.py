@@ -34,7 +34,9 @@ from headrace.run.hosts.bus_messages import (
     WEIGHTS,
     ErrandReply,
     GroupErrand,
+    RunNotice,
     WeightsNotice,
+    letter_of,
 )
 from headrace.run.hosts.bus_run import BusDesk
 from headrace.run.hosts.rollout_host import Deserted, HostPatience
@@ -42,6 +44,7 @@ from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.faulty_bus import BusFaults, FaultyBus
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
+from headrace.version import __version__
 from support.bus.bus_world import TICKET_DEATHS, BusWorld, Fleet, bus_world
 
 NO_FAULTS = BusFaults()
@@ -309,10 +312,12 @@ def test_a_reply_stays_on_the_bus_until_its_group_is_in_the_journal():
         desk = BusDesk(MemoryBus(server), "session", telemetry, nothing, Suspects(3))
         desk.expect(["5"])
         working = asyncio.ensure_future(desk.run())
-        await host.post(Posting("answers", "5", msgspec.msgpack.encode(ErrandReply("host", PlayedGroup()))))
+        errand = GroupErrand(5, Prompt("p", "", (1,)), at_least=0)
+        answer = ErrandReply("host", PlayedGroup(), asked=letter_of("earlier", errand).asked)
+        await host.post(Posting("answers", "5", msgspec.msgpack.encode(answer)))
         await asyncio.sleep(10.0)
         assert await host.unsettled("answers") == {"5"} and desk.repeated == 0
-        reply = await desk.ask("5", GroupErrand(5, Prompt("p", "", (1,)), at_least=0))
+        reply = await desk.ask("5", errand)
         assert reply.who == "host"
         await asyncio.sleep(10.0)
         assert await host.unsettled("answers") == {"5"}
@@ -341,12 +346,14 @@ def test_a_group_that_was_played_under_other_settings_is_played_again():
         desk.expect(["5"])
         working = asyncio.ensure_future(desk.run())
 
+        errand = GroupErrand(5, Prompt("p", "", (1,)), at_least=0)
+
         async def answer(mark: str) -> None:
-            reply = ErrandReply("host", PlayedGroup(), mark=mark)
+            reply = ErrandReply("host", PlayedGroup(), mark=mark, asked=letter_of("earlier", errand).asked)
             await host.post(Posting("answers", "5", msgspec.msgpack.encode(reply)))
 
         await answer("old")
-        asked = asyncio.ensure_future(desk.ask("5", GroupErrand(5, Prompt("p", "", (1,)), at_least=0)))
+        asked = asyncio.ensure_future(desk.ask("5", errand))
         await asyncio.sleep(30.0)
         assert not asked.done() and await host.unsettled("tickets") == {"5"}, "it is on the bus again"
         assert any("under settings that have changed" in one for one in said)
@@ -544,6 +551,52 @@ def test_a_run_that_is_killed_goes_on_with_what_is_on_the_bus(tmp_path: Path):
         assert second.buffer.accounting().balance() == 0
         kept = [fact for fact in second.facts.of(GroupEnded) if str(fact.ticket) in answers and fact.outcome == "ready"]
         assert kept and min(fact.seconds for fact in kept) == 0.0, "they were taken as they were"
+
+    virtual_time.run(case())
+
+
+def test_letters_of_an_earlier_process_hold_nobody_up_and_are_answered_by_nobody():
+    """A run that goes on from a checkpoint finds letters of the steps that it has set aside. They ask for versions that it may not come to
+    for long, and perhaps for other prompts. They took all places of the hosts, and their answers were taken for those of its own tickets."""
+
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS)
+        bus = fleet.open_bus()
+        for ticket in range(6):
+            old = letter_of("earlier", GroupErrand(ticket, Prompt("old", "", (9,)), at_least=50))
+            await bus.post(Posting(TICKETS, str(ticket), msgspec.msgpack.encode(old)))
+        async with asyncio.timeout(600.0):
+            world = await a_run(fleet)
+        checked(world)
+        contexts = {row.tokens[:1] for batch in world.trainer.batches for group in batch.groups for row in group.rows}
+        assert (9,) not in contexts and world.engine._desk.repeated == 0 == world.engine._desk.reposted
+        assert not warnings(world)
+
+    virtual_time.run(case())
+
+
+def test_a_letter_of_a_later_process_is_left_for_it():
+    """A host that has not heard of it yet claims the letter, and gives it back."""
+
+    async def case() -> None:
+        server = MemoryServer()
+        fleet = Fleet(open_bus=in_memory(server), staleness=STALENESS)
+        who = fleet.join()
+        world = await bus_world(None, fleet, trainer=FakeTrainer(0.5))
+        running = asyncio.ensure_future(world.run())
+        await asyncio.sleep(3.0)
+        session = fleet.hosts[who][0]._session
+        assert session
+        server.board[RUN] = server.board[RUN]._replace(
+            body=msgspec.msgpack.encode(RunNotice("later", __version__)), id=server.board[RUN].id
+        )
+        letter = letter_of("later", GroupErrand(900, Prompt("p", "", (1,)), at_least=0))
+        await fleet.open_bus().post(Posting(TICKETS, "900", msgspec.msgpack.encode(letter)))
+        await asyncio.sleep(20.0)
+        assert "900" in await fleet.open_bus().unsettled(TICKETS)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await fleet.end()
 
     virtual_time.run(case())
 

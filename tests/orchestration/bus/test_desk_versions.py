@@ -19,7 +19,7 @@ from headrace.loop.own_groups import PlayedGroup, Suspects
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.run.hosts.bus.bus_port import Posting
-from headrace.run.hosts.bus_messages import Errand, ErrandReply, GroupErrand, RequestErrand
+from headrace.run.hosts.bus_messages import Errand, ErrandLetter, ErrandReply, GroupErrand, RequestErrand, letter_of
 from headrace.run.hosts.bus_run import AUDIT, LOOK, BusDesk
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
 from support.spans import spans_of
@@ -38,14 +38,14 @@ def errand(form: Form, at_least: int) -> Errand:
     return RequestErrand(Request("r", (1,), Sampling(max_tokens=8)), at_least)
 
 
-def reply(form: Form, versions: Sequence[int]) -> bytes:
+def reply(form: Form, versions: Sequence[int], asked: ErrandLetter) -> bytes:
     """The tokens of a group lie in the second rollout: the first one is of the newest version throughout."""
-    done = completion(versions)
+    done, names = completion(versions), {"session": asked.session, "asked": asked.asked}
     if form == "request":
-        return msgspec.msgpack.encode(ErrandReply("host-1", completion=done))
+        return msgspec.msgpack.encode(ErrandReply("host-1", completion=done, **names))
     turns = [Turn((), completion(versions[-1:])), Turn((), done)]
     scored = [Scored(Episode((turn,)), 1.0, {}) for turn in turns]
-    return msgspec.msgpack.encode(ErrandReply("host-1", PlayedGroup(tuple(scored))))
+    return msgspec.msgpack.encode(ErrandReply("host-1", PlayedGroup(tuple(scored)), **names))
 
 
 def answered(
@@ -63,11 +63,13 @@ def answered(
             pass
 
         desk = BusDesk(bus, "session", telemetry, nothing, Suspects(3))
-        answer = Posting("answers", "7", reply(said or form, versions))
+        own = letter_of("session", errand(form, at_least))
+        first = letter_of("earlier", errand(form, 0)) if early else own
+        answer = Posting("answers", "7", reply(said or form, versions, first))
         if early:
             await bus.post(answer)
         await desk.begin()
-        desk.newest = newest
+        desk.announced(newest)
         desk.expect(["7"] if early else [])
         working = asyncio.ensure_future(desk.run())
         if early:
@@ -83,8 +85,8 @@ def answered(
             assert await bus.unsettled("answers") == set(), "what is thrown away does not come again"
             await asyncio.sleep(3 * AUDIT)
             [letter] = await bus.claim("tickets", "host-2", most=9)
-            assert msgspec.msgpack.decode(letter.body, type=Errand) == errand(form, at_least)
-            await bus.settle("tickets", [letter.id], then=Posting("answers", "7", reply(form, [newest])))
+            assert msgspec.msgpack.decode(letter.body, type=ErrandLetter) == own
+            await bus.settle("tickets", [letter.id], then=Posting("answers", "7", reply(form, [newest], own)))
             await asyncio.wait_for(asking, 2 * LOOK)
         working.cancel()
         return taken, "".join(fact.message for fact in facts.of(Warned) if "is thrown away" in fact.message)
@@ -134,3 +136,60 @@ def test_an_answer_to_something_else_is_thrown_away(form: Form, said: Form, earl
         False,
         "host-1 answered errand 7 with something else than was asked for; the answer is thrown away, and the errand posted again",
     )
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["drawn anew", "in flight at the kill"])
+def test_an_earlier_process_answers_up_to_the_version_that_this_one_began_with(known: bool) -> None:
+    """A run that goes on from a checkpoint makes other weights under the numbers behind it. A host that hears of that late has sampled with the
+    first ones."""
+
+    async def taken(versions: Sequence[int]) -> bool:
+        bus, clock = MemoryBus(MemoryServer()), asyncio.get_running_loop().time
+        telemetry = Telemetry(lambda fact: None, clock, Waits(lambda fact: None, clock, 1e5, 1e6))
+
+        async def nothing() -> None:
+            pass
+
+        desk = BusDesk(bus, "session", telemetry, nothing, Suspects(3))
+        await desk.begin()
+        for version in (7, 8, 9):
+            desk.announced(version)
+        desk.expect(["7"] if known else [])
+        working = asyncio.ensure_future(desk.run())
+        asking = asyncio.ensure_future(desk.ask("7", errand("group", 7)))
+        await asyncio.sleep(2 * LOOK)
+        late = letter_of("earlier", errand("group", 6))
+        await bus.post(Posting("answers", "7", reply("group", versions, late)))
+        await asyncio.sleep(2 * LOOK)
+        working.cancel()
+        return asking.done()
+
+    assert virtual_time.run(taken([7, 7]))
+    assert virtual_time.run(taken([6, 7])) is known
+    assert not virtual_time.run(taken([7, 9])), "version 9 of the earlier process"
+
+
+def test_an_answer_to_another_prompt_under_the_same_ticket_is_thrown_away() -> None:
+    """A run that goes on from a checkpoint with other rows, or another order of them, draws other prompts under the same tickets."""
+
+    async def case() -> None:
+        bus, facts, clock = MemoryBus(MemoryServer()), FactList(), asyncio.get_running_loop().time
+        telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1e5, 1e6))
+
+        async def nothing() -> None:
+            pass
+
+        desk = BusDesk(bus, "session", telemetry, nothing, Suspects(3))
+        await desk.begin()
+        desk.announced(3)
+        desk.expect([])
+        working = asyncio.ensure_future(desk.run())
+        asking = asyncio.ensure_future(desk.ask("7", errand("group", 3)))
+        other = letter_of("session", GroupErrand(7, Prompt("p", "", (1,), {"answer": "5"}), 3))
+        await bus.post(Posting("answers", "7", reply("group", [3], other)))
+        await asyncio.sleep(2 * LOOK)
+        assert not asking.done() and await bus.unsettled("answers") == set()
+        assert ["something else than was asked for" in fact.message for fact in facts.of(Warned)] == [True]
+        working.cancel()
+
+    virtual_time.run(case())

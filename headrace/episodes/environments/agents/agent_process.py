@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.core.errors import RolloutFailed
+from headrace.core.rewards import named_twice
 from headrace.episodes.environments.agents import agent_reaper
 from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.health.patience import within
@@ -46,6 +47,8 @@ def printed_reward(output: str) -> GivenRewards:
         printed = json.loads(line)
     except (ValueError, RecursionError):
         printed = None
+    if twice := named_twice(line):
+        raise RolloutFailed("environment_reward", f"printed the reward {twice} twice in the last line of its output")
     rewards = printed if isinstance(printed, dict) else {NAME: printed}
     named = [
         value for reward in rewards.values() for value in (reward.values() if isinstance(reward, dict) else [reward])

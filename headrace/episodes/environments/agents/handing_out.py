@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from headrace.core.errors import RolloutFailed
 from headrace.core.protocols import Agent, Environment, EnvironmentKind
-from headrace.core.rewards import Unusable, number_of
+from headrace.core.rewards import Unusable, named_twice, number_of
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_process import NAME, GivenRewards, agent_addresses
 from headrace.episodes.environments.agents.served_rollouts import (
@@ -39,7 +39,7 @@ from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.web.bodies import Body
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
-from headrace.web.sending import GONE, json_response, read_body, while_there
+from headrace.web.sending import GONE, decoded, json_response, read_body, read_bytes, while_there
 from headrace.web.server import bind
 
 WAIT = 30.0
@@ -152,7 +152,10 @@ class Desk:
 
     async def _end(self, offer: Offer, request: HttpRequest, path: str) -> Response:
         _check_route(request, path, "end")
-        end = await read_body(request, RolloutEnd, self.rollouts.gateway.limits)
+        body = await read_bytes(request, "application/json", self.rollouts.gateway.limits)
+        end = decoded(body, RolloutEnd)
+        if twice := named_twice(body):
+            raise Refused(400, f"{twice} is given twice; send one of them")
         rewards = self._rewards(end)
         if offer.ended.done():
             raise Refused(409, "the rollout has ended already")

@@ -42,7 +42,7 @@ MASKED = -100
 class EnvRegistration(msgspec.Struct, kw_only=True):
     """`/register-env`"""
 
-    max_token_length: int
+    max_token_length: Count
     desired_name: str | None = None
     weight: float = 1.0
     group_size: int
@@ -58,7 +58,7 @@ class EnvNumber(msgspec.Struct, kw_only=True):
 class PostedGroup(msgspec.Struct, kw_only=True):
     """`/scored_data`, and an item of `/scored_data_list`: one group."""
 
-    tokens: list[list[int]]
+    tokens: list[list[Token]]
     """The sequences, prompts included."""
     masks: list[list[int]]
     """`MASKED` or the token, for each token."""

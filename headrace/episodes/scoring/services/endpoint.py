@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from headrace.core.batches import Failure
+from headrace.core.rewards import named_twice
 from headrace.episodes.scoring.job import Effort, ScoringJob, Values, offered, read_values
 from headrace.episodes.scoring.services.config import EndpointConfig, ServiceConfig
 from headrace.web.limits import raise_open_files
@@ -186,9 +187,12 @@ def _json_of(answer: HttpAnswer, url: str) -> Any:
     if answer.status != 200:
         raise _refusal(answer, url)
     try:
-        return msgspec.json.decode(answer.body)
+        found = msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadAnswer("reward_bad_answer", f"{url} answers with what is no JSON: {_shown(answer.body)}") from None
+    if twice := named_twice(answer.body):
+        raise BadAnswer("reward_bad_answer", f"{url} answers with two values of {twice!r:.60}: {_shown(answer.body)}")
+    return found
 
 
 def _refusal(answer: HttpAnswer, url: str) -> BadAnswer:
