@@ -207,7 +207,13 @@ def merged(outputs: Sequence[StepOutput]) -> StepOutput:
 
 class SampledTokens:
     """All tokens of a request, with log-probs and labels, as arrays. Outputs that arrive are noted, and read when somebody asks or there
-    are many: appending a few tokens to an array costs as much as appending hundreds."""
+    are many: appending a few tokens to an array costs as much as appending hundreds.
+
+    >>> sampled = SampledTokens((20,), (-0.1,), (before,))
+    >>> sampled.note(runs, place=1, mixed=False)
+    >>> len(sampled), sampled.tokens.tolist(), [(span.start, span.kv_version) for span in sampled.spans]
+    (3, [20, 8, 4], [(0, 4), (1, 3)])
+    """
 
     MANY = 64
     """Outputs that are noted at most: each keeps the tokens of other requests in memory too."""
@@ -395,8 +401,8 @@ def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> 
 def spans_between(spans: Sequence[VersionSpan], start: int, stop: int) -> list[VersionSpan]:
     """Returns the spans of tokens [start, stop) of a completion, with positions counted from `start`.
 
-    >>> [(span.start, span.version) for span in spans_between([before, after], 1, 4)]
-    [(0, 4), (1, 5)]
+    >>> [(span.start, span.version, span.kv_version) for span in spans_between([before, after], 1, 4)]
+    [(0, 4, 4), (1, 5, 4)]
     """
     ends = [*(span.start for span in spans[1:]), stop]
     inside = [span for span, end in zip(spans, ends, strict=False) if max(start, span.start) < min(stop, end)]

@@ -309,9 +309,9 @@ OF_CHECKPOINTS = (
     ),
     _one(
         "saved_though_it_failed", "Snapshots.write", "C7", "a checkpoint that could not be written counts as written",
-        "self._telemetry.warn(failure)",
+        "self._telemetry.warn(failure, UNSAVED)",
         "self.saved_step = step\n"
-        "self._telemetry.warn(failure)",
+        "self._telemetry.warn(failure, UNSAVED)",
     ),
     _one(
         "saved_again", "Saving.begin", "C7", "the checkpoint that a run goes on from is written anew",
