@@ -152,7 +152,7 @@ def test_an_entry_that_hangs_is_ended_with_what_it_started_and_the_next_one_begi
 def test_a_budget_that_is_used_up_begins_no_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert queue.run(["smoke", "decode"], 1.0, tmp_path, "cpu", {}) == 0
     printed = capsys.readouterr().out
-    assert printed.count("not begun: the budget is used up") == 2 and "0/12" in printed
+    assert printed.count("not begun: the budget is used up") == 2 and printed.count("  0/") == 2
 
 
 def test_packages_that_are_missing_are_named_with_the_way_to_bring_them() -> None:
