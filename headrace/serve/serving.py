@@ -154,6 +154,8 @@ class Serving:
         """Labels by the engine's version."""
         self.loaded: dict[str, LoadedWeights] = {}
         """Loaded weights by adapter; the base has the empty name."""
+        self._versions: dict[str, int] = {}
+        """The last version under each name, also of adapters that are unloaded: answers name versions, and two are never one."""
         self.counters, self.paused = ServerCounters(), ""
         self._streams: dict[str, Stream] = {}
         """Completions in progress by the engine's names of them."""
@@ -259,19 +261,18 @@ class Serving:
             self.labels[number] = label
             found = await self.engine.load(msgspec.structs.replace(update, version=number))
             report = msgspec.structs.replace(found, version=update.version)
-            self.loaded[name] = LoadedWeights(label, report)
+            self.loaded[name], self._versions[name] = LoadedWeights(label, report), update.version
             self.counters.loads += 1
             return report
 
     async def load_adapter(self, name: str, directory: Path) -> LoadReport:
-        """One that peft saved. Loaded again under its name it is a new version. Raises Refused while another is on its way under that
+        """One that peft saved. Loaded again under its name, also after an `unload`, it is a new version. Raises Refused while another is on its way under that
         name: two would have one version."""
         if name in self._coming:
             raise Refused(409, f"another request loads an adapter {name}; wait for its answer")
         self._coming.add(name)
         try:
-            before = self.loaded.get(name)
-            version = before.label.version + 1 if before else 0
+            version = self._versions.get(name, -1) + 1
             update = await self._looks.at(directory, lambda: offer_adapter(directory, name, version))
             return await self.load(self._over_base(update))
         finally:

@@ -62,6 +62,12 @@ def chats(path: str) -> dict[str, bytes]:
     }
 
 
+def posted(*sequences: bytes) -> bytes:
+    """A group of Atropos."""
+    every = b"[" + b",".join(sequences) + b"]"
+    return b'{"tokens":' + every + b',"masks":' + every + b',"scores":' + listed(b"1", len(sequences)) + b"}"
+
+
 CHUNKS = (
     b"POST /PATH HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
@@ -183,6 +189,11 @@ ATTACKS: dict[str, Attack] = {
     "serve: headers": raw("serve", b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * 12_000 + b"\r\n"),
     "serve: a long address": raw("serve", GET % (b"a" * (10 << 20))),
     "serve: requests behind each other": raw("serve", (GET % b"nowhere") * 20_000),
+    **{f"atropos, {name}": of("atropos", "/v1/chat/completions", body) for name, body in chats("chat").items()},
+    "atropos: a sequence of millions": of("atropos", "/scored_data", posted(listed(b"7", 3_000_000))),
+    "atropos: long sequences": of("atropos", "/scored_data", posted(*[listed(b"7", 2 * 4000)] * 400)),
+    "atropos: sequences of one token": of("atropos", "/scored_data", posted(*[b"[7]"] * 40_000)),
+    "atropos: groups": of("atropos", "/scored_data_list", listed(posted(b"[7]"), 20_000)),
     "board: metrics": raw("board", GET % (b"api/curves?run=first&" + b"&".join([b"metric=a"] * 5000))),
     "board: numbers": raw("board", GET % b"api/curves?run=first&metric=loss&points=100000000000000000000"),
     "board: pages at once": crowd("board", GET % b"api/lanes?run=first", 100),

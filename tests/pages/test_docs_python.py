@@ -32,4 +32,7 @@ def test_examples_and_indented_lines_are_code_and_angles_are_text():
 
 def test_fields_stand_in_a_table_with_the_docstring_beneath_them():
     assert "| `max_tokens` | `int` | `64` | 0 samples nothing:" in PAGES["api/types.md"]
-    assert "`tuple[int, ...]`" in PAGES["api/types.md"] and "listener: Callable[[StepOutput], None]" in PAGES["api/ports.md"]
+    assert (
+        "`tuple[int, ...]`" in PAGES["api/types.md"]
+        and "listener: Callable[[StepOutput], None]" in PAGES["api/ports.md"]
+    )

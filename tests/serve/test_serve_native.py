@@ -153,6 +153,8 @@ def test_an_adapter_of_peft_is_served_beside_the_model(tiny_llama: Path, tmp_pat
             assert status == 400 and "no room for the adapter second" in answer["error"]["message"]
             assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "mine"}))[0] == 200
             assert await scored() == pytest.approx(own, abs=1e-5)
+            answer = (await client.post("/v1/load_lora_adapter", load))[1]
+            assert answer.endswith("added, version 2."), "answers name versions, and two are never one"
 
     asyncio.run(go())
 

@@ -21,8 +21,13 @@ from unittest.mock import AsyncMock
 from headrace.core.protocols import Limits
 from headrace.core.types import Completion, Prompt, VersionSpan
 from headrace.episodes.environments.agents.served_rollouts import talks_of
+from headrace.episodes.environments.atropos.atropos_environment import open_atropos
+from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.gateway.gateway import Gateway
-from headrace.episodes.rollout_session import RolloutSession, TurnAsked
+from headrace.episodes.environments.gateway.turn_request import OpenedWith
+from headrace.episodes.environments.kinds import ADDRESS_FILE
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import RolloutSession, Room, TurnAsked
 from headrace.models.chat import ChatEncoder
 from headrace.processes.joining.listener import Listener
 from headrace.run.fleets.pool_door import SOCKET, PoolDoor
@@ -98,6 +103,24 @@ async def gateway_rollout(encoder: ChatEncoder) -> str:
     return await found
 
 
+async def atropos_group(encoder: ChatEncoder, place: Path) -> str:
+    """The address of a run for environments of Atropos, with groups that they may play."""
+    config, log = EnvironmentConfig(kind="atropos"), place / "environment.log"
+    numbers = {"steps": 9, "group_size": 2, "groups_per_step": 2, "longest": CONTEXT}
+    kind = open_atropos(OpenedWith(config=config, encoder=encoder, sampling={}, log=log, name="tiny", **numbers))
+
+    async def ask(asked: TurnAsked) -> Completion:
+        return Completion((3, 4), (-0.5, -0.5), (VersionSpan(0, 0, 0),), "length")
+
+    for number in range(16):
+        prompt = Prompt(f"p{number}", "?", (1,))
+        playing = roll_out(kind, prompt, range(2), ask=ask, decode=encoder.decode, room=Room(CONTEXT, 0))
+        keep.append(asyncio.ensure_future(playing))
+    while not (place / ADDRESS_FILE).exists():
+        await asyncio.sleep(0.01)
+    return (place / ADDRESS_FILE).read_text().strip()
+
+
 keep: list[Any] = []
 
 
@@ -117,6 +140,7 @@ async def main(model: Path, place: Path) -> None:
         async with answering(make_app(serving, "", routes(door))) as tinker, answering(make_board_app(board)) as seen:
             doors = {"serve": client.url, "tinker": tinker, "board": seen, "pool": str(place / SOCKET), **facts}
             doors |= {"gateway": await gateway_rollout(serving.encoder), "dial_in": f"http://{listener.address}"}
+            doors |= {"atropos": await atropos_group(serving.encoder, place)}
             print(json.dumps({**doors, "slowness": slowness, "searched": len(gc.get_objects())}), flush=True)
             await answer()
 

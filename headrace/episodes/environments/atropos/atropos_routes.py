@@ -28,7 +28,7 @@ from headrace.episodes.environments.atropos.open_rollouts import (
     read_posted,
 )
 from headrace.episodes.environments.gateway.format_routes import ChatAnswer, TextAnswer, models_body, prompt_of, schema
-from headrace.episodes.environments.gateway.history_trees import GatewayRollout, Speaker, TreeReply
+from headrace.episodes.environments.gateway.history_trees import GatewayRollout, Speaker, TreeReply, digests_of
 from headrace.episodes.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
@@ -82,6 +82,10 @@ class _Env:
     @property
     def share(self) -> float:
         return self.given.max_token_length * max(0.0, self.given.weight) if self.connected else 0.0
+
+
+MOST_SEQUENCES = 4096
+"""Those of one request. Each is looked for among all rollouts that are played."""
 
 
 class TrajectoryRoutes:
@@ -156,22 +160,26 @@ class TrajectoryRoutes:
         )
 
     async def scored_data(self, request: HttpRequest) -> Response:
-        return self._scored([await read_posted(request, PostedGroup, self._limits)])
+        return await self._scored([await read_posted(request, PostedGroup, self._limits)])
 
     async def scored_data_list(self, request: HttpRequest) -> Response:
-        return self._scored(await read_posted(request, list[PostedGroup], self._limits))
+        return await self._scored(await read_posted(request, list[PostedGroup], self._limits))
 
     async def _env(self, request: HttpRequest) -> _Env | None:
         """The environment of the request; None if it has registered with an earlier process of the run."""
         number = (await read_posted(request, EnvNumber, self._limits)).env_id
         return self._envs[number] if 0 <= number < len(self._envs) else None
 
-    def _scored(self, groups: list[PostedGroup]) -> Response:
-        total = GroupFound(0, 0, 0)
+    async def _scored(self, groups: list[PostedGroup]) -> Response:
+        total, count = GroupFound(0, 0, 0), sum(len(group.tokens) for group in groups)
+        if count > MOST_SEQUENCES:
+            raise Refused(
+                400, f"{count} sequences are posted at once, and may be {MOST_SEQUENCES}; post fewer groups at a time"
+            )
         for group in groups:
             problem = group.problem()
-            sequences = Sequences(self._rollouts.playing(), self._written, self._decode)
-            found = sequences.refuse(group, problem) if problem else sequences.score(group)
+            sequences = Sequences(self._rollouts.playing(), self._written, self._decode, self._facts.longest)
+            found = await (sequences.refuse(group, problem) if problem else sequences.score(group))
             if problem or found.unknown:
                 self._said(f"a posted group was refused: {problem or _unknown(found, len(group.tokens))}")
             total = GroupFound(*(one + other for one, other in zip(total, found, strict=True)))
@@ -257,9 +265,8 @@ class InferenceRoutes:
             tool_choice=body.tool_choice,
             several=body.parallel_tool_calls,
         )
-        known = [
-            rollout for rollout in self._rollouts.playing() if rollout.served.speaker().chats.continues(body.messages)
-        ]
+        digests = digests_of(body.messages)
+        known = [rollout for rollout in self._rollouts.playing() if rollout.served.speaker().chats.continues(digests)]
         first = blake2b(msgspec.json.encode([for_template(body.messages), shown]), digest_size=16).digest()
         use = asked_of(body, self._rules)
         answers = await self._sampled(

@@ -305,7 +305,7 @@ def _run_is_over() -> Refused:
 # score. A sequence that was not sampled here is of unknown age, and nothing of it is trained.
 #
 # Many environments turn messages into tokens again before they post them (atroposlib's `tokenize_for_trainer`). Such a sequence is found by its
-# text: that of a rollout, and behind it at most the end of the turn.
+# text: that of a rollout, and behind it at most the end of the turn. Texts are read one at a time, and the event loop goes on between two of them.
 
 
 Written = Callable[[Sequence[int]], str]
@@ -323,38 +323,58 @@ class GroupFound(NamedTuple):
 
 
 class Sequences:
-    def __init__(self, playing: Sequence[OpenRollout], written: Written, decode: Written) -> None:
-        """`written`, `decode`: tokens to text, with special tokens and without."""
-        self._playing = [rollout for rollout in playing if rollout.sampled]
-        self._written, self._decode = written, decode
-        self._texts: dict[OpenRollout, tuple[str, str]] = {}
+    """The sequences of one request."""
 
-    def score(self, group: PostedGroup) -> GroupFound:
+    def __init__(self, playing: Sequence[OpenRollout], written: Written, decode: Written, longest: int) -> None:
+        """`written`, `decode`: tokens to text, with special tokens and without. `longest`: tokens of a rollout; those of a text that is turned
+        into tokens again are at most twice as many."""
+        self._playing = [rollout for rollout in playing if rollout.sampled]
+        self._written, self._decode, self._most = written, decode, 2 * longest
+        self._texts: dict[bytes, tuple[str, str]] = {}
+        """The texts of tokens, by their digest."""
+
+    async def score(self, group: PostedGroup) -> GroupFound:
         """Gives the rollouts of a group their scores."""
-        places, scored = self._places(group), 0
+        places, scored = self._places(await self._candidates(group)), 0
         for tokens, mask, score, place in zip(group.tokens, group.masks, group.scores, places, strict=True):
             if place is None:
                 continue
-            if problem := self._problem(place, tokens, mask, score):
+            problem = self._problem(place, tokens, mask, score)
+            if problem:
                 place.fail(*problem)
-            else:
+            elif place.playing:
                 place.score(score)
                 scored += 1
+            await asyncio.sleep(0)
         known = [place for place in places if place]
         unknown = len(places) - len(known)
         return GroupFound(scored, len(known) - scored + _fail_replaced(known, unknown), unknown)
 
-    def refuse(self, group: PostedGroup, problem: str) -> GroupFound:
+    async def refuse(self, group: PostedGroup, problem: str) -> GroupFound:
         """Ends the rollouts of a group of which nothing can be trained."""
-        known = [self._with(tokens) for tokens in group.tokens]
+        known = await self._candidates(group)
         for found in known:
             for rollout in found[:1]:
                 rollout.fail("environment_reward", problem)
         return GroupFound(0, sum(map(bool, known)), len(known) - sum(map(bool, known)))
 
-    def _places(self, group: PostedGroup) -> list[OpenRollout | None]:
+    async def _candidates(self, group: PostedGroup) -> list[list[OpenRollout]]:
+        """Returns the rollouts that each sequence may be."""
+        digests = [digest_of(tokens) for tokens in group.tokens]
+        if set(digests) - {rollout.digest for rollout in self._playing}:
+            for rollout in self._playing:
+                self._text_of(rollout.digest, rollout.tokens)
+                await asyncio.sleep(0)
+        found = []
+        for digest, tokens in zip(digests, group.tokens, strict=True):
+            found.append(self._with(digest, tokens))
+            await asyncio.sleep(0)
+        return [
+            [rollout for rollout in those if rollout.playing] for those in found
+        ]  # another request may have ended some
+
+    def _places(self, candidates: Sequence[Sequence[OpenRollout]]) -> list[OpenRollout | None]:
         """Returns the rollout of each sequence. Of several with the same tokens, it is one of the ticket that has most of the group."""
-        candidates = [self._with(tokens) for tokens in group.tokens]
         tickets = Counter(ticket for found in candidates for ticket in {rollout.ticket for rollout in found})
         places: list[OpenRollout | None] = []
         for found in candidates:
@@ -362,12 +382,18 @@ class Sequences:
             places.append(max(free, key=lambda rollout: tickets[rollout.ticket], default=None))
         return places
 
-    def _with(self, tokens: Sequence[int]) -> list[OpenRollout]:
-        digest = digest_of(tokens)
+    def _with(self, digest: bytes, tokens: Sequence[int]) -> list[OpenRollout]:
         if same := [rollout for rollout in self._playing if rollout.digest == digest]:
             return same
-        whole, plain = self._written(tokens), self._decode(tokens)
+        if len(tokens) > self._most:
+            return []
+        whole, plain = self._text_of(digest, tokens)
         return [rollout for rollout in self._playing if self._begins(whole, plain, rollout)]
+
+    def _text_of(self, digest: bytes, tokens: Sequence[int]) -> tuple[str, str]:
+        if digest not in self._texts:
+            self._texts[digest] = self._written(tokens), self._decode(tokens)
+        return self._texts[digest]
 
     def _problem(
         self, rollout: OpenRollout, tokens: Sequence[int], mask: Sequence[int], score: float
@@ -393,9 +419,7 @@ class Sequences:
 
     def _begins(self, whole: str, plain: str, rollout: OpenRollout) -> bool:
         """Whether a text is that of the rollout, and behind it nothing but special tokens and white space."""
-        if rollout not in self._texts:
-            self._texts[rollout] = (self._written(rollout.tokens), self._decode(rollout.tokens))
-        own_whole, own_plain = self._texts[rollout]
+        own_whole, own_plain = self._text_of(rollout.digest, rollout.tokens)
         return whole.startswith(own_whole) and plain.startswith(own_plain) and not plain[len(own_plain) :].strip()
 
 

@@ -93,9 +93,9 @@ class ChatTree:
             self._after[_digest(digests[-2], whole)] = talk
         return TreeReply(reply, talk.last, talk.prompt_tokens, talk.path)
 
-    def continues(self, messages: Sequence[ChatMessage]) -> bool:
-        """Whether the messages begin with those of an earlier turn and its reply."""
-        return self._known(_digests(for_template(messages))) > 0
+    def continues(self, digests: Sequence[bytes]) -> bool:
+        """Whether messages begin with those of an earlier turn and its reply. `digests`: `digests_of` them, which are read once for all trees."""
+        return self._known(digests) > 0
 
     def _known(self, digests: Sequence[bytes]) -> int:
         """The number of messages up to the last known reply that others follow; 0 if there is none."""
@@ -111,6 +111,11 @@ def reply_as_sent(reply: ChatReply) -> dict[str, Any]:
     ]
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def digests_of(messages: Sequence[ChatMessage]) -> list[bytes]:
+    """Returns what `ChatTree.continues` takes."""
+    return _digests(for_template(messages))
 
 
 def _digests(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
