@@ -174,6 +174,7 @@ READ: list[tuple[Callable[[str], Any], str, Any]] = [
     (read_verdict, "A is nice.\nVERDICT: B", 0.0),
     (read_verdict, "**VERDICT:** tie", 0.5),
     (read_verdict, "**VERDICT: B**\nA misses the point.", 0.0),
+    (read_verdict, "VERDICT: tie between A and B", 0.5),
     (read_verdict, "VERDICT: B, because A is wrong", 0.0),
     (lambda text: read_score(text, judge()), "SCORE: 4 out of 10", 0.4),
 ]
@@ -184,7 +185,17 @@ def test_the_last_line_of_the_form_counts(read, text, value):
     assert read(text) == pytest.approx(value)
 
 
-NO_PREFERENCE = ["A tie", "A or B", "A/B", "A is as good as B", "**A** and **B**", "A = B", "A, B", "a draw"]
+NO_PREFERENCE = [
+    "A tie",
+    "A or B",
+    "A/B",
+    "A is as good as B",
+    "**A** and **B**",
+    "A = B",
+    "A, B",
+    "a draw",
+    "TIE or A",
+]
 UNREADABLE: list[tuple[Callable[[str], Any], str, str]] = [
     (lambda text: read_score(text, judge()), "It deserves a 7.", "no line that begins with SCORE:"),
     (lambda text: read_score(text, judge()), "SCORE: 70", "it gives 70, and was asked for 0 to 10"),
