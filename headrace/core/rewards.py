@@ -77,9 +77,11 @@ def named_twice(given: str | bytes) -> str:
     they take (RFC 8259, section 4), so that a reward of two values is none."""
 
     def once(pairs: list[tuple[str, object]]) -> None:
-        names = [name for name, _ in pairs]
-        if len(names) > len(set(names)):
-            raise _Twice(next(name for place, name in enumerate(names) if name in names[:place]))
+        names = set[str]()
+        for name, _ in pairs:
+            if name in names:
+                raise _Twice(name)
+            names.add(name)
 
     try:
         json.loads(given, object_pairs_hook=once)

@@ -253,6 +253,24 @@ def test_an_end_that_means_nothing_is_refused_and_may_be_sent_again(
     assert isinstance(found, Played) and found.rewards == ({"agent": 2.0} if alone else {})
 
 
+def test_an_end_with_many_rewards_holds_up_nobody(tmp_path: Path) -> None:
+    """They were compared each with each."""
+
+    async def case(service: Service) -> None:
+        lease, many = await service.take(), {f"r{number}": 0 for number in range(60_000)}
+        await service.play(lease)
+        began = time.thread_time()
+        status, answer = await service.post(lease["end"], {"rewards": {**many, "a.b": 1, "a": {"b": 1}}})
+        assert status == 400 and "a.b is given twice" in answer["error"]["message"]
+        status, answer = await service.post(lease["end"], json.dumps({"rewards": many})[:-2].encode() + b', "r9": 1}}')
+        assert status == 400 and "r9 is given twice" in answer["error"]["message"]
+        assert time.thread_time() - began < 5.0
+        assert (await service.post(lease["end"], {"reward": 2}))[0] == 200
+
+    (found,) = handed_out(tmp_path, case)
+    assert isinstance(found, Played)
+
+
 AGENT = """
 import json, os, sys
 from urllib.request import Request, urlopen

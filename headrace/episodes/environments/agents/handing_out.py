@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -180,8 +181,9 @@ class Desk:
         flat = list(_flat(rewards))
         if self._alone and not flat:
             raise Refused(400, "no reward is given; send reward, rewards by name, or failed with the reason")
+        times = Counter(name for name, _ in flat)
         for name, value in flat:
-            if [other for other, _ in flat].count(name) > 1:
+            if times[name] > 1:
                 raise Refused(
                     400, f"the reward {name} is given twice, by itself and as one of a role; give one another name"
                 )
