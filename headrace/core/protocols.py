@@ -411,8 +411,14 @@ class TrainerCore(Protocol):
 
     def restore(self, directory: Path, adapter: str = "") -> None: ...
 
-    def export(self, directory: Path) -> None:
-        """Writes a directory that `transformers` loads."""
+    def export(
+        self,
+        directory: Path,
+        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        adapter: str = "",
+        merge: bool = False,
+    ) -> None:
+        """Writes a directory that `transformers` loads; for an adapter, one that peft loads, unless it is to be merged."""
 
 
 # --- The ports of environments

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from headrace.core.batches import Group
@@ -180,6 +181,43 @@ class ScorerAsked(Fact, frozen=True, kw_only=True):
     """Tokens that a judge read and wrote."""
     failures: dict[str, int] = {}
     """Completions without a score, by reason."""
+
+
+class WarmStarted(Fact, frozen=True, kw_only=True):
+    """The policy was trained on demonstrations before the run, which begins with the weights of that."""
+
+    model: str
+    """The model that it began with."""
+    path: str
+    """The file with the rows."""
+    rows: int
+    """Rows that were trained."""
+    held_out_rows: int
+    epochs: int
+    tokens: int
+    """Tokens in the loss, over all epochs."""
+    seconds: float
+    learning_rate: float
+    """The largest."""
+    losses: tuple[float, ...]
+    """The mean loss of a token in each optimizer step, in nats, before its update."""
+    held_out: tuple[float, ...]
+    """The mean loss of a token of the held-out rows, in nats: before the first epoch, and after each. Empty without such rows."""
+    mark: str
+    """A fingerprint of all that the weights depend on but the machine."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    @property
+    def words(self) -> str:
+        """Says in one line what was done."""
+        held = f", held-out {self.held_out[0]:.3f} → {self.held_out[-1]:.3f}" if self.held_out else ""
+        return (
+            f"{self.steps:,} steps on {self.rows:,} rows of {Path(self.path).name}: loss {self.losses[0]:.3f} → {self.losses[-1]:.3f}{held} "
+            "nats a token"
+        )
 
 
 class FilesChecked(Fact, frozen=True):

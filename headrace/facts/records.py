@@ -38,6 +38,7 @@ from headrace.facts.facts import (
     TicketDrawn,
     TrialChecked,
     Waited,
+    WarmStarted,
     Warned,
     WeightsLive,
     Withdrawn,
@@ -104,6 +105,7 @@ MetricsFact = (
     | WeightsLive
     | IdentityChecked
     | FilesChecked
+    | WarmStarted
     | TrialChecked
     | ScorerAsked
     | EngineSample

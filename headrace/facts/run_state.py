@@ -31,6 +31,7 @@ from headrace.facts.facts import (
     TicketDrawn,
     TrialChecked,
     Waited,
+    WarmStarted,
     Warned,
     WeightsLive,
     Withdrawn,
@@ -111,6 +112,8 @@ class RunState(RunSums):
     checks: list[IdentityChecked] = []
     files: FilesChecked | None = None
     """The newest preflight of the model's files."""
+    warm: WarmStarted | None = None
+    """The training on demonstrations before the run."""
     swaps: list[WeightsLive] = []
     checkpoints: list[CheckpointSaved] = []
     deaths: list[WorkerLost] = []
@@ -172,8 +175,8 @@ class RunState(RunSums):
                 self.failures.setdefault(fact.kind, fact)
             case Evaluated():
                 self.evals.append(fact)
-            case FilesChecked():
-                self.files = fact
+            case FilesChecked() | WarmStarted():
+                self._prepare(fact)
             case IdentityChecked() | TrialChecked():
                 self._check(fact)
             case ScorerAsked():
@@ -204,6 +207,12 @@ class RunState(RunSums):
             self.windows[-1] = (self.windows[-1][0], max(fact.t, self.windows[-1][1]))
         if self.started and self.step >= self.started.steps:
             self.training = False
+
+    def _prepare(self, fact: FilesChecked | WarmStarted) -> None:
+        if isinstance(fact, FilesChecked):
+            self.files = fact
+        else:
+            self.warm = fact
 
     def _start(self, fact: RunStarted) -> None:
         if self.started or fact.resumed_at:

@@ -62,6 +62,12 @@ class ChatEncoder:
         other._rendering = rendering
         return other
 
+    def of_same(self, directory: Path) -> ChatEncoder:
+        """Returns the encoder for another model's directory that holds the same files of tokenizer and template."""
+        other = copy.copy(self)
+        other.directory = directory
+        return other
+
     def with_special_tokens(self, special: SpecialTokens) -> ChatEncoder:
         """Returns an encoder of the same tokenizer, which shows or hides special tokens in the text that it decodes."""
         other = copy.copy(self)

@@ -197,6 +197,11 @@ class OrchestrationConfig:
         return self.trainer == "local"
 
     @property
+    def is_here(self) -> bool:
+        """Whether engines, trainer and environments are on this machine, and see its files."""
+        return self.trains_here and not (self.elsewhere or self.bus or self.environments)
+
+    @property
     def host(self) -> str:
         return self.listen.rpartition(":")[0].strip("[]")
 

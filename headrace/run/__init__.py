@@ -8,7 +8,7 @@ The directory: `run_directory.py` (with all its files, opened together), `resume
 of what the run has), `contents.py` (what is in the files that settings name).
 
 From the user's call to the result: `run.py` (with what outlives the death of a trainer), `lane.py` (directory, files and session of one
-pipeline), `session.py` (until the last step or a signal), `result.py`, `rehearse.py` (checks before anything costs time), `one_shot.py`
+pipeline), `session.py` (until the last step or a signal), `warm_start.py` (supervised training before that), `result.py`, `rehearse.py` (checks before anything costs time), `one_shot.py`
 (evaluation and export), `rollout_hosting.py` (a process that serves another's run), `hosting.py` (the thread of the event loop),
 `pieces.py` (tokens as text).
 

@@ -29,6 +29,7 @@ from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.episodes.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.demonstrations import WarmStartConfig, warm_start_problems
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.partial import PartialConfig, partial_problems
 from headrace.loop.staleness import StalenessConfig
@@ -49,7 +50,7 @@ from headrace.settings.process_config import (
 )
 from headrace.settings.strict import LONGEST_NAME, STRICT
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
-from headrace.trainer.config import TrainConfig, parallel_problems, warmup_of
+from headrace.trainer.config import TrainConfig, parallel_problems
 from headrace.views.config import ObserveConfig, check_installed
 from headrace.weight_sync.config import Way, WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
 
@@ -60,6 +61,7 @@ class RunConfig:
 
     model: ModelConfig
     task: TaskConfig
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     name: str = "run"
     """The run's directory is `out/name`. Without a name, the config file's own name is used."""
@@ -286,6 +288,15 @@ def check(config: RunConfig) -> list[str]:
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
         *_learning_problems(config),
+        *warm_start_problems(
+            config.warm_start,
+            elsewhere=not config.orchestration.is_here,
+            served=bool(config.engine.urls),
+            beside=config.algo.reference_in_reward or itself,
+            quantised=bool(config.lora.quantise),
+            examples=config.task.examples,
+            timed=bool(config.train.minutes),
+        ),
     ]
     try:
         check_installed(config.observe)
@@ -427,26 +438,6 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"eval.prompts = {config.eval.prompts} asks for more than task.held_out = {config.task.held_out} prompts; "
             "raise task.held_out or lower eval.prompts"
-        )
-
-
-HIGHEST_RATE = {"all weights": 1e-3, "an adapter": 1e-2}
-"""Learning rates above these are remarked on: tiny models of tests learn with more, and hardly any other."""
-_USUAL = {"all weights": "1e-6 to 1e-5 is usual", "an adapter": "1e-5 to 1e-4 is usual"}
-
-
-def rate_remarks(train: TrainConfig, lora: LoraConfig) -> Iterator[str]:
-    """Yields remarks on a learning rate with which models forget how to write, and on a warm-up that is longer than the run."""
-    what, rate = ("an adapter" if lora.rank else "all weights"), train.learning_rate
-    if rate > HIGHEST_RATE[what]:
-        yield (
-            f"train.learning_rate = {rate:g} for {what}: above {HIGHEST_RATE[what]:g} a few steps usually make a model write nonsense; "
-            f"{_USUAL[what]}"
-        )
-    if train.warmup_steps > warmup_of(train):
-        yield (
-            f"train.warmup_steps = {train.warmup_steps} is longer than this run of train.steps = {train.steps}: the learning rate rises for "
-            f"{warmup_of(train)} steps instead"
         )
 
 
@@ -656,6 +647,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield f"two adapters are called {twice[0]}; give each a name of its own"
     if config.train.minutes or any(adapter.train.get("minutes") for adapter in config.adapters):
         yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
+    if config.warm_start.path:
+        yield "warm_start is for one policy, which it trains whole; remove it, or name weights that are warm already in model.path"
     if config.orchestration.bus:
         yield "orchestration.bus serves one policy; remove it, or train the adapters in runs of their own"
     if config.orchestration.placement == "shared":

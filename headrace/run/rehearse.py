@@ -32,6 +32,7 @@ from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import is_async
 from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.demonstrations import Demonstrations, read_demonstrations
 from headrace.facts.facts import FilesChecked, Warned
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.run_limits import SHORT
@@ -43,7 +44,7 @@ from headrace.run.auto.gpu_sizes import gpu_notes
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, measure_share
 from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task
 from headrace.run.choosing import fit_minutes, settle, settle_sizes
-from headrace.run.config import RunConfig, rate_remarks, read_config
+from headrace.run.config import RunConfig, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.quantised import correction_of, quantised_words
@@ -77,15 +78,16 @@ from headrace.run.rehearsal.words import Lines, algorithm, memory_lines, page
 from headrace.run.run_directory import CONFIG, refuse_used
 from headrace.run.seats import check_seats
 from headrace.run.teaching import PlannedTeacher, plan_teachers
+from headrace.run.warm_start import described
 from headrace.run.wording import headline, placement, untried
 from headrace.settings.user_code import defines
-from headrace.trainer.config import TrainConfig, change_of_rate, drawn
+from headrace.trainer.config import TrainConfig, change_of_rate, drawn, rate_remarks
 from headrace.trainer.dealing.share import MOST_TRAJECTORIES, TOKEN_BYTES
 from headrace.views.screen.start_line import StartSteps
 from headrace.weight_sync.cuda_ipc import NO_GPU
 from headrace.weight_sync.delta.efficiency import poor_settings
 
-_ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
+_ORDER = ("Run", "Warm start", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
 
 @dataclass(kw_only=True)
@@ -113,6 +115,8 @@ class Rehearsal:
     """The work of the moment."""
     tried: dict[str, LoadedFiles] = field(default_factory=dict)
     """The parts that were loaded for each run, by the names of adapters; the name is empty if there is one run."""
+    demonstrations: Demonstrations | None = None
+    """The rows of the warm start, if the run begins with one."""
     served: str = ""
     """The way in which the native engine serves the model, and its speed; empty if that was not asked."""
     unmeasured: str = ""
@@ -319,6 +323,7 @@ async def _tried(
             context=config.engine.context_length,
             most=config.rollout.max_tokens,
         )
+        await _warm_start(found, config, encoder.using(config.task.rendering))
         planned = await plan_teachers(config, encoder, inputs.rows)
         found.planned_teachers += planned
         episode: Episode | None = None
@@ -413,6 +418,18 @@ def _prompts(
         ("the first", first),
         ("", f"({prompts[0].id})"),
     ]
+
+
+async def _warm_start(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> None:
+    """Reads the rows of the warm start, which a run that is resumed has behind it."""
+    if not config.warm_start.path or found.resumes:
+        return
+    own, task, room = config.warm_start, config.task, config.engine.context_length
+    with found.part(), found.steps.doing("reading the rows of the warm start"):
+        found.demonstrations = await asyncio.to_thread(
+            read_demonstrations, own, task, encoder, seed=config.seed, context=room
+        )
+        found.sections["Warm start"] = described(config, found.demonstrations, encoder)
 
 
 async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:

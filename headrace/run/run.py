@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -15,7 +16,7 @@ from typing import Any
 from headrace.core.errors import ConfigError, HeadraceError, StopTraining, WorkerDied
 from headrace.core.printing import say
 from headrace.durable.atomic_files import full_disk_as_error
-from headrace.facts.facts import Evaluated
+from headrace.facts.facts import Evaluated, WarmStarted
 from headrace.facts.progress import Evaluation, Step
 from headrace.facts.records import MetricsFact, StepRow
 from headrace.facts.run_state import RunState
@@ -28,11 +29,12 @@ from headrace.run.hosting import Errands, Heed, Main, Termination, complete, run
 from headrace.run.lane import Lane, open_lanes, report_finished, report_unbegun
 from headrace.run.open_parts import open_parts
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
-from headrace.run.rehearse import rehearse
+from headrace.run.rehearse import Rehearsal, rehearse
 from headrace.run.result import RunResult, result_of
 from headrace.run.run_directory import RunDirectory
 from headrace.run.seats import local_cores
 from headrace.run.session import BuiltRun, Notices, report_unhandled, run_clock
+from headrace.run.warm_start import begins_with, keep_settings, warm_start, warm_started
 from headrace.run.worker.build import libraries_ahead
 from headrace.settings.process_config import WatchConfig
 from headrace.settings.user_code import one_line
@@ -235,10 +237,13 @@ def _until_it_ends(call: TrainCall) -> RunResult:
 
 
 def _rehearsed_and_trained(call: TrainCall) -> RunResult:
-    config, inputs, resume = call.config, call.inputs, call.resume
+    inputs, resume = call.inputs, call.resume
+    config = begins_with(call.config, resume) if resume else call.config
     rehearsed = None if resume else complete(rehearse(config, inputs, measurer=call.measurer))
     config = rehearsed.config if rehearsed else config
     with full_disk_as_error(call.path), RunDirectory.of(call.path, bool(resume)) as directory:
+        if rehearsed:
+            config = _warmed(call, rehearsed, directory)
         with open_lanes(config, directory, bool(resume)) as lanes:
             if all(lane.finished for lane in lanes.values()):
                 report_finished(directory.path, list(lanes.values()))
@@ -248,7 +253,7 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 if rehearsed is None:
                     rehearsed = complete(rehearse(config, inputs, resume))
                 for lane in lanes.values():
-                    for fact in rehearsed.facts(lane.storage.seconds):
+                    for fact in [*_warm_facts(lane), *rehearsed.facts(lane.storage.seconds)]:
                         lane.storage.recorder.record(fact)
                 with _watchdog(config.watch, directory, writes=not resume) as watchdog:
                     running = _RunningLanes(call, config, directory, lanes, watchdog)
@@ -259,6 +264,31 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 raise
         report_unbegun(lanes.values())
         return result_of(directory.path, lanes)
+
+
+def _warmed(call: TrainCall, rehearsed: Rehearsal, directory: RunDirectory) -> RunConfig:
+    """Trains on the demonstrations of a new run, if it has any. Returns the settings with the model that the run then begins with."""
+    config, given = rehearsed.config, rehearsed.demonstrations
+    if given is None:
+        return config
+    files = rehearsed.tried[""]
+    try:
+        complete(warm_start(config, files.encoder.directory, given, directory.logs))
+    except KeyboardInterrupt:
+        say("the warm start was interrupted, and nothing of it is kept: the same command begins it again")
+        raise
+    config = begins_with(config, directory.path)
+    rehearsed.tried[""] = dataclasses.replace(files, encoder=files.encoder.of_same(Path(config.model.path)))
+    keep_settings(config, directory)
+    call.begun = True
+    return config
+
+
+def _warm_facts(lane: Lane) -> list[WarmStarted]:
+    """The warm start that the run has begun with, if its metrics have none."""
+    known = lane.storage.recorder.state.warm or not lane.config.warm_start.path
+    done = None if known else warm_started(lane.directory.path)
+    return [done] if done else []
 
 
 def _watchdog(watch: WatchConfig, directory: RunDirectory, *, writes: bool) -> Watchdog:

@@ -15,13 +15,14 @@ from headrace.settings.toml import Tree
 def resolve_paths(tree: Tree, base: Path) -> Tree:
     """Makes the relative paths in a tree of settings absolute, relative to `base`. Values of a wrong type are left
     alone."""
-    model, task, reward, algo = (tree.get(section) for section in ("model", "task", "reward", "algo"))
+    model, reward, algo = (tree.get(section) for section in ("model", "reward", "algo"))
     changed: Tree = {}
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         changed["model"] = {**model, "path": _model_path(model["path"], base)}
-    if isinstance(task, dict):
-        paths = {k: _absolute(task[k], base) for k in ("path", "held_out_path") if _names_file(task.get(k))}
-        changed["task"] = {**task, **paths}
+    for section in ("task", "warm_start"):
+        if isinstance(rows := tree.get(section), dict):
+            paths = {k: _absolute(rows[k], base) for k in ("path", "held_out_path") if _names_file(rows.get(k))}
+            changed[section] = {**rows, **paths}
     if isinstance(reward, dict):
         changed["reward"] = _reward_paths(reward, base)
     if isinstance(engine := tree.get("engine"), dict):

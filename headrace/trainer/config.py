@@ -278,3 +278,23 @@ def change_of_rate(before: TrainConfig, now: TrainConfig, done: int) -> str:
     if how != "rises again":
         return message
     return f'{message}. To keep {last:.3g}, set train.schedule = "constant" and train.learning_rate = {last:.3g}'
+
+
+HIGHEST_RATE = {"all weights": 1e-3, "an adapter": 1e-2}
+"""Learning rates above these are remarked on: tiny models of tests learn with more, and hardly any other."""
+_USUAL = {"all weights": "1e-6 to 1e-5 is usual", "an adapter": "1e-5 to 1e-4 is usual"}
+
+
+def rate_remarks(train: TrainConfig, lora: LoraConfig) -> Iterator[str]:
+    """Yields remarks on a learning rate with which models forget how to write, and on a warm-up that is longer than the run."""
+    what, rate = ("an adapter" if lora.rank else "all weights"), train.learning_rate
+    if rate > HIGHEST_RATE[what]:
+        yield (
+            f"train.learning_rate = {rate:g} for {what}: above {HIGHEST_RATE[what]:g} a few steps usually make a model write nonsense; "
+            f"{_USUAL[what]}"
+        )
+    if train.warmup_steps > warmup_of(train):
+        yield (
+            f"train.warmup_steps = {train.warmup_steps} is longer than this run of train.steps = {train.steps}: the learning rate rises for "
+            f"{warmup_of(train)} steps instead"
+        )

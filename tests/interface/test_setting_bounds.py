@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.run.config import RunConfig, load_config, rate_remarks
+from headrace.run.config import RunConfig, load_config
 from headrace.settings.strict import LONGEST_NAME, STRICT
-from headrace.trainer.config import learning_rate
+from headrace.trainer.config import learning_rate, rate_remarks
 
 GOOD: dict[str, Any] = {
     "model": {"path": "m"},

@@ -143,11 +143,13 @@ def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
 
 
 def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter: bool) -> Iterator[str]:
-    base = config.model.path if _is_on_the_hub(config.model.path) else ""
+    warm = data.state.warm
+    model = warm.model if warm else config.model.path
+    base = model if _is_on_the_hub(model) and not (warm and adapter) else ""
     yield from _front_matter(config.algo, base, adapter)
     yield f"# {name}\n"
     yield (
-        f"{_model(config.model.path)}, trained by reinforcement learning with headrace {__version__}: {step:,} optimizer steps of "
+        f"{_model(model)}, {f'first by cross-entropy on answers ({warm.words}), then ' if warm else ''}trained by reinforcement learning with headrace {__version__}: {step:,} optimizer steps of "
         f"{config.algo.name} on {_data(config.task)}.\n"
     )
     reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"

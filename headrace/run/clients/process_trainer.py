@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -350,6 +350,10 @@ class ProcessTrainer:
 
     async def save(self, directory: Path, adapter: str = "") -> None:
         await self._call("save", (_for_ranks(directory), adapter), type(None))
+
+    async def export(self, directory: Path, dtype: Literal["bfloat16", "float32"], adapter: str = "") -> None:
+        """Writes a directory that `transformers` loads, with an adapter merged in. Raises HeadraceError where the disk does not take it."""
+        await self._call("export", (_for_ranks(directory), dtype, adapter), type(None))
 
     async def reserve(self) -> None:
         """Does in advance what would delay the first steps; calls that come meanwhile wait for it."""

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -332,6 +332,9 @@ def _trainer_call(
             return publisher.copy(unpack(frame.payload, str))
         case "score":
             return core.score(*unpack(frame.payload, tuple[list[int], str]))
+        case "export":
+            where, dtype, adapter = unpack(frame.payload, tuple[str, Literal["bfloat16", "float32"], str])
+            return core.export(Path(where), dtype, adapter, merge=True)
         case "begin_trial":
             return core.begin_trial(unpack(frame.payload, str))
         case "end_trial":

@@ -10,6 +10,7 @@ from html import escape
 
 import numpy as np
 
+from headrace.facts.facts import WarmStarted
 from headrace.facts.health import Figure, Health, HealthRow, ThenAndNow, health
 from headrace.facts.number_tables import MINUTES, STEP, TOKENS, StepColumns
 from headrace.facts.run_state import RunState
@@ -49,6 +50,7 @@ def overview(data: ReportData, links: Mapping[str, str]) -> str:
     return (
         f"{_verdict(found)}"
         + (f'<div class="front{"" if prompt else " alone"}">{front}</div>' if front else "")
+        + (_warm_start(data.state.warm) if data.state.warm else "")
         + f'<div class="health">{"".join(_row(row, links[row.key], found.remedy) for row in found.rows)}</div>'
     )
 
@@ -187,6 +189,19 @@ def _hovers(chart: Chart, x: np.ndarray, y: np.ndarray, over: str) -> None:
     for place, value in enumerate(y):
         where = f"{over} {number(float(x[place]), 4)}" if over != MINUTES else f"minute {x[place]:.1f}"
         chart.hover(float(edges[place]), float(edges[place + 1]), f"{where}\ndrawn {reward_text(float(value))}")
+
+
+def _warm_start(done: WarmStarted) -> str:
+    """Returns the figure of the losses before the run."""
+    lost = [(float(step), loss) for step, loss in enumerate(done.losses)]
+    held = [(done.steps * epoch / done.epochs, loss) for epoch, loss in enumerate(done.held_out)]
+    chart = Chart(
+        (0.0, float(done.steps)), extent([loss for _, loss in lost + held]), x_label="steps of the warm start"
+    )
+    chart.line(lost, "c1").line(held, "c2 raw").dots(held, "c2")
+    keys = [("c1", "rows of a step"), *([("c2", "held-out rows")] if held else [])]
+    drawing = chart.html("Loss over the steps of the warm start")
+    return figure("Warm start: loss of the answers, nats a token", drawing, keys, note=f"{done.words}.")
 
 
 # --- One prompt then and now

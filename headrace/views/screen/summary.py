@@ -121,7 +121,9 @@ def _learned(table: Table, state: RunState) -> None:
 
 
 def _planned(table: Table, state: RunState) -> None:
-    """Adds the chosen settings, and the changes of the number of steps."""
+    """Adds the warm start, the chosen settings, and the changes of the number of steps."""
+    if state.warm:
+        _more(table, "Warm start", state.warm.words)
     if state.started:
         for name, why in state.started.chosen.items():
             _more(table, name.capitalize(), why)

@@ -1,0 +1,290 @@
+"""Demonstrations, from which a run may learn before its first rollout: questions with the answers that the model should write. Imports no torch.
+
+A question becomes tokens as those of the task do, by the model's chat template and once (C5). Its answer follows as the model itself would write it,
+with the end of turn. Answers alone are trained.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass as settings_dataclass
+
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.types import Prompt
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.conversations import Message, prompt_of
+from headrace.episodes.tasks.prompts import Encoder, PromptMaker, digest_of, seed_from
+from headrace.episodes.tasks.read import kind_of, read_rows
+from headrace.episodes.tasks.rows import plain_row
+from headrace.settings.strict import STRICT
+
+
+@settings_dataclass(frozen=True, kw_only=True, config=STRICT)
+class WarmStartConfig:
+    """Supervised training on given answers before the first rollout (docs/warm_start.md)."""
+
+    path: str = ""
+    """The file or directory with questions and answers. If empty, the run begins with the weights of `model.path`."""
+    kind: Literal["auto", "jsonl", "csv", "parquet", "datasets"] = "auto"
+    """The form of the rows, as in `task.kind`. auto: by the name of the file."""
+    prompt: str = "prompt"
+    """The column with the question: a string, or a list of messages {role, content} (docs/rows.md)."""
+    answer: str = "answer"
+    """The column with the answer, a text. If empty, `prompt` holds whole conversations, and their last message is the answer."""
+    held_out_path: str = ""
+    """A file of rows for the held-out loss only. If empty, `held_out` rows of `path` are used, taken at random."""
+    held_out: int = Field(default=64, ge=0)
+    """Number of rows whose loss is measured before the first epoch and after each. They are never trained, nor is any row with the same
+    question. 0: none."""
+    epochs: int = Field(default=1, gt=0)
+    """Number of times that each row is trained."""
+    rows_per_step: int = Field(default=32, gt=0)
+    """Rows of an optimizer step. The loss is the mean over the tokens of their answers; the last step of an epoch may have fewer."""
+    learning_rate: float = Field(default=0.0, ge=0)
+    """The peak learning rate. 0: 1e-5 for all weights, 1e-4 for an adapter. All else of the optimizer is that of [train]."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """The learning rate after the warm-up, as in `train.schedule`: to zero at the last step of the warm start."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Number of its steps in which the learning rate rises linearly."""
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> WarmStartConfig:
+        fields = WarmStartConfig.__pydantic_fields__  # type: ignore[attr-defined]
+        if not self.path and any(getattr(self, name) != field.default for name, field in fields.items()):
+            raise ValueError(
+                "warm_start.path is missing: name the file with questions and answers, or remove [warm_start]"
+            )
+        return self
+
+
+def warm_start_problems(
+    config: WarmStartConfig,
+    *,
+    elsewhere: bool,
+    served: bool,
+    beside: bool,
+    quantised: bool,
+    examples: int,
+    timed: bool,
+) -> Iterator[str]:
+    """Yields settings that exclude a warm start, whose weights are files of the run's directory. `elsewhere`: whether parts of the run are on other
+    machines; `served`: whether its engines are servers that are up already; `beside`: whether a reference's engine, or that of the student's older
+    self, begins with the model; `quantised`: whether an adapter has packed weights beneath it; `examples`: `task.examples`; `timed`: whether the run
+    has a time limit."""
+    says, already = "warm_start trains before the run, and", "or name warm weights in model.path"
+    if not config.path:
+        return
+    if elsewhere:
+        yield f"{says} parts elsewhere do not have the files of its weights; keep [orchestration] on this machine, {already}"
+    if served:
+        yield f"{says} servers at engine.urls have loaded other weights; remove engine.urls, so that the run starts one, {already}"
+    if beside:
+        yield (
+            f"{says} the engine of a reference or of the student's older self is planned with the weights before it; use algo.kl.place = loss and "
+            f"another teacher, {already}"
+        )
+    if quantised:
+        yield f"{says} an adapter that is merged into weights of lora.quantise is rounded with them; remove lora.quantise, {already}"
+    if examples:
+        yield f"{says} its rows lack the solved problems that task.examples shows before each prompt; set that to 0, {already}"
+    if timed:
+        yield f"{says} train.minutes does not count its time; set train.steps instead, {already}"
+
+
+class AnswerTokenizer(Encoder, Protocol):
+    """The part of `chat.ChatEncoder` that demonstrations use."""
+
+    @property
+    def endings(self) -> Any: ...
+
+    def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A question, and the tokens of its answer with the end of turn."""
+
+    prompt: Prompt
+    answer: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt.tokens + self.answer
+
+    def row(self, step: int) -> Row:
+        """Returns the row that the trainer learns from, with cross-entropy as its loss: the weight of every token of the answer is 1."""
+        count = len(self.answer)
+        return Row(
+            prompt=self.prompt.tokens,
+            tokens=self.answer,
+            logprobs=(0.0,) * count,  # nobody sampled them, and cross-entropy compares with nothing
+            advantages=(1.0,) * count,
+            mask=(True,) * count,
+            versions=(step,) * count,
+            temperature=1.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """All rows of a warm start."""
+
+    trained: Sequence[Demonstration]
+    held_out: Sequence[Demonstration]
+    seed: int
+    epochs: int
+    rows_per_step: int
+
+    @property
+    def steps_of_epoch(self) -> int:
+        return -(-len(self.trained) // self.rows_per_step)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole warm start."""
+        return self.epochs * self.steps_of_epoch
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of all tokens, and of what is held out."""
+        rows = [str((one.prompt.tokens, one.answer)) for one in self.trained]
+        return digest_of([*rows, "held out", *(str(one.tokens) for one in self.held_out)])
+
+    def batches(self, adapter: str) -> Iterator[Batch]:
+        """Yields the batch of each optimizer step: every row once an epoch, each time in a new order, which the seed decides."""
+        step = 0
+        for epoch in range(self.epochs):
+            order = list(self.trained)
+            random.Random(seed_from("warm start", self.seed, epoch)).shuffle(order)
+            for first in range(0, len(order), self.rows_per_step):
+                taken = order[first : first + self.rows_per_step]
+                groups = tuple(Group(n, one.prompt, (), (one.row(step),)) for n, one in enumerate(taken))
+                yield Batch(step, groups, adapter=adapter, skippable=False, steps=self.steps)
+                step += 1
+
+
+def read_demonstrations(
+    config: WarmStartConfig, task: TaskConfig, encoder: AnswerTokenizer, *, seed: int, context: int
+) -> Demonstrations:
+    """Reads and checks all rows. `task`: how questions are shown to the model; `context`: the most tokens of a row.
+
+    Raises ConfigError with the place and the remedy if a row cannot be trained."""
+    ended = encoder.endings.written
+    if ended is None:
+        raise ConfigError(
+            "the model's files name no token that ends an answer, so a warm start would teach the model answers without an end; add eos_token_id to its "
+            "generation_config.json"
+        )
+    reader = _Reader(config, task, encoder, context)
+    rows = reader.read(config.path)
+    if config.held_out_path:
+        apart = reader.read(config.held_out_path)
+        chosen = random.Random(seed_from("warm start", "held out")).sample(apart, min(config.held_out, len(apart)))
+    elif config.held_out < len(rows):
+        chosen = random.Random(seed_from("warm start", "held out")).sample(rows, config.held_out)
+    else:
+        raise ConfigError(
+            f"warm_start.held_out = {config.held_out} keeps back all of the {len(rows)} rows of {config.path}; lower it, or name other rows in "
+            "warm_start.held_out_path"
+        )
+    asked = {one.prompt.tokens for one in chosen}
+    trained = [one for one in rows if one.prompt.tokens not in asked]
+    if not trained:
+        raise ConfigError(
+            f"all rows of {config.path} have the question of a held-out row, so none is left to be trained; lower warm_start.held_out"
+        )
+    sizes = {"epochs": config.epochs, "rows_per_step": config.rows_per_step}
+    return Demonstrations(trained=trained, held_out=chosen, seed=seed, **sizes)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    config: WarmStartConfig
+    task: TaskConfig
+    encoder: AnswerTokenizer
+    context: int
+
+    def read(self, path: str) -> list[Demonstration]:
+        kind = kind_of(path) if self.config.kind == "auto" else self.config.kind
+        with _named_here():
+            raw = read_rows("jsonl" if kind == "reasoning_gym" else kind, path)
+        if not raw:
+            raise ConfigError(f"{path} holds no rows; a warm start needs questions with answers")
+        maker = PromptMaker(self.task, self.encoder)
+        found = []
+        for number, row in enumerate(raw, 1):
+            with _about(f"{path}, row {number}:"):
+                found.append(self._demonstration(row, f"warm_start/{number - 1}", maker))
+        return found
+
+    def _demonstration(self, row: dict[str, Any], name: str, maker: PromptMaker) -> Demonstration:
+        config = self.config
+        for setting, column in (("prompt", config.prompt), ("answer", config.answer)):
+            if column and column not in row:
+                known = ", ".join(map(str, row)) or "none"
+                raise ConfigError(
+                    f"there is no column {column} (warm_start.{setting}){nearest(column, row)}; its columns are: {known}"
+                )
+        columns = plain_row(row, "it")
+        with _about(f"the prompt in column {config.prompt}"):
+            question = prompt_of(columns[config.prompt], self.task)
+        if config.answer:
+            answer = columns[config.answer]
+        else:
+            question, answer = _last_message(question, config.prompt)
+        if not isinstance(answer, str) or not answer.strip():
+            raise ConfigError("its answer is empty, or no text; remove such rows")
+        maker.check(columns)
+        prompt = maker.make(name, question, columns)
+        return self._checked(Demonstration(prompt, self.encoder.encode_completion(answer, True)))
+
+    def _checked(self, one: Demonstration) -> Demonstration:
+        if not self.encoder.endings.all.isdisjoint(one.answer[:-1]):
+            raise ConfigError(
+                "its answer holds a token that ends answers, which is added behind it anyway; remove it from the text"
+            )
+        if len(one.tokens) > self.context:
+            raise ConfigError(
+                f"it has {len(one.tokens):,} tokens with its answer, and engine.context_length = {self.context}; raise that, or remove such rows"
+            )
+        return one
+
+
+def _last_message(question: str | list[Message], column: str) -> tuple[list[Message], Any]:
+    """Splits a conversation before its last message."""
+    if isinstance(question, str) or len(question) < 2 or question[-1]["role"] != "assistant":
+        raise ConfigError(
+            f'the column {column} holds no conversation that ends with the assistant\'s answer, which warm_start.answer = "" asks for; name the column '
+            "with answers in warm_start.answer, or remove such rows"
+        )
+    if question[-1].get("tool_calls"):
+        raise ConfigError(
+            "its last message calls a tool, and a warm start trains answers that are text; remove such rows"
+        )
+    return question[:-1], question[-1]["content"]
+
+
+@contextmanager
+def _named_here() -> Iterator[None]:
+    """Errors in files of rows name settings of a task; these rows have the same settings in another section."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"(?<![\w/.])task\.(kind|path)\b", r"warm_start.\1", str(error))) from None
+
+
+@contextmanager
+def _about(subject: str) -> Iterator[None]:
+    """Gives a ConfigError its subject."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{subject} {error}") from None
