@@ -169,6 +169,7 @@ def test_a_model_without_an_end_of_answers_is_refused_and_naming_one_helps(tmp_p
         ({"train": {"minutes": 3.0}}, "train.minutes does not count"),
         ({"lora": {"rank": 4}, "adapters": [{"name": "a"}, {"name": "b"}]}, "warm_start is for one policy"),
         ({"warm_start": {"path": "", "epochs": 3}}, "warm_start.path is missing"),
+        ({"warm_start": {"held_out": 0, "held_out_path": "more.jsonl"}}, "measures no row of warm_start.held_out_path"),
     ],
 )
 def test_what_does_not_go_with_a_warm_start_is_refused(tmp_path: Path, tables: Config, words: str) -> None:

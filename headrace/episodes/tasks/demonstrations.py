@@ -62,6 +62,10 @@ class WarmStartConfig:
             raise ValueError(
                 "warm_start.path is missing: name the file with questions and answers, or remove [warm_start]"
             )
+        if self.held_out_path and not self.held_out:
+            raise ValueError(
+                "warm_start.held_out = 0 measures no row of warm_start.held_out_path: raise it, or remove the path"
+            )
         return self
 
 
