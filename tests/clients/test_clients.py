@@ -60,7 +60,6 @@ def played(command: list[str], tmp_path: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["openai", "anthropic", "pydantic_ai"])
 def test_a_client_of_this_interpreter(name: str, tmp_path: Path) -> None:
     played([sys.executable, str(HERE / f"with_{name}.py")], tmp_path)
