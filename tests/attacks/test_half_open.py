@@ -298,7 +298,6 @@ def test_silent_connections_do_not_keep_engines_from_their_weights(over_tls: boo
         server.server_close()
 
 
-@pytest.mark.slow
 def test_the_pool_door_waits_for_no_question_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_door, "SECONDS", 0.2)
 

@@ -243,7 +243,6 @@ def test_an_answer_takes_few_turns_of_an_attack(name: str, attacked: Attacked) -
     assert max(costs[1:], default=0.0) < 0.25, costs
 
 
-@pytest.mark.slow
 def test_a_search_for_garbage_does_not_look_at_what_was_there_at_the_start(attacked: Attacked) -> None:
     """It would take a quarter of a second of the event loop."""
     assert attacked.doors["searched"] < 50_000

@@ -191,7 +191,6 @@ def test_a_process_that_makes_calls_may_die():
     own.close()
 
 
-@pytest.mark.slow
 def test_directories_are_removed_with_the_process(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     own = Sandbox(LIMITS)

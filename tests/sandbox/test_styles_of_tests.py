@@ -157,7 +157,6 @@ CHANGES = st.sampled_from(
 GIVEN = "a = [[1, 2], [3], {'k': 0}, {1}]\nfirst, named = a[0], a[2]\n"
 
 
-@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(CHANGES, min_size=1, max_size=4), st.integers(0, 3))
 def test_changes_in_place_are_those_of_ordinary_python(sandbox, changes, left_out):

@@ -249,7 +249,6 @@ def test_code_blocks():
     assert written("```\nz = 3\n```", {"code_block"}) == "```\nz = 3\n```"
 
 
-@pytest.mark.slow
 def test_programs_that_take_long_may_not_cost_the_group():
     config = RewardConfig(functions=(RewardSpec("unit_tests"),), timeout=30.0)
     assert list(sandbox_problems(config, group=8, seconds=3.0)) == []
