@@ -87,7 +87,7 @@ def test_a_run_is_drawn_without_a_question_and_two_are_compared(browser: Headles
 
 def test_the_overview_draws_the_reward_over_minutes_and_each_row_leads_to_more(browser: Headless, place: str):
     opened(browser, place, "run=first&runs=first&tab=overview")
-    shown = "document.querySelector('#view [data-of]:not([hidden])').dataset.of"
+    shown = "document.querySelector('#view [data-of]:not([hidden])')?.dataset.of"
     browser.wait(f"{shown} == 'step'")
     browser.evaluate("document.querySelector('[data-over=minutes]').click()")
     assert browser.evaluate(shown) == "minutes"
