@@ -25,7 +25,7 @@ from headrace.engine.request_book import RequestBook
 from headrace.facts.facts import Accounting
 from headrace.facts.machine_mark import cpu_model
 from headrace.loop.buffer import BufferState
-from headrace.loop.checkpoints import ControllerState, _write_in_pieces, encoded_state
+from headrace.loop.checkpoints import ControllerState, encoded_state, write_in_pieces
 from headrace.loop.partial import TokensSoFar
 from headrace.testing.makers import request
 
@@ -75,7 +75,7 @@ async def measure(requests: int, tokens: int) -> None:
     pieces, taken = encoded_state(state, begun), time.thread_time() - began
     with tempfile.TemporaryDirectory() as directory:
         began = time.thread_time()
-        work = asyncio.ensure_future(_write_in_pieces(Path(directory) / "state", pieces))
+        work = asyncio.ensure_future(write_in_pieces(Path(directory) / "state", pieces))
         longest = await longest_turn(work)
         whole = time.thread_time() - began
 

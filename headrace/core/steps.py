@@ -77,8 +77,9 @@ class TokenRuns(Struct, frozen=True):
     logprobs: bytes
     """[requests, count] float64"""
     versions: tuple[int, ...]
-    """One for each request, as is the next."""
+    """The version of each request's tokens."""
     kv_versions: tuple[int, ...]
+    """The oldest version among the cache entries of each request."""
 
     def only(self, names: Container[str]) -> TokenRuns:
         """Returns those of the requests in `names`."""
@@ -86,8 +87,8 @@ class TokenRuns(Struct, frozen=True):
         return TokenRuns(
             request_ids=tuple(self.request_ids[i] for i in kept),
             count=self.count,
-            tokens=b"".join(self.tokens[4 * i * self.count :][: 4 * self.count] for i in kept),
-            logprobs=b"".join(self.logprobs[8 * i * self.count :][: 8 * self.count] for i in kept),
+            tokens=b"".join(self.tokens[4 * i * self.count : 4 * (i + 1) * self.count] for i in kept),
+            logprobs=b"".join(self.logprobs[8 * i * self.count : 8 * (i + 1) * self.count] for i in kept),
             versions=tuple(self.versions[i] for i in kept),
             kv_versions=tuple(self.kv_versions[i] for i in kept),
         )
@@ -235,7 +236,8 @@ class SampledTokens:
 
     def note(self, runs: TokenRuns, place: int, mixed: bool) -> None:
         """Adds the tokens of `runs.request_ids[place]`."""
-        self._own()
+        if self._borrowed:
+            self._own()
         self._noted.append((runs, place, mixed))
         self._count += runs.count
         if len(self._noted) >= self.MANY:

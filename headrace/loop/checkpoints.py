@@ -305,7 +305,7 @@ class Snapshots:
         step, started = moment.step, moment.seconds
 
         async def write(directory: Path) -> None:
-            await _write_in_pieces(directory / CONTROLLER, moment.state)
+            await write_in_pieces(directory / CONTROLLER, moment.state)
             (directory / DIGEST).write_bytes(moment.digest)
             async with self._telemetry.waits.named("checkpoint", "the trainer (its files)"):
                 await moment.save(directory)
@@ -371,7 +371,7 @@ def _without_last(noun: Struct, *last: str) -> bytes:
     return bytes([0x80 | len(columns) + len(last)]) + msgspec.msgpack.encode(columns)[1:]
 
 
-async def _write_in_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+async def write_in_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     """Writes the pieces. Between two megabytes of them the event loop has its turns."""
     with path.open("wb") as file:
         made, size = list[bytes](), 0

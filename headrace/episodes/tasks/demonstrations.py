@@ -23,7 +23,7 @@ from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.conversations import Message, prompt_of
 from headrace.episodes.tasks.prompts import Encoder, PromptMaker, digest_of, seed_from
 from headrace.episodes.tasks.read import kind_of, read_rows
-from headrace.episodes.tasks.rows import plain_row
+from headrace.episodes.tasks.rows import about, plain_row
 from headrace.settings.strict import STRICT
 
 
@@ -225,7 +225,7 @@ class _Reader:
         maker = PromptMaker(self.task, self.encoder)
         found = []
         for number, row in enumerate(raw, 1):
-            with _about(f"{path}, row {number}:"):
+            with about(f"{path}, row {number}:"):
                 found.append(self._demonstration(row, f"warm_start/{number - 1}", maker))
         return found
 
@@ -238,7 +238,7 @@ class _Reader:
                     f"there is no column {column} (warm_start.{setting}){nearest(column, row)}; its columns are: {known}"
                 )
         columns = plain_row(row, "it")
-        with _about(f"the prompt in column {config.prompt}"):
+        with about(f"the prompt in column {config.prompt}"):
             question = prompt_of(columns[config.prompt], self.task)
         if config.answer:
             answer = columns[config.answer]
@@ -283,12 +283,3 @@ def _named_here() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(re.sub(r"(?<![\w/.])task\.(kind|path)\b", r"warm_start.\1", str(error))) from None
-
-
-@contextmanager
-def _about(subject: str) -> Iterator[None]:
-    """Gives a ConfigError its subject."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{subject} {error}") from None

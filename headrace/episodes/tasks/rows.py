@@ -54,7 +54,7 @@ class RowsTask:
         self._apart = [row for _, row in held] if config.held_out_path else []
         for path, rows in ((config.source, self._rows), (config.held_out_path, self._apart)):
             for number, row in enumerate(rows, 1):
-                with _about(f"{path}, row {number}:"):
+                with about(f"{path}, row {number}:"):
                     self._maker.check(row)
         self._held = [self._prompt(f"held-out/{index}", row) for index, row in held]
         self._train = train
@@ -180,12 +180,12 @@ def _checked(row: Mapping[str, Any], where: str, path: str, config: TaskConfig) 
             f"{where}: the column {seen[0]} is for models that see or hear, and nothing of it would reach this one; remove the column, or "
             "rename it if it is for the reward alone"
         )
-    with _about(f"{where}: the prompt in column {config.prompt}"):
+    with about(f"{where}: the prompt in column {config.prompt}"):
         return plain | {config.prompt: prompt_of(plain[config.prompt], config)}
 
 
 @contextmanager
-def _about(subject: str) -> Iterator[None]:
+def about(subject: str) -> Iterator[None]:
     """Gives a ConfigError its subject."""
     try:
         yield
