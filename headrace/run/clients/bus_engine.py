@@ -25,6 +25,9 @@ from headrace.version import __version__
 
 T = TypeVar("T")
 
+SOON = 5.0
+"""Seconds for which a run waits for its first host before it says how one is started."""
+
 AGAIN = 1.0
 """Seconds after which the work at the bus is cancelled again, if it has not ended."""
 
@@ -74,8 +77,12 @@ class BusEngine:
         await self._announce()
         await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
         self._working = asyncio.ensure_future(self._desk.run())
-        async with self._telemetry.waits.named("start", f"a rollout host on {self._where} (headrace rollouts)"):
-            first = await self._until(self._first_capabilities)
+        late = asyncio.get_running_loop().call_later(SOON, self._desk.invite, f"headrace rollouts --bus {self._where}")
+        try:
+            async with self._telemetry.waits.named("start", f"a rollout host on {self._where} (headrace rollouts)"):
+                first = await self._until(self._first_capabilities)
+        finally:
+            late.cancel()
         self.capabilities = msgspec.structs.replace(first, path=f"{first.path} ({self._kept})")
 
     def groups(self, in_flight: Collection[int]) -> BusGroups:

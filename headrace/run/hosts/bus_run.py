@@ -199,6 +199,9 @@ def _sum(stats: EngineStats, other: EngineStats, times: int) -> EngineStats:
 LOOK = 1.0
 """Seconds between two looks at the list of hosts."""
 
+NO_HOST = "no rollout host"
+"""The key of warnings that are true until one comes."""
+
 AUDIT = 10.0
 """Seconds between two comparisons of what was asked with what is on the bus."""
 
@@ -239,6 +242,8 @@ class BusDesk:
         """The letter of each reply that was taken, by key."""
         self._to_settle: list[str] = []
         self._list = HostList(session)
+        self._alone = False
+        """Whether it is said that there is no host."""
         self.mark = ""
         """The mark of the run's settings (`RunNotice.mark`)."""
         self.newest = self._first = -1
@@ -262,6 +267,14 @@ class BusDesk:
         them would be replies that nobody waits for."""
         self._early = dict.fromkeys(keys)
         self._expecting.set()
+
+    def invite(self, command: str) -> None:
+        """Says that there is no host yet, and the command that starts one."""
+        self._say_alone(f"no rollout host serves this run yet; start one, on any machine: {command}")
+
+    def _say_alone(self, message: str) -> None:
+        self._alone = True
+        self._telemetry.warn(message, key=NO_HOST)
 
     async def ask(self, key: str, errand: Errand) -> ErrandReply:
         """Raises PoisonedRequest if the errand is given up, because host after host died with it in hand."""
@@ -388,6 +401,9 @@ class BusDesk:
             for who in came:
                 entry = self.hosts[who].entry
                 self._telemetry.record(WorkerJoined(now, f"rollout host {who}", entry.host, entry.pid, entry.host))
+            if self._alone and any(not self.hosts[who].entry.leaving for who in came):
+                self._alone = False
+                self._telemetry.withdraw(NO_HOST)
             if moved | await self._part_with(signed):
                 await self._changed()
             self._telemetry.record(EngineSample(self._clock(), self.stats))
@@ -406,7 +422,7 @@ class BusDesk:
         for who in parted:
             host = self._list.part_with(who)
             await self._bus.unsign(who)
-            self._telemetry.warn(self._farewell(who, host))
+            (self._telemetry.warn if self.hosts else self._say_alone)(self._farewell(who, host))
             self._charge(host.entry)
         if parted:
             await self._say_suspects()

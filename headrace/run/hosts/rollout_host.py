@@ -139,7 +139,11 @@ class RolloutHost:
         return None
 
     async def _serve(self, notice: RunNotice) -> None:
-        parts = await self._open_parts(notice)
+        try:
+            parts = await self._open_parts(notice)
+        except HeadraceError as error:  # the run would wait for a host, and nobody there would know why none comes
+            await self._sign(_entry(notice.session, beat=1, leaving=True, trouble=str(error)))
+            raise
         session = self._session = _Session(
             bus=self._bus,
             who=self._who,
@@ -160,10 +164,17 @@ class RolloutHost:
             raise
         finally:
             self._session = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK):
-                    await self._bus.sign(self._who, _encode(session.entry(leaving=True, trouble=trouble, begun=begun)))
+            await self._sign(session.entry(leaving=True, trouble=trouble, begun=begun))
             await parts.close()
+
+    async def _sign(self, last: HostEntry) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK):
+                await self._bus.sign(self._who, _encode(last))
+
+
+def _entry(session: str, **more: Any) -> HostEntry:
+    return HostEntry(session, host=socket.gethostname(), pid=os.getpid(), **more)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -180,6 +191,8 @@ class _Session:
     leaving: asyncio.Event
     say: Callable[[str], None]
     _beat: int = 0
+    _signs: int = 0
+    """The signs of the run that were seen."""
     _version: int = -1
     """The version of the policy that is served."""
     _hosts: int = 1
@@ -207,10 +220,8 @@ class _Session:
 
     def entry(self, **more: Any) -> HostEntry:
         self._beat += 1
-        return HostEntry(
+        return _entry(
             self.name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
             beat=self._beat,
             version=self._version,
             groups=len(self._hand),
@@ -250,6 +261,7 @@ class _Session:
             await self.bus.keep(TICKETS, self.who, list(self._hand))
             if sign := await self.bus.newer(ALIVE, alive):
                 alive, since = sign.id, clock()
+                self._signs += 1
             if clock() - since > self.patience.run:
                 raise Deserted(f"there was no sign of the run for {self.patience.run:g} s")
             await asyncio.sleep(beat_of(self._hosts))
@@ -263,11 +275,13 @@ class _Session:
     async def _weights(self) -> None:
         than, wait, loaded = "", LOOK, dict[str, int]()
         failure: IdentityError | None = None
-        refused = WeightsNotice(self.name)
+        refused, heard = WeightsNotice(self.name), 0
         while True:
             found = await self.bus.newer(WEIGHTS, than, wait)
             if found is None:
-                if failure:
+                if (
+                    failure and self._signs > heard + 1
+                ):  # a run that was killed has left one sign at most, and may be resumed
                     raise failure
                 continue
             than, notice = found.id, _read(found.body, WeightsNotice, "the notice of weights", self.say)
@@ -282,7 +296,8 @@ class _Session:
             except (
                 IdentityError
             ) as error:  # the trainer keeps two versions: these may be gone, and newer ones announced
-                failure, refused, wait = error, notice, OVERTAKEN
+                error.add_note("this rollout host ends; start it again when the cause is gone")
+                failure, refused, wait, heard = error, notice, OVERTAKEN, self._signs
             self.wake()
 
     async def _load(self, notice: WeightsNotice, loaded: dict[str, int]) -> None:

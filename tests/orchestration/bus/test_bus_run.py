@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from headrace.core.errors import ConfigError, HeadraceError, IdentityError
 from headrace.core.reports import EngineStats
 from headrace.core.types import Completion, Prompt, Request, RolloutKey
-from headrace.facts.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, WorkerJoined
+from headrace.core.weights import WeightUpdate
+from headrace.facts.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, Withdrawn, WorkerJoined
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.own_groups import PlayedGroup, Suspects
@@ -38,7 +39,7 @@ from headrace.run.hosts.bus_messages import (
     WeightsNotice,
     letter_of,
 )
-from headrace.run.hosts.bus_run import BusDesk
+from headrace.run.hosts.bus_run import NO_HOST, BusDesk
 from headrace.run.hosts.rollout_host import Deserted, HostPatience
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
@@ -147,7 +148,15 @@ def test_a_run_waits_for_its_first_host_and_for_another_when_it_has_none():
         loop.call_later(300.0, fleet.join)
         world = await a_run(fleet, hosts=0, steps=40, trainer=FakeTrainer(seconds_per_step=1.0))
         checked(world)
+        assert (
+            "no rollout host serves this run yet; start one, on any machine: headrace rollouts --bus a bus"
+            in warnings(world)
+        )
         assert any("none is left: start one with headrace rollouts" in warning for warning in warnings(world))
+        begun = [fact.t for fact in world.facts.of(Withdrawn) if fact.key == NO_HOST]
+        assert len(begun) == 2 and begun[0] == pytest.approx(50, abs=2) and begun[1] == pytest.approx(300, abs=2), (
+            "each is taken back"
+        )
         assert max(fact.t for fact in world.facts.of(StepTrained)) > 300
 
     virtual_time.run(case())
@@ -279,6 +288,55 @@ def test_hosts_leave_a_run_that_gives_no_sign():
         assert isinstance(fleet.ended["host-1"], Deserted)
         with pytest.raises(HeadraceError):
             raise fleet.ended["host-1"]
+
+    virtual_time.run(case())
+
+
+def test_a_host_waits_for_a_run_that_was_killed_before_its_weights_could_be_fetched():
+    """It may be resumed. The host that cannot fetch what a living run offers leaves (above)."""
+
+    class Orphaned(FakeEngine):
+        is_dead = False
+
+        async def load(self, update: Any, parts: int = 1) -> Any:
+            if Orphaned.is_dead:
+                raise IdentityError("connection refused")
+            return await super().load(update, parts)
+
+    async def case() -> None:
+        server = MemoryServer()
+        fleet = Fleet(open_bus=in_memory(server), staleness=STALENESS, engine=Orphaned)
+        who = fleet.join()
+        world = await bus_world(None, fleet, steps=1)
+        await world.run()
+        Orphaned.is_dead = True
+        await world.engine.load(WeightUpdate(version=7, kind="full", fingerprint="fake-7", nbytes=0, seconds=0.0))
+        world.engine.kill()
+        await asyncio.sleep(120.0)
+        assert who not in fleet.ended
+        Orphaned.is_dead = False
+        checked(await a_run(fleet, hosts=0))
+        await asyncio.sleep(2.0)
+        assert fleet.ended == {who: None}
+
+    virtual_time.run(case())
+
+
+def test_a_host_that_cannot_serve_the_run_tells_it_why():
+    class Unable(Fleet):
+        async def _parts(self, who: str) -> Any:
+            if who == "host-0":
+                raise ConfigError("its files are not the run's")
+            return await super()._parts(who)
+
+    async def case() -> None:
+        fleet = Unable(open_bus=in_memory(), staleness=STALENESS)
+        asyncio.get_running_loop().call_later(60.0, fleet.join)
+        world = await a_run(fleet, hosts=1)
+        checked(world)
+        assert isinstance(fleet.ended["host-0"], ConfigError)
+        [said] = [warning for warning in warnings(world) if "has left" in warning]
+        assert said.startswith("the rollout host host-0 has left: its files are not the run's; none is left: start one")
 
     virtual_time.run(case())
 
