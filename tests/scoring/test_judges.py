@@ -177,6 +177,10 @@ READ: list[tuple[Callable[[str], Any], str, Any]] = [
     (read_verdict, "VERDICT: tie between A and B", 0.5),
     (read_verdict, "VERDICT: B, because A is wrong", 0.0),
     (lambda text: read_score(text, judge()), "SCORE: 4 out of 10", 0.4),
+    (lambda text: read_score(text, judge()), "SCORE: 4 (out of 10), there are 3 errors", 0.4),
+    (lambda text: read_score(text, judge()), "SCORE: 4 on a scale of 0 to 10", 0.4),
+    (lambda text: read_score(text, judge(low=0, high=100)), "SCORE: 40 %", 0.4),
+    (lambda text: read_score(text, judge()), "SCORE: 4. There is no unit.", 0.4),
 ]
 
 
@@ -204,6 +208,12 @@ UNREADABLE: list[tuple[Callable[[str], Any], str, str]] = [
     (lambda text: read_score(text, judge()), "SCORE: 7 to 8", "more than one number"),
     (lambda text: read_score(text, judge()), "SCORE: 4/5", "of another scale than 0 to 10"),
     (lambda text: read_score(text, judge()), "SCORE: **4** out of 5", "of another scale than 0 to 10"),
+    (lambda text: read_score(text, judge()), "SCORE: 4 (out of 5)", "of another scale than 0 to 10"),
+    (lambda text: read_score(text, judge()), "SCORE: 4 stars out of 5", "of another scale than 0 to 10"),
+    (lambda text: read_score(text, judge()), "SCORE: 4 on a scale of 1 to 5", "of another scale than 0 to 10"),
+    (lambda text: read_score(text, judge()), "SCORE: 4 on a scale from 1-5", "of another scale than 0 to 10"),
+    (lambda text: read_score(text, judge()), "SCORE: 8 %", "is a percentage"),
+    (lambda text: read_score(text, judge()), "SCORE: 7... no, rather 5", "more than one number"),
     (lambda text: read_score(text, judge(low=0, high=1)), "SCORE: 1/10", "of another scale than 0 to 1"),
     (lambda text: read_score(text, judge()), "SCORE: 7-8", "more than one number"),
     (lambda text: read_score(text, judge()), "SCORE: 7,5", "more than one number"),
@@ -234,6 +244,18 @@ def test_an_unreadable_judge_is_asked_again_and_then_a_reason(mode):
     said = iter(["Hm.", "Hm."])
     mending = ScriptedPost(reply=lambda text: next(said, None) or by_length(text))
     assert len(rewards(judged(judge(mode=mode, retries=2), mending, "a", "bb"))) == 2
+
+
+@pytest.mark.parametrize("mode", ["score", "rank", "compare"])
+def test_what_a_judge_considers_while_it_thinks_is_no_answer(mode):
+    thinking = "<think>\nSCORE: 3\nRANKING: A > B\nVERDICT: A\n"
+    for said in (thinking, f"{thinking}</think>\nIt is good."):
+        found = judged(judge(mode=mode), ScriptedPost(reply=lambda text, said=said: said), "a", "bb")
+        assert failures(found) == ["judge_unreadable"] * 2
+    post = ScriptedPost(reply=lambda text: f"{thinking}</think>\n{by_length(text)}")
+    assert rewards(judged(judge(mode=mode), post, "a", "bb")) == rewards(
+        judged(judge(mode=mode), ScriptedPost(reply=by_length), "a", "bb")
+    )
 
 
 def test_completions_cannot_give_themselves_a_verdict():

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from headrace.core.batches import Failure
+from headrace.core.chat.reading import CLOSING, is_open_in
 from headrace.episodes.scoring.extract import NUMBER, number_of
 from headrace.episodes.scoring.job import Ask, Effort, ScoringJob, Values
 from headrace.episodes.scoring.parts import compared, key_of, shuffled_by
@@ -26,8 +27,13 @@ from headrace.episodes.scoring.services.endpoint import BadAnswer, Endpoint, Pos
 _LINE = r"(?im)^[\s*_#>`-]*{}[\s*_`]*:[\s*_`]*"
 _MORE = re.compile(r"(?i)[-\u2013,.]?\d|[ \t]*(?:[-\u2013]|to|or|and)[ \t]*\d")
 """Behind a number: it is a range such as 7-8 or 7 to 8, or one that is written otherwise, such as 7,5."""
-_SCALE = re.compile(r"(?i)[ \t*_`]*(?:/|out of\b|of\b)[ \t]*(?=[\d.])")
-"""Behind a number: the most that it might have been, as in 4/5."""
+_SCALE = re.compile(
+    r"(?i)[ \t*_`(\[]*(?:points?\b|stars?\b)?[ \t(\[]*(?:/|out of\b|of\b|on a scale (?:of|from|to)\b(?:[ \t]*[\d.]+[ \t]*(?:to|[-\u2013]))?)[ \t]*(?=[\d.])"
+)
+"""Behind a number: the most that it might have been, as in 4/5, 4 (out of 5) and 4 on a scale of 1 to 5."""
+_PERCENT = re.compile(r"[ \t*_`]*%")
+_TAKEN_BACK = re.compile(r"(?i)[^\n]*\b(?:no|wait|rather|actually|correction|instead|i mean|make that)\b[^\n]*\d")
+"""Behind a number: another one that replaces it, as in `7, no, 5`."""
 _RANKING = re.compile(r"[A-Za-z][A-Za-z \t=>*,`]*")
 _VERDICT = re.compile(
     r"(?i)(TIE\b(?![ \t*_`]*(?:/|or\b))|(?:A|B)\b(?![ \t*_`]*(?:[\w/&=<>+]|[,;][ \t]*(?:A|B|TIE)\b)))"
@@ -64,8 +70,10 @@ def _marked(name: str, text: str) -> str:
 def read_score(text: str, config: JudgeConfig) -> float:
     """Returns a reward from 0 to 1. Raises BadAnswer."""
     found = _last("SCORE", NUMBER, "a number", text)
-    if _MORE.match(text, found.end()):
+    if _MORE.match(text, found.end()) or _TAKEN_BACK.match(text, found.end()):
         raise _unreadable("behind SCORE: is more than one number", text)
+    if _PERCENT.match(text, found.end()) and config.high != 100:
+        raise _unreadable(f"its score is a percentage, and was to be from {config.low:g} to {config.high:g}", text)
     if scale := _SCALE.match(text, found.end()):
         most = NUMBER.match(text, scale.end())
         if most is None or float(number_of(most)) != config.high:
@@ -104,6 +112,9 @@ def read_reply(answer: Any) -> tuple[str, int]:
         raise BadAnswer("judge_unreadable", f"the judge wrote no text{'; raise its max_tokens' if cut else ''}")
     if choice.get("finish_reason") == "length":
         raise BadAnswer("judge_unreadable", f"the judge was cut off; raise its max_tokens. It wrote {_end_of(text)}")
+    if is_open_in(text):
+        raise BadAnswer("judge_unreadable", f"the judge's thinking has no end. It wrote {_end_of(text)}")
+    text = text.rpartition(CLOSING)[2]  # what it considers in its thinking is not what it came to
     total = usage.get("total_tokens") if isinstance(usage, Mapping) else 0
     return text, total if isinstance(total, int) else 0
 
