@@ -218,6 +218,8 @@ class _Asked:
     again: bool
     """Whether an earlier process of the run has asked too: its letter names another version, and perhaps it has been answered."""
     posted: bool = False
+    thrown: bool = False
+    """Whether its answer was thrown away, so that the bus is right not to have it."""
 
 
 class BusDesk:
@@ -348,23 +350,24 @@ class BusDesk:
             self._telemetry.warn(
                 f"{reply.who} answered errand {key} with something else than was asked for; the answer is thrown away, and the errand posted again"
             )
-            self.forget(key)
-            asked.posted = True  # the audit finds it missing
+            self._throw_away(key, asked)
         elif reply.group and reply.mark != self.mark:
             self._telemetry.warn(
                 f"{reply.who} answered errand {key} under settings that have changed since; the answer is thrown away, and the errand posted again"
             )
-            self.forget(key)
-            asked.posted = True  # the audit finds it missing
+            self._throw_away(key, asked)
         elif versions and not oldest <= min(versions) <= max(versions) <= newest:
             self._telemetry.warn(
                 f"{reply.who} answered errand {key} with tokens of versions {min(versions)} to {max(versions)}, and only {oldest} to {newest} are "
                 f"allowed; the answer is thrown away, and the errand posted again"
             )
-            self.forget(key)
-            asked.posted = True  # the audit finds it missing
+            self._throw_away(key, asked)
         elif not asked.reply.done():
             asked.reply.set_result(reply)
+
+    def _throw_away(self, key: str, asked: _Asked) -> None:
+        self.forget(key)
+        asked.posted = asked.thrown = True  # the audit finds it missing
 
     def _allowed(self, asked: _Asked, reply: ErrandReply) -> tuple[int, int]:
         """Returns the oldest and the newest version that the tokens of a reply may have."""
@@ -381,11 +384,12 @@ class BusDesk:
             for key in waiting:
                 asked = self._asked.get(key)
                 if asked and key not in there and not asked.reply.done():
-                    if not self.reposted:
+                    if not (self.reposted or asked.thrown):
                         self._telemetry.warn(
                             f"errand {key} is no longer on the bus, which has lost letters; it is posted again, and so are others from now on"
                         )
-                    self.reposted += 1
+                    self.reposted += not asked.thrown
+                    asked.thrown = False
                     await self._post(key, asked.letter)
             await self._changed()
             if await self._bus.newer(SUSPECTS) is None:

@@ -415,6 +415,7 @@ def test_a_group_that_was_played_under_other_settings_is_played_again():
         await asyncio.sleep(30.0)
         assert not asked.done() and await host.unsettled("tickets") == {"5"}, "it is on the bus again"
         assert any("under settings that have changed" in one for one in said)
+        assert not any("has lost letters" in one for one in said), "it was taken off by this run"
         await answer("new")
         assert (await asked).mark == "new"
         working.cancel()
