@@ -50,11 +50,13 @@ lock: setup
 demo: $(RUNS)
 	$(BIN)/headrace train $(RECIPE) --name demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-# One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other. Three tests at a
-# time, because many of them wait for processes. Where Python is told to keep no bytecode (many containers do), each of their
+# One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other. Two more tests at a
+# time than there are cores, because many of them wait; each worker takes about 1.5 GB of memory. Where Python is told to keep no bytecode (many containers do), each of their
 # processes would compile what it imports.
+WORKERS ?= $$($(BIN)/python -c "import os; print(min(8, len(os.sched_getaffinity(0)) + 2))")
+
 test: setup
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: setup
 	$(PIP_INSTALL) --editable ".[ray]"

@@ -30,35 +30,39 @@ def attacked(tiny_tokenizer: Path) -> Iterator[Attacked]:
         yield found
 
 
-def of(door: str, path: str, body: bytes, media: str = "application/json") -> Attack:
-    return lambda them: said_to(them.place(door), request(them.path(door) + path, body, media))
+Body = Callable[[], bytes]
+"""What is sent is made when it is: together it is some hundred megabytes, and every worker of the suite reads this module."""
 
 
-def raw(door: str, data: bytes, patience: float = 300.0) -> Attack:
-    return lambda them: said_to(them.place(door), data, patience)
+def of(door: str, path: str, body: Body, media: str = "application/json") -> Attack:
+    return lambda them: said_to(them.place(door), request(them.path(door) + path, body(), media))
+
+
+def raw(door: str, data: Body, patience: float = 300.0) -> Attack:
+    return lambda them: said_to(them.place(door), data(), patience)
 
 
 def listed(one: bytes, times: int = MANY) -> bytes:
     return b"[" + b",".join([one] * times) + b"]"
 
 
-def chats(path: str) -> dict[str, bytes]:
+def chats(path: str) -> dict[str, Body]:
     """Bodies for a chat, by what is wrong with them."""
     call = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": DEEP.decode()}}]}
     talk = [{"role": "user", "content": "x"}, call, {"role": "tool", "tool_call_id": "a", "content": "x"}]
     return {
-        f"{path}: a message of 6 MiB": b'{"messages":[{"role":"user","content":"' + b"a " * (3 << 20) + b'"}]}',
-        f"{path}: messages without a text": b'{"messages":' + listed(EMPTY) + b"}",
-        f"{path}: tools": b"{" + ONE + b',"tools":' + listed(b'{"function":{"name":"f"}}') + b"}",
-        f"{path}: unknown fields": b"{" + ONE + b"," + b",".join(b'"u%d":1' % one for one in range(MANY)) + b"}",
-        f"{path}: arguments of great depth": json.dumps({"messages": talk}).encode(),
-        f"{path}: a schema of great depth": b"{"
-        + ONE
-        + b',"tools":[{"function":{"name":"f","parameters":'
-        + DEEP
-        + b"}}]}",
-        f"{path}: brackets without end": b'{"messages":' + b"[" * MANY,
-        f"{path}: escaped quotes": b'{"messages":[{"role":"user","content":"' + b'\\"' * (7 << 20) + b'"}]}',
+        f"{path}: a message of 6 MiB": lambda: b'{"messages":[{"role":"user","content":"' + b"a " * (3 << 20) + b'"}]}',
+        f"{path}: messages without a text": lambda: b'{"messages":' + listed(EMPTY) + b"}",
+        f"{path}: tools": lambda: b"{" + ONE + b',"tools":' + listed(b'{"function":{"name":"f"}}') + b"}",
+        f"{path}: unknown fields": lambda: (
+            b"{" + ONE + b"," + b",".join(b'"u%d":1' % one for one in range(MANY)) + b"}"
+        ),
+        f"{path}: arguments of great depth": lambda: json.dumps({"messages": talk}).encode(),
+        f"{path}: a schema of great depth": lambda: (
+            b"{" + ONE + b',"tools":[{"function":{"name":"f","parameters":' + DEEP + b"}}]}"
+        ),
+        f"{path}: brackets without end": lambda: b'{"messages":' + b"[" * MANY,
+        f"{path}: escaped quotes": lambda: b'{"messages":[{"role":"user","content":"' + b'\\"' * (7 << 20) + b'"}]}',
     }
 
 
@@ -68,10 +72,11 @@ def posted(*sequences: bytes) -> bytes:
     return b'{"tokens":' + every + b',"masks":' + every + b',"scores":' + listed(b"1", len(sequences)) + b"}"
 
 
-CHUNKS = (
-    b"POST /PATH HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-)
-CHUNKS += b"1\r\nx\r\n" * 200_000
+def chunks(path: bytes = b"PATH") -> bytes:
+    head = (
+        b"POST /%s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    return head % path + b"1\r\nx\r\n" * 200_000
 
 
 def example(tokens: int = 2, rows: object = (0, 1, 2), columns: object = (0, 0), width: int = 1) -> bytes:
@@ -169,48 +174,48 @@ GET = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 ATTACKS: dict[str, Attack] = {
     **{f"serve, {name}": of("serve", "/v1/chat/completions", body) for name, body in chats("chat").items()},
     **{f"gateway, {name}": of("gateway", "/v1/chat/completions", body) for name, body in chats("chat").items()},
-    "serve: a prompt of 15 MiB": of("serve", "/v1/completions", b'{"prompt":"' + b"a " * (15 << 19) + b'"}'),
-    "gateway: a prompt of 15 MiB": of("gateway", "/v1/completions", b'{"prompt":"' + b"a " * (15 << 19) + b'"}'),
-    "serve: empty prompts": of("serve", "/v1/completions", b'{"prompt":' + listed(b'""', 1_000_000) + b"}"),
-    "serve: prompts of one token": of("serve", "/v1/completions", b'{"prompt":' + listed(b"[1]", 1_000_000) + b"}"),
-    "serve: a whole vocabulary": of("serve", "/v1/chat/completions", b"{" + ONE + b',"logprobs":true,"top_logprobs":49152}'),
-    "serve: stop strings": of("serve", "/v1/completions", b'{"prompt":"x","stop":' + listed(b'"a"', 1_000_000) + b"}"),
-    "serve: stop tokens": of("serve", "/v1/completions", b'{"prompt":"x","stop_token_ids":' + listed(b"1", 3_000_000) + b"}"),
-    "serve: tokens": of("serve", "/inference/v1/generate", b'{"token_ids":' + listed(b"1", 4_000_000) + b"}"),
-    "gateway: tokens": of("gateway", "/inference/v1/generate", b'{"token_ids":' + listed(b"1", 4_000_000) + b"}"),
-    "serve: responses": of("serve", "/v1/responses", b'{"model":"tiny","input":' + listed(EMPTY) + b"}"),
-    "serve: messages": of("serve", "/v1/messages", b'{"model":"tiny","max_tokens":5,"messages":' + listed(EMPTY) + b"}"),
-    "serve: a name of 15 MiB": of("serve", "/v1/completions", b'{"prompt":"x","model":"' + b"/tmp/" * (3 << 20) + b'"}'),
-    "serve: names to abort": of("serve", "/inference/v1/abort_requests", b'{"request_ids":' + listed(b'"a"', 1_000_000) + b"}"),
-    "serve: another page": raw("serve", request("/pause?mode=abort", b"", more="Origin: https://evil.example\r\n")),
+    "serve: a prompt of 15 MiB": of("serve", "/v1/completions", lambda: b'{"prompt":"' + b"a " * (15 << 19) + b'"}'),
+    "gateway: a prompt of 15 MiB": of("gateway", "/v1/completions", lambda: b'{"prompt":"' + b"a " * (15 << 19) + b'"}'),
+    "serve: empty prompts": of("serve", "/v1/completions", lambda: b'{"prompt":' + listed(b'""', 1_000_000) + b"}"),
+    "serve: prompts of one token": of("serve", "/v1/completions", lambda: b'{"prompt":' + listed(b"[1]", 1_000_000) + b"}"),
+    "serve: a whole vocabulary": of("serve", "/v1/chat/completions", lambda: b"{" + ONE + b',"logprobs":true,"top_logprobs":49152}'),
+    "serve: stop strings": of("serve", "/v1/completions", lambda: b'{"prompt":"x","stop":' + listed(b'"a"', 1_000_000) + b"}"),
+    "serve: stop tokens": of("serve", "/v1/completions", lambda: b'{"prompt":"x","stop_token_ids":' + listed(b"1", 3_000_000) + b"}"),
+    "serve: tokens": of("serve", "/inference/v1/generate", lambda: b'{"token_ids":' + listed(b"1", 4_000_000) + b"}"),
+    "gateway: tokens": of("gateway", "/inference/v1/generate", lambda: b'{"token_ids":' + listed(b"1", 4_000_000) + b"}"),
+    "serve: responses": of("serve", "/v1/responses", lambda: b'{"model":"tiny","input":' + listed(EMPTY) + b"}"),
+    "serve: messages": of("serve", "/v1/messages", lambda: b'{"model":"tiny","max_tokens":5,"messages":' + listed(EMPTY) + b"}"),
+    "serve: a name of 15 MiB": of("serve", "/v1/completions", lambda: b'{"prompt":"x","model":"' + b"/tmp/" * (3 << 20) + b'"}'),
+    "serve: names to abort": of("serve", "/inference/v1/abort_requests", lambda: b'{"request_ids":' + listed(b'"a"', 1_000_000) + b"}"),
+    "serve: another page": raw("serve", lambda: request("/pause?mode=abort", b"", more="Origin: https://evil.example\r\n")),
     "serve: a pipe": pipe,
-    "serve: chunks of one byte": raw("serve", CHUNKS.replace(b"/PATH", b"/v1/completions"), 5.0),
-    "serve: chunks for nobody": raw("serve", CHUNKS, 5.0),
-    "serve: headers": raw("serve", b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * 12_000 + b"\r\n"),
-    "serve: a long address": raw("serve", GET % (b"a" * (10 << 20))),
-    "serve: requests behind each other": raw("serve", (GET % b"nowhere") * 20_000),
+    "serve: chunks of one byte": raw("serve", lambda: chunks(b"v1/completions"), 5.0),
+    "serve: chunks for nobody": raw("serve", chunks, 5.0),
+    "serve: headers": raw("serve", lambda: b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * 12_000 + b"\r\n"),
+    "serve: a long address": raw("serve", lambda: GET % (b"a" * (10 << 20))),
+    "serve: requests behind each other": raw("serve", lambda: (GET % b"nowhere") * 20_000),
     **{f"atropos, {name}": of("atropos", "/v1/chat/completions", body) for name, body in chats("chat").items()},
-    "atropos: a sequence of millions": of("atropos", "/scored_data", posted(listed(b"7", 3_000_000))),
-    "atropos: long sequences": of("atropos", "/scored_data", posted(*[listed(b"7", 2 * 4000)] * 400)),
-    "atropos: sequences of one token": of("atropos", "/scored_data", posted(*[b"[7]"] * 40_000)),
-    "atropos: groups": of("atropos", "/scored_data_list", listed(posted(b"[7]"), 20_000)),
-    "board: metrics": raw("board", GET % (b"api/curves?run=first&" + b"&".join([b"metric=a"] * 5000))),
-    "board: numbers": raw("board", GET % b"api/curves?run=first&metric=loss&points=100000000000000000000"),
+    "atropos: a sequence of millions": of("atropos", "/scored_data", lambda: posted(listed(b"7", 3_000_000))),
+    "atropos: long sequences": of("atropos", "/scored_data", lambda: posted(*[listed(b"7", 2 * 4000)] * 400)),
+    "atropos: sequences of one token": of("atropos", "/scored_data", lambda: posted(*[b"[7]"] * 40_000)),
+    "atropos: groups": of("atropos", "/scored_data_list", lambda: listed(posted(b"[7]"), 20_000)),
+    "board: metrics": raw("board", lambda: GET % (b"api/curves?run=first&" + b"&".join([b"metric=a"] * 5000))),
+    "board: numbers": raw("board", lambda: GET % b"api/curves?run=first&metric=loss&points=100000000000000000000"),
     "board: pages at once": crowd("board", GET % b"api/lanes?run=first", 100),
     "board: watchers": crowd("board", GET % b"api/events?run=first", 100),
-    "board: chunks of one byte": raw("board", CHUNKS, 5.0),
-    "gateway: chunks of one byte": raw("gateway", CHUNKS, 5.0),
+    "board: chunks of one byte": raw("board", chunks, 5.0),
+    "gateway: chunks of one byte": raw("gateway", chunks, 5.0),
     "tinker: numbered requests that are refused": numbered,
     "tinker: rows without end": of_model(lambda: example(rows=(0, 10**9, 2 * 10**9))),
     "tinker: columns that are none": of_model(lambda: example(columns=(-1, 5))),
     "tinker: rows that count around the world": of_model(lambda: example(rows=(0, 1 << 62, 2))),
     "tinker: examples": of_model(lambda: examples(40_000)),
-    "tinker: tokens": of("tinker", "/api/v1/asample", b'{"prompt":{"chunks":[{"tokens":' + listed(b"1", 6_000_000) + b'}]},"sampling_params":{},"base_model":"tiny"}'),
-    "tinker: chunks": of("tinker", "/api/v1/asample", b'{"prompt":{"chunks":' + listed(b'{"tokens":[]}') + b'},"sampling_params":{},"base_model":"tiny"}'),
-    "tinker: no message": of("tinker", "/api/v1/forward_backward", b"\xff" * (1 << 20), PROTOBUF),
+    "tinker: tokens": of("tinker", "/api/v1/asample", lambda: b'{"prompt":{"chunks":[{"tokens":' + listed(b"1", 6_000_000) + b'}]},"sampling_params":{},"base_model":"tiny"}'),
+    "tinker: chunks": of("tinker", "/api/v1/asample", lambda: b'{"prompt":{"chunks":' + listed(b'{"tokens":[]}') + b'},"sampling_params":{},"base_model":"tiny"}'),
+    "tinker: no message": of("tinker", "/api/v1/forward_backward", lambda: b"\xff" * (1 << 20), PROTOBUF),
     "dial-in: silence": crowd("dial_in", b"", 200),
-    "dial-in: a message of 4 GiB": raw("dial_in", b"\xff" * (1 << 20)),
-    "dial-in: a message of great depth": raw("dial_in", (4000).to_bytes(4, "little") + b"\x91" * 4000),
+    "dial-in: a message of 4 GiB": raw("dial_in", lambda: b"\xff" * (1 << 20)),
+    "dial-in: a message of great depth": raw("dial_in", lambda: (4000).to_bytes(4, "little") + b"\x91" * 4000),
     "pool: great depth": to_pool(b"[" * 4000 + b"\n"),
     "pool: a long question": to_pool(b"x" * 100_000 + b"\n"),
     "pool: half of a pair": to_pool(b'{"do":"add","member":"\\ud800"}\n'),

@@ -34,6 +34,7 @@ from headrace.testing.faultsim.lives import trial
 from headrace.testing.makers import update
 from support.fact_stream import FactStream
 from support.fake_world import LendingTrainer, OnLentDevices, lends
+from support.few import few
 
 TOKEN, LENGTH, GIVE_WAY = 0.1, 8, 3.0
 STEPS = 6
@@ -217,7 +218,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("faults", cases())
+@pytest.mark.parametrize("faults", few(cases(), keep=12))
 def test_every_contract_holds_whoever_dies_or_hangs(faults: tuple[Fault, ...]) -> None:
     """Without lag, the weights are those of the undisturbed run: `trial` compares them."""
     for max_lag in (0, 1):

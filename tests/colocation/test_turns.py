@@ -25,6 +25,7 @@ from headrace.testing.faultsim.chance import OneAtATime
 from headrace.testing.faultsim.faults import Fault
 from headrace.testing.faultsim.lives import trial
 from support.fake_world import FakeWorld
+from support.few import few
 
 
 def trained(tmp_path: Path, **settings: Any) -> FakeWorld:
@@ -180,7 +181,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize(("kv", "faults"), cases())
+@pytest.mark.parametrize(("kv", "faults"), few(cases(), keep=20))
 def test_every_contract_holds_whenever_a_worker_dies(kv: Any, faults: tuple[Fault, ...]) -> None:
     """Without lag, the weights are those of the undisturbed run: `trial` compares them."""
     for max_lag in (0, 1):

@@ -23,6 +23,7 @@ from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.sampler import PendingDraw
 from headrace.engine.sizes import CONTEXT, ON_CPU, RESERVED, Sizes
 from headrace.native.uploads import uploaded_together
+from support.few import few
 from support.native_calls import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score, step  # noqa: F401
 from support.sampling import random_logits, same
 from support.tiny_models import MODELS
@@ -44,7 +45,7 @@ def answers(directory: Path, newer: Path, device: str) -> tuple[dict[str, Answer
     return run(engine, answers=found), score(engine, first)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=5))
 def test_tokens_and_log_probs_are_those_of_the_cpu(name: str, saved: Callable[..., Path], cuda: PretendedCuda):  # noqa: F811
     on_gpu, scored = answers(saved(name), saved(name, 1), "cuda")
     assert cuda.calls > 100

@@ -15,6 +15,7 @@ from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from support.few import few
 from support.trainer_calls import MODELS, batch, model_dir  # noqa: F401
 
 WAYS: dict[str, tuple[dict[str, Any], AlgoConfig, LoraConfig | None]] = {
@@ -73,7 +74,7 @@ def same(directory: Path, place: Path, cuda: PretendedCuda, *way: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=6))
 def test_steps_of_every_family_are_those_of_the_cpu(
     name: str,
     model_dir: Callable[[str], Path],  # noqa: F811

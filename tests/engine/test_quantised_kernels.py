@@ -16,6 +16,7 @@ from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.runner import INT8_LEVELS, SIDE, KernelRunner, Packer, gate_up_order, padded
 from headrace.engine.native.runners.layers import PREFIX
 from headrace.engine.native.runners.skeleton import read
+from support.few import few
 from support.native_calls import make_engine, run, save_model, score
 from support.tiny_models import RunnerDriver, prompts
 
@@ -106,7 +107,7 @@ def test_it_is_hugging_faces_forward_of_the_quantised_weights(name):
 
 
 @pytest.mark.parametrize("instructions", ["native", PORTABLE, "x86-64-v2"])
-@pytest.mark.parametrize("name", ["llama3-rope", "gemma3_text", "olmoe"])
+@pytest.mark.parametrize("name", few(["llama3-rope", "gemma3_text", "olmoe"], keep=1))
 def test_a_sequence_is_bit_equal_alone_in_any_batch_and_in_any_chunks(name, instructions):
     texts = prompts(70, 41, 3, 96, 33, 64, 20, 11)
     alone = [driver(name, instructions=instructions).logprobs(text) for text in texts]

@@ -42,7 +42,7 @@ unpaced = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(schedules, unpaced)
 def test_no_token_older_than_max_lag_is_trained_however_far_generation_runs_ahead(
     tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any], policy: dict[str, Any]

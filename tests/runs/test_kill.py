@@ -27,6 +27,7 @@ from headrace.testing.faultsim.checks import RunHistory
 from headrace.testing.faultsim.faults import Fault
 from headrace.testing.faultsim.lives import trial
 from headrace.testing.faultsim.oracles import trained_in
+from support.few import few
 from support.kill_child import FINISHED, live
 from support.runs import preloaded_python
 from support.tiny_run import tiny_config, workers_of
@@ -49,7 +50,7 @@ def _until_finished(directory: Path, case: Case, rng: random.Random) -> int:
     raise AssertionError("the run does not end")
 
 
-@pytest.mark.parametrize("seed", [*range(18), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(18, 40))])
+@pytest.mark.parametrize("seed", few(range(40), keep=6))
 def test_a_process_killed_at_any_write_loses_nothing(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     modes: list[Any] = ["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier"]

@@ -333,6 +333,7 @@ def test_a_resume_with_another_algorithm_does_not_train_what_the_first_one_score
     assert trained and not trained & {group.ticket for group in waiting}
 
 
+@pytest.mark.slow
 def test_an_exact_engine_beside_a_trainer_in_bfloat16_agrees_to_bfloat16(config: Config) -> None:
     config["train"] |= {"steps": 2, "dtype": "bfloat16"}
     checks = of(headrace.train(config).directory, IdentityChecked)
@@ -371,6 +372,7 @@ def test_ctrl_c_once_is_enough_though_the_engine_is_stopped(
     assert all(map(gone, pids))
 
 
+@pytest.mark.slow
 def test_a_run_whose_directory_is_deleted_stops_with_a_sentence(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -391,6 +393,7 @@ def test_a_run_whose_directory_is_deleted_stops_with_a_sentence(
     assert "--to DIR" not in output and not directory.exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 5000
@@ -417,6 +420,7 @@ while "headrace.run.worker.fork_server" in sys.orig_argv and os.getppid() == par
 """A `sitecustomize.py` with which workers are never ready: the process that they are forked from does not begin with its imports."""
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_model_is_loaded_leaves_no_directory(
     config: Config, controller: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

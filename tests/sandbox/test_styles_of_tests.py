@@ -135,7 +135,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(st.lists(VALUES, min_size=1, max_size=8), VALUES)
 def test_values_pass_through_as_they_are_and_no_other_passes(sandbox, values, other):
     right = f"def f(i): return {values!r}[i]\ndef g(x): return x"

@@ -40,6 +40,7 @@ def serving(server: FakeService) -> Iterator[FakeService]:
         loop.close()
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_preferences_of_a_service_and_a_judge(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(FakeService(lengths, by_length, faults=[None, None, "500", "html", "half"])) as server:
         service = {"name": "long", "url": f"{server.url}/score", "weight": 0.01}

@@ -17,10 +17,10 @@ from headrace.testing.faultsim.case import MODES, Case, case_of
 from headrace.testing.faultsim.faults import Fault
 from headrace.testing.faultsim.fuzz import fuzz, problem_of, shrunk
 from headrace.testing.faultsim.lives import trial
+from support.few import few
 
-CHUNKS, SEEDS = 24, 75
-SLOW = range(1, CHUNKS)
-"""Chunks of `make test-slow`: fresh seeds, as `make fuzz` tries them."""
+CHUNKS, SEEDS = 72, 25
+"""Of `make test-slow`: fresh seeds, as `make fuzz` tries them."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # a kill leaves such
 
@@ -150,7 +150,7 @@ PINNED = {
 """By their names in `docs/simulation.md`."""
 
 
-@pytest.mark.parametrize("chunk", [*range(SLOW.start), *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
+@pytest.mark.parametrize("chunk", few(range(CHUNKS), keep=1))
 def test_every_contract_holds_in_every_schedule(chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
     findings = fuzz(chunk * SEEDS, SEEDS, float("inf"))
     assert not findings, capsys.readouterr().out

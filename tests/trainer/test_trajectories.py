@@ -31,6 +31,7 @@ from headrace.trainer.packing import Pack, StepRows, pack_rows
 from headrace.trainer.placement.port import Single
 from headrace.trainer.step.gradient import Gradient
 from headrace.trainer.step.whole_step import pairs_of
+from support.few import few
 from support.trainer_calls import own_plan
 
 V = 120
@@ -162,7 +163,7 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "algo", ALGORITHMS, ids=lambda algo: f"{algo.name}-{algo.denominator}-{algo.recipe.aggregation}"
+    "algo", few(ALGORITHMS, keep=16), ids=lambda algo: f"{algo.name}-{algo.denominator}-{algo.recipe.aggregation}"
 )
 def test_rows_microbatches_and_ranks_change_neither_loss_nor_gradient(algo):
     whole, pieces = batch_of(algo, 3, cut=False), batch_of(algo, 3, cut=True)
