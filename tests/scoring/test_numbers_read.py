@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.episodes.scoring.extract import last_number
+from headrace.core.types import Completion
+from headrace.episodes.scoring.extract import Extractor, last_number
 
 VALUES = {
     "": "", "none": "", "so 1,234.": "1234", "a\n12\n": "12", "The answer is 1,234.": "1234", "$1,234.00": "1234.00", "1,234,567": "1234567",
@@ -113,3 +115,18 @@ def test_whatever_is_found_is_a_number_and_stands_there(text: str) -> None:
 def test_long_texts_of_digits_are_read_at_once() -> None:
     for text in ("1" * 100_000, "1." * 50_000, "1,111" * 20_000, "1," * 50_000 + "1", "1e" * 50_000, "-" * 100_000):
         last_number(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("last_number", "{}"), ("answer_tag", "<answer>{}</answer>"), ("code_block", "```\n{}\n```")]
+)
+def test_what_is_considered_in_thinking_is_no_answer(kind: Any, said: str) -> None:
+    def read(text: str) -> str:
+        return Extractor(kind)(Completion((), (), (), "stop", text)).strip()
+
+    three, five = said.format(3), said.format(5)
+    assert read(f"<think>\n{three}\n</think>\n{five}") == "5"
+    assert read(f"{three}\n</think>\n{five}") == "5", "a template may have opened it"
+    assert read(f"<think>\n{three}\n</think>\nI cannot say.") == ""
+    assert read(f"<think>\n{three}\n") == "", "it has not ended"
+    assert read(five) == "5"

@@ -38,6 +38,11 @@ def is_open_in(text: str) -> bool:
     return text.rfind(OPENING) > text.rfind(CLOSING)
 
 
+def behind_thinking(text: str) -> str:
+    """Returns what a completion says when it has thought: all of it if it does not think, nothing if its thinking has no end."""
+    return "" if is_open_in(text) else text.rpartition(CLOSING)[2]
+
+
 def is_opened_by(prompt: str) -> bool:
     """Whether a prompt ends within the model's thinking, because its template has opened it: the mark is the last thing there. One that stands
     before may be in the text of anybody, and opens nothing."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.core.chat.reading import behind_thinking
 from headrace.core.types import Completion
 
 Extract = Literal["", "last_number", "answer_tag", "code_block"]
@@ -85,6 +86,8 @@ _EXTRACTORS: dict[str, Callable[[str], str]] = {
 
 @dataclass(frozen=True)
 class Extractor:
+    """Looks behind the thinking of a model: what it has considered there is no answer."""
+
     kind: str = ""
     """`last_number`, `answer_tag` or `code_block`; empty for the whole text."""
     of_truncated: bool = False
@@ -94,4 +97,4 @@ class Extractor:
         if not self.kind:
             return completion.text
         cut = completion.stop == "length" and not self.of_truncated
-        return "" if cut else _EXTRACTORS[self.kind](completion.text)
+        return "" if cut else _EXTRACTORS[self.kind](behind_thinking(completion.text))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from headrace.core.batches import Failure
-from headrace.core.chat.reading import CLOSING, is_open_in
+from headrace.core.chat.reading import behind_thinking, is_open_in
 from headrace.episodes.scoring.extract import NUMBER, number_of
 from headrace.episodes.scoring.job import Ask, Effort, ScoringJob, Values
 from headrace.episodes.scoring.parts import compared, key_of, shuffled_by
@@ -114,7 +114,7 @@ def read_reply(answer: Any) -> tuple[str, int]:
         raise BadAnswer("judge_unreadable", f"the judge was cut off; raise its max_tokens. It wrote {_end_of(text)}")
     if is_open_in(text):
         raise BadAnswer("judge_unreadable", f"the judge's thinking has no end. It wrote {_end_of(text)}")
-    text = text.rpartition(CLOSING)[2]  # what it considers in its thinking is not what it came to
+    text = behind_thinking(text)  # what it considers in its thinking is not what it came to
     total = usage.get("total_tokens") if isinstance(usage, Mapping) else 0
     return text, total if isinstance(total, int) else 0
 
