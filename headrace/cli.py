@@ -20,6 +20,7 @@ from pathlib import Path
 import headrace
 from headrace.commands.arguments import INTERRUPTED, Commands, Parser, add_command, add_set, positive
 from headrace.commands.finding import is_config, run_directory
+from headrace.commands.importing.import_command import add_import
 from headrace.commands.installed.completion_command import add_completion
 from headrace.commands.installed.doctor_command import add_doctor
 from headrace.commands.publishing.export_command import add_export
@@ -94,7 +95,7 @@ def _fitted(line: str) -> list[str]:
 
 
 GROUPS = {
-    "Begin": ("demo", "init", "recipes", "doctor"),
+    "Begin": ("demo", "init", "import", "recipes", "doctor"),
     "Train": ("train", "eval", "export", "preflight", "plan"),
     "Look at runs": ("board", "status", "ls", "report", "compare"),
     "Find out why": ("inspect", "replay", "diff"),
@@ -136,6 +137,7 @@ def front_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     add_init(commands)
+    add_import(commands)
     train_command.add_train(commands)
     starting.add_demo_arguments(add_command(commands, "demo", starting.demo(train_command.train), starting.DEMO_IS))
     starting.add_recipes_arguments(add_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))

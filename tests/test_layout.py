@@ -55,7 +55,7 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy",),
-    "commands": ("replay", "show", "serving", "running", "training", "publishing", "installed", "plan"),
+    "commands": ("replay", "show", "serving", "running", "training", "publishing", "installed", "plan", "importing"),
     "commands.plan": ("rates", "parts"),
     "core": ("chat",),
     "engine": ("native", "remote", "servers", "fleet"),

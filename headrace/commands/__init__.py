@@ -2,5 +2,5 @@
 
 Read `arguments.py` (arguments that several commands have), `finding.py` (the run that a name means), then `training/` (train, eval),
 `show/` (status, inspect, diff, report), `replay/` (steps that are repeated), `publishing/` (export), `running/` (commands that
-start a run or talk to one), `serving/` (the engine and the board behind HTTP) and `installed/` (the machine, and what is installed on it).
+start a run or talk to one), `importing/` (configs of other libraries), `serving/` (the engine and the board behind HTTP) and `installed/` (the machine, and what is installed on it).
 """

@@ -1,0 +1,146 @@
+"""A config of another library as names with dots and their values, from YAML, TOML, or the command line in a shell script."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ConfigError
+
+UNKNOWN = object()
+"""The value of what only the other library could work out, such as an expression over its environment."""
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
+"""An override of Hydra: `name.with.dots=value`, with plus signs for a new name."""
+DEEPEST = 20
+"""References that lead to others are followed so far: there may be a circle."""
+
+
+def read_given(path: Path) -> dict[str, Any]:
+    """Returns the values by name. Raises ConfigError for a file that cannot be read, and for one of another kind."""
+    readers = {".yaml": _yaml, ".yml": _yaml, ".toml": _toml, ".sh": _script}
+    if path.suffix not in readers:
+        raise ConfigError(
+            f"{path}: name a .yaml or .toml config, or the .sh script that starts the run with its settings"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return _resolved(readers[path.suffix](text, path))
+
+
+def _yaml(text: str, path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} has no settings: a mapping of names to values is expected")
+    return dict(_flat(tree))
+
+
+def _toml(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return dict(_flat(tomllib.loads(text)))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+
+
+def _script(text: str, path: Path) -> dict[str, Any]:
+    """The overrides on the command line, with the variables that the script sets. The script is not run."""
+    import yaml
+
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as a shell script: {error}") from None
+    variables: dict[str, str] = {"HOME": os.path.expanduser("~")}
+    found: dict[str, Any] = {}
+    for word in words:
+        if override := _WORD.fullmatch(word):
+            value = _expanded(override[2], variables)
+            try:
+                found[override[1]] = UNKNOWN if value is None else _number(yaml.safe_load(value))
+            except yaml.YAMLError:
+                found[override[1]] = value
+        elif variable := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL):
+            value = _expanded(variable[2], variables)
+            variables.pop(variable[1], None)
+            if value is not None:
+                variables[variable[1]] = value
+    if not found:
+        raise ConfigError(
+            f"{path} has no settings such as data.train_batch_size=64; name the script that starts the run"
+        )
+    return found
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str | None:
+    """Returns the text with its variables' values; None where one is not set in the script, or a command is run."""
+    missing = "$(" in text or "`" in text
+
+    def value(found: re.Match[str]) -> str:
+        nonlocal missing
+        name, default = found[1] or found[3], found[2]
+        if name not in variables and default is None:
+            missing = True
+        return variables.get(name, default or "")
+
+    text = _VARIABLE.sub(value, text)
+    return None if missing else text
+
+
+def _flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", _number(value)
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 1e-6 as a text, because it has no point."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Follows the references of OmegaConf: `${a.b}`, `${.beside}`, and `${oc.select:a.b,default}`."""
+    import yaml
+
+    def follow(name: str, value: Any, depth: int) -> Any:
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if depth > DEEPEST:
+            return UNKNOWN
+        whole = _REFERENCE.fullmatch(value)
+        if whole:
+            return target(name, whole[1], depth)
+        texts = [target(name, found[1], depth) for found in _REFERENCE.finditer(value)]
+        if any(text is UNKNOWN for text in texts):
+            return UNKNOWN
+        return _REFERENCE.sub(lambda found: str(texts.pop(0)), value)
+
+    def target(name: str, said: str, depth: int) -> Any:
+        kind, colon, rest = said.partition(":")
+        if colon and kind != "oc.select":
+            return UNKNOWN
+        where, comma, default = (rest if colon else said).partition(",")
+        where = where.strip()
+        if where.startswith("."):
+            where = f"{name.rpartition('.')[0]}{where}"
+        if where in given:
+            return follow(where, given[where], depth + 1)
+        return _number(yaml.safe_load(default)) if comma else UNKNOWN
+
+    return {name: follow(name, value, 0) for name, value in given.items()}

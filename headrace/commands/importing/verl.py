@@ -1,0 +1,354 @@
+"""verl's settings (verl/trainer/config, `ppo_trainer.yaml`) as ours.
+
+A run of verl has its defaults where its config says nothing. Those that differ from ours and change what is learned are written out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.commands.importing.translation import Library, Translation
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+DEFAULT = "verl's default"
+PLACEMENT = "memory, devices and processes, which headrace fits to the machine (docs/auto.md, docs/scale.md)"
+
+ESTIMATORS = {
+    "grpo": "grpo",
+    "grpo_passk": "pass@k",
+    "rloo": "rloo",
+    "opo": "opo",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++_baseline",
+}
+LOSSES = {
+    "gspo": "gspo",
+    "geo_mean": "gmpo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "cispo": "cispo",
+    "sapo": "sapo",
+}
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "seq_mean_token_sum",
+    "seq-mean-token-mean": "seq_mean_token_mean",
+    "seq-mean-token-sum-norm": "token_sum",
+}
+ESTIMATES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv"}
+
+
+def is_of(given: Mapping[str, Any]) -> bool:
+    return any(name.startswith(("actor_rollout_ref.", "data.train_", "algorithm.adv_")) for name in given)
+
+
+def translate(t: Translation) -> None:
+    """Fills a translation of a run of verl's trainer."""
+    t.leave("classes of verl", *(name for name in t.given if name.endswith("._target_")))
+    _model(t)
+    _data(t)
+    _rollouts(t)
+    per_batch = _batches(t)
+    _algorithm(t)
+    _divergence(t)
+    _optimizer(t, per_batch)
+    _reward(t)
+    _lora(t)
+    _left_out(t)
+
+
+def _model(t: Translation) -> None:
+    path = t.value(f"{MODEL}path")
+    if path is None:
+        t.to_do["model.path"] = "the model: a directory that transformers loads, or a hub id"
+    else:
+        t.put("model.path", os.path.expanduser(str(path)))
+    if name := t.value("trainer.experiment_name"):
+        plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in str(name)).strip("._-")
+        t.put("name", plain or None)
+    for logger in _listed(t.value("trainer.logger")):
+        if logger in ("wandb", "tensorboard", "mlflow", "trackio"):
+            t.put(f"observe.{logger}", True)
+
+
+def _data(t: Translation) -> None:
+    files = [os.path.expanduser(str(path)) for path in _listed(t.value("data.train_files"))]
+    kind = KINDS.get(Path(files[0]).suffix) if files else None
+    if kind is None:
+        t.to_do["task.path"] = "the prompts: a .parquet, .jsonl or .csv file, with task.kind"
+    else:
+        t.put("task.kind", kind)
+        t.put("task.path", files[0])
+        if len(files) > 1:
+            t.to_do["task.path"] = f"one file with the rows of all: {', '.join(files)}"
+    held_out = [os.path.expanduser(str(path)) for path in _listed(t.value("data.val_files"))]
+    if held_out:
+        t.put("task.held_out_path", held_out[0], "the first of several" if len(held_out) > 1 else "")
+    t.take("task.prompt", "data.prompt_key")
+    t.take("task.shuffle", "data.shuffle")
+    before = "data.apply_chat_template_kwargs."
+    template = {name.removeprefix(before): t.value(name) for name in t.given if name.startswith(before)}
+    t.put("task.template", template or None)
+
+
+def _rollouts(t: Translation) -> None:
+    prompt, response = (t.value(f"data.max_{part}_length", default=512) for part in ("prompt", "response"))
+    t.put("rollout.max_tokens", response)
+    t.put("engine.context_length", prompt + response, "prompt and completion together")
+    t.put("rollout.group_size", t.value(f"{ROLLOUT}n", default=1))
+    t.take("rollout.temperature", f"{ROLLOUT}temperature")
+    t.take("rollout.top_p", f"{ROLLOUT}top_p")
+    if (top_k := t.value(f"{ROLLOUT}top_k", default=-1)) > 0:
+        t.put("rollout.top_k", top_k)
+    t.put(
+        "eval.temperature",
+        t.value(f"{ROLLOUT}val_kwargs.temperature", default=0),
+        "verl evaluates greedily unless it is told",
+    )
+    t.put("eval.samples", t.value(f"{ROLLOUT}val_kwargs.n", default=1))
+    if t.value(f"{ROLLOUT}multi_turn.enable"):
+        t.to_do["environment.function"] = "the tools and turns of your rollouts (docs/environments.md)"
+    if (kind := t.value(f"{ROLLOUT}name")) in ("vllm", "sglang"):
+        t.leave(
+            f'headrace has an engine of its own; with {kind} installed, engine.kind = "{kind}" (docs/engines.md)',
+            f"{ROLLOUT}name",
+        )
+
+
+def _batches(t: Translation) -> int:
+    """Returns the optimizer steps of one of verl's batches, of which each mini-batch is one."""
+    batch = t.value("data.train_batch_size", default=1024)
+    mini = min(t.value(f"{ACTOR}ppo_mini_batch_size", default=256), batch)
+    per_batch = math.ceil(batch / mini)
+    t.put(
+        "staleness.groups_per_step",
+        mini,
+        f"verl draws {batch} prompts and takes {per_batch} optimizer step{'s' * (per_batch > 1)} with them",
+    )
+    t.put(
+        "staleness.max_lag", max(1, per_batch - 1), "0: generation waits for training, as in verl with one mini-batch"
+    )
+    if t.value(f"{ACTOR}ppo_epochs", default=1) != 1:
+        t.leave("every batch gets exactly one update", f"{ACTOR}ppo_epochs")
+    total, epochs = t.value("trainer.total_training_steps"), t.value("trainer.total_epochs", default=30)
+    rows = _count(t.settings.get("task.path", ""))
+    if total and total > 0:
+        t.put("train.steps", total * per_batch)
+    elif rows:
+        t.put("train.steps", rows // batch * per_batch * epochs or 1, f"{epochs} epochs of {rows} rows")
+    else:
+        t.to_do["train.steps"] = f"{epochs} epochs are {epochs} * (rows of the file) / {mini}"
+    for setting, name in (("checkpoint.every", "save_freq"), ("eval.every", "test_freq")):
+        if (every := t.value(f"trainer.{name}", default=-1)) > 0:
+            t.put(setting, every * per_batch)
+    return per_batch
+
+
+def _algorithm(t: Translation) -> None:
+    estimator = t.value("algorithm.adv_estimator", default="gae")
+    if estimator not in ESTIMATORS:
+        t.to_do["algo.name"] = (
+            "verl's default is PPO with a critic, and here is none: grpo, rloo or another one of docs/choosing.md"
+            if estimator == "gae"
+            else f"{estimator} has no counterpart: docs/choosing.md"
+        )
+    mode = t.value(f"{ACTOR}policy_loss.loss_mode", default="vanilla")
+    if estimator in ESTIMATORS:
+        t.put("algo.name", LOSSES.get(mode, "") if estimator == "grpo" and mode in LOSSES else ESTIMATORS[estimator])
+        if mode in LOSSES and estimator != "grpo":
+            t.put("algo.loss", LOSSES[mode])
+    if mode not in LOSSES and mode != "vanilla":
+        t.to_do["algo.loss"] = f"{mode} has no counterpart: docs/algorithms.md"
+    if estimator == "grpo" and t.value("algorithm.norm_adv_by_std_in_grpo", default=True) is False:
+        t.put("algo.advantage", "centred")
+    said = t.value(f"{ACTOR}loss_agg_mode", default="token-mean")
+    if mode == "vanilla" and said in AGGREGATIONS:
+        t.put("algo.aggregation", AGGREGATIONS[said])
+    elif said not in AGGREGATIONS:
+        t.to_do["algo.aggregation"] = f"{said} has no counterpart: docs/algorithms.md"
+    if mode == "vanilla" and estimator in ESTIMATORS:
+        both = t.value(f"{ACTOR}clip_ratio", default=0.2)
+        t.put("algo.clip_low", t.value(f"{ACTOR}clip_ratio_low", default=both))
+        t.put("algo.clip_high", t.value(f"{ACTOR}clip_ratio_high", default=both))
+        t.put("algo.dual_clip", t.value(f"{ACTOR}clip_ratio_c", default=3.0), _whose(t, f"{ACTOR}clip_ratio_c"))
+    if coef := t.value(f"{ACTOR}entropy_coeff", default=0):
+        t.put("algo.entropy.coef", coef)
+    if (gamma := t.value("algorithm.gamma", default=1.0)) != 1.0:
+        t.put("algo.gamma", gamma)
+    if t.value("algorithm.filter_groups.enable"):
+        t.leave(
+            "headrace leaves out every group without contrast, and draws on until the step is full",
+            "algorithm.filter_groups.enable",
+        )
+
+
+def _divergence(t: Translation) -> None:
+    in_loss, in_reward = t.value(f"{ACTOR}use_kl_loss"), t.value("algorithm.use_kl_in_reward")
+    coef, kind = t.value(f"{ACTOR}kl_loss_coef", default=0.001), t.value(f"{ACTOR}kl_loss_type", default="low_var_kl")
+    of_reward = t.value("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty_coef", default=0.001)
+    if in_loss:
+        estimator = ESTIMATES.get(str(kind).removesuffix("+"), "")
+        t.put("algo.kl.coef", coef)
+        t.put("algo.kl.place", "loss")
+        t.put(
+            "algo.kl.estimator",
+            estimator if estimator in ("k2", "k3") else "k3",
+            "" if estimator in ("k2", "k3") else f"{kind} has no gradient as a loss",
+        )
+    elif in_reward:
+        t.put("algo.kl.coef", of_reward)
+        t.put("algo.kl.place", "reward")
+        t.put("algo.kl.estimator", "k1")
+    if in_loss and in_reward:
+        t.leave("the divergence is in the loss already, and has one place", "algorithm.use_kl_in_reward")
+
+
+def _optimizer(t: Translation, per_batch: int) -> None:
+    optim = f"{ACTOR}optim."
+    t.put("train.learning_rate", t.value(f"{optim}lr", default=1e-6), _whose(t, f"{optim}lr"))
+    t.put("train.weight_decay", t.value(f"{optim}weight_decay", default=0.01), _whose(t, f"{optim}weight_decay"))
+    first, second = t.value(f"{optim}betas", default=(0.9, 0.999))
+    t.put("train.beta1", first)
+    t.put("train.beta2", second, _whose(t, f"{optim}betas"))
+    t.put("train.max_grad_norm", t.value(f"{ACTOR}grad_clip", f"{optim}clip_grad", default=1.0))
+    schedule = t.value(f"{optim}lr_scheduler_type", f"{optim}warmup_style", default="constant")
+    if schedule in ("constant", "cosine"):
+        t.put("train.schedule", schedule)
+    else:
+        t.to_do["train.schedule"] = f"{schedule} has no counterpart: constant, cosine or linear"
+    steps, share = t.value(f"{optim}lr_warmup_steps", default=-1), t.value(f"{optim}lr_warmup_steps_ratio", default=0.0)
+    if steps >= 0:
+        t.put("train.warmup_steps", steps * per_batch)
+    elif share and "train.steps" in t.settings:
+        t.put("train.warmup_steps", round(share * t.settings["train.steps"]))
+    elif share:
+        t.to_do["train.warmup_steps"] = f"{share:g} of train.steps"
+    t.take("train.gradient_checkpointing", f"{MODEL}enable_gradient_checkpointing")
+
+
+def _reward(t: Translation) -> None:
+    path = t.value("custom_reward_function.path", "reward.custom_reward_function.path")
+    name = t.value("custom_reward_function.name", "reward.custom_reward_function.name", default="compute_score")
+    before = ("custom_reward_function.reward_kwargs.", "reward.custom_reward_function.reward_kwargs.")
+    more = {one.removeprefix(begin): t.value(one) for begin in before for one in t.given if one.startswith(begin)}
+    if path:
+        t.files["verl_reward.py"] = _WRAPPER.format(
+            path=json.dumps(os.path.expanduser(str(path))), name=json.dumps(name), more=repr(more)
+        )
+        t.put(
+            "reward.function", "verl_reward.py:reward", f"calls {name} of {path} as verl does, once for each completion"
+        )
+        t.put("reward.special_tokens", "hide", "as verl decodes")
+    else:
+        t.to_do["reward.function"] = (
+            'verl chose one by the row\'s data_source; name yours: "rewards.py:name", which is given the columns of the row, such as '
+            "reward_model with its ground_truth (docs/scoring.md)"
+        )
+    if t.value("reward_model.enable"):
+        t.to_do["reward.services"] = "the reward model behind a server (docs/scoring.md, services)"
+    buffer = "reward_model.overlong_buffer."
+    if t.value(f"{buffer}enable"):
+        t.put("reward.soft_overlong_punishment.cache", t.value(f"{buffer}len"))
+        t.take("reward.soft_overlong_punishment.weight", f"{buffer}penalty_factor")
+
+
+def _lora(t: Translation) -> None:
+    rank, alpha = t.value(f"{MODEL}lora_rank", default=0), t.value(f"{MODEL}lora_alpha", default=16)
+    targets = t.value(f"{MODEL}target_modules", default="all-linear")
+    if rank:
+        t.put("lora.rank", rank)
+        t.put("lora.alpha", alpha)
+        t.put("lora.targets", targets)
+
+
+def _left_out(t: Translation) -> None:
+    t.leave_all("there is no critic", ("critic.", "trainer.critic_", "algorithm.lam"))
+    t.leave_all(
+        "the picture column of a model that sees", ("data.image_key", "data.video_key", "data.return_multi_modal")
+    )
+    t.leave_all("a run goes on with `headrace train --resume RUN`", ("trainer.resume_", "trainer.del_local"))
+    t.leave_all(
+        "runs lie in `out`, and keep checkpoint.keep checkpoints",
+        ("trainer.default_", "trainer.max_", "trainer.project_name"),
+    )
+    t.leave_all(
+        "the report shows samples, and the journal has every token",
+        ("trainer.log_val", "trainer.rollout_data", "trainer.validation_data", "trainer.val_"),
+    )
+    t.leave_all("only used with settings that are off", (
+        f"{ACTOR}kl_loss", "algorithm.kl_", "algorithm.pf_ppo", "algorithm.use_pf_ppo", f"{ACTOR}policy_loss.clip_cov", f"{ACTOR}policy_loss.kl_cov",
+        f"{ACTOR}policy_loss.ppo_kl", "reward_model.", f"{ROLLOUT}multi_turn", f"{ROLLOUT}val_kwargs", f"{ROLLOUT}agent", f"{ROLLOUT}trace",
+        "algorithm.filter_groups", f"{ACTOR}optim.min_lr", f"{ACTOR}optim.num_cycles", f"{ACTOR}optim.total", f"{ACTOR}clip_ratio",
+        "custom_reward_function.",
+    ))  # fmt: skip
+    t.leave_all("prompts are checked against the context at the start, and each is used as it is", (
+        "data.filter_overlong", "data.truncation", "data.val_batch", "data.return_", "data.reward_fn_key", "data.dataloader", "data.validation_shuffle",
+        "data.tokenizer", "data.custom_cls", "data.sampler", "data.datagen", "data.seed",
+    ))  # fmt: skip
+    t.leave_all(PLACEMENT, (
+        f"{ACTOR}fsdp", f"{ACTOR}ppo_micro", f"{ACTOR}ppo_max_token", f"{ACTOR}ulysses", f"{ACTOR}use_", f"{ACTOR}strategy", f"{ACTOR}checkpoint",
+        f"{ACTOR}megatron", f"{ACTOR}entropy_", f"{ACTOR}shuffle", f"{ACTOR}profile", "actor_rollout_ref.ref.", "actor_rollout_ref.hybrid",
+        "actor_rollout_ref.nccl", f"{MODEL}use_", f"{MODEL}enable_", f"{MODEL}fused", f"{MODEL}external", f"{MODEL}trust", f"{MODEL}override",
+        f"{MODEL}exclude", f"{MODEL}custom_chat", f"{MODEL}lora", f"{MODEL}target", "trainer.n_gpus", "trainer.nnodes", "trainer.balance", "trainer.device",
+        "trainer.ray", "trainer.use_", "trainer.esi", "ray", "global_profiler", "data.use_shm", "data.trust",
+        *(f"{ROLLOUT}{name}" for name in (
+            "gpu_", "tensor_", "max_", "log_prob", "dtype", "enforce", "free_", "cudagraph", "disable_", "engine_kwargs", "load_format", "layered",
+            "enable_", "ignore_eos", "do_sample", "mode", "prompt_length", "response_length", "update_", "multi_stage", "over_sample", "skip_",
+            "calculate_", "profiler", "data_parallel", "expert_",
+        )),
+    ))  # fmt: skip
+
+
+def _whose(t: Translation, *names: str) -> str:
+    return "" if any(t.given.get(name) is not None for name in names) else DEFAULT
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _count(path: str) -> int:
+    """Returns the number of rows of a file; 0 where it is not here."""
+    from headrace.core.errors import ConfigError
+    from headrace.episodes.tasks.read import kind_of, read_rows
+
+    try:
+        return len(read_rows(kind_of(path), path)) if path and Path(path).is_file() else 0
+    except ConfigError:
+        return 0
+
+
+_WRAPPER = '''"""Calls a reward function that was written for verl as verl does: once for each completion. Written by `headrace import`."""
+
+import importlib.util
+
+PATH, NAME, MORE = {path}, {name}, {more}
+
+
+def _function():
+    spec = importlib.util.spec_from_file_location("verl_reward_function", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, NAME)
+
+
+SCORE = _function()
+
+
+def reward(prompts, completions, **columns):
+    found = []
+    for place, text in enumerate(completions):
+        row = {{name: values[place] for name, values in columns.items()}}
+        truth = (row.get("reward_model") or {{}}).get("ground_truth")
+        score = SCORE(data_source=row.get("data_source"), solution_str=text, ground_truth=truth, extra_info=row.get("extra_info"), **MORE)
+        found.append(float(score["score"] if isinstance(score, dict) else score))
+    return found
+'''
+
+VERL = Library("verl", is_of, translate)

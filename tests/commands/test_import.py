@@ -1,0 +1,208 @@
+"""Configs of other libraries become ours: what is translated, what is said to have no counterpart, and that the result starts."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import main
+from headrace.commands.importing.given import UNKNOWN, read_given
+from headrace.commands.importing.import_command import translated
+from headrace.run.config import RunConfig, read_config
+from headrace.settings.other_names import MEANINGS
+from headrace.settings.toml import setting_names
+
+SCRIPT = """
+set -x
+DATA=${DATA:-/data/sums}
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=rloo \\
+    data.train_files=$DATA/train.parquet \\
+    data.train_batch_size=64 data.max_prompt_length=100 data.max_response_length=28 \\
+    actor_rollout_ref.model.path=org/name \\
+    actor_rollout_ref.actor.optim.lr=3e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.02 \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \\
+    actor_rollout_ref.rollout.n=5 +actor_rollout_ref.rollout.seen=$UNSET/x \\
+    trainer.logger="['console','wandb']" \\
+    trainer.total_training_steps=10 trainer.save_freq=2 trainer.strange=1 $@
+"""
+YAML = """
+data:
+  train_files: {data}
+  prompt_key: question
+  max_prompt_length: 40
+  max_response_length: ${{oc.select:data.absent,12}}
+  train_batch_size: 6
+actor_rollout_ref:
+  model: {{path: {model}}}
+  actor:
+    ppo_mini_batch_size: ${{data.train_batch_size}}
+    clip_ratio_high: 0.28
+    loss_agg_mode: seq-mean-token-mean
+    optim: {{lr: 1e-6, lr_warmup_steps_ratio: 0.5}}
+  rollout: {{n: 4, prompt_length: "${{data.max_prompt_length}}"}}
+algorithm: {{adv_estimator: grpo, norm_adv_by_std_in_grpo: false}}
+custom_reward_function: {{path: {reward}, name: judge}}
+critic: {{optim: {{lr: 1e-5}}}}
+trainer: {{total_epochs: 3, experiment_name: "my first run!"}}
+"""
+PRIME = """
+max_steps = 200
+seq_len = 4096
+[model]
+name = "org/name"
+[wandb]
+name = "words"
+[trainer.optim]
+lr = 1e-5
+weight_decay = 0.0
+[trainer.model.lora]
+rank = 8
+dropout = 0.1
+[trainer.loss]
+type = "ipo"
+[orchestrator]
+batch_size = 128
+group_size = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 512
+[[orchestrator.train.env]]
+taskset = { id = "words", count = 80 }
+[deployment]
+num_train_gpus = 1
+"""
+
+
+def imported(directory: Path, name: str, text: str) -> tuple[dict[str, Any], str]:
+    """The config that was written, as a tree and as text."""
+    (directory / name).write_text(text)
+    assert main(["import", str(directory / name), "--to", str(directory / "mine.toml")]) == 0
+    written = (directory / "mine.toml").read_text()
+    return tomllib.loads(written), written
+
+
+def test_a_script_of_verl_is_translated_and_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree, written = imported(tmp_path, "run.sh", SCRIPT)
+    said = " ".join(capsys.readouterr().out.split())
+    assert tree["model"] == {"path": "org/name"}
+    assert tree["task"] == {"kind": "parquet", "path": "/data/sums/train.parquet"}
+    assert tree["rollout"] == {"max_tokens": 28, "group_size": 5} and tree["engine"]["context_length"] == 128
+    assert tree["staleness"] == {"groups_per_step": 16, "max_lag": 3}, "a batch is four optimizer steps there"
+    assert tree["train"]["steps"] == 40 and tree["checkpoint"]["every"] == 8 and tree["train"]["learning_rate"] == 3e-6
+    assert tree["algo"] == {
+        "name": "rloo", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0,
+        "kl": {"coef": 0.02, "place": "loss", "estimator": "k3"},
+    }  # fmt: skip
+    assert (tree["train"]["weight_decay"], tree["train"]["beta2"]) == (0.01, 0.999), "defaults there, and others here"
+    assert tree["observe"] == {"wandb": True}
+    assert "to do: reward.function: verl chose one by the row's data_source" in said and "# TO DO function" in written
+    assert (
+        "fits to the machine (docs/auto.md, docs/scale.md): actor_rollout_ref.actor.fsdp_config.param_offload" in said
+    )
+    assert (
+        "not known to this translation, so look whether they matter: actor_rollout_ref.rollout.seen, trainer.strange"
+        in said
+    )
+
+
+def test_a_config_of_verl_starts_with_its_own_reward_function(
+    tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"question": f"{i} + {i}?", "data_source": "sums", "reward_model": {"ground_truth": str(2 * i)}}
+        for i in range(80)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "theirs.py").write_text(
+        "def judge(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'sums' and extra_info is None and ground_truth.isdigit()\n"
+        "    return {'score': float(solution_str == ground_truth), 'acc': 1}\n"
+    )
+    text = YAML.format(data=tmp_path / "rows.jsonl", model=tiny_llama, reward=tmp_path / "theirs.py")
+    tree, _ = imported(tmp_path, "ppo.yaml", text)
+    assert tree["name"] == "my-first-run" and tree["rollout"]["max_tokens"] == 12
+    assert tree["algo"]["advantage"] == "centred" and tree["algo"]["aggregation"] == "seq_mean_token_mean"
+    assert (tree["algo"]["clip_low"], tree["algo"]["clip_high"]) == (0.2, 0.28)
+    assert tree["train"]["steps"] == 39 and tree["train"]["warmup_steps"] == 20, "three epochs of thirteen steps"
+    assert "there is no critic: critic.optim.lr" in capsys.readouterr().out
+    assert main(["train", str(tmp_path / "mine.toml"), "--dry-run"]) == 0
+    assert "Ready: start it with" in capsys.readouterr().out
+
+
+def test_a_config_of_prime_rl_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, written = imported(tmp_path, "rl.toml", PRIME)
+    said = " ".join(capsys.readouterr().out.split())
+    assert tree["name"] == "words" and tree["observe"] == {"wandb": True} and tree["model"] == {"path": "org/name"}
+    assert tree["train"] == {"steps": 200, "learning_rate": 1e-5, "weight_decay": 0.0} and tree["lora"] == {"rank": 8}
+    assert tree["rollout"] == {"group_size": 16, "max_tokens": 512} and tree["staleness"] == {"groups_per_step": 8}
+    assert tree["algo"] == {"name": "ipo"} and tree["engine"] == {"context_length": 4096}
+    assert tree["environment"] == {"kind": "verifiers", "name": "words", "options": {"taskset": {"count": 80}}}
+    assert "left out: adapters are trained without dropout: trainer.model.lora.dropout" in said
+    assert "to do: environment.python:" in said and "# TO DO python" in written and "not known" not in said
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.sh", SCRIPT), ("rl.toml", PRIME)])
+def test_what_is_written_is_a_config_of_ours(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    _, found = translated(tmp_path / name)
+    known = set(setting_names(RunConfig))
+    assert set(found.settings) <= known and set(found.to_do) <= known
+    tree, _ = imported(tmp_path, name, text)
+    read_config({**tree, "task": {"kind": "reasoning_gym", "name": "chain_sum"}})
+
+
+def test_every_name_that_a_table_says_is_verls_is_translated(tmp_path: Path) -> None:
+    """The page of names and the translation agree: none of them is unknown to it."""
+    alone = {"rollout.n", "max_response_length", "max_prompt_length", "ppo_micro_batch_size_per_gpu", "loss_agg_mode"}
+    dotted = [name for name, one in MEANINGS.items() if one.whose == "verl" and "." in name and name not in alone]
+    assert len(dotted) > 4
+    (tmp_path / "all.yaml").write_text(
+        "\n".join(["algorithm.adv_estimator: grpo", *(f"{name}: x.parquet" for name in dotted)])
+    )
+    _, found = translated(tmp_path / "all.yaml")
+    assert not set(found.unread) & set(dotted)
+
+
+def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "a: {b: 3, c: '${.b}', d: '${a.b}/${a.c}', e: '${a.f}', f: '${a.e}', g: '${oc.env:HOME}', h: '${oc.select:z,1e-3}'}"
+    )
+    found = read_given(path)
+    assert (found["a.c"], found["a.d"], found["a.h"]) == (3, "3/3", 1e-3)
+    assert found["a.e"] is UNKNOWN is found["a.f"] and found["a.g"] is UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.json", "{}", "name a .yaml or .toml config"),
+        ("a.yaml", "a: [", "is no YAML"),
+        ("a.yaml", "- a", "has no settings"),
+        ("a.toml", "a = ", "is no TOML"),
+        ("a.sh", "echo hello", "has no settings such as"),
+        ("a.sh", "echo 'open", "cannot be read as a shell script"),
+        ("a.yaml", "beta: 1", "neither verl nor prime-rl"),
+    ],
+)
+def test_what_is_no_config_of_theirs_is_refused(
+    tmp_path: Path, name: str, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["import", str(tmp_path / name), "--to", str(tmp_path / "mine.toml")]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "mine.toml").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    imported(tmp_path, "rl.toml", PRIME)
+    before = (tmp_path / "mine.toml").read_text()
+    assert main(["import", str(tmp_path / "rl.toml"), "--to", str(tmp_path / "mine.toml")]) == 2
+    assert "exists already" in capsys.readouterr().err and (tmp_path / "mine.toml").read_text() == before
