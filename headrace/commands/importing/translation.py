@@ -24,7 +24,7 @@ class Translation:
     settings: dict[str, Any] = field(default_factory=dict)
     """Our settings, by name."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What is to be known of a setting, by its name."""
+    """Comments on our settings, by name."""
     to_do: dict[str, str] = field(default_factory=dict)
     """Settings that nobody but the user can give, with what they should say."""
     left_out: dict[str, list[str]] = field(default_factory=dict)
