@@ -65,6 +65,8 @@ class Tried:
     """The trainer's way, as it names it, `refused`, or what it raised."""
     gradient: float = math.nan
     """Largest |Δ gradient| in parts of the largest gradient. Not a number where nothing was trained."""
+    replayed: str = ""
+    """Largest |Δ log-prob| between the engine and the trainer that replays its experts, `refused`, or what was raised; empty where there are none."""
 
 
 class Late(Exception):
@@ -97,7 +99,10 @@ def tried(model_type: str) -> Tried:
             _difference(model, _prompt(8), [(0, 0.0)])  # can transformers run it?
         except Exception as error:
             return Tried(model_type, "not tried", reason=_words(error))
-        return dataclasses.replace(_served(model_type, model, directory), **_trained(model, directory))
+        row = dataclasses.replace(_served(model_type, model, directory), **_trained(model, directory))
+        if row.outcome == "served" and _has_experts(model):
+            row = dataclasses.replace(row, replayed=_replayed(model, directory))
+        return row
 
 
 def _served(model_type: str, model: torch.nn.Module, directory: Path) -> Tried:
@@ -111,13 +116,18 @@ def _served(model_type: str, model: torch.nn.Module, directory: Path) -> Tried:
         return Tried(model_type, "differs", reason=_words(error))
 
 
-def _compared(model_type: str, model: torch.nn.Module, directory: Path) -> Tried:
+def _engine(model: torch.nn.Module, directory: Path, **more: Any) -> NativeEngine:
     settings = EngineConfig(
-        dtype="float32", device="cpu", kv_gib=0.02, max_running=4, context_length=80, prefill_chunk=16
+        dtype="float32", device="cpu", kv_gib=0.02, max_running=4, context_length=80, prefill_chunk=16, **more
     )
     engine = NativeEngine(directory, settings)
     tensors = (*model.named_parameters(), *saved_buffers(model).items())
     engine.swap(engine.prepare(update(0), {name: tensor.detach() for name, tensor in tensors}))
+    return engine
+
+
+def _compared(model_type: str, model: torch.nn.Module, directory: Path) -> Tried:
+    engine = _engine(model, directory)
     told: dict[str, list[tuple[int, float]]] = {}
     prompts = {str(length): _prompt(length) for length in PROMPTS}
     for request_id, prompt in prompts.items():
@@ -133,6 +143,39 @@ def _compared(model_type: str, model: torch.nn.Module, directory: Path) -> Tried
     worst = max(_difference(model, prompt, told[request_id]) for request_id, prompt in prompts.items())
     served = worst <= (RECURRENT_TOLERANCE if path.startswith("own cache") else TOLERANCE)
     return Tried(model_type, "served" if served else "differs", path, worst)
+
+
+def _has_experts(model: torch.nn.Module) -> bool:
+    return any(p.ndim == 3 and "expert" in name for name, p in model.named_parameters())
+
+
+def _replayed(model: torch.nn.Module, directory: Path) -> str:
+    """`Tried.replayed`: the engine samples and records, the trainer scores these tokens with the recorded experts, none missing."""
+    try:
+        engine = _engine(model, directory, routing=True)
+        trainer = TorchTrainer(
+            directory, TrainConfig(dtype="float32", device="cpu"), AlgoConfig(), seed=0, keep_routing=True
+        )
+    except ConfigError:
+        return "refused"
+    rows = []
+    for length in PROMPTS:
+        prompt, tokens, logprobs, routing = _prompt(length), [], [], None
+        sampling = Sampling(max_tokens=8, seed=length, ignore_eos=True)
+        engine.add(Request("r", prompt, sampling, return_routing=True))
+        while engine.has_work():
+            output = engine.step()
+            tokens += output.tokens
+            logprobs += output.logprobs
+            routing = next((finished.routing for finished in output.finished), None)
+        size = len(tokens)
+        known = tuple(map(float, logprobs))
+        rows.append(Row(prompt, tuple(tokens), known, (1.0,) * size, (True,) * size, (0,) * size, routing=routing))
+    packs = trainer._plan(Batch(0, (Group(0, Prompt("p", "", rows[0].prompt), (), tuple(rows)),), 1.0)).packs
+    if any(pack.routing is None or bool((pack.routing < 0).any()) for pack in packs):
+        return "routes are missing"
+    differences = (torch.tensor(trainer.logprobs(pack, 1.0)) - pack.sampled for pack in packs)
+    return f"{max(float(found.abs().max()) for found in differences):.0e}"
 
 
 def _prompt(length: int) -> tuple[int, ...]:
@@ -230,15 +273,18 @@ def page(rows: list[Tried]) -> str:
         "|---|---|",
         *(f"| {tier} | {speed} |" for tier, speed in SPEEDS.items()),
         "",
-        "`headrace train --dry-run` and `headrace plan` name the way of a model before it is loaded. Only the kernels and the fused decoder serve LoRA adapters, record experts,",
-        'and are exact; with the others `lora.publish = "merged"` works, and the rest is refused at the start.',
+        "`headrace train --dry-run` and `headrace plan` name the way of a model before it is loaded. Only the kernels and the fused decoder serve LoRA adapters and are exact;",
+        'with the others `lora.publish = "merged"` works, and the rest is refused at the start.',
+        "",
+        f"{sum(row.replayed not in ('', 'refused') for row in rows)} of {sum(bool(row.replayed) for row in rows)} mixtures are trained with the experts that the engine chose (`rollout.keep_routing`): the engine samples and records them, and the trainer",
+        "that is held to them gives the log-probs of the sampled tokens. Weights and gradients of a choice are the model's own, by whatever formula.",
         "",
         "With its own cache, a model's keys, values and states are those that transformers keeps. Where a state can be cut (attention without windows), forks and",
         "siblings begin from a copy. Recurrent states and windows cannot: they are kept at the ends of prompts and computed again elsewhere, which `recomputed_tokens`",
         "counts, and `kv_version` names the weights that did it. Sparse attention (`index_topk`) is compared over texts that it sees whole.",
         "",
-        "| model type | outcome | how | largest Δ log-prob | trained | largest Δ gradient | why |",
-        "|---|---|---|---|---|---|---|",
+        "| model type | outcome | how | largest Δ log-prob | trained | largest Δ gradient | experts replayed, largest Δ log-prob | why |",
+        "|---|---|---|---|---|---|---|---|",
         *(_line(row) for row in rows),
         "",
     ]
@@ -253,7 +299,7 @@ def _line(row: Tried) -> str:
     difference = "" if row.outcome in ("refused", "not tried") else f"{row.difference:.0e}"
     gradient = "" if math.isnan(row.gradient) else f"{row.gradient:.0e}"
     why = row.reason.replace("|", "/")
-    return f"| {row.model_type} | {row.outcome} | {_tier(row)} | {difference} | {row.trained} | {gradient} | {why} |"
+    return f"| {row.model_type} | {row.outcome} | {_tier(row)} | {difference} | {row.trained} | {gradient} | {row.replayed} | {why} |"
 
 
 def _learns(row: Tried) -> bool:

@@ -2,5 +2,6 @@
 
 Read `resolve.py` (a name becomes a directory: the table of known models, and the files that a directory must hold), `tokenizer.py` (loads one;
 end-of-sequence tokens), `chat.py` (messages and tokens) with `control_tokens.py` (a special token's text in data stays text), `lora.py`
-(settings of adapters), `grammars.py` (languages that completions are held to), `saved_buffers.py` (weights that are no parameters), `vllm_names.py` (the same parameters in vLLM).
+(settings of adapters), `grammars.py` (languages that completions are held to), `saved_buffers.py` (weights that are no parameters), `expert_choice.py` (the experts that a
+mixture's layers choose), `vllm_names.py` (the same parameters in vLLM).
 """

@@ -85,7 +85,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"qk_head_dim": 24},
@@ -153,10 +153,10 @@ def _both_kinds(kinds: list[Any]) -> list[Any]:
     return (seen * 4)[:4] if all(isinstance(kind, str) for kind in seen) else kinds[:4]
 
 
-def small_model(model_type: str, seed: int = 0) -> Any:
-    """A model in float32 and eval mode, with weights wide enough that greedy choices are clear."""
+def small_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
+    """A model in float32 and eval mode, with weights wide enough that greedy choices are clear. `config`: another than the small one."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(small_config(model_type), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config or small_config(model_type), dtype=torch.float32)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(one for name, one in model.state_dict().items() if "bias" in name)):
             if tensor.is_floating_point():

@@ -22,8 +22,9 @@ from support.tiny_models import SMALL
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MADE = runpy.run_path(str(PAGE.parent / "make_models.py"))
-SHORT = ("qwen2", "gpt_bigcode", "gemma2", "openai-gpt", "falcon_mamba", "lfm2", "bert")
-"""One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, a hybrid, and one that is refused."""
+SHORT = ("qwen2", "gpt_bigcode", "gemma2", "openai-gpt", "falcon_mamba", "lfm2", "granitemoe", "bert")
+"""One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, a hybrid, a mixture, and one that is
+refused."""
 
 
 def rows() -> dict[str, str]:
@@ -31,9 +32,15 @@ def rows() -> dict[str, str]:
     return dict(re.findall(r"^\| (\S+) \| (served|refused|differs|not tried) \|", PAGE.read_text(), re.MULTILINE))
 
 
+def column(number: int) -> dict[str, str]:
+    """The cells of a column behind the outcome, by model type."""
+    cells = rf"^\| (\S+) \|(?:[^|\n]*\|){{{number}}} ([^|\n]*?) ?\|(?:[^|\n]*\|){{{6 - number}}}$"
+    return dict(re.findall(cells, PAGE.read_text(), re.MULTILINE))
+
+
 def ways() -> dict[str, str]:
     """The trainer's way by model type."""
-    return dict(re.findall(r"^\| (\S+) \|(?:[^|]*\|){3} ([^|]*?) ?\|[^|]*\|[^|]*\|$", PAGE.read_text(), re.MULTILINE))
+    return column(3)
 
 
 def test_every_architecture_of_this_transformers_is_on_the_page():
@@ -47,6 +54,8 @@ def test_what_the_page_says_is_so(model_type):
     assert row.outcome == rows()[model_type], row
     assert MADE["_learns"](row) == (row.outcome == "served"), row
     assert row.trained == ways()[model_type]
+    replayed, told = row.replayed, column(5)[model_type]
+    assert replayed == told or max(float(replayed), float(told)) < 1e-5
 
 
 def test_everything_that_is_served_is_trained():

@@ -140,7 +140,7 @@ def test_what_it_cannot_do_is_refused_with_the_remedy(saved):
     for setting, remedy in (
         ({"exact": True}, "set it to false"),
         ({"max_adapters": 1}, "merged"),
-        ({"routing": True}, "set it to"),
+        ({"routing": True}, "set it and rollout.keep_routing to false"),
     ):
         with pytest.raises(ConfigError, match=remedy):
             make_engine(saved("mamba"), live=False, **setting)

@@ -236,8 +236,8 @@ def test_routes_of_the_engine_bring_the_trainer_back_to_its_log_probs(name):
         assert replayed.missing == 0
         assert float(equal) < 1e-4
         generator = torch.Generator().manual_seed(0)
-        for router in replay._routers:
-            weight = router.modules[0].weight
+        for (router,) in replay._routers.modules:
+            weight = router.weight
             weight.add_(0.05 * weight.std() * torch.randn(weight.shape, generator=generator))
         live = (logprobs(forward, pack) - pack.sampled).abs().max()
         with replay(pack):
@@ -279,23 +279,33 @@ def test_a_dense_model_is_refused():
         RoutingReplay(forward_of("llama"), torch.float32)
 
 
-def test_a_router_of_another_formula_is_refused():
+class Sorting(torch.nn.Module):
+    """A router that chooses without a call that could be asked."""
+
+    def __init__(self, gate: Any) -> None:
+        super().__init__()
+        self.weight, self.top_k = gate.weight, gate.top_k
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.weight.T
+        probability, experts = logits.softmax(-1).sort(-1, descending=True)
+        return logits, probability[:, : self.top_k], experts[:, : self.top_k]
+
+
+def test_a_choice_that_is_not_seen_in_one_layer_is_refused():
     forward = forward_of("mixtral")
-    gate = forward.model.model.layers[1].mlp.gate
-    gate.register_forward_hook(
-        lambda _, inputs, output: (output[0], output[0].sigmoid().gather(1, output[2]), output[2])
-    )
-    with pytest.raises(ConfigError, match=r"MixtralForCausalLM.*not a softmax of their logits"):
+    mlp = forward.model.model.layers[1].mlp
+    mlp.gate = Sorting(mlp.gate)
+    with pytest.raises(ConfigError, match=r"MixtralForCausalLM: model.layers.1 has experts, and no choice .* is seen"):
         RoutingReplay(forward, torch.float32)
 
 
 def test_experts_that_do_not_heed_the_routers_output_are_refused():
     forward = forward_of("olmoe")
     for layer in forward.model.model.layers:
-        gate, mlp = layer.mlp.gate, layer.mlp
-        mlp.forward = lambda hidden, gate=gate, mlp=mlp: (
-            mlp.experts(hidden[0], *reversed(type(gate).forward(gate, hidden[0])[1:]))[None]
-            + 0 * gate(hidden[0])[1].sum()
+        mlp, own = layer.mlp, Sorting(layer.mlp.gate)
+        mlp.forward = lambda hidden, mlp=mlp, own=own: (
+            mlp.experts(hidden[0], *reversed(own(hidden[0])[1:]))[None] + 0 * mlp.gate(hidden[0])[1].sum()
         )
     with pytest.raises(ConfigError, match="its experts do not use what its routers return"):
         RoutingReplay(forward, torch.float32)

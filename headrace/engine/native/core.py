@@ -536,7 +536,7 @@ def _routing(model: ServableModel, config: EngineConfig, blocks: int) -> Recorde
     layers, k = model.runner.experts
     if not layers:
         raise ConfigError(
-            f"engine.routing = true, but {model.runner.path} has no experts whose choice it can report; set it to false"
+            f"engine.routing = true, but {model.runner.path} has no experts whose choice is seen; set it and rollout.keep_routing to false"
         )
     return RecordedRouting(blocks, layers, k)
 

@@ -60,6 +60,11 @@ class ForwardInput:
         segments = self.segments()
         return np.arange(len(self.tokens)) - self.starts[segments] + self.context[segments]
 
+    def places(self) -> np.ndarray:
+        """Returns [N, 2]: the block of each token, and its place in it."""
+        positions = self.positions()
+        return np.stack([self.tables[self.segments(), positions // BLOCK], positions % BLOCK], 1)
+
 
 Draw = Callable[[Settings, np.ndarray | None, DrawDetails], Drawn]
 """(settings, rows of the logits or None for all, what else is wanted) -> what was drawn, as `sampler.sample` draws it."""
@@ -75,7 +80,7 @@ class ForwardOutput:
     logits: torch.Tensor
     """[R, V] float32 or the serving dtype. Valid until the next pass, which may reuse the memory."""
     routing: np.ndarray | None = None
-    """[N, layers with experts, K] uint8 (uint16 above 256 experts): the experts chosen, best first. None unless asked for."""
+    """[N, layers with experts, K] uint8 (uint16 above 256 experts): the experts chosen, in the order of their layer. None unless asked for."""
     draw: Draw | None = None
     """Draws from these logits. Its log-probs are those that a trainer computes which shares the runner's arithmetic. None if the runner has
     no faster way than the sampler's."""
@@ -84,6 +89,9 @@ class ForwardOutput:
     again: np.ndarray | None = None
     """[S] int64: for a segment whose context is of the live weights now, whatever its entries said, the number of its tokens that were
     forwarded a second time because their state was lost; -1 for the others. None if there are no such segments."""
+    routed: np.ndarray | None = field(default=None, kw_only=True)
+    """[M, 2]: the block, and the place in it, of each token in `routing` [M, ...], where these are other tokens than the N of the pass: some
+    wait for a later one, and a later one has more. None: they are those of the pass."""
 
 
 @dataclass

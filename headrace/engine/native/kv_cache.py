@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.core.types import RoutingTrace
-from headrace.engine.native.forward_pass import BLOCK, ForwardInput
+from headrace.engine.native.forward_pass import BLOCK
 
 # --- The pool of KV blocks
 # Their holders, and the order in which unused ones are given away. No tensor is touched here.
@@ -320,12 +320,11 @@ class RecordedRouting:
         self._experts: np.ndarray | None = None
         """Made when the first pass shows how wide an expert's number is."""
 
-    def record(self, batch: ForwardInput, chosen: np.ndarray) -> None:
-        """`chosen` [N, layers, K]."""
+    def record(self, places: np.ndarray, chosen: np.ndarray) -> None:
+        """`places` [N, 2]: block and place in it of each token; `chosen` [N, layers, K]."""
         if self._experts is None:
             self._experts = np.zeros(self._shape, dtype=chosen.dtype)
-        positions = batch.positions()
-        self._experts[batch.tables[batch.segments(), positions // BLOCK], positions % BLOCK] = chosen
+        self._experts[places[:, 0], places[:, 1]] = chosen
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         if self._experts is not None:

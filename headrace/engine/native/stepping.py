@@ -142,7 +142,8 @@ class Stepper:
             return StepOutput(self._served.base, finished=lost)
         forward = self._runner.forward(plan.batch)
         if self._routing is not None and forward.routing is not None:
-            self._routing.record(plan.batch, forward.routing)
+            places = plan.batch.places() if forward.routed is None else forward.routed
+            self._routing.record(places, forward.routing)
         if may_fly(self._runner, self._schedule, plan):
             return self._land(take_off(self._schedule, plan.batch, forward, plan.rows, 0), lost)
         ends = Ends()

@@ -221,15 +221,15 @@ def own_hidden(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
-    output = _inner(model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
+    output = inner_of(model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
     return output.last_hidden_state[0]
 
 
 def _own_hidden(model: Any, tokens: Tensor) -> Tensor:
-    return _inner(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    return inner_of(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
 
 
-def _inner(model: Any) -> Any:
+def inner_of(model: Any) -> Any:
     """The model without its head, to be called within the root's call only."""
     inner = model.base_model
     if inner is model:  # it is not where the prefix of its checkpoints says, as in Llama 4

@@ -151,8 +151,8 @@ class TorchTrainer:
         if not is_outline(self._model):
             return lambda forward: RoutingReplay(forward, self._dtype)
         way = ForwardWay(self._forward.packed, self._forward.chunked_head)
-        normalised = self._tried(lambda model: RoutingReplay(forward_of(model, way), self._dtype).normalised)
-        return lambda forward: RoutingReplay(forward, self._dtype, normalised)
+        kinds = self._tried(lambda model: RoutingReplay(forward_of(model, way), self._dtype).kinds)
+        return lambda forward: RoutingReplay(forward, self._dtype, kinds)
 
     def _lowered_once(self) -> StepCopies:
         """The weights that are lowered once a step. Those that are gathered anew for every pass have no copy that could serve two, adapters are small, and

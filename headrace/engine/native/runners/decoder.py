@@ -99,8 +99,8 @@ class FusedRunner(PagedRunner):
         super().__init__(model.geometry, dtype, device, exact)
         self.spec = spec = read_spec(model)
         self.path = f"fused {spec.family}"
-        if spec.routing is not None:
-            self.experts = (sum(layer.experts for layer in spec.layers), spec.routing.chosen)
+        mixtures = sum(layer.experts for layer in spec.layers)
+        self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self._rotary = {kind: _rolled(*table) for kind, table in rotary_tables(model, context_length, device).items()}
         self._gate = silu if spec.activation == "silu" else _gelu_tanh
         self._pack = packs(dtype, device)

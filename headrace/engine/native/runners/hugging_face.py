@@ -7,6 +7,7 @@ into our cache. So it gets continuous batching, chunked prefill and shared promp
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner
-from headrace.engine.native.runners.skeleton import Skeleton, attention
+from headrace.engine.native.runners.recorded import TRIED, ExpertRecorder
+from headrace.engine.native.runners.skeleton import Skeleton, attention, dry_run
 
 
 class HuggingFaceRunner(ModuleRunner, PagedRunner):
@@ -44,6 +46,15 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
         PagedRunner.__init__(self, model.geometry, dtype, device, exact)
         self._layers = decoder_layers(model.model, model.geometry.layers)
 
+    @cached_property
+    def experts(self) -> tuple[int, int]:
+        """Found before the first weights. Raises ConfigError for a mixture whose choice cannot be recorded."""
+        return self._recorder.experts
+
+    @cached_property
+    def _recorder(self) -> ExpertRecorder:
+        return ExpertRecorder(self.path, self._model, lambda: dry_run(self._model, TRIED))
+
     def free(self) -> None:
         super().free()
         self._weights.clear()
@@ -55,7 +66,11 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
             self.passes.count("a model without a decoder of headrace's own")
         rows = self._tensor(batch.rows)
         wanted = pad(rows, (0, EXACT_ROWS - len(rows))) if self.exact else rows
-        return ForwardOutput(self._run(batch, wanted)[: len(rows)])
+        if not batch.routing:
+            return ForwardOutput(self._run(batch, wanted)[: len(rows)])
+        with self._recorder.watching() as chosen:
+            logits = self._run(batch, wanted)[: len(rows)]
+        return ForwardOutput(logits, chosen.array())
 
     @torch.inference_mode()
     def blame(self, batch: ForwardInput) -> np.ndarray:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from transformers.cache_utils import DynamicCache
 from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
-from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.engine.native.runners.recorded import TRIED, ExpertRecorder, PassRoutes, RoutedTokens
+from headrace.engine.native.runners.skeleton import Skeleton, without_values
 from headrace.engine.native.runners.states import MarkedBlocks, State, States, is_plain
 from headrace.native.uploads import uploaded
 
@@ -39,7 +41,6 @@ class OwnCacheRunner(ModuleRunner):
     arithmetic = ""
     exact, keeps = False, True
     feeds = False
-    experts = (0, 0)
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class OwnCacheRunner(ModuleRunner):
             model.model.set_attn_implementation("sdpa" if model.model._supports_sdpa else "eager")
         self.passes = PassCounts()
         self.device = device
-        self._call = ModelCall(model, device)
+        self._skeleton, self._call = model, ModelCall(model, device)
         self._layers = decoder_layers(model.model, getattr(model.config, "num_hidden_layers", 0))
         self.block_nbytes = _block_nbytes(model, context_length, dtype)
         if any(isinstance(value, torch.Tensor) for module in model.model.modules() for value in vars(module).values()):
@@ -70,6 +71,15 @@ class OwnCacheRunner(ModuleRunner):
         self._live = 0
         """The number of times that weights were put into service."""
         self._blocks, self._states = MarkedBlocks(0), States(0)
+
+    @cached_property
+    def experts(self) -> tuple[int, int]:
+        """Found before the first weights. Raises ConfigError for a mixture whose choice cannot be recorded."""
+        return self._recorder.experts
+
+    @cached_property
+    def _recorder(self) -> ExpertRecorder:
+        return ExpertRecorder(self.path, self._skeleton.model, lambda: _forwarded_nowhere(self._skeleton, TRIED))
 
     # -- memory -------------------------------------------------------------------------------------------------------------
 
@@ -106,16 +116,18 @@ class OwnCacheRunner(ModuleRunner):
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         assert self._weights.loaded, "forward before the first weights"
         logits: list[torch.Tensor] = []
+        routes = PassRoutes(self._recorder if batch.routing else None)
         again = np.full(len(batch.context), -1)
         for index, segment in enumerate(self._segments(batch)):
             waits = not len(segment.rows) and not self._call.extends
             self._blocks.write(segment.table, segment.context, segment.marks[segment.context :], owed=waits)
             if waits:
                 continue
-            parts, again[index] = self._advance(segment)
+            parts, again[index] = self._advance(segment, routes)
             logits += parts
         self._states.shrink(len(batch.context))
-        return ForwardOutput(torch.cat(logits) if logits else torch.zeros(0, 1), again=again)
+        routing, routed = routes.output()
+        return ForwardOutput(torch.cat(logits) if logits else torch.zeros(0, 1), routing, again=again, routed=routed)
 
     def _segments(self, batch: ForwardInput) -> Iterator[CachedSegment]:
         for index, context in enumerate(batch.context.tolist()):
@@ -125,9 +137,11 @@ class OwnCacheRunner(ModuleRunner):
             rows = batch.rows[(batch.rows >= start) & (batch.rows < stop)] - start + context
             yield CachedSegment(table, context, np.concatenate([self._blocks.read(table, context), fresh]), rows)
 
-    def _advance(self, segment: CachedSegment) -> tuple[list[torch.Tensor], int]:
+    def _advance(self, segment: CachedSegment, routes: PassRoutes) -> tuple[list[torch.Tensor], int]:
         """Forwards a segment. Returns the logits that are wanted, and what `ForwardOutput.again` says of it."""
-        state, live = self._begin(segment)
+        state, live = None, False
+        if not (routes.recorder and self._blocks.owes(segment.table, segment.context)):  # those have no record yet
+            state, live = self._begin(segment)
         again = 0 if live else -1
         if segment.context and state is None:
             again = self._blocks.forwarded(segment.table, segment.context)
@@ -142,7 +156,8 @@ class OwnCacheRunner(ModuleRunner):
             if len(calls) > 1 and stop == len(whole):  # siblings continue from here
                 self._states.keep(_key(segment.table, start), state.copied(start))
             rows = segment.rows[(segment.rows >= start) & (segment.rows < stop)] - start
-            logits.append(self._call(state, whole[:stop], rows))
+            with routes.recorded([RoutedTokens(segment.table, np.arange(len(state.marks), stop))]):
+                logits.append(self._call(state, whole[:stop], rows))
         if self._call.keeps and all(bool(part.isfinite().all()) for part in logits):
             self._states.keep(_key(segment.table, len(whole)), state)
         return logits, again
@@ -258,27 +273,21 @@ def _block_nbytes(model: Skeleton, context_length: int, dtype: torch.dtype) -> i
 def _measured(model: Skeleton) -> tuple[int, int] | None:
     """(bytes of a state whatever its length, bytes of each token): from two passes on the meta device. None for a model that reads numbers
     on its way, which are not there."""
-    places = [(module, name, buffer) for module in model.model.modules() for name, buffer in module._buffers.items()]
-    experts = model.model.get_experts_implementation() if model.model._can_set_experts_implementation() else None
-    call, sizes = ModelCall(model, torch.device("meta")), []
     try:
-        for module, name, buffer in places:
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
-        if experts is not None:
-            model.model.set_experts_implementation("batched_mm")
-        for tokens in (BLOCK, 2 * BLOCK):
-            state = State({}, np.zeros(0, dtype=np.int64))
-            call(state, np.zeros(tokens, dtype=np.int64), np.zeros(0, dtype=np.int64))
-            sizes.append(state.nbytes)
+        with without_values(model.model):
+            sizes = [_forwarded_nowhere(model, tokens).nbytes for tokens in (BLOCK, 2 * BLOCK)]
     except Exception:
         return None
-    finally:
-        for module, name, buffer in places:
-            module._buffers[name] = buffer
-        if experts is not None:
-            model.model.set_experts_implementation(experts)
     each = (sizes[1] - sizes[0]) // BLOCK
     return sizes[0] - BLOCK * each, each
+
+
+def _forwarded_nowhere(model: Skeleton, tokens: int) -> State:
+    """The state after a pass over so many tokens on the meta device."""
+    state = State({}, np.zeros(0, dtype=np.int64))
+    call = ModelCall(model, torch.device("meta"))
+    call(state, np.zeros(tokens, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    return state
 
 
 def _estimated(model: Skeleton, dtype: torch.dtype) -> tuple[int, int]:

@@ -105,7 +105,6 @@ class PagedRunner(ABC):
     """Half of a `Runner`; the other half is `_forward` and the weights."""
 
     arithmetic = ""
-    experts: tuple[int, int] = (0, 0)
 
     keeps = True
     feeds = False

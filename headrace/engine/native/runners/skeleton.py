@@ -134,7 +134,7 @@ def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention |
         model = _build(config, dtype, ATTENTION, what)
         # There is no padding in a flat batch: without this, some models search every batch for it and warn.
         model.config.pad_token_id = model.config.get_text_config(decoder=True).pad_token_id = None
-        notes = _dry_run(model)
+        notes = dry_run(model)
     except Exception as error:  # whatever it is, its own cache may serve it
         return None, None, str(error)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -229,8 +229,28 @@ class NotPaged(Exception):
     """A dry run failed, or gave no logits of chosen positions."""
 
 
-def _dry_run(model: Any) -> list[_Note]:
-    """Raises NotPaged."""
+@contextmanager
+def without_values(model: Any) -> Iterator[None]:
+    """A model whose parameters are on the meta device can be run there while it is open: its buffers are there too, and its experts multiplied in
+    the one way that reads no values."""
+    places = [(held, name, buffer) for held in (m._buffers for m in model.modules()) for name, buffer in held.items()]
+    experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
+    try:
+        for held, name, buffer in places:
+            held[name] = None if buffer is None else buffer.to("meta")
+        if experts is not None:
+            model.set_experts_implementation("batched_mm")
+        with torch.no_grad():
+            yield
+    finally:
+        for held, name, buffer in places:
+            held[name] = buffer
+        if experts is not None:
+            model.set_experts_implementation(experts)
+
+
+def dry_run(model: Any, count: int = 3) -> list[_Note]:
+    """One pass over `count` tokens of a model whose parameters are on the meta device. Raises NotPaged."""
     notes: list[_Note] = []
 
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> torch.Tensor:
@@ -241,22 +261,14 @@ def _dry_run(model: Any) -> list[_Note]:
         )
         return q.new_empty((*q.shape[:1], q.shape[2], q.shape[1], v.shape[3]))
 
-    tokens = torch.zeros(1, 3, dtype=torch.long, device="meta")
-    experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
+    tokens = torch.zeros(1, count, dtype=torch.long, device="meta")
     try:
-        if experts is not None:
-            model.set_experts_implementation(
-                "batched_mm"
-            )  # the others read values, which do not exist on the meta device
-        with attention(attend), torch.no_grad():
+        with without_values(model), attention(attend):
             logits = model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=tokens[0, :1]).logits
     except Exception as error:
         raise NotPaged(
             f"a dry run of its forward pass over our blocks failed with {type(error).__name__}: {error}"
         ) from error
-    finally:
-        if experts is not None:
-            model.set_experts_implementation(experts)
     if logits.shape[:2] != (1, 1):
         raise NotPaged("it does not return logits of chosen positions")
     return notes

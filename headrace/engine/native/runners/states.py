@@ -116,6 +116,10 @@ class MarkedBlocks:
         """[tokens]: the marks of a sequence's first tokens."""
         return self.marks[table[: -(-tokens // BLOCK)]].reshape(-1)[:tokens]
 
+    def owes(self, table: np.ndarray, tokens: int) -> bool:
+        """Whether one of a sequence's first tokens was not forwarded yet."""
+        return bool(self._owed[table[: -(-tokens // BLOCK)]].reshape(-1)[:tokens].any())
+
     def forwarded(self, table: np.ndarray, tokens: int) -> int:
         """Says that a sequence's first tokens were forwarded, all of them now. Returns the number of those that had been before."""
         blocks = table[: -(-tokens // BLOCK)]

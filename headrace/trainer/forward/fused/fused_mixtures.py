@@ -303,10 +303,24 @@ def same_experts(model: Any) -> Iterator[None]:
         yield
 
 
-def weights_of(module: Any, scores: Tensor, experts: Tensor) -> Tensor | None:
-    """The weights that a router gives these experts [N, K], as the engine computes them; None if it does not run through the kernels."""
-    if not isinstance(getattr(module, "fused", None), RouterSpec) or "forward" not in vars(module):
-        return None
+def is_fused_router(module: Any) -> bool:
+    """Whether it is a router that runs through the kernels."""
+    return isinstance(getattr(module, "fused", None), RouterSpec) and "forward" in vars(module)
+
+
+@contextmanager
+def unfused_routers(model: Any) -> Iterator[None]:
+    """Routers compute as their classes do while it is open."""
+    fused = [(module, vars(module).pop("forward")) for module in model.modules() if is_fused_router(module)]
+    try:
+        yield
+    finally:
+        for module, forward in fused:
+            module.forward = forward
+
+
+def weights_of(module: Any, scores: Tensor, experts: Tensor) -> Tensor:
+    """The weights that a router which runs through the kernels gives these experts [N, K], as the engine computes them."""
     return choice(scores, experts.shape[1], module.fused.normalised, experts)[0]
 
 
