@@ -13,13 +13,14 @@ from test_troubles import half_failed
 
 from headrace.commands.show.inspect import inspect
 from headrace.facts.facts import Fact, StepTrained, Warned
+from headrace.facts.health import health
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import summarise
 from headrace.facts.run_state import RunState
 from headrace.processes.health.live_status import LiveStatus, Status
 from headrace.views.screen.console import Console
 from headrace.views.screen.layout import distinct, flow, middle_out, without_marks
-from headrace.views.screen.live import Text, sample_panel
+from headrace.views.screen.live import Text, frame, sample_panel
 from headrace.views.screen.status_view import panel
 from headrace.views.screen.summary import summary
 from headrace.views.screen.terminal import LiveTerminal
@@ -76,7 +77,7 @@ def test_the_live_view_says_everything_whole_and_fills_its_height(state: RunStat
         "SmolLM2-135M-Instruct, chain_sum, grpo",
         f"step {state.step}/30",
         "measuring held-out reward (after)",
-        "held-out before 0.",
+        "Learning: held out 0.",
         f"clip {100 * report.clip_fraction:.0f} %",
         "running, 3 waiting, kv 41 %",
         f"of {state.started.slots} slots",  # type: ignore[union-attr]
@@ -220,3 +221,15 @@ def _talkative(fact: Fact) -> Fact:
             for turn in scored["episode"]["turns"]:
                 turn["completion"]["text"] = LONG
     return msgspec.convert(tree, StepTrained)
+
+
+def test_the_live_view_and_the_summary_begin_with_the_verdict(state: RunState) -> None:
+    said = health(state)
+    words = " ".join(said.sentence.split()[:6])
+    drawn = Console(file=io.StringIO(), width=120)
+    drawn.print(frame(state))
+    drawn.print(summary(state, None, None))
+    live, _, after = drawn.file.getvalue().partition("╭")  # type: ignore[attr-defined]
+    assert live.lstrip().startswith("verdict") and words in live and live.count("held out") == 1
+    assert words in after and after.index("Verdict") < after.index("Held-out reward")
+    assert said.remedy and f"→ {said.remedy}" in after

@@ -538,7 +538,7 @@ def test_live_terminal_moves_before_the_first_fact_and_shows_the_run() -> None:
         shown = text_of(terminal._view(), width=110)
     finally:
         terminal.close()
-    for word in ("step 6/6", "held-out before", "tok/s", "running", "generating", "identity 2 ok"):
+    for word in ("step 6/6", "verdict    ", "tok/s", "running", "generating", "identity 2 ok"):
         assert word in shown
 
 

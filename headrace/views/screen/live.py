@@ -12,6 +12,7 @@ from rich.panel import Panel
 
 from headrace.facts import run_state
 from headrace.facts.facts import MemberMoved, MemberSample
+from headrace.facts.health import health
 from headrace.facts.records import Sample
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import bar, clip, counted, number, percent, plural, reward_text, sparkline, with_error
@@ -101,6 +102,8 @@ def absences(moves: Sequence[MemberMoved]) -> str:
 
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
+TICKS = {"good": ("✓", GOOD), "warn": ("!", WARN), "bad": ("✗", BAD), "unknown": ("–", FAINT)}
+"""Mark and style of a judgement."""
 WIDTH = 120
 """Longest line of the view."""
 CURVE = 24
@@ -196,9 +199,12 @@ def _samples(state: RunState) -> tuple[Sample, ...]:
 
 
 def _lines(state: RunState) -> list[Line]:
+    verdict = _verdict(state)
+    told = any("held out" in part.plain for _, parts in verdict for part in parts)
     return [
+        *verdict,
         *_chosen(state),
-        ("reward", reward(state)),
+        ("reward", reward(state, measured=not told)),
         ("lag", _lag(state)),
         ("engine", engine(state)),
         *line_of(state),
@@ -211,6 +217,14 @@ def _lines(state: RunState) -> list[Line]:
     ]
 
 
+def _verdict(state: RunState) -> list[Line]:
+    """Returns whether it learns, in one sentence. What is to be done about it is an advice in the notes, or in `headrace status`."""
+    if not state.rows:
+        return []
+    found = health(state)
+    return [("verdict", [Text(found.sentence, TICKS[found.mark][1])])]
+
+
 def _chosen(state: RunState) -> list[Line]:
     """Returns the chosen settings until the first step, and the last change of the number of steps."""
     assert state.started is not None
@@ -220,14 +234,15 @@ def _chosen(state: RunState) -> list[Line]:
     return [(name.removesuffix(" chosen"), [Text(why)]) for name, why in state.started.chosen.items()]
 
 
-def reward(state: RunState) -> list[Text]:
+def reward(state: RunState, measured: bool = True) -> list[Text]:
+    """Returns the drawn reward, and with `measured` the held-out one, which a verdict may have said."""
     parts = [Text("no step yet", FAINT)]
     if state.rows:
         recent = run_state.recent_reward(state)
         assert recent is not None
         curve = sparkline([row.reward_drawn for row in state.spread], CURVE)
         parts = [Text(f"{reward_text(recent)} ", "bold").append(curve, "green")]
-    before, since = before_and_after(state)
+    before, since = before_and_after(state) if measured else (None, None)
     for name, evaluation in (("before", before), ("now", since)):
         if evaluation:
             part = Text(f"held-out {name} {with_error(evaluation.reward_mean, evaluation.reward_sem)}", "bold")

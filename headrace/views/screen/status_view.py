@@ -98,12 +98,9 @@ def lines_of(name: str, status: Status, state: RunState, columns: StepColumns | 
     return lines
 
 
-TICKS = {"good": ("✓", GOOD), "warn": ("!", WARN), "bad": ("✗", BAD), "unknown": ("–", FAINT)}
-
-
 def _health(found: Health) -> list[Line]:
     """Returns verdict and remedy, a prompt then and now, and the six rows."""
-    lines: list[Line] = [("verdict", [Text(found.sentence, TICKS[found.mark][1])])]
+    lines: list[Line] = [("verdict", [Text(found.sentence, live.TICKS[found.mark][1])])]
     if found.remedy:
         lines.append(("do", [Text(found.remedy, "bold")]))
     if (seen := found.prompt) and seen.now:
@@ -129,7 +126,7 @@ def hits(rewards: Sequence[float]) -> str:
 
 def _row(row: HealthRow, said: str) -> list[Text]:
     """Returns the mark and the numbers of a row, and its remedy if it is not that of the verdict. `said`: the latter."""
-    mark, style = TICKS[row.mark]
+    mark, style = live.TICKS[row.mark]
     parts, shown = [Text(mark, style)], [figure for figure in row.figures if _tells(figure)]
     for figure, following in itertools.zip_longest(shown, shown[1:]):
         parts.append(_figure(figure, "" if following and following.window == figure.window else figure.window))

@@ -12,6 +12,7 @@ from rich.table import Table
 from headrace.facts import run_state
 from headrace.facts.costs import dollars
 from headrace.facts.group_numbers import DISCARDED
+from headrace.facts.health import health
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import (
     bar,
@@ -44,7 +45,7 @@ from headrace.facts.verdicts import (
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.layout import FAINT, LABEL, distinct, without_marks
-from headrace.views.screen.live import BAD, GOOD, WARN, absences
+from headrace.views.screen.live import BAD, GOOD, TICKS, WARN, absences
 
 WIDTH = 100
 """Columns at most."""
@@ -59,6 +60,7 @@ def summary(state: RunState, run_dir: Path | None = None, report: Path | None = 
     table.add_column(width=1)
     table.add_column(style=LABEL, min_width=15, no_wrap=True)
     table.add_column(overflow="fold")
+    _judged(table, state)
     _learned(table, state)
     _planned(table, state)
     _stale(table, state)
@@ -104,6 +106,17 @@ def _row(table: Table, verdict: Verdict, label: str = "") -> None:
 
 def _more(table: Table, label: str, text: str | Text) -> None:
     table.add_row("", label, text)
+
+
+def _judged(table: Table, state: RunState) -> None:
+    """Adds the verdict, and the one thing to do."""
+    if not state.rows:
+        return
+    found = health(state)
+    mark, style = TICKS[found.mark]
+    table.add_row(Text(mark, style), "Verdict", Text(found.sentence, style))
+    if found.remedy:
+        _more(table, "", Text(f"→ {found.remedy}", "bold"))
 
 
 def _learned(table: Table, state: RunState) -> None:
