@@ -61,6 +61,8 @@ def _special(recipe: Recipe) -> str:
             said.append(f"selection second_moment, tau {recipe.select.tau:g}")
         case "clip_cov" | "kl_cov":
             said.append(f"selection {recipe.select.kind}, {recipe.select.share:g} of the tokens")
+    if recipe.subset.kind != "none":
+        said.append(f"trains half of a group: subset {recipe.subset.kind}")
     if recipe.distill.kind != "none":
         said.append(f"distill {recipe.distill.kind}")
     return "; ".join(said)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, pvariance
 from typing import NamedTuple
 
 from headrace.algo.policy.tokens import MAX_LOG_RATIO
@@ -35,6 +35,42 @@ class GroupRewards(NamedTuple):
     """Each reward by the name of its function, [G], unweighted. NaN where the function does not apply."""
     weights: Mapping[str, float] = {}
     """Weights of the named rewards; 1 if missing."""
+
+    def chosen(self, kind: str, keep: int) -> list[int]:
+        """Returns the places of the rollouts that are trained, in their order; of equals the first ones.
+
+        max_variance (PODS, arXiv 2504.13818): the `keep` rollouts whose rewards have the largest variance. They are some of the lowest and some of
+        the highest, so that `keep` + 1 sets are compared; of equal ones that with the most of the highest. shortest, efficient (GFPO, arXiv
+        2508.09726): those with the fewest sampled tokens, or with the most reward for a token.
+        """
+        places = range(len(self.rewards))
+        if keep >= len(places):
+            return list(places)
+        rewards, lengths = self.rewards, self.lengths
+        if kind == "max_variance":
+            highest = sorted(places, key=lambda place: (-rewards[place], place))
+            lowest = sorted(places, key=lambda place: (rewards[place], place))
+            sets = [
+                [*highest[:high], *[place for place in lowest if place not in highest[:high]][: keep - high]]
+                for high in range(keep, -1, -1)
+            ]
+            spreads = [pvariance([rewards[place] for place in one]) for one in sets]
+            most = max(spreads)
+            return sorted(
+                next(one for one, spread in zip(sets, spreads, strict=True) if spread >= most * (1 - ROUNDING))
+            )
+        if kind == "shortest":
+            return sorted(sorted(places, key=lambda place: (lengths[place], place))[:keep])
+        return sorted(sorted(places, key=lambda place: (-rewards[place] / max(1, lengths[place]), place))[:keep])
+
+    def of(self, places: Sequence[int]) -> GroupRewards:
+        """Returns the input for these rollouts alone."""
+        return GroupRewards(
+            tuple(self.rewards[place] for place in places),
+            tuple(self.lengths[place] for place in places) if self.lengths else (),
+            {name: tuple(values[place] for place in places) for name, values in self.named.items()},
+            self.weights,
+        )
 
 
 Pair = tuple[int, int]

@@ -27,6 +27,7 @@ from headrace.algo.recipes import (
     Old,
     Recipe,
     SelectConfig,
+    SubsetConfig,
 )
 from headrace.algo.rules import RULES
 from headrace.settings.strict import STRICT
@@ -64,6 +65,7 @@ class AlgoConfig:
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
     select: SelectConfig = Field(default_factory=SelectConfig)
+    subset: SubsetConfig = Field(default_factory=SubsetConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     entropy: EntropyConfig = Field(default_factory=EntropyConfig)
@@ -163,7 +165,7 @@ class AlgoConfig:
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-_NESTED = ("lag", "select", "kl", "distill", "entropy")
+_NESTED = ("lag", "select", "subset", "kl", "distill", "entropy")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
 """Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
@@ -207,6 +209,7 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _lengths(config, recipe)
     yield from _corrections(config, recipe)
     yield from _selections(config, recipe)
+    yield from _subsets(config, recipe)
     yield from _divergences(config, recipe)
     yield from _credits(config, recipe)
     yield from _preferences(config, recipe)
@@ -322,6 +325,45 @@ def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
             yield f"algo.lag.{name} needs algo.lag.kind = {kind}; set it, or remove algo.lag.{name}"
     if lag.kind == "trim" and "maximum" not in _given(config.lag):
         yield "algo.lag.kind = trim needs algo.lag.maximum, in optimizer steps below staleness.max_lag; set it"
+
+
+def _subsets(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    subset = recipe.subset
+    if subset.kind == "none":
+        if subset.keep:
+            yield "algo.subset.keep needs algo.subset.kind = max_variance, shortest or efficient; set it, or remove algo.subset.keep"
+        return
+    if config.credit != "rollout":
+        yield f'algo.subset.kind = {subset.kind} chooses whole rollouts; set algo.credit = "rollout", or algo.subset.kind = "none"'
+    if recipe.loss.pairs:
+        yield f'algo.loss = {recipe.loss} chooses its own pairs of rollouts; set algo.subset.kind = "none", or another loss'
+    if 0 < subset.keep < config.min_rollouts:
+        yield (
+            f"algo.subset.keep = {subset.keep} leaves algo.advantage = {recipe.advantage} nothing to compare a rollout with; "
+            f"raise it to {config.min_rollouts} or more"
+        )
+
+
+def group_problems(config: AlgoConfig, group_size: int, forks: bool) -> Iterator[str]:
+    """Yields a sentence for each reason why groups of so many rollouts cannot be compared. `forks`: whether rollouts branch."""
+    if group_size < config.min_rollouts:
+        yield (
+            f"rollout.group_size = {group_size} gives {config.name} nothing to compare a rollout with, "
+            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
+        )
+    subset = config.recipe.subset
+    if subset.kind == "none":
+        return
+    if subset.size(group_size) < config.min_rollouts or subset.keep >= group_size:
+        yield (
+            f"algo.subset trains {subset.keep or 'half'} of the {group_size} rollouts of a group (rollout.group_size): with "
+            f"{config.min_rollouts} to {group_size - 1} it means something. Set algo.subset.keep, or raise rollout.group_size"
+        )
+    if forks:
+        yield (
+            f"algo.subset.kind = {subset.kind} chooses whole rollouts, and rollout.forks compares their branches; "
+            'set rollout.forks.alternatives = 0, or algo.subset.kind = "none"'
+        )
 
 
 def _selections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:

@@ -32,6 +32,7 @@ Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
 SelectKind = Literal["none", "second_moment", "clip_cov", "kl_cov", "entropy"]
+SubsetKind = Literal["none", "max_variance", "shortest", "efficient"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,29 @@ class SelectConfig:
     """second_moment: the mean squared log ratio of the tokens that stay is below this."""
     fraction: float | None = Field(default=None, gt=0, lt=1)
     """clip_cov, kl_cov: the share of tokens that are selected; 2e-4 if not given. entropy: the share that is kept; 0.2 if not given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subset:
+    """The rollouts of a group that are trained (`GroupRewards.chosen`)."""
+
+    kind: SubsetKind = "none"
+    keep: int = 0
+
+    def size(self, rollouts: int) -> int:
+        """The number of rollouts that are trained of a group of so many."""
+        return rollouts if self.kind == "none" else min(rollouts, self.keep or max(1, rollouts // 2))
+
+
+@settings_dataclass(frozen=True, config=STRICT)
+class SubsetConfig:
+    """The rollouts of each group that are compared and trained. The others are in no loss and in no denominator, and are not forwarded."""
+
+    kind: SubsetKind | None = None
+    """none: all. max_variance: those whose rewards differ most (PODS, arXiv 2504.13818). shortest: those with the fewest sampled tokens;
+    efficient: those with the most reward for a token (GFPO, arXiv 2508.09726)."""
+    keep: int | None = Field(default=None, ge=1)
+    """Number of rollouts of a group that are trained; half of them if not given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +231,7 @@ class Recipe:
     correction: Correction = Correction()
     lag: LagWeight = LagWeight()
     select: Select = Select()
+    subset: Subset = Subset()
     kl: KL = KL()
     distill: Distill = Distill()
     entropy: Entropy = Entropy()
@@ -265,6 +290,8 @@ RECIPES: dict[str, Recipe] = {
     "pass@k": Recipe(
         "pass@k", PPOClip(), "token_mean", about="only the best rollout is pushed", papers=("2503.19595",)
     ),
+    "pods": Recipe("group_norm", PPOClip(), "token_mean", subset=Subset("max_variance"), papers=("2504.13818",)),
+    "gfpo": Recipe("group_norm", PPOClip(), "token_mean", subset=Subset("shortest"), papers=("2508.09726",)),
     "gspo": Recipe("group_norm", GSPO(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)),
     "gspo_token": Recipe(
         "group_norm", GSPOToken(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)
@@ -418,6 +445,8 @@ REFERENCES: dict[str, str] = {
     "opo": f"paper; {_VERL}opo_outcome_advantage`",
     "gdpo": "paper",
     "pass@k": f"paper; {_VERL}grpo_passk_outcome_advantage` with `norm_adv_by_std_in_grpo` off",
+    "pods": "paper, by trying every subset",
+    "gfpo": "paper",
     "gspo": "paper, eq. 5",
     "gspo_token": f"paper, eq. 13; {_VERL}policy_loss_gspo`",
     "cispo": f"paper; {_VERL}policy_loss_cispo`",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -308,18 +308,31 @@ class Algorithm:
             return self._rows_of_turns(prompt, scored)
         if self._advantage.pairs:
             return tuple(self._rows_of_pairs(prompt, scored))
-        advantages = self._advantage.function(self._group(scored))
+        advantages, trained = self._compared(self._group(scored))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
-        for rollout, advantage in zip(scored, advantages, strict=True):
+        for place, (rollout, advantage) in enumerate(zip(scored, advantages, strict=True)):
             own = list(rows_of(prompt, rollout, advantage, self._algo.overlong))
-            if self._spreads:
+            if place not in trained:
+                rows += [replace(row, mask=(False,) * len(row.mask)) for _, row in own]
+            elif self._spreads:
                 rows += self._spread(own, rollout, advantage)
             elif idle and not advantage:  # cross-entropy: its own denominator
                 rows += [replace(row, mask=(False,) * len(row.mask)) for _, row in own]
             else:
                 rows += [row for _, row in own]
         return tuple(rows)
+
+    def _compared(self, group: GroupRewards) -> tuple[list[float], Collection[int]]:
+        """Returns the advantages of a group, 0 for rollouts that are not trained, and the places of those that are."""
+        subset, count = self._recipe.subset, len(group.rewards)
+        if subset.size(count) == count:
+            return self._advantage.function(group), range(count)
+        places = group.chosen(subset.kind, subset.size(count))
+        advantages = [0.0] * count
+        for place, advantage in zip(places, self._advantage.function(group.of(places)), strict=True):
+            advantages[place] = advantage
+        return advantages, places
 
     def pairs(self, scored: Sequence[Scored]) -> tuple[Pair, ...]:
         """The pairs of rollouts, chosen and rejected, as places in `scored`; none unless the loss compares pairs. A rollout that was cut off

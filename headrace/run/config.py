@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.config import AlgoConfig, as_it_was
+from headrace.algo.config import AlgoConfig, as_it_was, group_problems
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
@@ -405,11 +405,7 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
             'or "drop"'
         )
-    if config.rollout.group_size < config.algo.min_rollouts:
-        yield (
-            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
-            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
-        )
+    yield from group_problems(config.algo, config.rollout.group_size, config.rollout.forks.alternatives > 0)
     if config.train.minutes and config.staleness.window > 1:
         yield (
             f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "

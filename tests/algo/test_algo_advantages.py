@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
@@ -520,3 +521,51 @@ def test_what_cannot_be_loaded_is_refused_at_start(tmp_path, body, words):
 def test_a_missing_file_is_refused():
     with pytest.raises(ConfigError, match="there is no file"):
         algorithm_of(AlgoConfig(advantage="gone.py:advantage"), 10)
+
+
+# -- the rollouts of a group that are trained ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([0.0, 0.3, 0.5, 1.0, -2.0]), min_size=3, max_size=8), st.data())
+def test_no_subset_has_a_larger_variance_than_the_chosen_one(rewards, data):
+    keep = data.draw(st.integers(2, len(rewards) - 1))
+    places = GroupRewards(tuple(rewards)).chosen("max_variance", keep)
+    assert len(places) == keep == len(set(places)) and places == sorted(places)
+    every = itertools.combinations(rewards, keep)
+    assert np.var([rewards[place] for place in places]) == pytest.approx(max(map(np.var, every)), abs=1e-12)
+
+
+def test_the_shortest_and_the_most_efficient_are_chosen_the_first_of_equals():
+    of_four = GroupRewards((1.0, 1.0, 0.0, 0.5), (10, 4, 4, 2))
+    assert of_four.chosen("shortest", 2) == [1, 3] and of_four.chosen("shortest", 3) == [1, 2, 3]
+    assert of_four.chosen("efficient", 2) == [1, 3], "0.1, 0.25, 0 and 0.25 for a token"
+    assert of_four.chosen("efficient", 4) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["gfpo", "pods"])
+def test_chosen_rollouts_are_compared_among_themselves_and_the_others_are_in_no_loss(name):
+    four = [scored(1.0, 9), scored(1.0, 2), scored(0.0, 3), scored(0.0, 8)]
+    rows = rows_by(AlgoConfig(name), *four)
+    trained = {"gfpo": [1, 2], "pods": [0, 2]}[name]
+    assert [place for place, row in enumerate(rows) if any(row.mask)] == trained
+    alone = rows_by(AlgoConfig("grpo"), *(four[place] for place in trained))
+    assert [rows[place].advantages for place in trained] == [row.advantages for row in alone]
+    assert all(not any(row.advantages) for place, row in enumerate(rows) if place not in trained)
+
+
+def test_a_subset_without_contrast_is_barren_though_the_group_has_some():
+    algorithm = algorithm_of(AlgoConfig("gfpo"), 10)
+    group = [scored(1.0, 9), scored(0.0, 2), scored(0.0, 3), scored(1.0, 8)]
+    assert algorithm.barren(algorithm.rows(PROMPT, group)) == "no_contrast"
+    assert not algorithm_of(AlgoConfig("grpo"), 10).barren(algorithm_of(AlgoConfig("grpo"), 10).rows(PROMPT, group))
+
+
+def test_named_rewards_are_those_of_the_chosen_rollouts():
+    rows = rows_by(
+        AlgoConfig("gdpo", subset={"kind": "shortest", "keep": 2}),
+        scored(3.0, 9, a=3.0),
+        scored(1.0, 2, a=1.0),
+        scored(0.0, 3, a=0.0),
+    )
+    alone = rows_by(AlgoConfig("gdpo"), scored(1.0, 2, a=1.0), scored(0.0, 3, a=0.0))
+    assert [row.advantages for row in rows[1:]] == [row.advantages for row in alone]

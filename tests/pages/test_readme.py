@@ -24,6 +24,7 @@ MADE = ("messages.md", "commands.md", "recipes.md", "index.md", "api")
 def test_the_number_of_recipes_is_told_as_it_is() -> None:
     status, picture = (ROOT / "docs" / name for name in ("status.md", "architecture.svg"))
     assert f"GRPO and {len(RECIPES) - 1} other recipes" in README
+    assert f"There are {len(RECIPES)} in" in (ROOT / "docs" / "choosing.md").read_text()
     assert (
         f"[{len(RECIPES)} recipes of one table]" in status.read_text()
         and f"{len(RECIPES)} recipes" in picture.read_text()

@@ -26,6 +26,7 @@ def algorithm(algo: AlgoConfig) -> Lines:
         ("loss", _loss(recipe)),
         ("anchor", _ANCHORS[recipe.old]),
         ("advantage", recipe.advantage + _penalties(algo)),
+        ("trained", _SUBSETS[recipe.subset.kind].format(keep=recipe.subset.keep or "half")),
         ("credit", f"every {algo.credit} of a group has its own advantage"),
         ("correction", _correction(recipe)),
         ("lag weight", _tuple(recipe.lag, {"constant": "none", "exponential": "decay", "trim": "maximum"})),
@@ -55,6 +56,12 @@ def _entropy(recipe: Recipe) -> str:
     return f"a bonus of {rule.coef:g} times the entropy of every token{aimed}"
 
 
+_SUBSETS = {
+    "none": "all rollouts of a group",
+    "max_variance": "{keep} of a group's rollouts: those whose rewards differ most (algo.subset)",
+    "shortest": "{keep} of a group's rollouts: those with the fewest tokens (algo.subset)",
+    "efficient": "{keep} of a group's rollouts: those with the most reward for a token (algo.subset)",
+}
 _ANCHORS = {
     "sampler": "ratios to the sampler's log-probs (algo.old = sampler)",
     "trainer": "ratios to the trainer's own log-probs before the update: they are 1 (algo.old = trainer)",
