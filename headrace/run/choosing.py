@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.core.errors import ConfigError
+from headrace.engine.kinds import OTHERS_PATHS, OWN_FAMILIES
 from headrace.facts.texts import duration, plural
 from headrace.loop.run_limits import Allowance
 from headrace.native.arithmetic import TIERS
@@ -21,7 +23,7 @@ from headrace.run.auto.candidates import Figures, PartChoice, candidates, choose
 from headrace.run.auto.fit import SPARE, Fitted, Speeds, Wish, fit
 from headrace.run.auto.gpu_sizes import SIZES, with_gpu_sizes
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, Share, thread_counts
-from headrace.run.config import RunConfig, config_of_run, read_config, read_tree
+from headrace.run.config import RunConfig, check, config_of_run, read_config, read_tree
 from headrace.run.rehearsal.machine import Machine, ask_torch, inspect_machine, may_have_gpu
 from headrace.run.rehearsal.memory_needs import ModelShape, read_shape
 from headrace.settings.other_names import meaning
@@ -73,6 +75,7 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
 def settle_here(config: RunConfig, model_dir: Path, measurer: Measurer | None = None) -> RunConfig:
     """Chooses the settings that are left open, for a command that does not start a run: an evaluation, a calibration. `train.minutes`
     has no meaning there. `measurer`: measures this machine; by default with a short probe."""
+    config = settle_adapter(config, model_dir)
     machine, shape = inspect_machine(ask_torch() if may_have_gpu() else None), read_shape(model_dir)
     config = settle(config, model_dir, machine, shape.parameters, measurer or ProbeMeasurer()).config
     return settle_sizes(config, shape, machine)
@@ -85,6 +88,23 @@ def settle_sizes(
     GPU of each engine beside the run's. Raises ConfigError if there is no room for one sequence."""
     values, why = with_gpu_sizes(config, shape, machine, prompt_tokens, others)
     return with_chosen(config, values, {"sizes": why}) if values else config
+
+
+def settle_adapter(config: RunConfig, model_dir: Path) -> RunConfig:
+    """Publishes an adapter merged where the engine serves none beside this model, if `lora.publish` leaves that open. Raises ConfigError if other
+    settings need it beside the model."""
+    lora, engine = config.lora, config.engine
+    if config.adapters or not lora.rank or lora.publish != "auto" or lora.merged or engine.is_server:
+        return config
+    kind = json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if kind in OWN_FAMILIES and engine.path not in OTHERS_PATHS:
+        return config
+    through = f"{kind} through engine.path = {engine.path}" if kind in OWN_FAMILIES else str(kind)
+    why = f'lora.publish = "merged", because the native engine serves no adapters beside {through}'
+    settled = with_chosen(config, {"lora.publish": "merged"}, {"adapter": why})
+    if problems := check(settled):
+        raise ConfigError("\n".join(f"{why}, and {problem}" for problem in problems))
+    return settled
 
 
 def _one_arithmetic(config: RunConfig) -> RunConfig:

@@ -43,7 +43,7 @@ from headrace.processes.frames import LONGEST
 from headrace.run.auto.gpu_sizes import gpu_notes
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, measure_share
 from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task
-from headrace.run.choosing import fit_minutes, settle, settle_sizes
+from headrace.run.choosing import fit_minutes, settle, settle_adapter, settle_sizes
 from headrace.run.config import RunConfig, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
@@ -193,6 +193,8 @@ async def _rehearse(
     try:
         with found.part(), found.steps.doing(f"finding the model {config.model.path}"):
             model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+            if not resume:
+                config = found.config = settle_adapter(config, model_dir)
         for run in config.runs:
             await _task_and_reward(found, run, model_dir, inputs)
         with found.part():
@@ -213,6 +215,7 @@ async def try_files(config: RunConfig, inputs: PythonInputs = NO_INPUTS) -> Rehe
     found = Rehearsal(config=config)
     with found.part():
         model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+        config = found.config = settle_adapter(config, model_dir)
         await _task_and_reward(found, config, model_dir, inputs, needs_reward=False)
     return found
 
@@ -309,6 +312,7 @@ async def _tried(
                 turns=config.environment.in_processes,
                 lora=config.lora,
                 engine=config.engine.kind,
+                several=bool(found.config.adapters),
             ),
             model_dir,
         )

@@ -123,10 +123,12 @@ def test_a_contradiction_is_refused_and_its_remedy_helps(
 @pytest.mark.slow
 def test_adapters_that_the_engine_cannot_serve_are_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
     model = sound(tmp_path / "model", family="gpt_neox")
-    lora = {"rank": 2}
+    lora, adapters = {"rank": 2}, [{"name": "a"}, {"name": "b", "lora": {"rank": 4}}]
     with pytest.raises(ConfigError, match=r'serves no adapters beside gpt_neox.*set lora.publish = "merged"'):
-        trains(tmp_path, model, lora=lora)
-    trains(tmp_path, model, lora=lora | {"publish": "merged"})
+        trains(tmp_path, model, lora=lora | {"publish": "adapter"})
+    with pytest.raises(ConfigError, match="serves no adapters beside gpt_neox.*train one at a time.*published merged"):
+        trains(tmp_path, model, lora=lora, adapters=adapters)
+    trains(tmp_path, model, lora=lora)
 
 
 def test_targets_that_reach_nothing_are_named_before_a_model_is_loaded(tmp_path: Path) -> None:

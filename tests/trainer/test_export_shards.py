@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
 from headrace.core.errors import CheckpointError
+from headrace.testing.small_models import small_model
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import export_model, load_model
 from headrace.trainer.step.learner import Assignment
@@ -50,6 +51,23 @@ def test_weights_beyond_a_file_are_listed_and_loaded(tmp_path: Path) -> None:
         assert torch.equal(again.get_parameter(key), parameter.bfloat16().float()), key
     export_model(model, directory, tmp_path / "out", dtype="float32", whole=whole)
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("model_type", "head"), [("deepseek_v3", "model.layers.4."), ("qwen3_next", "mtp.")])
+def test_heads_that_predict_further_tokens_are_exported_as_they_were(
+    model_type: str, head: str, tmp_path: Path
+) -> None:
+    model = small_model(model_type)
+    model.config.num_nextn_predict_layers = 1
+    model.save_pretrained(tmp_path / "from")
+    whole, more = tensors(tmp_path / "from"), {f"{head}{name}": torch.rand(3, 2) for name in ("eh_proj.weight", "norm")}
+    save_file({**whole, **more, "model.layers.9.norm": torch.rand(2)}, tmp_path / "from" / "model.safetensors")
+    loaded = load_model(tmp_path / "from", CPU)
+    export_model(loaded, tmp_path / "from", tmp_path / "to", dtype="bfloat16", whole=loaded.state_dict().__getitem__)
+    found = tensors(tmp_path / "to")
+    assert found.keys() == whole.keys() | more.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in more.items())
+    load_model(tmp_path / "to", CPU)
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])

@@ -80,16 +80,17 @@ def preflight(
     turns: bool = False,
     lora: LoraConfig | None = None,
     engine: str = "native",
+    several: bool = False,
 ) -> list[Finding]:
     """Returns what agrees and what does not. `chat`: whether prompts go through the chat template; `turns`: whether rollouts have several
-    turns; `engine`: engine.kind."""
+    turns; `engine`: engine.kind; `several`: whether several adapters are trained at once."""
     files = ModelFiles(encoder)
     found = [_ends(files), _begin(files, chat), _vocabulary(files), _head(files)]
     if chat and encoder.has_template:
         found += _template(files, turns)
     found.append(_special(files))
     if lora and lora.rank:
-        found += _adapter(files, lora, engine)
+        found += _adapter(files, lora, engine, several)
     return [finding for finding in found if finding]
 
 
@@ -300,7 +301,7 @@ def _some(names: Sequence[str], most: int = 6) -> str:
 # --- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def _adapter(files: ModelFiles, lora: LoraConfig, engine: str) -> Iterator[Finding]:
+def _adapter(files: ModelFiles, lora: LoraConfig, engine: str, several: bool) -> Iterator[Finding]:
     names = [
         name.removesuffix(".weight")
         for name, (_, tensor) in files.tensors.items()
@@ -325,11 +326,14 @@ def _adapter(files: ModelFiles, lora: LoraConfig, engine: str) -> Iterator[Findi
     count = sum(name.rpartition(".")[2] in {module.rpartition(".")[2] for module in reached} for name in names)
     kind = str(files.config.get("model_type"))
     if engine == "native" and not lora.merged and kind not in OWN_FAMILIES:
+        remedy = 'set lora.publish = "merged": the adapter is trained as it is, and the engine is sent whole weights'
+        if several:
+            remedy = "train one at a time ([lora] instead of [[adapters]]), which is published merged, or choose one of these"
+        families = ", ".join(OWN_FAMILIES)
         yield Finding(
             "adapter",
             "refused",
-            f'the native engine serves no adapters beside {kind}, only beside {", ".join(OWN_FAMILIES)}; set lora.publish = "merged": the '
-            "adapter is trained as it is, and the engine is sent whole weights",
+            f"the native engine serves no adapters beside {kind}, only beside {families}; {remedy}",
         )
         return
     yield Finding("adapter", "agrees", f"reaches {count} layers: {', '.join(sorted(reached))}")

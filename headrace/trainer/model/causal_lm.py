@@ -6,13 +6,13 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from headrace.core.errors import ConfigError
@@ -151,6 +151,7 @@ def export_model(
             shards.add(given)
     if not leads:
         return
+    shards.keep(prediction_heads(source))
     shards.finish()
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 gives a model a class of its own
     model.config.save_pretrained(directory)
@@ -163,6 +164,21 @@ def export_model(
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
     name_all(directory)
+
+
+def prediction_heads(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of heads that predict further tokens (multi-token prediction), as a model's files have them. transformers leaves them out: they are
+    not trained, and exported as they were, for engines that draft with them."""
+    config = json.loads((source / "config.json").read_text())
+    text = config.get("text_config", config)
+    first = text.get("num_hidden_layers", 0)
+    further = range(first, first + (text.get("num_nextn_predict_layers") or 0))  # as DeepSeek and GLM count them
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+                layer = re.match(r"model\.layers\.(\d+)\.", name)
+                if re.match(r"(model\.)?mtp[._]", name) or (layer and int(layer[1]) in further):
+                    yield name, file.get_tensor(name)
 
 
 def _by_layer(names: Sequence[str]) -> Iterator[list[str]]:
@@ -186,7 +202,15 @@ class _Shards:
         """Takes all tensors of a layer, in the host's memory. Raises OSError where a file cannot be written."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        for name, tensor in revert_weight_conversion(self._model, tensors).items():
+        self._take(revert_weight_conversion(self._model, tensors).items())
+
+    def keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes tensors that the model does not have, by the names of the family's files. Those that it has been given under these names stay."""
+        written = {name for names in (*self._written, list(self._waiting)) for name in names}
+        self._take((name, tensor) for name, tensor in tensors if name not in written)
+
+    def _take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
             if self._waiting and sum(t.nbytes for t in self._waiting.values()) + tensor.nbytes > self._most:
                 self._write()
             self._waiting[name] = tensor.contiguous().clone()  # parts of a tensor that was cut share its memory

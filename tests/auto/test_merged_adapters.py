@@ -1,0 +1,55 @@
+"""`lora.publish = "auto"` publishes whole weights where the native engine serves no adapters, and says so; what was asked for stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.run.choosing import resumed_settings, settle_adapter
+from headrace.run.config import RunConfig, dump_config, load_config
+
+TASK = {"task": {"kind": "jsonl", "path": "rows.jsonl"}, "reward": {"function": "reward.py:reward"}}
+
+
+def settled(directory: Path, family: str, **tables: Any) -> RunConfig:
+    (directory / "config.json").write_text(json.dumps({"model_type": family}))
+    return settle_adapter(load_config({**TASK, "model": {"path": str(directory)}, **tables}), directory)
+
+
+@pytest.mark.parametrize(("family", "path"), [("gpt_oss", "auto"), ("qwen3_next", "cache"), ("llama", "hf")])
+def test_it_is_published_merged_where_the_engine_serves_none(tmp_path: Path, family: str, path: str) -> None:
+    found = settled(tmp_path, family, lora={"rank": 8}, engine={"path": path})
+    assert found.lora.publish == "merged" and found.adapters_served == 0
+    assert family in found.chosen.why["adapter"] and "serves no adapters beside" in found.chosen.why["adapter"]
+    (tmp_path / "config.toml").write_text(dump_config(found))
+    asked = {**TASK, "model": {"path": str(tmp_path)}, "lora": {"rank": 8}, "engine": {"path": path}}
+    assert load_config(resumed_settings(asked, tmp_path)).lora.publish == "merged", "a resume chooses nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "tables", "publish"),
+    [
+        ("llama", {"lora": {"rank": 8}}, "auto"),
+        ("gpt_oss", {"lora": {"rank": 8, "publish": "adapter"}}, "adapter"),
+        ("gpt_oss", {"lora": {"rank": 8}, "engine": {"urls": ["http://127.0.0.1:1"], "kind": "vllm"}}, "auto"),
+        ("gpt_oss", {"lora": {"rank": 8}, "adapters": [{"name": "a"}, {"name": "b"}]}, "auto"),
+        ("gpt_oss", {}, "auto"),
+    ],
+)
+def test_what_was_asked_for_stays_and_so_does_what_works(
+    tmp_path: Path, family: str, tables: dict[str, Any], publish: str
+) -> None:
+    found = settled(tmp_path, family, **tables)
+    assert found.lora.publish == publish and "adapter" not in found.chosen.why
+
+
+def test_settings_that_need_the_adapter_beside_the_model_are_refused(tmp_path: Path) -> None:
+    tables = {"lora": {"rank": 8, "quantise": "int8"}, "algo": {"kl": {"coef": 0.1, "place": "reward"}}}
+    with pytest.raises(ConfigError, match=r"serves no adapters beside gpt_oss, and algo.kl.place = reward .* use algo"):
+        settled(tmp_path, "gpt_oss", **tables)
+    tables["algo"]["kl"]["place"] = "loss"
+    assert settled(tmp_path, "gpt_oss", **tables).lora.merged
