@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.attention import Geometry
+from headrace.models.image_rows import show_images
 from headrace.models.saved_buffers import saved_buffers
 
 ATTENTION = "headrace"
@@ -74,6 +75,8 @@ class Skeleton:
     vocabulary: int
     context_length: int | None
     """Positions the model was made for."""
+    images: int = 0
+    """Rows of features of images, whose numbers in prompts follow those of the vocabulary."""
 
     @property
     def model_type(self) -> str:
@@ -115,6 +118,7 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         ) from error
     kept = saved_buffers(model)
     text = model.config.get_text_config(decoder=True)
+    images = show_images(model, model_dir)
     return Skeleton(
         model=model,
         config=text,
@@ -124,6 +128,7 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         objection=objection,
         vocabulary=_vocabulary(model, text),
         context_length=getattr(text, "max_position_embeddings", None),
+        images=images,
     )
 
 
