@@ -82,6 +82,11 @@ def test_an_engine_refuses_what_it_has_no_features_of():
         make_engine(directory, path="fused")
 
 
+def test_a_server_is_told_that_a_run_takes_the_model_apart():
+    with pytest.raises(ConfigError, match="it sees, and only a run takes its language part apart"):
+        make_engine(tiny_seeing.saved("llava"))
+
+
 def rows(family, directory, rng: random.Random) -> list[tuple[list, Row]]:
     """Rows with the images of each: two rollouts of a prompt with one image, one of the same text with another, one without."""
     made_rows = []
