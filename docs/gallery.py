@@ -19,6 +19,7 @@ SHELVES = {
     "Where the reward comes from": ("code", "service", "preferences", "distill", "proposer"),
     "Several turns, and tools": ("tools", "attempts", "game", "self_play", "gym"),
     "Programs and libraries that play the rollouts": ("agent", "openenv", "verifiers", "atropos"),
+    "Models that see": ("dots",),
     "Several processes": ("mesh",),
 }
 INTRODUCTION = """\

@@ -41,6 +41,9 @@ class Prompt(Struct, frozen=True):
     """The other columns of the data row, passed to reward functions by name. JSON-able."""
     chat: str = ""
     """The column that holds the conversation that `text`, its last question, belongs to; empty for a prompt of one text."""
+    images: tuple[str, ...] = ()
+    """The files of the images that the model is shown, in order; each is named by the digest of its content. Among `tokens` they have numbers beyond
+    the vocabulary."""
     rollouts: int = 0
     """The number of rollouts of its group, if a curriculum has chosen it (`curriculum.largest_group`). 0: `rollout.group_size`."""
 

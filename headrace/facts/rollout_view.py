@@ -212,6 +212,8 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     rollout: int
     prompt_id: str
     prompt: str
+    images: tuple[str, ...] = ()
+    """The files of the images that the model was shown."""
     reward: float
     rewards: dict[str, float]
     """Rewards by the name of the reward function."""
@@ -297,6 +299,7 @@ def view_rollout(
         rollout=rollout,
         prompt_id=group.prompt.id,
         prompt=group.prompt.text,
+        images=group.prompt.images,
         reward=scored_rollout.reward,
         rewards=scored_rollout.rewards,
         stop=done.stop,

@@ -4,4 +4,7 @@ Read `resolve.py` (a name becomes a directory: the table of known models, and th
 end-of-sequence tokens), `chat.py` (messages and tokens) with `control_tokens.py` (a special token's text in data stays text), `lora.py`
 (settings of adapters), `grammars.py` (languages that completions are held to), `saved_buffers.py` (weights that are no parameters), `expert_choice.py` (the experts that a
 mixture's layers choose), `vllm_names.py` (the same parameters in vLLM).
+
+Models that see: `images.py` (what an image is, and the numbers that stand for it among tokens), `vision.py` (takes such a model apart, and makes
+the features of images), `image_rows.py` (these features beside the embedding).
 """

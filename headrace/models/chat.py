@@ -18,6 +18,7 @@ from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Completion
 from headrace.models.control_tokens import ControlTokens, Written
+from headrace.models.images import KnownImages, known_images
 from headrace.models.resolve import resolve_model
 from headrace.models.tokenizer import Endings, decoder_of, endings_of, load_tokenizer
 
@@ -53,6 +54,8 @@ class ChatEncoder:
         self.directory = Path(model_dir)
         self._tokenizer = load_tokenizer(self.directory)
         self._decode = decoder_of(self._tokenizer)
+        self.images: KnownImages | None = known_images(self.directory)
+        """The images that the model can be shown; None if it sees none."""
         self._rendering = Rendering()
         self._special: SpecialTokens = "show"
 
@@ -263,6 +266,8 @@ class ChatEncoder:
         continues: bool = False,
     ) -> str:
         given = [dict(message) for message in messages]
+        if self.images is not None:
+            given = [_in_parts(message) for message in given]
         shown = list(tools or ()) or None  # templates ask whether there are tools, and an empty list is one for some
         values = {**self._tokenizer.special_tokens_map, **arguments}
         usual = given and not continues and "documents" not in values
@@ -354,7 +359,7 @@ class ChatEncoder:
 
     def written(self, tokens: Sequence[int]) -> str:
         """Returns text with the special tokens: exactly what the model is given."""
-        return self._decode(tokens)
+        return self._decode(tokens if self.images is None else self.images.in_vocabulary(tokens))
 
     def places(self, begin: int = 0) -> TokenPlaces:
         """Places in the text that `decode` returns. `begin`: that of its first character."""
@@ -373,6 +378,12 @@ class ChatEncoder:
 
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message as the templates of models that see read it: some write nothing of a content that is a text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 _SCALARS = (str, int, float, bool, type(None))

@@ -6,6 +6,7 @@ It imports no torch. The concrete classes of the workers are named in `worker/bu
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.processes.asked_process import HERE, Sites
 from headrace.run.config import RunConfig
 from headrace.run.seats import ONLY_HERE, UserSites
+from headrace.run.seeing import model_of
 from headrace.run.teaching import PlannedTeacher, plan_teachers
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.settings.process_config import WatchConfig
@@ -59,6 +61,13 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
         save_patience=config.checkpoint.patience,
         kv_gib=config.engine.sizes.kv_gib,
     )
+
+
+def loaded_model(config: RunConfig, rows: Sequence[Row] | None = None, *, for_weights: bool = False) -> Path:
+    """Returns the directory that the run's engine and trainer load. `rows`: those that were passed from Python; `for_weights`: of the weights alone,
+    whose images are not needed. Raises ConfigError."""
+    task = dataclasses.replace(config.task, images=()) if for_weights else config.task
+    return model_of(config.model.path, task, rows, adapted=bool(config.lora.rank or config.adapters))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,8 +52,18 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
     """Chooses the settings that are left open and can be measured: on a CPU. Explicit settings are not changed."""
     if config.train.parity == "bitwise":
         config = _one_arithmetic(config)
+    if (
+        config.task.images
+        and config.engine.dtype == "auto"
+        and machine.device("engine.device", config.engine.device) == "cpu"
+    ):
+        config = with_chosen(
+            config, {"engine.dtype": "float32"}, {"engine chosen": "float32, for a model that sees: not measured"}
+        )
     on_cpu = {
-        "engine": not config.engine.is_server and machine.device("engine.device", config.engine.device) == "cpu",
+        "engine": not config.engine.is_server
+        and not config.task.images  # the way that reads features is not among the candidates
+        and machine.device("engine.device", config.engine.device) == "cpu",
         "train": config.orchestration.trains_here and machine.device("train.device", config.train.device) == "cpu",
     }
     asked = [own for part, own in (("engine", config.engine), ("train", config.train)) if on_cpu[part]]

@@ -38,6 +38,7 @@ from headrace.models.resolve import ModelConfig
 from headrace.native.resources import available_cores, core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
 from headrace.run.quantised import quantised_problems
+from headrace.run.seeing import images_problems
 from headrace.settings.extras import install, is_installed
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -382,7 +383,11 @@ def _curriculum_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _learning_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each such pair: of lengths, rewards, groups and the learning rate."""
+    """Yields a sentence for each such pair: of images, lengths, rewards, groups and the learning rate."""
+    other = (config.lora.rank, config.warm_start.path, config.teachers, config.algo.reference_in_reward)
+    yield from images_problems(
+        config.task, config.engine, config.train, config.orchestration, config.environment, other=other
+    )
     yield from _length_problems(config)
     if config.rollout.temperature == 0:
         yield (

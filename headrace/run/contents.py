@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from headrace.episodes.scoring.config import ENDPOINTS
+from headrace.episodes.tasks.row_images import images_in
 from headrace.run.config import RunConfig
 from headrace.run.resume_rules import rule_of, settings_of
 
@@ -31,6 +32,11 @@ def contents_of(config: RunConfig) -> dict[str, str]:
             for path in paths:
                 _add(digest, path)
             found[name] = digest.hexdigest()
+    if (
+        config.task.images and not config.task.facts.passed
+    ):  # rows that are passed hold theirs, or are refused when they are read
+        images = "\n".join(image.digest for image in images_in(config.task))
+        found["task.images"] = xxhash.xxh3_128(images).hexdigest()
     return found
 
 

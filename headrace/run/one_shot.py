@@ -18,10 +18,9 @@ from headrace.facts.texts import plural
 from headrace.loop.assembly import groups_alone
 from headrace.loop.checkpoints import Checkpoints, damage, step_of
 from headrace.loop.evaluation import Evaluator
-from headrace.models.chat import open_model
-from headrace.models.resolve import resolve_model
+from headrace.models.chat import ChatEncoder
 from headrace.run.auto.measurer import Measurer
-from headrace.run.build import load_files, open_players, open_telemetry, plan_of
+from headrace.run.build import load_files, loaded_model, open_players, open_telemetry, plan_of
 from headrace.run.choosing import settle_here
 from headrace.run.config import RunConfig
 from headrace.run.hosting import complete
@@ -76,7 +75,7 @@ async def _choose_and_evaluate(
     config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs, measurer: Measurer | None
 ) -> Evaluated:
     if checkpoint is None:
-        model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+        model_dir = await asyncio.to_thread(loaded_model, config, inputs.rows)
         config = await asyncio.to_thread(settle_here, config, model_dir, measurer)
         for what, why in config.chosen.why.items():
             echo(f"{what}: {why}", err=True)
@@ -91,7 +90,8 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
         logs = undo.enter_context(temporary_logs())
         telemetry = open_telemetry(config.watch, _Stderr(), time.monotonic)
         async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
-            model_dir, encoder = await open_model(config.model.path)
+            model_dir = await asyncio.to_thread(loaded_model, config, inputs.rows)
+            encoder = await asyncio.to_thread(ChatEncoder, model_dir)
             files = await load_files(reading, encoder, inputs.rows)
         players = await undo.enter_async_context(open_players(config, files.encoder, telemetry, rewards=inputs.rewards))
         pools = await undo.enter_async_context(open_pools(config, model_dir, logs, telemetry, restore))
@@ -176,7 +176,7 @@ def export(
     from headrace.trainer.step.learner import Assignment
     from headrace.trainer.step.trainer import export_weights
 
-    model_dir = resolve_model(config.model.path)
+    model_dir = loaded_model(config, for_weights=True)
     trained = Assignment(config.train, config.algorithm, config.lora)
     try:
         export_weights(model_dir, trained, seed=config.seed, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)

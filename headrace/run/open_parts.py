@@ -23,8 +23,8 @@ from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.pipeline import Parts, Pipeline, earlier_metrics
 from headrace.loop.run_limits import Minutes
 from headrace.loop.turns import Utilisation
-from headrace.models.chat import open_model
-from headrace.run.build import LoadedFiles, Players, load_files, open_players, plan_of
+from headrace.models.chat import ChatEncoder
+from headrace.run.build import LoadedFiles, Players, load_files, loaded_model, open_players, plan_of
 from headrace.run.choosing import allowance_of
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.config import RunConfig
@@ -66,7 +66,7 @@ async def open_parts(
             if "" in lanes
             else waits.named("start", "the files of models, tasks and rewards", endless=True)
         ):
-            encoder = None if tried else (await open_model(config.model.path))[1]
+            encoder = None if tried else await asyncio.to_thread(lambda: ChatEncoder(loaded_model(config, inputs.rows)))
             for name, lane in lanes.items():
                 files = await load_files(lane.config, encoder, inputs.rows) if encoder else tried[name]
                 loaded[name] = await _load(lane, name, files, inputs, sites=sites, telemetry=telemetry[name])

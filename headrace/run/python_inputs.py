@@ -49,8 +49,8 @@ def with_python_inputs(
 ) -> tuple[RunConfig, PythonInputs]:
     """The settings and the objects that replace parts of them. Raises ConfigError as `load_config` does."""
     rewards = rewards_of(reward) if reward is not None else []
-    rows = rows_of(dataset) if dataset is not None else None
     tree = read_tree(source, sets)
+    rows = rows_of(dataset, _images(tree)) if dataset is not None else None
     if rewards:
         table = [{"function": spec.function, "weight": spec.weight} for spec, _ in rewards]
         tree = _without_own_rewards(_replaced(tree, "reward", {"functions": table}))
@@ -97,6 +97,13 @@ def _replaced(tree: Tree, section: str, table: Tree) -> Tree:
         return tree
     kept = {name: value for name, value in old.items() if name not in _REPLACED[section]}
     return {**tree, section: {**kept, **table}}
+
+
+def _images(tree: Tree) -> list[str]:
+    """The columns with images, as far as settings that are not validated tell."""
+    task = tree.get("task")
+    named = task.get("images") if isinstance(task, dict) else None
+    return [str(name) for name in named] if isinstance(named, (list, tuple)) else []
 
 
 def _adapters(tree: Tree) -> list[Any]:

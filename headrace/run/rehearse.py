@@ -37,12 +37,12 @@ from headrace.facts.facts import FilesChecked, Warned
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.run_limits import SHORT
 from headrace.models.chat import ChatEncoder
-from headrace.models.resolve import check_model_dir, resolve_model
+from headrace.models.resolve import check_model_dir
 from headrace.native.resources import gib
 from headrace.processes.frames import LONGEST
 from headrace.run.auto.gpu_sizes import gpu_notes
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, measure_share
-from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task
+from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task, loaded_model
 from headrace.run.choosing import fit_minutes, settle, settle_adapter, settle_sizes
 from headrace.run.config import RunConfig, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
@@ -192,7 +192,7 @@ async def _rehearse(
     model_dir: Path | None = None
     try:
         with found.part(), found.steps.doing(f"finding the model {config.model.path}"):
-            model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+            model_dir = await asyncio.to_thread(loaded_model, config, inputs.rows)
             if not resume:
                 config = found.config = settle_adapter(config, model_dir)
         for run in config.runs:
@@ -214,7 +214,7 @@ async def try_files(config: RunConfig, inputs: PythonInputs = NO_INPUTS) -> Rehe
     """Returns the part of a rehearsal that concerns the files of the model, the rows and the reward. Its `problems` are not raised."""
     found = Rehearsal(config=config)
     with found.part():
-        model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+        model_dir = await asyncio.to_thread(loaded_model, config, inputs.rows)
         config = found.config = settle_adapter(config, model_dir)
         await _task_and_reward(found, config, model_dir, inputs, needs_reward=False)
     return found

@@ -103,7 +103,7 @@ def _planned_steps(config: RunConfig) -> Any:
 
 
 RULES = (
-    CarryRule("model.* seed staleness.groups_per_step lora.* task.rows warm_start.*", "refused"),
+    CarryRule("model.* seed staleness.groups_per_step lora.* task.rows task.images warm_start.*", "refused"),
     CarryRule(
         "adapters",
         "refused",

@@ -61,6 +61,7 @@ EXTRAS = {
     "remote": Extra("aiohttp", "aiohttp>=3.11,<4", "engines behind HTTP (engine.kind = headrace)"),
     "redis": Extra("redis", "redis>=5.2,<9", "a bus for rollouts on a Redis server (orchestration.bus)"),
     "ray": Extra("ray", "ray>=2.60,<3", "engines on the nodes of a Ray cluster (orchestration.kind = ray)"),
+    "vision": Extra("PIL", "pillow>=11,<14", "images for models that see (task.images)"),
     "lora": Extra("peft", "peft>=0.18,<1", "training of LoRA adapters"),
 }
 """Packages by the name of headrace's extra."""

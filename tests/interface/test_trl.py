@@ -73,6 +73,7 @@ def test_what_a_function_changes_is_its_own():
 def test_rows_say_where_their_conversation_is():
     class Encoder:
         shows_tools = ""
+        images = None
 
         def argument_problem(self, names: Any) -> str:
             return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from headrace.core.batches import Group
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.reports import Finding, Sight, TextPart
 from headrace.core.types import Episode
-from headrace.facts.facts import CheckpointSaved, Fact, FilesChecked, StepTrained, Warned
+from headrace.facts.facts import CheckpointSaved, Evaluated, Fact, FilesChecked, StepTrained, Warned
 from headrace.facts.index_file import INDEX
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import Resume, summarise
@@ -127,6 +129,12 @@ def test_a_run_without_steps_claims_nothing(tmp_path: Path) -> None:
     html = report(tmp_path, [FactStream().start()])
     assert html.count("not measured") >= 4
     assert "No optimizer step was trained" in html and "no ticket drawn" in html and "No trained rollout" in html
+
+
+def test_a_run_that_ends_before_its_first_step_with_an_evaluation_that_failed_has_a_report(tmp_path: Path) -> None:
+    facts = list(FactStream(steps=2).facts())
+    failed = next(replace(fact, reward_mean=math.nan) for fact in facts if isinstance(fact, Evaluated))
+    assert "No optimizer step was trained" in report(tmp_path, [facts[0], failed])
 
 
 def test_an_empty_file_is_an_empty_run(tmp_path: Path) -> None:

@@ -37,8 +37,19 @@ PLAIN = (
 """Nothing is measured, and prompts have one token a character."""
 
 
-STARTS_PROCESSES = ("attempts", "game", "gym", "openenv", "proposer", "self_play", "verifiers", "agent", "atropos")
-"""Recipes whose environment is played once by a process: seconds each."""
+STARTS_PROCESSES = (
+    "attempts",
+    "game",
+    "gym",
+    "openenv",
+    "proposer",
+    "self_play",
+    "verifiers",
+    "agent",
+    "atropos",
+    "dots",
+)
+"""Recipes whose environment is played once by a process, or whose images are computed with: seconds each."""
 
 
 def starting() -> Iterator[object]:
@@ -91,6 +102,10 @@ def test_a_recipe_starts(name: str, model: Path, tmp_path: Path, monkeypatch: py
     else:
         if name == "distill":
             (folder / "teacher").symlink_to(model)
+        if name == "dots":  # its model sees, and its images are drawn
+            monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+            runpy.run_path(str(folder / "make_dots.py"), run_name="__main__")
+            model = folder / "model"
         found = started(folder, model)
     assert found.problems == [] and {"Run", "Prompts", "Algorithm", "Memory"} <= {
         part.partition(",")[0] for part in found.sections

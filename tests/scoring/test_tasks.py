@@ -42,6 +42,8 @@ class LetterEncoder:
     def argument_problem(self, names: Iterable[str]) -> str:
         return "".join(f"{name} is no argument of the template" for name in names if name != "enable_thinking")
 
+    images = None
+
     def specials_in(self, messages: Sequence[Mapping[str, Any]]) -> set[str]:
         return {"<end>"} if "<end>" in str(messages) else set()
 
@@ -379,7 +381,8 @@ def test_values_of_parquet_become_json(tmp_path: Path) -> None:
     assert columns == {"when": "2026-01-02T00:00:00", "price": 1.5, "tags": ["x"]}
     pq.write_table(pa.Table.from_pylist([{**row, "image": b"\x89PNG"}]), tmp_path / "r.parquet")
     message = refusal(rows, tmp_path / "r.parquet", kind="parquet")
-    assert "row 1: the column image cannot be kept in the journal (bytes has no place in JSON); remove it" in message
+    assert "row 1: the column image is for models that see or hear" in message
+    assert 'set task.images = ["image"] if the model is to see it' in message
 
 
 def test_jsonable_leaves_nothing_that_an_encoder_refuses() -> None:

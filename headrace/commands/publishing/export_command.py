@@ -12,6 +12,7 @@ from pathlib import Path
 import headrace
 from headrace.commands.arguments import Commands, add_command, add_run, add_step
 from headrace.commands.finding import run_directory
+from headrace.commands.publishing.readers import reader_of
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 
@@ -56,9 +57,7 @@ def _export(arguments: argparse.Namespace) -> int:
         to = Path(options.to or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))) / "model")
         checkpoint = headrace.export(run_dir, to, options.dtype, merge=options.merge, step=options.step)
         if options.to:
-            adapter = (to / "adapter_config.json").exists()
-            reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
-            echo(f"{options.to}: {checkpoint.name}, for {reader}.from_pretrained")
+            echo(f"{options.to}: {checkpoint.name}, for {reader_of(to)}.from_pretrained")
         if options.push:
             echo(push_run(run_dir, to, checkpoint, name=options.push, private=options.private))
     return 0

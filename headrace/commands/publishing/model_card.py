@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.algo.config import AlgoConfig
+from headrace.commands.publishing.readers import is_adapter, reader_of
 from headrace.commands.replay.bundle import CodeFiles, portable_settings
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.run_state import RunState
@@ -136,13 +137,12 @@ def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
         if math.isfinite(evaluation.reward_mean)
     ]
     (folder / PICTURE).write_bytes(curve_picture(line, held_out))
-    adapter = (folder / "adapter_config.json").exists()
-    (folder / CARD).write_text(
-        "\n".join(_lines(config, data, step=step, name=name, adapter=adapter)) + "\n", encoding="utf-8"
-    )
+    adapter, reader = is_adapter(folder), reader_of(folder)
+    lines = _lines(config, data, step=step, name=name, adapter=adapter, reader=reader)
+    (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter: bool) -> Iterator[str]:
+def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter: bool, reader: str) -> Iterator[str]:
     warm = data.state.warm
     model = warm.model if warm else config.model.path
     base = model if _is_on_the_hub(model) and not (warm and adapter) else ""
@@ -152,7 +152,6 @@ def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter
         f"{_model(model)}, {f'first by cross-entropy on answers ({warm.words}), then ' if warm else ''}trained by reinforcement learning with headrace {__version__}: {step:,} optimizer steps of "
         f"{config.algo.name} on {_data(config.task)}.\n"
     )
-    reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
     yield f"It is {'an adapter' if adapter else 'a whole model'}: `{reader}.from_pretrained` loads it.\n"
     yield "## Result\n"
     yield from _numbers(data)

@@ -24,9 +24,8 @@ from headrace.durable.named_logs import temporary_logs
 from headrace.facts.facts import RunStarted
 from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.checkpoints import Checkpoints, damage
-from headrace.models.resolve import resolve_model
 from headrace.native.resources import available_cores
-from headrace.run.build import plan_of
+from headrace.run.build import loaded_model, plan_of
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, config_of_run, read_config
 from headrace.run.pools import trainer_start
@@ -113,7 +112,7 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[ReplayState, None]:
     restore, at = course.checkpoint, course.begins
     with temporary_logs() as scratch:
         for config, end in _by_settings(course):
-            async with open_trainer(config, resolve_model(config.model.path), restore, scratch) as trainer:
+            async with open_trainer(config, loaded_model(config), restore, scratch) as trainer:
                 algorithm = algorithm_of(config.algo, config.longest_rollout, config.reward_weights)
                 for journaled in islice(steps, end - at):
                     yield ReplayState(trainer, config, journaled, batch_of(config, journaled, algorithm))

@@ -52,10 +52,12 @@ class RequestLimits:
     vocabulary: int
     stop_strings: bool
     routing: bool
+    images: int = 0
+    """Numbers beyond the vocabulary that prompts may have: features of images."""
 
     def check(self, request: Request, context: int) -> None:
         """Raises ValueError if the request can never run. `context`: tokens of its prompt, or of the sequence that it forks."""
-        _check_tokens(request.prompt, self.vocabulary)
+        _check_tokens(request.prompt, self.vocabulary + self.images)
         _check_tokens(request.prefix, self.vocabulary)
         if not context:
             raise ValueError("the prompt has no tokens; begin it with a start token at least")
@@ -91,6 +93,10 @@ class RequestLimits:
         if request.return_routing and not self.routing:
             raise ValueError(
                 "return_routing needs engine.routing = true (and a model with experts); set it, or do not ask"
+            )
+        if request.prompt_logprobs and max(request.prompt, default=0) >= self.vocabulary:
+            raise ValueError(
+                "features of images have no log-probs: leave prompt_logprobs out where a prompt holds an image"
             )
         if request.fork and (request.prompt or request.prefix or request.prompt_logprobs or request.adapter):
             raise ValueError(
@@ -277,7 +283,11 @@ class Core:
         self._forks = Forks(self._schedule, running, blocks)
         routing = _routing(model, config, blocks.count)
         self._limits = RequestLimits(
-            model.context_length, model.vocabulary, stop_strings=model.decode is not None, routing=config.routing
+            model.context_length,
+            model.vocabulary,
+            stop_strings=model.decode is not None,
+            routing=config.routing,
+            images=model.images,
         )
         guides = Guides(_grammars(model), model.decode, model.vocabulary, model.ends)
         self._compiling = Compiling(guides)

@@ -32,6 +32,8 @@ class ServableModel:
     runner: Runner
     context_length: int
     vocabulary: int
+    images: int = 0
+    """Numbers of prompt tokens beyond the vocabulary, which stand for features of images."""
     ends: frozenset[int]
     """Every end-of-sequence token."""
     decode: Decode | None
@@ -71,6 +73,7 @@ def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> S
         runner=runner,
         context_length=context,
         vocabulary=model.vocabulary,
+        images=model.images,
         ends=endings_of(model_dir, tokenizer).all,
         decode=decoder_of(tokenizer) if tokenizer else None,  # with special tokens, so that they can be stop strings
         tokenizer=tokenizer,
@@ -144,9 +147,10 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
     from headrace.engine.native.kernels import runner as kernels
     from headrace.engine.native.runners import families
 
+    sees = "its prompts hold features of images, which this path does not read" if model.images else ""
     refusals: dict[str, Callable[[], str]] = {
-        "kernels": lambda: kernels.refusal(model, dtype, device),
-        "fused": lambda: families.refusal(model),
+        "kernels": lambda: sees or kernels.refusal(model, dtype, device),
+        "fused": lambda: sees or families.refusal(model),
         "hf": lambda: model.objection,
         "cache": str,
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import OWN_FAMILIES
+from headrace.models.images import FOLDER
 
 SPEEDS = {
     "kernels": "fast, all sequences in one pass of C++ kernels",
@@ -57,7 +58,9 @@ def in_words(path: str) -> str:
 
 
 def _is_ours(model_dir: Path) -> bool:
-    """Whether a family of ours is there, or nothing that could be asked about."""
+    """Whether a family of ours is there, or nothing that could be asked about. Our decoders read no features of images."""
+    if (model_dir / FOLDER).is_dir():
+        return False
     try:
         found = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -36,6 +36,9 @@ class TaskConfig:
     answer: str = "answer"
     """The column with the right answer, shown in few-shot `examples`. Reward functions receive every column in any
     case."""
+    images: tuple[str, ...] = ()
+    """Columns with images that the model is shown before the prompt's text: a path, bytes or a list of them in each row
+    (docs/vision.md)."""
     chat: bool = True
     """Whether the model's chat template is applied. If false, the prompt is used as it is."""
     template: dict[str, Any] = Field(default_factory=dict)
@@ -72,6 +75,12 @@ class TaskConfig:
                 "task.system and task.examples are turns of a chat, but task.chat = false; set task.chat = true or write them "
                 "into the prompts"
             )
+        if self.images and (not self.chat or self.examples):
+            raise ValueError(
+                "task.images are shown by the model's chat template, in the last question alone: set task.chat = true and task.examples = 0"
+            )
+        if len({*self.images, self.prompt}) <= len(self.images):
+            raise ValueError("task.images names a column twice, or that of the prompt; name each once")
         if not self.chat and (self.template or self.specials_in_text != "plain"):
             raise ValueError(
                 "task.template and task.specials_in_text belong to the chat template, but task.chat = false; set task.chat = true or "

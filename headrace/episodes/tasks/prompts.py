@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from headrace.core.protocols import Task
 from headrace.core.types import Prompt
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.conversations import Message, last_user
+from headrace.models.images import KnownImages
 
 RESERVED = ("prompts", "completions", "completion_tokens", "transcripts")
 """Names of arguments of reward functions that are not columns."""
@@ -50,6 +52,9 @@ class Encoder(Protocol):
 
     def encode_text(self, text: str) -> tuple[int, ...]: ...
 
+    @property
+    def images(self) -> KnownImages | None: ...
+
 
 class PromptMaker:
     """Makes prompts: puts the system message and the solved examples before a question, and encodes them."""
@@ -63,19 +68,28 @@ class PromptMaker:
         if config.template and (problem := encoder.argument_problem(config.template)):
             raise ConfigError(f"task.template: {problem}")
 
-    def make(self, id: str, question: str | list[Message], columns: dict[str, Any], chat: str = "") -> Prompt:
+    def make(
+        self,
+        id: str,
+        question: str | list[Message],
+        columns: dict[str, Any],
+        chat: str = "",
+        images: Sequence[Path] = (),
+    ) -> Prompt:
         """`question`: the user's text, or a whole conversation, which the column `chat` holds as well. The prompt's text is the last
-        user message. Raises ConfigError if the chat template refuses the messages."""
+        user message, before whose text the `images` are shown, files named by their digests. Raises ConfigError if the chat template refuses the messages."""
         if not self._chat:
             assert isinstance(question, str)
             return Prompt(id, question, self._encoder.encode_text(question), columns)
         messages = _messages(question)
         try:
-            given = [*self._front, *messages], tools_of(columns), arguments_of(columns)
+            given = [*self._front, *_with_images(messages, len(images))], tools_of(columns), arguments_of(columns)
             _, tokens = self._encoder.encode_messages(*given)
+            if self._encoder.images is not None:
+                tokens = self._encoder.images.placed(tokens, [path.name for path in images])
         except ConfigError as error:  # the template refuses it
             raise ConfigError(f"prompt {id}: {error}") from None
-        return Prompt(id, last_user(messages), tokens, columns, chat)
+        return Prompt(id, last_user(messages), tokens, columns, chat, images=tuple(map(str, images)))
 
     def check(self, columns: Mapping[str, Any]) -> None:
         """Raises ConfigError for tools and arguments of a row that the template would leave out without a word."""
@@ -99,6 +113,18 @@ class PromptMaker:
             held, specials = held | found, specials + bool(found)
             begun += [messages[-1]["content"]] if begins_answer(messages) else []
         return [*_of_specials(held, specials, rows), *_of_begun(begun, rows)]
+
+
+def _with_images(messages: list[Message], count: int) -> list[Message]:
+    """Returns the messages with places for so many images before the text of the last one of the user."""
+    if not count:
+        return messages
+    last = max(
+        (place for place, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1
+    )
+    text = {"type": "text", "text": messages[last]["content"]}
+    shown = {**messages[last], "content": [*({"type": "image"} for _ in range(count)), text]}
+    return [*messages[:last], shown, *messages[last + 1 :]]
 
 
 def _messages(question: str | list[Message]) -> list[Message]:

@@ -10,11 +10,13 @@ from typing import Any
 from headrace.core.errors import ConfigError
 from headrace.episodes.tasks.prompts import digest_of
 from headrace.episodes.tasks.read import Row
-from headrace.episodes.tasks.rows import plain_row
+from headrace.episodes.tasks.rows import about, plain_row
+from headrace.models.images import as_text
 
 
-def rows_of(dataset: Any) -> list[Row]:
-    """Returns all rows, in a form that JSON can hold. An iterator is read to its end.
+def rows_of(dataset: Any, images: Sequence[str] = ()) -> list[Row]:
+    """Returns all rows, in a form that JSON can hold. An iterator is read to its end. The columns `images` hold their images themselves then, so that
+    the fingerprint of the rows is theirs too.
 
     Raises ConfigError for a value that is no table of rows.
     """
@@ -31,7 +33,7 @@ def rows_of(dataset: Any) -> list[Row]:
         raise ConfigError(
             f"dataset= takes a list of dicts, a datasets.Dataset or a pandas frame, not a {type(dataset).__name__}"
         )
-    return [_row(row, f"dataset=, row {number}") for number, row in enumerate(found, 1)]
+    return [_row(row, f"dataset=, row {number}", images) for number, row in enumerate(found, 1)]
 
 
 def fingerprint(rows: Sequence[Row]) -> str:
@@ -48,9 +50,11 @@ def _records(dataset: Any) -> Any:
     return plain.where(dataset.notna(), None).to_dict("records")
 
 
-def _row(row: Any, where: str) -> Row:
+def _row(row: Any, where: str, images: Sequence[str]) -> Row:
     if not isinstance(row, Mapping):
         raise ConfigError(
             f'{where}: a {type(row).__name__} where a dict of columns is needed, such as {{"prompt": "..."}}'
         )
-    return plain_row(row, where)
+    with about(f"{where}: a column of task.images"):
+        held = {name: as_text(row[name], Path.cwd()) for name in images if name in row}
+    return plain_row({**row, **held}, where)

@@ -25,11 +25,13 @@ from headrace.episodes.tasks.prompts import (
     take,
 )
 from headrace.episodes.tasks.read import read_rows
+from headrace.episodes.tasks.row_images import as_files, files_of, images_of_row
 
 Row = dict[str, Any]
 
 _SEEN = ("image", "images", "video", "videos", "audio", "audios")
 """Columns that TRL shows to models that see or hear."""
+_PICTURES = ("image", "images")
 
 
 class RowsTask:
@@ -45,10 +47,11 @@ class RowsTask:
 
         `passed`: the rows, if `task.kind = "python"`."""
         self._config, self._seed = config, seed
+        self._known = encoder.images
         raw = _given(passed) if config.facts.passed else read_rows(config.kind, config.path)
-        self._rows = _all_checked(raw, config.source, config)
+        self._rows = self._all_checked(raw, config.source)
         settings = (seed, config.shuffle, config.held_out, config.held_out_path, config.examples)
-        self._source = digest_of([str(settings), *(_key(row[config.prompt]) for row in self._rows)])
+        self._source = digest_of([str(settings), *map(self._key, self._rows)])
         train, held, shown = self._split()
         self._maker = PromptMaker(config, encoder, [self._solved(index) for index in shown])
         self._apart = [row for _, row in held] if config.held_out_path else []
@@ -60,6 +63,28 @@ class RowsTask:
         self._train = train
         self._epoch = self._place = 0
         self._order = self._shuffled(0)
+
+    def _all_checked(self, raw: Sequence[Mapping[str, Any]], path: str) -> list[Row]:
+        if not raw:
+            raise ConfigError(f"{path} holds no rows; a task needs at least one prompt")
+        return [
+            _checked(self._shown(row, path, number), f"{path}, row {number}", path, self._config)
+            for number, row in enumerate(raw, 1)
+        ]
+
+    def _shown(self, row: Mapping[str, Any], path: str, number: int) -> Mapping[str, Any]:
+        """Returns the row with the files that the model is shown in place of its images."""
+        if not self._config.images:
+            return row
+        assert self._known is not None, "`with_images` has refused the model"
+        with about(f"{path}, row {number}:"):
+            return as_files(images_of_row(row, self._config, path, number), row, self._known)
+
+    def _key(self, row: Row) -> str:
+        """Returns what a row asks: its question, and the digests of its images."""
+        question = row[self._config.prompt]
+        asked = question if isinstance(question, str) else repr(question)
+        return " ".join([asked, *(path.name for path in files_of(row, self._config))])
 
     def draw(self) -> Prompt:
         if self._place == len(self._order):
@@ -97,23 +122,23 @@ class RowsTask:
         if config.shuffle:
             random.Random(f"split/{count}").shuffle(order)
         if config.held_out_path:
-            apart = _all_checked(read_rows(config.kind, config.held_out_path), config.held_out_path, config)
+            apart = self._all_checked(read_rows(config.kind, config.held_out_path), config.held_out_path)
             held = list(enumerate(apart))[: config.held_out]
         else:
             cut = max(0, count - config.held_out)
             order, held = order[:cut], [(index, self._rows[index]) for index in order[cut:]]
-        asked = {_key(row[config.prompt]) for _, row in held}
-        order = [index for index in order if _key(self._rows[index][config.prompt]) not in asked]
+        asked = {self._key(row) for _, row in held}
+        order = [index for index in order if self._key(self._rows[index]) not in asked]
         shown, order = order[: config.examples], order[config.examples :]
-        in_examples = {_key(self._rows[index][config.prompt]) for index in shown}
-        train = sorted(index for index in order if _key(self._rows[index][config.prompt]) not in in_examples)
+        in_examples = {self._key(self._rows[index]) for index in shown}
+        train = sorted(index for index in order if self._key(self._rows[index]) not in in_examples)
         if not train:
             raise ConfigError(self._nothing_left())
         return train, held, shown
 
     def _nothing_left(self) -> str:
         config, count = self._config, len(self._rows)
-        different = len({_key(row[config.prompt]) for row in self._rows})
+        different = len(set(map(self._key, self._rows)))
         if count > 1 and different <= count // 2:
             return (
                 f"{config.source} has {count} rows, of which none is left to train on: they ask only {different} different question(s) in "
@@ -145,11 +170,8 @@ class RowsTask:
         columns = {
             name: value for name, value in row.items() if name != self._config.prompt or not isinstance(question, str)
         }
-        return self._maker.make(id, question, columns, "" if isinstance(question, str) else self._config.prompt)
-
-
-def _key(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else repr(prompt)
+        chat = "" if isinstance(question, str) else self._config.prompt
+        return self._maker.make(id, question, columns, chat, files_of(row, self._config))
 
 
 def _given(rows: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
@@ -161,12 +183,6 @@ def _given(rows: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, An
     return rows
 
 
-def _all_checked(raw: Sequence[Mapping[str, Any]], path: str, config: TaskConfig) -> list[Row]:
-    if not raw:
-        raise ConfigError(f"{path} holds no rows; a task needs at least one prompt")
-    return [_checked(row, f"{path}, row {number}", path, config) for number, row in enumerate(raw, 1)]
-
-
 def _checked(row: Mapping[str, Any], where: str, path: str, config: TaskConfig) -> Row:
     if config.prompt not in row:
         raise ConfigError(f"{where}: " + _no_column("task.prompt", config.prompt, row, path))
@@ -174,12 +190,17 @@ def _checked(row: Mapping[str, Any], where: str, path: str, config: TaskConfig) 
         raise ConfigError(
             f"{where}: the column {taken[0]} has a name that reward functions need for something else; rename it"
         )
-    plain = plain_row(row, where)
-    if seen := [name for name in _SEEN if plain.get(name)]:
-        raise ConfigError(
-            f"{where}: the column {seen[0]} is for models that see or hear, and nothing of it would reach this one; remove the column, or "
-            "rename it if it is for the reward alone"
+    if seen := [name for name in _SEEN if row.get(name) and name not in config.images]:
+        shown = (
+            f'set task.images = ["{seen[0]}"] if the model is to see it'
+            if seen[0] in _PICTURES
+            else "video and audio are not served"
         )
+        raise ConfigError(
+            f"{where}: the column {seen[0]} is for models that see or hear, and nothing of it would reach this one: {shown}, remove the column, "
+            "or rename it if it is for the reward alone"
+        )
+    plain = plain_row(row, where)
     with about(f"{where}: the prompt in column {config.prompt}"):
         return plain | {config.prompt: prompt_of(plain[config.prompt], config)}
 

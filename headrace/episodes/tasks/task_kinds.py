@@ -30,7 +30,7 @@ class TaskKind:
 
 _FILE: dict[str, Any] = {
     "opens": "headrace.episodes.tasks.rows:RowsTask",
-    "own": ("path", "held_out_path", "prompt", "answer", "shuffle", "examples"),
+    "own": ("path", "held_out_path", "prompt", "answer", "images", "shuffle", "examples"),
     "needs": ("path", "the file with the rows"),
 }
 
@@ -47,7 +47,7 @@ TASK_KINDS = {
     "datasets": TaskKind(**_FILE, reads="headrace.episodes.tasks.read:saved_rows"),
     "python": TaskKind(
         opens="headrace.episodes.tasks.rows:RowsTask",
-        own=("rows", "prompt", "answer", "shuffle", "examples"),
+        own=("rows", "prompt", "answer", "images", "shuffle", "examples"),
         needs=(
             "rows",
             "what headrace.train(dataset=...) writes; pass the rows there, or name a file of another kind",

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from headrace.core.errors import ConfigError
+from headrace.models.image_rows import show_images
+from headrace.models.images import source_of
 from headrace.models.tokenizer import name_all
 from headrace.native.memory import own_pages
 
@@ -55,6 +57,7 @@ def load_model(directory: Path, device: torch.device) -> Any:
     except Exception as error:  # a damaged file, a foreign architecture, ...: every library raises its own kind
         raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
     check_complete(directory, info)
+    show_images(model, directory)
     switch_noise_off(model)
     model = model.to(device).eval()
     own_pages(model.parameters())  # frozen ones are never written: whoever saves a model there again would change them
@@ -163,6 +166,10 @@ def export_model(
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
+    if (seeing := source_of(source)) is not None:
+        from headrace.models.vision import join
+
+        join(directory, seeing, getattr(torch, dtype))
     name_all(directory)
 
 

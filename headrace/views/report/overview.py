@@ -118,7 +118,9 @@ SMOOTH = 8
 
 def _reward(state: RunState, columns: StepColumns | None) -> str:
     """Returns the figure of the reward with a chart for each axis, of which the page shows one; empty if nothing was measured."""
-    if columns is None or not (len(columns.series("reward/drawn")[0]) or state.evals):
+    # All prompts of an evaluation may have failed.
+    measured = any(math.isfinite(evaluation.reward_mean) for evaluation in state.evals)
+    if columns is None or not (len(columns.series("reward/drawn")[0]) or measured):
         return ""
     steps = len(columns.series("reward/drawn")[0])
     window = max(1, steps // SMOOTH)

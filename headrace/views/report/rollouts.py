@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 
 from headrace.facts.rollout_view import CONTEXT, HeardMessage, RolloutView, TurnView, span_list, token_details
 from headrace.facts.texts import clip, counted, number, plural
@@ -206,7 +208,7 @@ def _row(view: RolloutView) -> tuple[str, ...]:
     left_out = f"<small>{escape(counted(view.reasons))}</small>" if view.reasons else ""
     return (
         f"{view.step}<small>ticket {view.ticket}</small>",
-        _text(view.prompt),
+        _pictures(view) + _text(view.prompt),
         _story(view)
         + (_tokens(view) if view.decoded else _text(view.text))
         + (f"<small>{escape(seen)}</small>" if seen else ""),
@@ -215,6 +217,29 @@ def _row(view: RolloutView) -> tuple[str, ...]:
         f"{len(view.sampled)}<small>{escape(view.stop)}</small>{left_out}",
         f'<span data-tip="{escape(span_list(view))}">{shown}</span>',
         str(max(view.lags, default=0)),
+    )
+
+
+_FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
+"""The first bytes of the formats that browsers show."""
+LARGEST = 400_000
+"""Bytes of an image that is put into the page, which holds all that it shows."""
+
+
+def _pictures(view: RolloutView) -> str:
+    """Returns the images that the model was shown; the name of one that is gone, or too large for a page."""
+    return f'<p class="pictures">{"".join(map(_picture, view.images))}</p>' if view.images else ""
+
+
+def _picture(name: str) -> str:
+    path = Path(name)
+    known = path.is_file() and path.stat().st_size <= LARGEST
+    data = path.read_bytes() if known else b""
+    kind = next((kind for begin, kind in _FORMATS.items() if data.startswith(begin)), "")
+    if not kind:
+        return f'<span class="faint" data-tip="{escape(name)}">image {escape(path.name[:12])}</span>'
+    return (
+        f'<img src="data:image/{kind};base64,{base64.b64encode(data).decode()}" alt="image {escape(path.name[:12])}">'
     )
 
 

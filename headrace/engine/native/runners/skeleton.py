@@ -19,6 +19,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.attention import Geometry
+from headrace.models.image_rows import show_images
+from headrace.models.images import SERVED
 from headrace.models.saved_buffers import saved_buffers
 
 ATTENTION = "headrace"
@@ -74,6 +76,8 @@ class Skeleton:
     vocabulary: int
     context_length: int | None
     """Positions the model was made for."""
+    images: int = 0
+    """Rows of features of images, whose numbers in prompts follow those of the vocabulary."""
 
     @property
     def model_type(self) -> str:
@@ -115,6 +119,7 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         ) from error
     kept = saved_buffers(model)
     text = model.config.get_text_config(decoder=True)
+    images = show_images(model, model_dir)
     return Skeleton(
         model=model,
         config=text,
@@ -124,6 +129,7 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         objection=objection,
         vocabulary=_vocabulary(model, text),
         context_length=getattr(text, "max_position_embeddings", None),
+        images=images,
     )
 
 
@@ -189,6 +195,8 @@ def unservable(config: Any) -> str:
         return "it is an encoder-decoder, and decoder-only models are served"
     if hasattr(config, "add_cross_attention") and getattr(config, "is_decoder", None) is False:
         return "it is an encoder, which sees later tokens (is_decoder is not true in its config.json)"
+    if config.model_type in SERVED:
+        return "it sees, and only a run takes its language part apart, with the images of task.images (docs/vision.md)"
     return _NOT_CAUSAL.get(config.model_type, "")
 
 

@@ -1,0 +1,71 @@
+"""The features of images as further rows of a model's embedding: a frozen table, read from the disk where a row is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headrace.core.errors import ConfigError
+from headrace.models.images import FOLDER, ROWS
+
+FEATURES = "features"
+"""The name of the table in its file."""
+
+
+class ImageTable:
+    """[R, H] float32: the features of all images of a run, one after the other. No module and no tensor, so that it is in no state dict, no
+    copy of a model has a second one, and no optimizer moves it."""
+
+    def __init__(self, directory: Path) -> None:
+        with safe_open(directory / FOLDER / ROWS, "pt") as file:
+            self._rows = file.get_tensor(FEATURES)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __deepcopy__(self, memo: Any) -> ImageTable:
+        return self
+
+    @property
+    def width(self) -> int:
+        return self._rows.shape[1]
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Returns rows [n, H] on the device of `numbers` [n]. Raises IndexError for a number without a row."""
+        return self._rows[numbers.cpu()].to(numbers.device)
+
+
+class ImageEmbedding(nn.Embedding):
+    """Tokens beyond the vocabulary are rows of the table. Its own weight, its name and its gradient are those of a plain embedding."""
+
+    images: ImageTable
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = super().forward(tokens.clamp(max=self.num_embeddings - 1))
+        seen = tokens >= self.num_embeddings
+        if not seen.any():
+            return found
+        rows = self.images.rows(tokens[seen] - self.num_embeddings)
+        return found.index_put((seen,), rows.to(found.dtype))
+
+
+def show_images(model: Any, directory: Path) -> int:
+    """Lets a language model see the images of its directory, if there are any. Returns the number of rows. Raises ConfigError if they are not for
+    this model."""
+    if not (directory / FOLDER).is_dir():
+        return 0
+    embedding: Any = model.get_input_embeddings()
+    table = ImageTable(directory)
+    if not len(table):
+        return 0
+    if type(embedding) is not nn.Embedding or embedding.embedding_dim != table.width:
+        raise ConfigError(
+            f"{type(model).__name__} does not embed tokens as a model that sees the images of {directory} does; choose another model"
+        )
+    # The class alone changes, so that the weight stays the same object wherever it is tied or known by its name.
+    embedding.__class__ = ImageEmbedding
+    vars(embedding)["images"] = table
+    return len(table)

@@ -1,0 +1,250 @@
+"""Images in prompts: what each is, which models see them, and the numbers that stand for them among the tokens.
+
+A prompt with an image holds a token for each of the image's features. All of them have one number in the model's vocabulary, so that two
+prompts with different images would look alike to whoever compares tokens. Here each has a number of its own instead: the rows of a table of
+features follow the rows of the embedding. Shared prefixes, caches, packed trees, digests and journals then tell images apart without knowing of
+them, and a model that lacks the table refuses the tokens, because they are outside of its vocabulary.
+
+The table belongs to a directory beside the cached models, which also has the model's language part. Engine and trainer load that directory.
+Pixels stay in it, one file for each image, named by the digest of its bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
+from headrace.models.resolve import cache_dir
+from headrace.settings.extras import install, is_installed
+from headrace.version import __version__
+
+SERVED = ("idefics3", "smolvlm", "internvl", "llava")
+"""Values of `model_type` whose images are tokens among others: plain positions, causal attention, features in place of embeddings."""
+AXES = "the tokens of its images have positions on three axes"
+REFUSED = {
+    "qwen2_vl": AXES,
+    "qwen2_5_vl": AXES,
+    "qwen3_vl": f"{AXES}, and features of an image are added in several layers",
+    "qwen3_vl_moe": f"{AXES}, and features of an image are added in several layers",
+    "qwen3_5": AXES,
+    "qwen3_5_moe": AXES,
+    "gemma3": "the tokens of an image see later ones",
+    "gemma3n": "its tokens have embeddings in every layer",
+    "gemma4": "the tokens of an image see later ones",
+    "gemma4_unified": "the tokens of an image see later ones",
+}
+"""Well-known types that are not served with images, and the reason."""
+INDEX, ROWS = "index.json", "rows.safetensors"
+FOLDER = "images"
+"""Its place in the directory of a model: the index, the table of features, and the images."""
+
+
+# --- One image of a data set
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    data: bytes
+    """The file as it was given: PNG, JPEG, ..."""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+def image_of(value: Any, folder: Path) -> ImageFile:
+    """Returns the image of a value in a column: a path (relative to `folder`), a `data:` URL, bytes, an entry `{bytes, path}` as `datasets` and
+    Parquet have it, or an image of Pillow. Raises ConfigError, without a subject, for anything else and for a file that is not there."""
+    if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, (bytes, bytearray)):
+        return ImageFile(bytes(value))
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            return ImageFile(base64.b64decode(value.partition("base64,")[2], validate=True))
+        except binascii.Error as error:
+            raise ConfigError(f"holds a data: URL that is not base64 ({error})") from None
+    if isinstance(value, str) and value:
+        path = folder / Path(value).expanduser()
+        try:
+            return ImageFile(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"names {path}, which cannot be read ({error.strerror}); paths are relative to the file with the rows"
+            ) from None
+    if callable(getattr(value, "save", None)):
+        saved = io.BytesIO()
+        value.save(saved, format="PNG")
+        return ImageFile(saved.getvalue())
+    raise ConfigError(
+        f"holds {'no image (null)' if value is None else f'a value of type {type(value).__name__}'}; give a path, bytes or a data: URL, or an "
+        "empty list in a row without an image"
+    )
+
+
+def images_of(value: Any, folder: Path) -> list[ImageFile]:
+    """Returns the images of a column in one row, which holds one of them or a list."""
+    return [image_of(one, folder) for one in value] if isinstance(value, (list, tuple)) else [image_of(value, folder)]
+
+
+def as_text(value: Any, folder: Path) -> Any:
+    """Returns the images of a column in one row as `data:` URLs, so that a journal can hold them. Raises ConfigError as `image_of`."""
+    if isinstance(value, (list, tuple)):
+        return [as_text(one, folder) for one in value]
+    return f"data:application/octet-stream;base64,{base64.b64encode(image_of(value, folder).data).decode()}"
+
+
+# --- The images that a model's directory knows
+
+
+class KnownImages:
+    """The images of a model's directory, by their digests."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError if the directory is damaged."""
+        self._folder = directory / FOLDER
+        try:
+            index = json.loads((self._folder / INDEX).read_text(encoding="utf-8"))
+            self._images: dict[str, list[int]] = index["images"]
+            self._layouts = [tuple(layout) for layout in index["layouts"]]
+            self.placeholder, self._vocabulary = int(index["placeholder"]), int(index["vocabulary"])
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"the images in {directory} cannot be read ({error}); remove the directory, and start again"
+            ) from None
+
+    def path(self, digest: str) -> Path:
+        """Returns the file of an image. Raises ConfigError for one whose features were not computed."""
+        self._find(digest)
+        return self._folder / digest
+
+    def tokens(self, digest: str) -> tuple[int, ...]:
+        """Returns the tokens of an image: those of the vocabulary that the model has around and between its features, and a number for each of
+        these. Raises ConfigError as `path`."""
+        first, layout = self._find(digest)
+        numbers = iter(range(self._vocabulary + first, self._vocabulary + first + len(self._layouts[layout])))
+        return tuple(next(numbers) if token == self.placeholder else token for token in self._layouts[layout])
+
+    def _find(self, digest: str) -> list[int]:
+        if digest not in self._images:
+            raise ConfigError(
+                f"holds an image (sha256 {digest[:12]}...) whose features were not computed: it has changed since the start; start again"
+            )
+        return self._images[digest]
+
+    def placed(self, tokens: Sequence[int], digests: Sequence[str]) -> tuple[int, ...]:
+        """Returns the tokens of a conversation with those of the images where the template has marked their places. Raises ConfigError if it has
+        marked another number of places, and as `tokens`."""
+        if (marked := tokens.count(self.placeholder)) != len(digests):
+            raise ConfigError(
+                f"the chat template marks {marked} places for {len(digests)} images; use one that writes the parts of a message, images among them"
+            )
+        given = iter(digests)
+        found = ((self.tokens(next(given)) if token == self.placeholder else (token,)) for token in tokens)
+        return tuple(itertools.chain.from_iterable(found))
+
+    def in_vocabulary(self, tokens: Sequence[int]) -> list[int]:
+        """Returns tokens with the model's own number in place of those of features, as tokenizers know them."""
+        return [token if token < self._vocabulary else self.placeholder for token in tokens]
+
+
+def known_images(directory: Path) -> KnownImages | None:
+    """Returns the images that a model's directory knows; None if it is not of a model with images."""
+    return KnownImages(directory) if (directory / FOLDER).is_dir() else None
+
+
+# --- The directory of a model and its images
+
+
+def type_of(model_dir: Path) -> str:
+    try:
+        return str(json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+    except (OSError, ValueError):
+        return ""
+
+
+def with_images(model_dir: Path, images: Sequence[ImageFile], column: str = "") -> Path:
+    """Returns the directory that engine and trainer load: the language part of a model that sees, and the features of all `images`, which are
+    computed once and kept. A model that does not see is returned as it is.
+
+    `column`: the setting that asks for images, and its value; empty if none does. Raises ConfigError for a model whose images are not served, and
+    for what cannot be read as an image."""
+    kind = type_of(model_dir)
+    if kind not in SERVED:
+        if column:
+            why = REFUSED.get(kind, f"{kind or 'it'} is not among the types whose images are served")
+            raise ConfigError(
+                f"{column} shows images to {model_dir.name}, and that is not served: {why}; choose a model of the type "
+                f"{', '.join(SERVED[:-1])} or {SERVED[-1]}, or remove the setting"
+            )
+        return model_dir
+    if not is_installed("PIL"):
+        raise ConfigError(
+            f"{model_dir.name} is a model of the type {kind}, whose images need the package Pillow: {install('vision')}"
+        )
+    home = cache_dir() / "vision" / _digest_of(model_dir)
+    different = {image.digest: image for image in images}
+    to = home / hashlib.sha256("\n".join(different).encode()).hexdigest()[:24]
+    if not (to / FOLDER / INDEX).exists():
+        _make(model_dir, home, to, list(different.values()))
+    return to
+
+
+def source_of(directory: Path) -> Path | None:
+    """Returns the directory of the whole model, of which `directory` has the language part; None if it is a whole one."""
+    path = directory / FOLDER / INDEX
+    return Path(json.loads(path.read_text(encoding="utf-8"))["source"]) if path.exists() else None
+
+
+def _digest_of(model_dir: Path) -> str:
+    """Returns a digest of the model's files by size and time, and of what computes features."""
+    import importlib.metadata as metadata
+
+    versions = [metadata.version(name) for name in ("torch", "transformers", "pillow")]
+    files = sorted(path for path in model_dir.iterdir() if path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr((__version__, versions, str(model_dir), stats)).encode()).hexdigest()[:24]
+
+
+def _make(model_dir: Path, home: Path, to: Path, images: Sequence[ImageFile]) -> None:
+    """Works in a process of its own, so that the caller never imports torch, and in a directory that is renamed when it is whole."""
+    if images:
+        echo(f"computing the features of {len(images)} images, once for this model", err=True)
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".images-", dir=home) as work:
+        made = Path(work) / "model"
+        (made / FOLDER).mkdir(parents=True)
+        for image in images:
+            (made / FOLDER / image.digest).write_bytes(image.data)
+        asked = json.dumps(
+            {"source": str(model_dir), "home": str(home), "made": str(made), "images": [i.digest for i in images]}
+        )
+        code = "import sys; from headrace.models.vision import main; sys.exit(main(sys.stdin.read()))"
+        done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise ConfigError(f"{model_dir.name}: {last}")
+        _move_in(made, to)
+
+
+def _move_in(made: Path, to: Path) -> None:
+    try:
+        made.rename(to)
+    except OSError:
+        if not (to / FOLDER / INDEX).exists():  # otherwise another process was first, and its table is as good
+            shutil.rmtree(to, ignore_errors=True)
+            raise

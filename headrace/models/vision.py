@@ -1,0 +1,287 @@
+"""A model that sees, taken apart: its language part as a model of its own, and the features of images, made once by the part that sees.
+
+A process of its own does this before a run (`images.py`), and an export puts the parts together again. That the language part with the features
+is the whole model is not believed but tried: both forward a text, and a text with an image.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
+from headrace.models.image_rows import FEATURES, show_images
+from headrace.models.images import FOLDER, INDEX, ROWS, KnownImages
+from headrace.models.tokenizer import load_tokenizer
+
+TOLERANCE = 1e-4
+"""Largest difference of logits from the whole model's, relative to their norm. Rounding causes 1e-6, a wrong feature 1."""
+LANGUAGE = "language"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+# --- The families: how an image becomes features, and the tokens around these
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One image as a model sees it."""
+
+    inputs: dict[str, Tensor]
+    """The arguments of the model's forward pass."""
+    features: Tensor
+    """[n, H] in the place of n embeddings."""
+    text: str
+    """The tokens that the model's processor writes for the image, as text."""
+
+
+def _plain(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
+    """LLaVA: the placeholder alone, once a feature (transformers, processing_llava.py)."""
+    inputs = dict(processor(images=image, return_tensors="pt"))
+    features = _features(model, inputs)
+    return Seen(inputs, features, _word(model, tokenizer) * len(features))
+
+
+def _internvl(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
+    """InternVL: tiles, and marks of begin and end (transformers, processing_internvl.py, whose default crops)."""
+    inputs = dict(processor(images=[image], crop_to_patches=True, return_tensors="pt"))
+    inputs.pop("num_patches", None)
+    features = _features(model, inputs)
+    begin, end = (
+        getattr(tokenizer, name, word) for name, word in (("start_image_token", "<img>"), ("end_image_token", "</img>"))
+    )
+    return Seen(inputs, features, f"{begin}{_word(model, tokenizer) * len(features)}{end}")
+
+
+def _idefics(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
+    """Idefics3 and SmolVLM: tiles in rows, each with the mark of its place, then the whole image (transformers, processing_smolvlm.py)."""
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    inputs = dict(processor(images=[[image]], return_row_col_info=True, return_tensors="pt"))
+    rows, cols = (int(torch.as_tensor(inputs.pop(name)).flatten()[0]) for name in ("rows", "cols"))
+    features = _features(model, inputs)
+    length = len(features) // (rows * cols + 1)
+    around = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>")
+    whole = getattr(tokenizer, "global_image_token", "<global-img>")
+    text = get_image_prompt_string(
+        image_rows=rows,
+        image_cols=cols,
+        image_seq_len=length,
+        fake_token_around_image=around,
+        image_token=_word(model, tokenizer),
+        global_image_token=whole,
+    )
+    return Seen(inputs, features, text)
+
+
+FAMILIES: dict[str, Callable[[Any, Any, Any, Any], Seen]] = {
+    "idefics3": _idefics,
+    "smolvlm": _idefics,
+    "internvl": _internvl,
+    "llava": _plain,
+}
+
+
+def _word(model: Any, tokenizer: Any) -> str:
+    return str(tokenizer.convert_ids_to_tokens(model.config.image_token_id))
+
+
+def _features(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    found = model.get_image_features(**inputs, return_dict=True).pooler_output
+    parts = found if isinstance(found, (list, tuple)) else list(found)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+# --- The language part
+
+
+def load_whole(directory: Path) -> Any:
+    """Returns the whole model in float32. Raises ConfigError if it cannot be loaded, or lacks a weight."""
+    from transformers import AutoModelForImageTextToText
+
+    try:
+        model, info = AutoModelForImageTextToText.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # every library raises its own kind
+        raise ConfigError(f"cannot load a model that sees from {directory}: {error}") from error
+    if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
+        raise ConfigError(
+            f"the weights in {directory} lack or do not fit {len(wrong)} parameters of its config.json, the first: {wrong[0]}; save the model "
+            "again with `save_pretrained`"
+        )
+    return model.eval()
+
+
+def language_part(whole: Any) -> Any:
+    """Returns the language part as a causal LM of its own, which shares the weights of the whole."""
+    from transformers import AutoModelForCausalLM
+
+    config = whole.config.get_text_config(decoder=True)
+    config.tie_word_embeddings = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(_language_state(whole, model), strict=True, assign=True)
+    model.tie_weights()
+    return _with_buffers(model, whole).eval()
+
+
+def _language_state(whole: Any, model: Any) -> dict[str, Tensor]:
+    inner = model.base_model_prefix
+    state = {f"{inner}.{name}": tensor for name, tensor in whole.model.get_decoder().state_dict().items()}
+    return state | {f"lm_head.{name}": tensor for name, tensor in whole.get_output_embeddings().state_dict().items()}
+
+
+def _with_buffers(model: Any, whole: Any) -> Any:
+    """Gives buffers that are no weights, such as rotary frequencies, the values that they have in the whole."""
+    for (_, own), (_, given) in zip(
+        getattr(model, model.base_model_prefix).named_modules(), whole.model.get_decoder().named_modules(), strict=True
+    ):
+        own._buffers.update(given._buffers)
+    return model
+
+
+def save_language(whole: Any, source: Path, to: Path) -> None:
+    """Writes the language part as a model's directory, in the dtype of the files of the whole where that loses nothing, with all other files."""
+    part, state = language_part(whole), {}
+    named = str(json.loads((source / "config.json").read_text()).get("dtype") or "float32")
+    dtype = getattr(torch, named, torch.float32)
+    state = {name: tensor.to(dtype) for name, tensor in part.state_dict().items()}
+    if not all(torch.equal(tensor.to(torch.float32), part.state_dict()[name]) for name, tensor in state.items()):
+        state = dict(part.state_dict())
+    part.save_pretrained(to, state_dict=state)
+    copy_others(source, to)
+
+
+def copy_others(source: Path, to: Path) -> None:
+    """Copies the files of a model's directory that are neither weights nor its config."""
+    for path in source.iterdir():
+        weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.name != "config.json":
+            shutil.copyfile(path, to / path.name)
+
+
+def join(directory: Path, source: Path, dtype: torch.dtype) -> None:
+    """Puts the trained language part in `directory` back into the whole model of `source`: `directory` then holds that, in `dtype`."""
+    from transformers import AutoModelForCausalLM
+
+    part = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    whole = load_whole(source)
+    given, own = part.state_dict(), language_part(whole).state_dict()  # whose tensors are those of the whole
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+    for path in directory.iterdir():
+        if path.is_file():
+            path.unlink()
+    whole.to(dtype).save_pretrained(directory)
+    copy_others(source, directory)
+
+
+# --- The features of images, and the proof
+
+
+@torch.inference_mode()
+def make(source: Path, home: Path, made: Path, images: Sequence[str]) -> None:
+    """Fills the directory `made` with the language part of the model in `source`, and with the features of the images that lie in it by their
+    digests. The weights of the part lie once in `home`. Raises ConfigError."""
+    whole, tokenizer = load_whole(source), load_tokenizer(source)
+    for name, parameter in whole.named_parameters():
+        if not parameter.isfinite().all():
+            raise ConfigError(f"{name} in {source} has numbers that are not finite")
+    if not (home / LANGUAGE / "config.json").exists():
+        save_language(whole, source, made.parent / LANGUAGE)
+        (made.parent / LANGUAGE).rename(home / LANGUAGE)
+    for path in (home / LANGUAGE).iterdir():
+        (made / path.name).symlink_to(path)
+    processor = _processor(source) if images else None
+    see = FAMILIES[whole.config.model_type]
+    layouts: dict[tuple[int, ...], int] = {}
+    known, rows, first = {}, [], 0
+    for digest in images:
+        seen = see(processor, whole, tokenizer, _opened(made / FOLDER / digest))
+        tokens = _tokens(tokenizer, seen.text)
+        if tokens.count(whole.config.image_token_id) != len(seen.features):
+            raise ConfigError(
+                f"an image has {len(seen.features)} features, and its text has another number of tokens for them"
+            )
+        known[digest] = [first, layouts.setdefault(tokens, len(layouts))]
+        rows.append(seen.features)
+        first += len(seen.features)
+    table = torch.cat(rows) if rows else torch.zeros(0, whole.get_input_embeddings().embedding_dim)
+    save_file({FEATURES: table.contiguous()}, made / FOLDER / ROWS)
+    index = {
+        "source": str(source),
+        "placeholder": whole.config.image_token_id,
+        "vocabulary": whole.get_input_embeddings().num_embeddings,
+        "layouts": list(layouts),
+        "images": known,
+    }
+    (made / FOLDER / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    _prove(whole, made, tokenizer, "", None)
+    for digest in {*images[:1], *images[-1:]}:
+        _prove(whole, made, tokenizer, digest, see(processor, whole, tokenizer, _opened(made / FOLDER / digest)))
+
+
+def _processor(source: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    # Pillow's, which is there on every machine and gives equal pixels on all
+    return AutoImageProcessor.from_pretrained(source, local_files_only=True, backend="pil")
+
+
+def _opened(path: Path) -> Any:
+    from PIL import Image, ImageOps
+
+    try:
+        return ImageOps.exif_transpose(Image.open(path)).convert("RGB")  # as transformers' load_image does
+    except Exception as error:  # every format's reader raises its own kind
+        raise ConfigError(
+            f"the image with the sha256 {path.name[:12]}... cannot be read as one ({type(error).__name__}); remove its row, or save it as PNG"
+        ) from None
+
+
+def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The tokens of an image's text, which must be the same wherever it stands."""
+    encode = lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
+    tokens, before, behind = encode(text), encode("see"), encode("and say")
+    if encode(f"see{text}and say") != (*before, *tokens, *behind):
+        raise ConfigError("its tokenizer joins the text of an image with what stands beside it; this cannot be served")
+    return tokens
+
+
+def _prove(whole: Any, made: Path, tokenizer: Any, digest: str, seen: Seen | None) -> None:
+    """Raises ConfigError if the part in `made` does not give the logits of the whole."""
+    part = language_part(whole)
+    show_images(part, made)
+    known = KnownImages(made)
+    text = tuple(tokenizer("How many are there?", add_special_tokens=False)["input_ids"])
+    tokens = (*text, *(known.tokens(digest) if digest else ()), *text)
+    expected = whole(input_ids=torch.tensor([known.in_vocabulary(tokens)]), **(seen.inputs if seen else {})).logits
+    logits = part(input_ids=torch.tensor([tokens])).logits
+    if not (logits - expected).norm() <= TOLERANCE * expected.norm():
+        what = "a text" if seen is None else "a text with an image"
+        raise ConfigError(
+            f"its language part gives other numbers for {what} than the whole model (relative difference "
+            f"{float((logits - expected).norm() / expected.norm()):.1g}), so it cannot be trained alone"
+        )
+
+
+def main(asked: str) -> int:
+    """Called in the process that `images.py` starts. Returns its exit code; the last line on stderr says what is wrong."""
+    given = json.loads(asked)
+    try:
+        make(Path(given["source"]), Path(given["home"]), Path(given["made"]), given["images"])
+    except ConfigError as error:
+        echo(str(error).replace("\n", " "), err=True)
+        return 1
+    return 0

@@ -1,0 +1,286 @@
+"""Rows with images: what a column may hold, what the model is shown, what the reward is given, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+from headrace.core.errors import ConfigError
+from headrace.durable.journal import ReadyRecord
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.python_rows import fingerprint, rows_of
+from headrace.episodes.tasks.row_images import images_in
+from headrace.episodes.tasks.rows import RowsTask
+from headrace.facts.recorder import Recorder
+from headrace.models import images as module
+from headrace.models.chat import ChatEncoder
+from headrace.models.images import REFUSED, ImageFile, KnownImages, image_of, with_images
+from headrace.run.config import load_config
+from headrace.run.contents import contents_of
+from headrace.run.resume_rules import check_resumable, meaning
+from headrace.run.seeing import model_of
+from headrace.views.report import write_report
+from support import tiny_seeing
+from support.fact_stream import FactStream, records_of, write_journal
+from support.tiny_run import Config, tiny_config
+from support.tiny_seeing import made, picture, tokenizer
+
+PICTURES = [picture(seed) for seed in range(6)]
+
+
+def url(image: ImageFile) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image.data).decode()}"
+
+
+def file(directory: Path, number: int) -> str:
+    (directory / f"{number}.png").write_bytes(PICTURES[number].data)
+    return f"{number}.png"
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    """One question for all rows. The last one shows two images, the one before none."""
+    return [
+        {"prompt": "many?", "image": file(directory, 0)},
+        {"prompt": "many?", "image": url(PICTURES[1])},
+        {"prompt": "many?", "image": {"bytes": None, "path": file(directory, 2)}},
+        {"prompt": "many?", "image": []},
+        {"prompt": "many?", "image": [file(directory, 3), url(PICTURES[0])]},
+    ]
+
+
+def written(directory: Path, given: list[dict[str, Any]]) -> TaskConfig:
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    path = str(directory / "rows.jsonl")
+    return TaskConfig(kind="jsonl", path=path, images=("image",), held_out=0, shuffle=False)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return made("smolvlm", PICTURES[:4])
+
+
+def task(config: TaskConfig, model: Path) -> RowsTask:
+    return RowsTask(config, 0, ChatEncoder(model))
+
+
+def test_an_image_is_a_path_bytes_an_entry_a_url_or_an_object(tmp_path: Path):
+    name, opened = file(tmp_path, 0), Image.open(io.BytesIO(PICTURES[0].data))
+    given = [name, str(tmp_path / name), PICTURES[0].data, {"bytes": PICTURES[0].data, "path": "x"}, url(PICTURES[0])]
+    assert {image_of(value, tmp_path).digest for value in given} == {PICTURES[0].digest}
+    again = Image.open(io.BytesIO(image_of(opened, tmp_path).data))
+    assert again.tobytes() == opened.tobytes(), "an object is saved without loss"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "holds no image (null)"),
+        (7, "a value of type int"),
+        ("gone.png", "gone.png, which cannot be read (No such file or directory); paths are relative to the file"),
+        ("data:image/png;base64,%%", "a data: URL that is not base64"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_its_place(value: Any, said: str, tmp_path: Path):
+    config = written(tmp_path, [{"prompt": "many?", "image": []}, {"prompt": "many?", "image": value}])
+    with pytest.raises(ConfigError) as caught:
+        images_in(config)
+    assert "rows.jsonl, row 2: the column image (task.images) " in str(caught.value) and said in str(caught.value)
+
+
+def test_prompts_show_their_images_and_rewards_get_the_files(tmp_path: Path, model: Path):
+    drawn = task(written(tmp_path, rows(tmp_path)), model)
+    prompts = [drawn.draw() for _ in range(5)]
+    known, words = KnownImages(model), tokenizer("smolvlm")
+    expected = [[0], [1], [2], [], [3, 0]]
+    for prompt, shown in zip(prompts, expected, strict=True):
+        assert [Path(path).read_bytes() for path in prompt.images] == [PICTURES[number].data for number in shown]
+        marks = "<image>" * len(shown)
+        text = words(f"user: {marks}many?<end>\nassistant: ", add_special_tokens=False)["input_ids"]
+        given = iter(shown)
+        tokens = [
+            part
+            for token in text
+            for part in (known.tokens(PICTURES[next(given)].digest) if token == known.placeholder else (token,))
+        ]
+        assert list(prompt.tokens) == tokens
+    assert prompts[0].columns["image"] == prompts[0].images[0] and prompts[4].columns["image"] == list(
+        prompts[4].images
+    )
+    assert len({prompt.tokens for prompt in prompts}) == 5
+    assert "<image><image>" in ChatEncoder(model).written(prompts[0].tokens)
+
+
+def test_the_text_of_a_placeholder_in_a_question_is_text(tmp_path: Path, model: Path):
+    given = [{"prompt": "see <image> here", "image": file(tmp_path, 0)}]
+    prompt = task(written(tmp_path, given), model).draw()
+    assert KnownImages(model).placeholder not in prompt.tokens
+    assert "see <image> here" in ChatEncoder(model).written(prompt.tokens)
+
+
+def test_equal_questions_with_other_images_are_other_rows(tmp_path: Path, model: Path):
+    config = written(tmp_path, [*rows(tmp_path), {"prompt": "many?", "image": url(PICTURES[0])}])
+    held = task(dataclasses.replace(config, held_out=1), model)
+    assert [prompt.images for prompt in held.held_out(1)] == [held.held_out(1)[0].images]
+    assert Path(held.held_out(1)[0].images[0]).name == PICTURES[0].digest
+    drawn = {held.draw().images for _ in range(4)}
+    assert len(drawn) == 4 and held.held_out(1)[0].images not in drawn, "the first row shows the held-out image"
+
+
+def test_an_image_that_has_changed_is_refused(tmp_path: Path, model: Path):
+    config = written(tmp_path, rows(tmp_path))
+    state = task(config, model).state()
+    (tmp_path / "0.png").write_bytes(PICTURES[5].data)
+    with pytest.raises(ConfigError, match=r"row 1: holds an image .* whose features were not computed: it has changed"):
+        task(config, model)
+    (tmp_path / "0.png").write_bytes(PICTURES[3].data)
+    with pytest.raises(ConfigError, match="is not the one that the checkpoint was written with"):
+        task(config, model).restore(state)
+
+
+def test_columns_that_nobody_names_are_refused(tmp_path: Path, model: Path):
+    config = written(tmp_path, [{"prompt": "many?", "image": file(tmp_path, 0), "video": "x.mp4"}])
+    with pytest.raises(ConfigError, match="the column video .* video and audio are not served"):
+        task(config, model)
+    with pytest.raises(ConfigError, match=r'set task.images = \["image"\] if the model is to see it'):
+        task(dataclasses.replace(config, images=()), model)
+    with pytest.raises(
+        ConfigError, match=r"row 1: the column other \(task.images\) is missing; the columns are: prompt"
+    ):
+        images_in(dataclasses.replace(config, images=("other",)))
+
+
+def test_rows_from_python_hold_their_images(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = [{"prompt": "many?", "image": file(tmp_path, 0)}, {"prompt": "many?", "image": PICTURES[1].data}]
+    held = rows_of(given, ["image"])
+    (tmp_path / "0.png").write_bytes(PICTURES[2].data)
+    assert fingerprint(held) != fingerprint(rows_of(given, ["image"]))
+    config = TaskConfig(kind="python", rows="x", images=("image",))
+    assert [image.digest for image in images_in(config, held)] == [PICTURES[0].digest, PICTURES[1].digest]
+    with pytest.raises(ConfigError, match="pass the same rows from Python again"):
+        images_in(config)
+
+
+# --- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "llama", "whisper"])
+def test_other_models_are_refused_by_name(kind: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ConfigError, match="and that is not served") as caught:
+        with_images(tmp_path, PICTURES[:1], 'task.images = ["image"]')
+    assert REFUSED.get(kind, f"{kind} is not among the types") in str(caught.value)
+    assert with_images(tmp_path, ()) == tmp_path, "without images it is loaded as it is"
+
+
+def test_a_model_that_sees_trains_no_adapters():
+    path = str(tiny_seeing.saved("llava"))
+    with pytest.raises(ConfigError, match="and no adapters: remove lora.rank"):
+        model_of(path, TaskConfig(kind="jsonl", path="x"), adapted=True)
+
+
+def test_files_that_are_no_images_are_refused():
+    with pytest.raises(ConfigError, match="cannot be read as one"):
+        made("llava", [ImageFile(b"no image")])
+
+
+def test_a_template_that_marks_no_places_is_refused(tmp_path: Path, model: Path):
+    encoder = ChatEncoder(model)
+    encoder._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="marks 0 places for 1 images"):
+        RowsTask(written(tmp_path, rows(tmp_path)[:1]), 0, encoder).draw()
+
+
+def test_the_directory_is_made_once_and_again_for_other_images(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    asked: list[list[str]] = []
+
+    def make(source: Path, home: Path, to: Path, images: Any) -> None:
+        asked.append([image.digest for image in images])
+        (to / module.FOLDER).mkdir(parents=True)
+        (to / module.FOLDER / module.INDEX).write_text("{}")
+
+    monkeypatch.setattr(module, "_make", make)
+    path = tiny_seeing.saved("llava")
+    first = with_images(path, [PICTURES[0], PICTURES[1], PICTURES[0]])
+    assert with_images(path, PICTURES[:2]) == first and asked == [[PICTURES[0].digest, PICTURES[1].digest]]
+    assert with_images(path, [PICTURES[1], PICTURES[0]]) != first, "the order gives the numbers"
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------
+
+
+def settings(directory: Path, **tables: Any) -> Config:
+    given = rows(directory)
+    config = tiny_config(directory, tiny_seeing.saved("smolvlm"), **tables)
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    config["task"] = {"images": ["image"], "held_out": 0, **config["task"], **tables.get("task", {})}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("engine.kind", "vllm", 'set engine.kind = "native"'),
+        ("engine.path", "kernels", "remove engine.path and engine.weights"),
+        ("lora.rank", 4, "lora.rank trains something else"),
+        ("train.parity", "bitwise", 'set it to "off"'),
+        ("train.offload_optimizer", True, "remove train.weights and train.offload_optimizer"),
+        ("environment.function", "near.py:play", "environment.function makes messages of its own"),
+        ("warm_start.path", "rows.jsonl", "warm_start.path trains something else"),
+        ("task.chat", False, "set task.chat = true and task.examples = 0"),
+        ("task.images", ["prompt"], "or that of the prompt; name each once"),
+        ("orchestration.kind", "ray", "orchestration brings workers of others"),
+    ],
+)
+def test_settings_that_images_exclude_are_refused_with_their_remedy(
+    setting: str, value: Any, said: str, tmp_path: Path
+):
+    section, _, name = setting.partition(".")
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings(tmp_path, **{section: {name: value}}))
+    assert said in str(caught.value)
+    load_config(settings(tmp_path))
+
+
+def test_a_run_is_not_resumed_with_other_images(tmp_path: Path):
+    config = load_config(settings(tmp_path))
+    before = meaning(config, contents_of(config))
+    check_resumable(before, meaning(config, contents_of(config)))
+    (tmp_path / "0.png").write_bytes(PICTURES[5].data)
+    with pytest.raises(ConfigError, match="task.images have changed"):
+        check_resumable(before, meaning(config, contents_of(config)))
+
+
+# --- the report --------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_shows_the_images_of_a_rollout(tmp_path: Path):
+    (tmp_path / "shown").write_bytes(PICTURES[0].data)
+    (tmp_path / "text").write_text("<b>no image</b>")
+    facts = list(FactStream(steps=3).facts())
+    images = tuple(str(tmp_path / name) for name in ("shown", "text", "gone"))
+    records = [with_pictures(record, images) for record in records_of(facts)]
+    recorder = Recorder(tmp_path)
+    for fact in facts:
+        recorder.record(fact)
+    recorder.close()
+    write_journal(tmp_path, records)
+    html = write_report(tmp_path).read_text()
+    assert f'<img src="{url(PICTURES[0])}"' in html
+    assert ">image text</span>" in html and ">image gone</span>" in html and "<b>no image</b>" not in html
+
+
+def with_pictures(record: Any, images: tuple[str, ...]) -> Any:
+    if not isinstance(record, ReadyRecord):
+        return record
+    prompt = msgspec.structs.replace(record.group.prompt, images=images)
+    return msgspec.structs.replace(record, group=msgspec.structs.replace(record.group, prompt=prompt))

@@ -1,0 +1,190 @@
+"""Models that see: engine and trainer have the numbers of transformers' own forward pass over the same images."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt
+from headrace.models.images import FOLDER, ROWS, KnownImages, source_of
+from headrace.models.vision import FAMILIES as FAMILIES_OF
+from headrace.models.vision import _prove, language_part
+from headrace.trainer.model.causal_lm import export_model, load_model
+from headrace.trainer.step.reference import frozen
+from support import tiny_seeing
+from support.native_calls import drawn, greedy, make_engine, run
+from support.tiny_seeing import FAMILIES, inputs, made, picture, prompt, seeing
+from support.trainer_calls import gradients, near, trainer
+
+TOLERANCE = 1e-5
+IMAGES = [picture(1), picture(2), picture(3, 48, 32)]
+
+
+@torch.no_grad()
+def told(family, directory, images, tokens: tuple[int, ...], sampled: tuple[int, ...]) -> torch.Tensor:
+    """[T, V] log-probs by the whole model, of the positions of `sampled`."""
+    known = KnownImages(directory)
+    whole = tiny_seeing.seeing(family)
+    ids = torch.tensor([known.in_vocabulary((*tokens, *sampled))])
+    logits = whole(input_ids=ids, **(inputs(family, images) if images else {})).logits[0]
+    return logits[len(tokens) - 1 : -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("path", ["hf", "cache"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_has_the_log_probs_of_the_whole_model(family, path):
+    directory = made(family, IMAGES)
+    engine = make_engine(directory, path=path)
+    asked = {"one": IMAGES[:1], "other": IMAGES[1:2], "both": [IMAGES[2], IMAGES[0]], "none": []}
+    requests = [greedy(name, prompt(family, directory, images), 5) for name, images in asked.items()]
+    answers = run(engine, requests)
+    for request in requests:
+        answer = answers[request.id]
+        expected = told(family, directory, asked[request.id], request.prompt, answer.tokens)
+        assert answer.tokens == expected.argmax(-1).tolist()
+        assert torch.tensor(answer.logprobs).sub(expected.max(-1).values).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("path", ["hf", "cache"])
+def test_prompts_that_differ_in_their_image_alone_share_nothing_of_it(path):
+    directory = made("smolvlm", IMAGES)
+    engine = make_engine(directory, path=path)
+    known = KnownImages(directory)
+    text = "?" * 40
+    first, second = (prompt("smolvlm", directory, [image], text) for image in IMAGES[:2])
+    assert known.in_vocabulary(first) == known.in_vocabulary(second), "tokens of the vocabulary are the same"
+    run(engine, [greedy("before", first, 3)])
+    reused = engine.stats().cached_tokens
+    answers = run(engine, [greedy("second", second, 4), *(drawn(str(i), second, seed=i, tokens=4) for i in range(2))])
+    expected = told("smolvlm", directory, IMAGES[1:2], second, answers["second"].tokens)
+    assert torch.tensor(answers["second"].logprobs).sub(expected.max(-1).values).abs().max() < TOLERANCE
+    again = run(engine, [greedy("again", first, 3)])
+    assert engine.stats().cached_tokens > reused, "the same image again is found"
+    expected = told("smolvlm", directory, IMAGES[:1], first, again["again"].tokens)
+    assert torch.tensor(again["again"].logprobs).sub(expected.max(-1).values).abs().max() < TOLERANCE
+
+
+def test_an_engine_refuses_what_it_has_no_features_of():
+    directory, more = made("smolvlm", IMAGES[:1]), made("smolvlm", IMAGES)
+    engine = make_engine(directory)
+    unknown = prompt("smolvlm", more, IMAGES[2:])
+    with pytest.raises(ValueError, match="is not in the model's vocabulary"):
+        engine.add(greedy("unknown", unknown))
+    with pytest.raises(ValueError, match="have no log-probs"):
+        engine.add(greedy("scored", prompt("smolvlm", directory, IMAGES[:1]), prompt_logprobs=True))
+    with pytest.raises(ConfigError, match='engine.path = "fused" does not serve llama here: its prompts hold features'):
+        make_engine(directory, path="fused")
+
+
+def test_a_server_is_told_that_a_run_takes_the_model_apart():
+    with pytest.raises(ConfigError, match="it sees, and only a run takes its language part apart"):
+        make_engine(tiny_seeing.saved("llava"))
+
+
+def rows(family, directory, rng: random.Random) -> list[tuple[list, Row]]:
+    """Rows with the images of each: two rollouts of a prompt with one image, one of the same text with another, one without."""
+    made_rows = []
+    for images in (IMAGES[:1], IMAGES[:1], IMAGES[1:2], [IMAGES[2], IMAGES[0]], []):
+        tokens = tuple(rng.randrange(95) for _ in range(rng.randint(2, 6)))
+        count = len(tokens)
+        row = Row(
+            prompt(family, directory, images),
+            tokens,
+            tuple(rng.gauss(-4, 0.5) for _ in range(count)),
+            (rng.gauss(0, 1),) * count,
+            (True,) * count,
+            (0,) * count,
+        )
+        made_rows.append((images, row))
+    return made_rows
+
+
+def expected_gradients(family, directory, given) -> dict[str, torch.Tensor]:
+    """By autograd over the whole model, row by row: PPO by its formula, the mean over tokens."""
+    whole, known = seeing(family), KnownImages(directory)
+    losses = []
+    for images, row in given:
+        ids = torch.tensor([known.in_vocabulary(row.prompt + row.tokens)])
+        logits = whole(input_ids=ids, **(inputs(family, images) if images else {})).logits[0]
+        logprobs = logits[len(row.prompt) - 1 : -1].log_softmax(-1)
+        for place, token in enumerate(row.tokens):
+            ratio = torch.exp(logprobs[place, token] - row.logprobs[place])
+            advantage = row.advantages[place]
+            losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    torch.stack(losses).mean().backward()
+    trained = {id(tensor): name for name, tensor in whole.named_parameters() if tensor.grad is not None}
+    part = language_part(whole)
+    by_value = {tensor.data_ptr(): name for name, tensor in part.named_parameters()}
+    return {
+        by_value[tensor.data_ptr()]: tensor.grad
+        for tensor in whole.parameters()
+        if id(tensor) in trained and tensor.data_ptr() in by_value
+    }
+
+
+@pytest.mark.parametrize("path", ["torch", "kernels"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trainer_has_the_gradient_of_the_whole_model(family, path):
+    directory = made(family, IMAGES)
+    given = rows(family, directory, random.Random(5))
+    groups = tuple(Group(number, Prompt("p", "", row.prompt), (), (row,)) for number, (_, row) in enumerate(given))
+    _, found = gradients(trainer(directory, path=path), Batch(0, groups, 1.0))
+    expected = expected_gradients(family, directory, given)
+    assert found.keys() == expected.keys() and len(found) > 15
+    near(found, expected)
+
+
+def test_the_reference_of_a_run_sees_the_same_images():
+    """A frozen copy, which shares the table."""
+    directory = made("smolvlm", IMAGES)
+    model = load_model(directory, torch.device("cpu"))
+    copied = frozen(model, torch.float32)
+    tokens = torch.tensor([prompt("smolvlm", directory, IMAGES[:1])])
+    assert copied.get_input_embeddings().images is model.get_input_embeddings().images
+    assert torch.equal(copied(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+def test_a_number_without_a_row_is_refused():
+    directory, more = made("smolvlm", IMAGES[:1]), made("smolvlm", IMAGES)
+    model = load_model(directory, torch.device("cpu"))
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([prompt("smolvlm", more, IMAGES[2:])]))
+
+
+def test_features_that_are_not_the_whole_models_are_refused():
+    directory = made("internvl", IMAGES[:1])
+    whole, words = seeing("internvl"), tiny_seeing.tokenizer("internvl")
+    seen = FAMILIES_OF["internvl"](tiny_seeing.processor("internvl"), whole, words, tiny_seeing.opened(IMAGES[0]))
+    _prove(whole, directory, words, IMAGES[0].digest, seen)
+    rows = directory / FOLDER / ROWS
+    save_file({name: tensor + 0.1 for name, tensor in load_file(rows).items()}, rows)
+    with pytest.raises(ConfigError, match="gives other numbers for a text with an image than the whole model"):
+        _prove(whole, directory, words, IMAGES[0].digest, seen)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_is_the_whole_model_with_the_trained_language_part(family, tmp_path):
+    directory = made(family, IMAGES)
+    assert source_of(directory) == tiny_seeing.saved(family)
+    model = load_model(directory, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    saved = model.state_dict()
+    export_model(model, directory, tmp_path / "out", dtype="float32", whole=saved.__getitem__)
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    assert type(whole) is type(seeing(family)) and not (tmp_path / "out" / FOLDER).exists()
+    assert (tmp_path / "out" / "preprocessor_config.json").exists() and (tmp_path / "out" / "tokenizer.json").exists()
+    tokens = prompt(family, directory, IMAGES[:1])
+    ids = torch.tensor([KnownImages(directory).in_vocabulary(tokens)])
+    with torch.no_grad():
+        expected = whole(input_ids=ids, **inputs(family, IMAGES[:1])).logits
+        assert (model(input_ids=torch.tensor([tokens])).logits - expected).abs().max() < TOLERANCE
+        before = seeing(family)(input_ids=ids, **inputs(family, IMAGES[:1])).logits
+        assert (before - expected).abs().max() > 0.01
