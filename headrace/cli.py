@@ -36,6 +36,7 @@ from headrace.commands.show import show_commands
 from headrace.commands.show.preflight_command import add_preflight
 from headrace.commands.training import train_command
 from headrace.commands.training.init_command import add_init
+from headrace.commands.training.sweep_command import add_sweep
 from headrace.core.errors import ConfigError, HeadraceError, RunPaused
 from headrace.core.printing import echo, guard_streams, say
 
@@ -96,7 +97,7 @@ def _fitted(line: str) -> list[str]:
 
 GROUPS = {
     "Begin": ("demo", "init", "import", "recipes", "doctor"),
-    "Train": ("train", "eval", "export", "preflight", "plan"),
+    "Train": ("train", "sweep", "eval", "export", "preflight", "plan"),
     "Look at runs": ("board", "status", "ls", "report", "compare"),
     "Find out why": ("inspect", "replay", "diff"),
     "Serve and join": ("serve", "worker", "rollouts", "gateway", "pool"),
@@ -139,6 +140,7 @@ def front_parser() -> Parser:
     add_init(commands)
     add_import(commands)
     train_command.add_train(commands)
+    add_sweep(commands)
     starting.add_demo_arguments(add_command(commands, "demo", starting.demo(train_command.train), starting.DEMO_IS))
     starting.add_recipes_arguments(add_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))
     train_command.add_eval(commands)

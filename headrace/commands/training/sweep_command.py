@@ -1,0 +1,188 @@
+"""`headrace sweep CONFIG`: a run for each combination of settings and each seed, one after the other, and a table of what they reached."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, positive
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
+
+
+class SweepRun(NamedTuple):
+    """One run of a sweep."""
+
+    values: tuple[str, ...]
+    """Its `setting=value`, in the order of the command line."""
+    sets: tuple[str, ...]
+    """All that `--set` gives it."""
+    directory: Path
+
+    def command(self, config: str) -> list[str]:
+        """Returns the words that start it, or resume it where it has begun."""
+        if (self.directory / "config.toml").exists():
+            return ["headrace", "train", "--resume", str(self.directory)]
+        return ["headrace", "train", config, *(word for one in self.sets for word in ("--set", one))]
+
+
+def add_sweep(commands: Commands) -> None:
+    parser = add_command(
+        commands, "sweep", _sweep, "train once for each combination of settings and each seed, and compare"
+    )
+    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="a.b=c,d",
+        help="a setting and its values; may be given several times",
+    )
+    parser.add_argument(
+        "--seeds", type=positive, default=1, metavar="N", help="runs of each combination (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--name", default="", help="the folder of its runs under out/ (default: the config's name and -sweep)"
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print a command for each run that is not finished, and start none"
+    )
+    add_set(parser)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    runs = runs_of(arguments.config, arguments.over, arguments.seeds, name=arguments.name, sets=arguments.set)
+    folder = runs[0].directory.parent
+    waiting = [one for one in runs if not is_finished(one.directory)]
+    if arguments.print:
+        for one in waiting:
+            echo(shlex.join(one.command(arguments.config)))
+        return 0
+    echo(f"{len(runs)} runs in {folder}, {len(runs) - len(waiting)} finished; all at once: headrace board {folder}")
+    failed = 0
+    for number, one in enumerate(waiting, len(runs) - len(waiting) + 1):
+        echo(f"\nrun {number} of {len(runs)}: {one.directory.name}")
+        code = subprocess.call([sys.executable, "-m", *one.command(arguments.config)])
+        if code == INTERRUPTED:
+            echo("interrupted; the same command goes on where it stopped")
+            return INTERRUPTED
+        failed += code != 0
+    _tell(runs)
+    if failed:
+        echo(f"{failed} of {len(runs)} runs did not finish; the same command resumes them")
+    return 1 if failed else 0
+
+
+def runs_of(config: str, over: Sequence[str], seeds: int, *, name: str, sets: Sequence[str]) -> list[SweepRun]:
+    """Returns all runs. Raises ConfigError before one is started if a setting or a combination is refused."""
+    from headrace.run.config import load_config
+
+    base = load_config(config, sets)
+    for one in over:
+        if one.partition("=")[0] in ("name", "out", "seed"):
+            raise ConfigError(
+                f"--over {one}: a sweep names its runs itself; use --name, --set out=..., and --seeds for seeds"
+            )
+    folder = Path(base.out) / (name or f"{base.name}-sweep")
+    found = []
+    for values in itertools.product(*map(_values, over)):
+        for seed in range(base.seed, base.seed + seeds):
+            called = "_".join([*map(_short, values), f"seed-{seed}"])
+            mine = (*sets, *values, f'out="{folder}"', f'name="{called}"', f"seed={seed}")
+            try:
+                load_config(config, mine)
+            except ConfigError as error:
+                raise ConfigError(f"{' '.join(values) or config}: {error}") from None
+            found.append(SweepRun(values, mine, folder / called))
+    if twice := [one.directory.name for one in found if [other.directory for other in found].count(one.directory) > 1]:
+        raise ConfigError(f"two runs would be called {twice[0]}; give each value of --over once")
+    return found
+
+
+def _values(over: str) -> list[str]:
+    """`a.b=1,[2,3]` -> `["a.b=1", "a.b=[2,3]"]`."""
+    setting, sign, values = over.partition("=")
+    if not sign or not values:
+        raise ConfigError(
+            f"--over {over}: write it as section.setting=value,value, for example --over train.learning_rate=1e-6,1e-5"
+        )
+    return [f"{setting}={value.strip()}" for value in re.split(r",(?![^\[{]*[\]}])", values)]
+
+
+def _short(value: str) -> str:
+    """`train.learning_rate=1e-6` -> `learning_rate-1e-6`."""
+    setting, _, given = value.partition("=")
+    return f"{setting.rpartition('.')[2]}-" + re.sub(r"[^\w.-]+", "-", given).strip("-.")
+
+
+def is_finished(directory: Path) -> bool:
+    from headrace.processes.health.live_status import Follower
+
+    follower = Follower(directory)
+    follower.read()
+    return follower.state.ended is not None and follower.state.ended.reason == "finished"
+
+
+class Reached(NamedTuple):
+    """What the seeds of one combination have reached."""
+
+    values: tuple[str, ...]
+    held_out: list[float]
+    drawn: list[float]
+
+
+def reached(runs: Sequence[SweepRun]) -> list[Reached]:
+    """Returns the finished runs' last held-out rewards and drawn rewards by combination, the best first."""
+    found: dict[tuple[str, ...], Reached] = {}
+    for one in runs:
+        row = found.setdefault(one.values, Reached(one.values, [], []))
+        if is_finished(one.directory):
+            held_out, drawn = _last(one.directory)
+            row.held_out.extend(held_out)
+            row.drawn.extend(drawn)
+    return sorted(found.values(), key=lambda row: -fmean(row.held_out or row.drawn or [-math.inf]))
+
+
+def _last(directory: Path) -> tuple[list[float], list[float]]:
+    from headrace.facts import run_state
+    from headrace.processes.health.live_status import Follower
+
+    follower = Follower(directory)
+    follower.read()
+    evals = [one.reward_mean for one in follower.state.evals if one.prompts][-1:]
+    drawn = run_state.recent_reward(follower.state)
+    return evals, [] if drawn is None else [drawn]
+
+
+def _tell(runs: Sequence[SweepRun]) -> None:
+    from headrace.views.screen.console import Console
+    from headrace.views.screen.layout import FittedTable, TableColumn
+
+    rows, settings = reached(runs), [value.partition("=")[0] for value in runs[0].values]
+    table = FittedTable([
+        *(TableColumn(title=setting.rpartition(".")[2]) for setting in settings),
+        TableColumn(title="finished", number=True), TableColumn(title="held out", number=True), TableColumn(title="reward", number=True),
+    ])  # fmt: skip
+    each = len(runs) // max(1, len(rows))
+    for row in rows:
+        given = (value.partition("=")[2] for value in row.values)
+        table.add_row(*given, f"{len(row.drawn)} of {each}", *_cells(row))
+    Console().print(table)
+    echo("held out: the last evaluation; reward: of the last steps; ±: the standard error over seeds")
+
+
+def _cells(row: Reached) -> Iterator[str]:
+    from headrace.facts.texts import with_error
+
+    for values in (row.held_out, row.drawn):
+        error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+        yield with_error(fmean(values), error) if values else "–"

@@ -1,0 +1,95 @@
+"""`headrace sweep`: which runs it makes, that it goes on where it stopped, and what its table says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main
+from headrace.commands.training.sweep_command import is_finished, reached, runs_of
+from headrace.core.errors import ConfigError
+from headrace.facts.facts import RunEnded
+from support.tiny_run import of, tiny_config
+
+
+def config_of(directory: Path, model: Path, **tables: object) -> str:
+    from headrace.run.config import dump_config, read_config
+
+    tree = tiny_config(directory, model, **{"train": {"steps": 2}, "eval": {"prompts": 4, "samples": 1}, **tables})
+    path = directory / "tiny.toml"
+    path.write_text(dump_config(read_config(tree)))
+    return str(path)
+
+
+def test_there_is_a_run_for_each_combination_and_seed(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    config = config_of(tmp_path, tiny_tokenizer, seed=5, lora={"rank": 2})
+    over = ["train.learning_rate=1e-3,2e-3", "algo.name=grpo,rloo", 'lora.targets="all-linear",["q_proj","v_proj"]']
+    runs = runs_of(config, over, 2, name="", sets=["rollout.max_tokens=4"])
+    assert len(runs) == 16 and len({one.directory for one in runs}) == 16
+    first, last = runs[0], runs[-1]
+    assert (
+        first.directory == tmp_path / "runs" / "tiny-sweep" / "learning_rate-1e-3_name-grpo_targets-all-linear_seed-5"
+    )
+    assert (
+        last.values == ("train.learning_rate=2e-3", "algo.name=rloo", 'lora.targets=["q_proj","v_proj"]')
+        and "seed=6" in last.sets
+    )
+    assert first.command(config)[:3] == ["headrace", "train", config] and "rollout.max_tokens=4" in first.command(
+        config
+    )
+    (first.directory).mkdir(parents=True)
+    (first.directory / "config.toml").touch()
+    assert first.command(config) == ["headrace", "train", "--resume", str(first.directory)], (
+        "it goes on where it stopped"
+    )
+
+
+@pytest.mark.parametrize(
+    ("over", "words"),
+    [
+        ("train.learning_rate", "write it as section.setting=value,value"),
+        ("seed=1,2", "--seeds for seeds"),
+        ("name=a,b", "names its runs itself"),
+        ("train.steps=1,0", "train.steps=0: train.steps = 0 does not fit"),
+        ("train.stepps=1", "is not a setting"),
+        ("train.steps=1,1", "two runs would be called steps-1_seed-0"),
+    ],
+)
+def test_everything_is_refused_before_a_run_is_started(
+    tmp_path: Path, tiny_tokenizer: Path, over: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        runs_of(config_of(tmp_path, tiny_tokenizer), [over], 1, name="", sets=[])
+    assert words in str(refused.value)
+
+
+def test_commands_are_printed_for_a_cluster(
+    tmp_path: Path, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, tiny_tokenizer)
+    assert main(["sweep", config, "--over", "train.steps=1,2", "--seeds", "2", "--print"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(line.startswith(f"headrace train {config} --set train.steps=") for line in lines)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_runs_are_trained_and_compared_and_finished_ones_are_not_repeated(
+    tmp_path: Path, tiny_llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, tiny_llama)
+    words = ["sweep", config, "--over", "train.learning_rate=1e-3,1e-2", "--seeds", "2"]
+    runs = runs_of(config, words[3:4], 2, name="", sets=[])
+    assert main(words) == 0
+    said = capfd.readouterr().out
+    assert "4 runs in" in said and said.count("run 4 of 4") == 1
+    assert said[said.rindex("learning_rate") :].count("2 of 2") == 2 and "±" in said
+    assert all(is_finished(one.directory) for one in runs)
+    rows = reached(runs)
+    assert [len(row.held_out) for row in rows] == [2, 2] and all(
+        math.isfinite(value) for row in rows for value in row.held_out
+    )
+    assert main(words) == 0 and "run 1 of" not in capfd.readouterr().out
+    assert all(len(of(one.directory, RunEnded)) == 1 for one in runs)
