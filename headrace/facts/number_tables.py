@@ -317,6 +317,91 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
     return step, {name: value for name, value in values.items() if math.isfinite(value)}
 
 
+TITLES = {
+    "cost/dollars": "Cost so far, dollars",
+    "cost/dollars_per_million_tokens": "Cost of a million trained tokens, dollars",
+    "cost/dollars_per_step": "Cost of a step, dollars",
+    "held_out/failed_prompts": "Held-out prompts without a reward",
+    "held_out/length": "Length of held-out completions, tokens",
+    "held_out/reward": "Held-out reward, mean",
+    "identity/kl": "Engine against trainer in probes: KL, nats a token",
+    "identity/mean_abs_diff": "Engine against trainer in probes: mean difference of a log-prob, nats",
+    "lag/max": "Lag, oldest trained token, steps",
+    "lag/mean": "Lag, mean over trained tokens, steps",
+    "lag/min": "Lag, newest trained token, steps",
+    "lag/mixed_tokens": "Tokens in groups that met new weights",
+    "lag/old_cache_tokens": "Tokens sampled over keys and values of older weights",
+    "lag/outside_tokens": "Tokens outside the bound of the lag, left out",
+    "lag/rollouts_swapped": "Rollouts that met new weights, share",
+    "length/mean": "Length of trained completions, tokens",
+    "length/truncated_share": "Trained completions cut off, share",
+    "prompts/distance": "Curriculum: distance from uniform draws",
+    "prompts/effective": "Curriculum: effective number of prompts",
+    "reward/drawn": "Reward of all drawn rollouts, mean",
+    "reward/std": "Reward within the step, standard deviation",
+    "reward/trained": "Reward of trained rollouts, mean",
+    "share/dropped": "Groups dropped, share of the last ones",
+    "share/failed": "Rollouts failed, share of the last ones",
+    "share/no_contrast": "Groups without contrast, share of the last ones",
+    "share/truncated": "Completions cut off, share of the last ones",
+    "sync/interrupted": "Requests interrupted by new weights",
+    "sync/pause_seconds": "Generation paused for new weights, seconds",
+    "sync/publish_seconds": "Publishing weights, seconds",
+    "sync/swap_seconds": "Swapping weights, seconds",
+    "time/engine_idle": "Engine idle, share",
+    "time/engine_tokens_per_second": "Sampled tokens a second",
+    "time/step_seconds": "A step of the trainer, seconds",
+    "time/train_tokens_per_second": "Trained tokens a second, while it trains",
+    "time/wait_seconds": "Trainer waited for rollouts, seconds",
+    "train/clip_fraction": "Tokens beyond a bound of the ratio, share",
+    "train/dropped_tokens": "Tokens without a log-prob of the sampler, left out",
+    "train/entropy": "Entropy of the policy, nats a token",
+    "train/grad_norm": "Norm of the gradient, before it is scaled down",
+    "train/graphs": "Shapes that were compiled",
+    "train/kl": "Trainer against sampler: KL, nats a token",
+    "train/loss": "Loss",
+    "train/lr": "Learning rate",
+    "train/missing_routes": "Tokens without recorded experts",
+    "train/outside_tokens": "Tokens outside of what the sampler kept",
+    "train/pair_margin": "Preferences: mean margin",
+    "train/pairs": "Preferences: pairs",
+    "train/pairs_agreed": "Preferences: pairs that the policy agrees with, share",
+    "train/ratio_max": "Largest ratio to the sampler",
+    "train/ratio_mean": "Mean ratio to the sampler",
+    "train/reference_kl": "Policy against reference: KL, nats a token",
+    "train/routing_conflicts": "Tokens whose siblings went to other experts",
+    "train/teacher_kl": "Policy against teacher: KL, nats a token",
+}
+_OF_LAG = {
+    "clipped": "beyond a bound of the ratio, share",
+    "ess": "effective sample size, share",
+    "kl": "KL to the sampler, nats a token",
+    "max": "largest difference of a log-prob, nats",
+    "p50": "median difference of a log-prob, nats",
+    "p90": "difference of a log-prob, 90th percentile, nats",
+    "p99": "difference of a log-prob, 99th percentile, nats",
+    "ratio": "mean ratio to the sampler",
+}
+
+
+def title_of(name: str) -> str:
+    """Returns what a number is, with its unit. A name that is not known, of another version, is its own title."""
+    room, _, leaf = name.partition("/")
+    if name in TITLES:
+        return TITLES[name]
+    if room == "reward":
+        return f"Reward {leaf}, mean of trained rollouts"
+    if lag := room.removeprefix("by_lag_") if room.startswith("by_lag_") else "":
+        said = (
+            f"taken out by {leaf.removeprefix('masked_')}, share"
+            if leaf.startswith("masked_")
+            else _OF_LAG.get(leaf, "")
+        )
+        whose = f"Tokens of lag {lag}" if lag[:1].isdigit() else f"Tokens of {lag} rollouts"
+        return f"{whose}: {said}" if said else name
+    return name
+
+
 def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
     report = row.report
     names = ("loss", "grad_norm", "lr", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "kl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
@@ -15,8 +16,12 @@ from hypothesis import strategies as st
 from test_report import report
 
 from headrace.core.reports import EngineStats
+from headrace.facts import number_tables
 from headrace.facts.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
 from headrace.facts.group_numbers import NO_CONTRAST
+from headrace.facts.number_tables import TITLES, scalars, title_of
+from headrace.facts.records import summarise
+from headrace.facts.run_state import RunState
 from headrace.views.report import write_report
 from headrace.views.report.data import load
 from headrace.views.report.svg import Chart, clock_ticks, extent, labels, ticks
@@ -293,3 +298,26 @@ def test_moments_beneath_the_pools_are_whole_and_distinct(page: str) -> None:
     assert len(told) >= 2 and len(set(told)) == len(told)
     (rule,) = re.findall(r"\.gantt-axis \{(.*?)\}", STYLE, re.S)
     assert "overflow" not in rule and re.search(r"margin: 0 26px", rule)
+
+
+def test_every_number_has_a_title_that_says_what_it_is() -> None:
+    """Of a run, and of the names that the code has: a new one needs a row."""
+    state, seen = RunState(), set[str]()
+    for fact in FactStream(steps=20).facts():
+        fact = summarise(fact) if isinstance(fact, StepTrained) else fact
+        state.fold(fact)  # type: ignore[arg-type]
+        seen |= scalars(fact, state)[1].keys()  # type: ignore[arg-type]
+    source = inspect.getsource(number_tables)
+    body = (
+        source[source.index("def scalars(") : source.index("TITLES = {")] + source[source.index("def _step_scalars") :]
+    )
+    seen |= set(
+        re.findall(r'"((?:cost|held_out|identity|lag|length|prompts|reward|share|sync|time|train)/[a-z_]+)"', body)
+    )
+    assert len(seen) > 60 and {"train/kl", "by_lag_1/ess", "cost/dollars"} <= seen
+    assert [name for name in sorted(seen) if title_of(name) == name] == []
+    assert set(TITLES) <= seen | {
+        f"train/{name}" for name in re.findall(r'^        "([a-z_]+)",$', body, re.MULTILINE)
+    }, "nothing else"
+    assert title_of("train/kl") == "Trainer against sampler: KL, nats a token" and title_of("of/later") == "of/later"
+    assert title_of("by_lag_3+/masked_veto") == "Tokens of lag 3+: taken out by veto, share"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.facts.health import Standing
-from headrace.facts.number_tables import MINUTES, STEP, TOKENS
+from headrace.facts.number_tables import MINUTES, STEP, TOKENS, title_of
 from headrace.facts.records import METRICS
 from headrace.facts.rollout_view import Pieces
 from headrace.facts.run_state import open_warnings
@@ -133,7 +133,7 @@ class RunsBoard:
         within: tuple[float, float],
         points: int,
     ) -> dict[str, Any]:
-        """Returns `{metric: {run: {x, y, low, high}}}`, and how many steps a point stands for."""
+        """Returns `{metric: {run: {x, y, low, high}}}`, the metrics' titles, and how many steps a point stands for."""
         drawn: dict[str, dict[str, Any]] = {metric: {} for metric in metrics}
         merged = 1
         for name in names:
@@ -146,7 +146,7 @@ class RunsBoard:
                 drawn[metric][name] = {"x": curve.x.tolist(), "y": curve.y.tolist()}
                 if curve.merged > 1:
                     drawn[metric][name] |= {"low": curve.low.tolist(), "high": curve.high.tolist()}
-        return {"curves": drawn, "merged": merged}
+        return {"curves": drawn, "titles": {metric: title_of(metric) for metric in metrics}, "merged": merged}
 
     def differences(self, names: Sequence[str]) -> str:
         return differences({name: self.run(name).run_dir for name in names})

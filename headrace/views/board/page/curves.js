@@ -92,11 +92,11 @@ export async function refreshCurves() {
   pairs.push(...view.runs.map((run) => ["run", run]), ...names.map((one) => ["metric", one]));
   const answer = await (await ask("/api/curves", pairs)).json();
   if (turn !== asked || !grid.isConnected) return;
-  grid.replaceChildren(...names.map(chart));
+  grid.replaceChildren(...names.map((name) => chart(name, answer.titles[name])));
   for (const name of names) fill(name, answer.curves[name]);
 }
 
-function chart(name) {
+function chart(name, title) {
   if (charts.has(name)) return charts.get(name).figure;
   const here = element("div", { class: "plot-here" }), legend = element("span", { class: "legend" });
   const buttons = element("span", { class: "buttons" },
@@ -104,8 +104,8 @@ function chart(name) {
     element("button", { type: "button", title: "larger or smaller", onclick: () => widen(name) }, "⤢"),
     element("button", { type: "button", title: "leave this chart out", onclick: () => change({ metrics: shown().filter((one) => one !== name) }, true) }, "×"));
   const figure = element("figure", { class: "live-chart", "data-metric": name },
-    element("figcaption", {}, element("b", {}, name), buttons, legend), here);
-  charts.set(name, { figure, here, legend, plot: null });
+    element("figcaption", {}, element("b", {}, title), buttons, title === name ? null : element("code", {}, name), legend), here);
+  charts.set(name, { figure, here, legend, title, plot: null });
   return figure;
 }
 
@@ -217,7 +217,7 @@ export function redrawCurves() {
 }
 
 function savePicture(name) {
-  const { plot } = charts.get(name);
+  const { plot, title } = charts.get(name);
   if (!plot) return;
   const from = plot.ctx.canvas, scale = devicePixelRatio, top = 54 * scale;
   const canvas = element("canvas", { width: from.width, height: from.height + top });
@@ -226,7 +226,7 @@ function savePicture(name) {
   pen.fillRect(0, 0, canvas.width, canvas.height);
   pen.fillStyle = css("--ink");
   pen.font = `600 ${14 * scale}px system-ui, sans-serif`;
-  pen.fillText(`${name} over ${AXES[view.over] ?? view.over}`, 12 * scale, 22 * scale);
+  pen.fillText(`${title} over ${AXES[view.over] ?? view.over}`, 12 * scale, 22 * scale);
   pen.font = `${12 * scale}px system-ui, sans-serif`;
   let left = 12 * scale;
   for (const run of view.runs) {
