@@ -328,8 +328,7 @@ async def _tried(
             most=config.rollout.max_tokens,
         )
         await _warm_start(found, config, encoder.using(config.task.rendering))
-        planned = await plan_teachers(config, encoder, inputs.rows)
-        found.planned_teachers += planned
+        found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
         episode: Episode | None = None
         if config.environment.is_handed_out:
             found.sections[f"Environment{several}"] = [("", "agents elsewhere play the rollouts: nothing was tried")]
