@@ -55,10 +55,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt_neox": ("GPTNeoX", {**SIZES, "initializer_range": 0.2}, "packed trees, chunked head"),
     "gpt2": ("GPT2", {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4}, "packed trees, chunked head"),
     "phi": ("Phi", {**SIZES, "initializer_range": 0.2}, "packed trees, chunked head"),  # its head has a bias
-    "gemma2": ("Gemma2", {**GQA, "query_pre_attn_scalar": 8}, "row by row, chunked head"),  # caps attention and logits
+    "gemma2": (
+        "Gemma2",
+        {**GQA, "query_pre_attn_scalar": 8},
+        "carried states, chunked head",
+    ),  # caps attention and logits
     "granite": ("Granite", {**GQA, "logits_scaling": 4.0}, "row by row, own head"),  # scales logits
-    "gpt_oss": ("GptOss", {**GQA, "num_local_experts": 4, "sliding_window": 4}, "row by row, chunked head"),  # sinks
-    "bloom": ("Bloom", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "row by row, chunked head"),
+    "gpt_oss": (
+        "GptOss",
+        {**GQA, "num_local_experts": 4, "sliding_window": 4},
+        "carried states, chunked head",
+    ),  # sinks
+    "bloom": ("Bloom", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "carried states, chunked head"),
     "qwen3_next": (  # a delta rule, whose norm takes a gate too, and experts
         "Qwen3Next",
         {
@@ -73,9 +81,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16,
         },
-        "row by row, chunked head",
+        "carried states, chunked head",
     ),
-    "llama4": ("Llama4Text", {**GQA, "num_local_experts": 4, "intermediate_size_mlp": 48}, "row by row, chunked head"),
+    "llama4": (
+        "Llama4Text",
+        {**GQA, "num_local_experts": 4, "intermediate_size_mlp": 48},
+        "carried states, chunked head",
+    ),
     "mamba": ("Mamba", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}, "row by row, chunked head"),
 }
 

@@ -75,7 +75,7 @@ def wrong(graph: Any, inputs: Any) -> Any:
         ("qwen3", "headrace_wrong", "log-probs or gradients differ from the eager ones by"),
         ("qwen3", "headrace_absent", "InvalidBackend: Invalid backend: 'headrace_absent'"),
         ("mixtral", "eager", "which tokens go to an expert is known only when they are computed"),
-        ("gemma2", "eager", "it is run row by row, chunked head"),
+        ("gemma2", "eager", "it is run carried states, chunked head"),
     ],
 )
 def test_what_is_not_compiled_stays_as_it_was_and_is_said_once(

@@ -59,7 +59,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], AlgoConfig]] = {
     "untied": ("qwen3", {}, AlgoConfig()),
     "mixture": ("mixtral", {}, AlgoConfig()),
     "head with a bias": ("phi", {}, AlgoConfig()),
-    "row by row": ("gemma2", {}, AlgoConfig()),
+    "carried states": ("gemma2", {}, AlgoConfig()),
     "by its own head": ("granite", {}, AlgoConfig()),
     "checkpointed": ("qwen3", {"gradient_checkpointing": True}, AlgoConfig()),
     "reference": ("qwen3", {}, AlgoConfig(kl=KLConfig(coef=0.1))),

@@ -32,7 +32,7 @@ LAYERS = ["sliding_attention", "full_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("Llama", GQA, "packed trees, chunked head"),
     "gemma3": ("Gemma3Text", {**GQA, "sliding_window": 3, "layer_types": LAYERS, "query_pre_attn_scalar": 8}, "packed trees, chunked head"),
-    "gemma2": ("Gemma2", {**GQA, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}, "row by row, chunked head"),
+    "gemma2": ("Gemma2", {**GQA, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}, "carried states, chunked head"),
     "granite": ("Granite", {**GQA, "logits_scaling": 4.0}, "row by row, own head"),
 }  # fmt: skip
 

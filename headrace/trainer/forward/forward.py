@@ -7,13 +7,14 @@ a few tokens, or a slower one is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
+from headrace.trainer.forward.carried import carried_hidden, carries
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
@@ -82,11 +83,19 @@ class Forward:
     """The ranks that compute each pack together; all of them call with the same one. None: every rank has packs of its own."""
     backend: str = ""
     """The backend of torch.compile that layers and head were compiled by (`compiled.py`); empty: they are eager."""
+    carried: bool = field(default=False, kw_only=True)
+    """Whether trees are forwarded segment after segment, each from the state that its ancestors leave (`carried.py`)."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows that begin alike share tokens."""
+        return self.packed or self.carried
 
     @property
     def path(self) -> str:
         """The way in words."""
-        way = f"{'packed trees' if self.packed else 'row by row'}, {'chunked' if self.chunked_head else 'own'} head"
+        kind = "packed trees" if self.packed else "carried states" if self.carried else "row by row"
+        way = f"{kind}, {'chunked' if self.chunked_head else 'own'} head"
         return way + (", compiled" if self.backend else "")
 
     def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
@@ -128,6 +137,8 @@ class Forward:
 
     def _hidden(self, pack: Pack) -> Tensor:
         """[N, H] hidden states, of this rank's tokens where they are spread over several."""
+        if self.carried:
+            return carried_hidden(inner_of(self.model), pack.tokens, pack.segments)
         if not self.packed:
             return torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
         context, device = self.context, pack.tokens.device
@@ -276,14 +287,15 @@ class ForwardWay(NamedTuple):
 
     packed: bool
     chunked_head: bool
+    carried: bool = False
 
 
-def choose_forward(model: Any) -> Forward:
+def choose_forward(model: Any, may_carry: bool = True) -> Forward:
     """Returns the fastest way that gives the model's own numbers, and sets the model's attention accordingly.
 
     The model must be in float32 and evaluation mode. Costs a few forward passes of a dozen tokens.
     """
-    return forward_of(model, way_of(model))
+    return forward_of(model, way_of(model, may_carry))
 
 
 def forward_of(model: Any, way: ForwardWay) -> Forward:
@@ -291,21 +303,24 @@ def forward_of(model: Any, way: ForwardWay) -> Forward:
     if way.packed:
         register()
         model.set_attn_implementation(NAME)
-    return Forward(model, way.packed, way.chunked_head)
+    return Forward(model, way.packed, way.chunked_head, carried=way.carried)
 
 
 @torch.no_grad()
-def way_of(model: Any) -> ForwardWay:
-    """Tries the ways, as `choose_forward`, and leaves the model as it was."""
-    shared, one, two, other = _probe(model)
+def way_of(model: Any, may_carry: bool = False) -> ForwardWay:
+    """Tries the ways, as `choose_forward`, and leaves the model as it was. `may_carry`: whether states may be carried: not in a model that
+    will be checkpointed, for then transformers keeps no cache."""
+    shared, one, two, other = trial = _probe(model)
     tokens = torch.cat([shared, one])
     if not _head_agrees(model, tokens, own_logits(model, tokens)):
         return ForwardWay(packed=False, chunked_head=False)
     previous = model.config._attn_implementation
     try:
-        return ForwardWay(_packs(model, shared, one, two, other), chunked_head=True)
+        packed = _packs(model, shared, one, two, other)
     finally:
         model.set_attn_implementation(previous)
+    carried = may_carry and not packed and within(model, lambda: carries(model, inner_of(model), torch.cat(trial)))
+    return ForwardWay(packed, chunked_head=True, carried=carried)
 
 
 def _probe(model: Any) -> list[Tensor]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
+from headrace.trainer.forward.carried import carried_hidden
+from headrace.trainer.forward.forward import Forward, inner_of, own_hidden, packed_hidden, within
 from headrace.trainer.forward.fused import fused_ops, fused_products
 from headrace.trainer.forward.fused.fused_mixtures import factors, fuse_mixtures, is_gelu, layer_of, same_experts
 from headrace.trainer.forward.fused.fused_ops import PackedWeight, Segments
@@ -87,6 +88,9 @@ def _numbers(forward: Forward) -> list[Tensor]:
     with torch.enable_grad(), _frozen([p for p in trained if p.ndim > 1]):
         if forward.packed:
             hidden = packed_hidden(forward.model, tokens, positions, tree)
+        elif forward.carried:
+            inner = inner_of(forward.model)
+            hidden = within(forward.model, lambda: carried_hidden(inner, tokens, PROBED))
         else:
             hidden = own_hidden(forward.model, tokens)
         slope = torch.linspace(-1, 1, hidden.numel()).view_as(hidden).cos()
@@ -113,12 +117,15 @@ def _holds(forward: Forward, expected: list[Tensor]) -> bool:
         return False
 
 
+PROBED = (Segment(0, 5), Segment(5, 3, 0), Segment(8, 4, 0), Segment(12, 2, 2), Segment(14, 6, ROOT))
+"""A prompt of five tokens with two completions, one of which forks, and another sequence."""
+
+
 def _probe(model: Any) -> tuple[Tensor, Tensor, Tree]:
-    """A prompt of five tokens with two completions, one of which forks, and another sequence."""
-    segments = (Segment(0, 5), Segment(5, 3, 0), Segment(8, 4, 0), Segment(12, 2, 2), Segment(14, 6, ROOT))
+    """Tokens [20] of the segments `PROBED`, their positions, and the tree."""
     positions = torch.tensor([*range(8), *range(5, 11), *range(6)])
     tokens = torch.arange(1, 21) * 7919 % model.get_input_embeddings().weight.shape[0]
-    return tokens, positions, tree_of(segments, torch.device("cpu"))
+    return tokens, positions, tree_of(PROBED, torch.device("cpu"))
 
 
 def _agree(actual: list[Tensor], expected: list[Tensor]) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.models.expert_choice import Choose, Kinds, NoRouters, Routers, router_kinds
+from headrace.trainer.forward.carried import places_of_call
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.forward import Forward, inner_of
 from headrace.trainer.forward.fused.fused_mixtures import is_fused_router, unfused_routers, weights_of
@@ -42,7 +43,7 @@ class Replayed:
 class RoutingReplay:
     """Used as `with replay(pack): forward and backward`. Raises ConfigError if the model's routers are not supported.
 
-    Any number of whole passes over the pack may run inside, each as one call or row after row in the order of its tokens. The
+    Any number of whole passes over the pack may run inside, each as one call or in parts in the order of its tokens. The
     backward pass need not be inside, even if layers are checkpointed: `enable_checkpointing(model, replay.checkpoint_contexts)`.
     """
 
@@ -153,9 +154,12 @@ class RoutingReplay:
     def _advance(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook of the inner model: the routes of this call's tokens are due."""
         assert self._routes is not None
-        end = self._place + kwargs["input_ids"].shape[1]
+        places = places_of_call()
+        if places is None:
+            places = torch.arange(kwargs["input_ids"].shape[1], device=self._routes.device) + self._place
+        end = int(places.max()) + 1
         assert end <= len(self._routes), "the forward pass has more tokens than the pack"
-        self._now, self._place = self._routes[self._place : end], end % len(self._routes)
+        self._now, self._place = self._routes[places], end % len(self._routes)
 
     def _check(self, routes: Tensor) -> None:
         expected = (self.layers, self._routers.chosen)

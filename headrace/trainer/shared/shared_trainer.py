@@ -162,7 +162,7 @@ class SharedTrainer:
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._model = load_model(model_dir, self._device)
-        self._forward = choose_forward(self._model)
+        self._forward = choose_forward(self._model, may_carry=not config.gradient_checkpointing)
         fuse(self._forward)
         self._modules = list(adaptable(self._model))
         self._adapters = Adapters(self._model, {}, self._dtype, model_dir)

@@ -95,7 +95,7 @@ class TorchTrainer:
         self.tied = tied_names(self._model)
         self.kept = frozenset(saved_buffers(self._model))
         """Names of published tensors that keep their own dtype."""
-        self._forward = together(forward_of(self._model, self._tried(way_of)), self._placement.context)
+        self._forward = together(self._chosen_forward(), self._placement.context)
         self._fused = self._fuse()
         self.arithmetic = self._shared_arithmetic(loras)
         self._assignments = adapters or {"": Assignment(config, algo)}
@@ -146,11 +146,16 @@ class TorchTrainer:
 
         return self._placement.of_leader(alone)
 
+    def _chosen_forward(self) -> Forward:
+        # transformers keeps no cache in layers that are checkpointed, and a rank must call each layer as often as the others
+        may_carry = self._placement.plain and not self._config.gradient_checkpointing
+        return forward_of(self._model, self._tried(lambda model: way_of(model, may_carry)))
+
     def _replays(self) -> Callable[[Forward], RoutingReplay]:
         """Makes what forces recorded experts in a model. Raises ConfigError where they cannot be forced."""
         if not is_outline(self._model):
             return lambda forward: RoutingReplay(forward, self._dtype)
-        way = ForwardWay(self._forward.packed, self._forward.chunked_head)
+        way = ForwardWay(self._forward.packed, self._forward.chunked_head, self._forward.carried)
         kinds = self._tried(lambda model: RoutingReplay(forward_of(model, way), self._dtype).kinds)
         return lambda forward: RoutingReplay(forward, self._dtype, kinds)
 
@@ -224,7 +229,7 @@ class TorchTrainer:
     @property
     def packed(self) -> bool:
         """Whether rows that begin alike share tokens."""
-        return self._forward.packed
+        return self._forward.shares
 
     def step(self, given: Batch | StepShare) -> TrainReport:
         """Makes one optimizer step, given the whole of its rows or this rank's share. A skipped step (`TrainReport.skipped`) leaves
