@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ class ImageEmbedding(nn.Embedding):
             return found
         rows = self.images.rows(tokens[seen] - self.num_embeddings)
         return found.index_put((seen,), rows.to(found.dtype))
+
+
+def vocabulary_of(model: Any) -> float:
+    """Returns the number at which features of images begin; infinity where there are none."""
+    embedding = model.get_input_embeddings()
+    return embedding.num_embeddings if isinstance(embedding, ImageEmbedding) else math.inf
 
 
 def show_images(model: Any, directory: Path) -> int:

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,11 +177,11 @@ def type_of(model_dir: Path) -> str:
         return ""
 
 
-def with_images(model_dir: Path, images: Sequence[ImageFile], column: str = "") -> Path:
+def with_images(model_dir: Path, images: Callable[[], Iterable[ImageFile]], column: str = "") -> Path:
     """Returns the directory that engine and trainer load: the language part of a model that sees, and the features of all `images`, which are
     computed once and kept. A model that does not see is returned as it is.
 
-    `column`: the setting that asks for images, and its value; empty if none does. Raises ConfigError for a model whose images are not served, and
+    `images`: yields them in an order that is always the same, one in memory at a time; called again where features are to be computed. `column`: the setting that asks for images, and its value; empty if none does. Raises ConfigError for a model whose images are not served, and
     for what cannot be read as an image."""
     kind = type_of(model_dir)
     if kind not in SERVED:
@@ -197,10 +197,10 @@ def with_images(model_dir: Path, images: Sequence[ImageFile], column: str = "") 
             f"{model_dir.name} is a model of the type {kind}, whose images need the package Pillow: {install('vision')}"
         )
     home = cache_dir() / "vision" / _digest_of(model_dir)
-    different = {image.digest: image for image in images}
-    to = home / hashlib.sha256("\n".join(different).encode()).hexdigest()[:24]
+    digests = list(dict.fromkeys(image.digest for image in images()))
+    to = home / hashlib.sha256("\n".join(digests).encode()).hexdigest()[:24]
     if not (to / FOLDER / INDEX).exists():
-        _make(model_dir, home, to, list(different.values()))
+        _make(model_dir, home, to, digests=digests, images=images())
     return to
 
 
@@ -220,19 +220,19 @@ def _digest_of(model_dir: Path) -> str:
     return hashlib.sha256(repr((__version__, versions, str(model_dir), stats)).encode()).hexdigest()[:24]
 
 
-def _make(model_dir: Path, home: Path, to: Path, images: Sequence[ImageFile]) -> None:
+def _make(model_dir: Path, home: Path, to: Path, *, digests: Sequence[str], images: Iterable[ImageFile]) -> None:
     """Works in a process of its own, so that the caller never imports torch, and in a directory that is renamed when it is whole."""
-    if images:
-        echo(f"computing the features of {len(images)} images, once for this model", err=True)
+    if digests:
+        echo(f"computing the features of {len(digests)} images, once for this model", err=True)
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".images-", dir=home) as work:
         made = Path(work) / "model"
         (made / FOLDER).mkdir(parents=True)
         for image in images:
             (made / FOLDER / image.digest).write_bytes(image.data)
-        asked = json.dumps(
-            {"source": str(model_dir), "home": str(home), "made": str(made), "images": [i.digest for i in images]}
-        )
+        if {path.name for path in (made / FOLDER).iterdir()} != set(digests):
+            raise ConfigError("an image has changed while it was read; start again")
+        asked = json.dumps({"source": str(model_dir), "home": str(home), "made": str(made), "images": digests})
         code = "import sys; from headrace.models.vision import main; sys.exit(main(sys.stdin.read()))"
         done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True)
         if done.returncode:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def language_part(whole: Any) -> Any:
     """Returns the language part as a causal LM of its own, which shares the weights of the whole."""
     from transformers import AutoModelForCausalLM
 
-    config = whole.config.get_text_config(decoder=True)
+    config = deepcopy(whole.config.get_text_config(decoder=True))
     config.tie_word_embeddings = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -152,11 +153,12 @@ def _with_buffers(model: Any, whole: Any) -> Any:
 
 def save_language(whole: Any, source: Path, to: Path) -> None:
     """Writes the language part as a model's directory, in the dtype of the files of the whole where that loses nothing, with all other files."""
-    part, state = language_part(whole), {}
-    named = str(json.loads((source / "config.json").read_text()).get("dtype") or "float32")
-    dtype = getattr(torch, named, torch.float32)
-    state = {name: tensor.to(dtype) for name, tensor in part.state_dict().items()}
-    if not all(torch.equal(tensor.to(torch.float32), part.state_dict()[name]) for name, tensor in state.items()):
+    part = language_part(whole)
+    config = json.loads((source / "config.json").read_text())
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
+    lowered = {tensor.data_ptr(): tensor.to(dtype) for tensor in part.state_dict().values()}  # tied ones stay one
+    state = {name: lowered[tensor.data_ptr()] for name, tensor in part.state_dict().items()}
+    if not all(torch.equal(state[name].to(torch.float32), tensor) for name, tensor in part.state_dict().items()):
         state = dict(part.state_dict())
     part.save_pretrained(to, state_dict=state)
     copy_others(source, to)
@@ -259,6 +261,7 @@ def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tokens
 
 
+@torch.inference_mode()
 def _prove(whole: Any, made: Path, tokenizer: Any, digest: str, seen: Seen | None) -> None:
     """Raises ConfigError if the part in `made` does not give the logits of the whole."""
     part = language_part(whole)

@@ -418,9 +418,16 @@ def _prompts(
     return [
         ("next", f"{curriculum.words} (curriculum.kind = {curriculum.kind})"),
         ("lengths", f"{message} ({seen.looked_at} looked at)"),
+        *([("images", _of_images(prompts))] if any(prompt.images for prompt in prompts) else []),
         ("the first", first),
         ("", f"({prompts[0].id})"),
     ]
+
+
+def _of_images(prompts: Sequence[Prompt]) -> str:
+    counts = [len(prompt.images) for prompt in prompts]
+    each = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    return f"{each} in a prompt; their features are computed, and what sees is frozen"
 
 
 async def _warm_start(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> None:

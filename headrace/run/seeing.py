@@ -69,4 +69,6 @@ def model_of(path: str, task: TaskConfig, rows: Sequence[Mapping[str, Any]] | No
         raise ConfigError(
             f"model.path = {path} is a model that sees, of which all weights of the language part are trained, and no adapters: remove lora.rank"
         )
-    return with_images(found, images_in(task, rows), f"task.images = {_listed(task.images)}" if task.images else "")
+    return with_images(
+        found, lambda: images_in(task, rows), f"task.images = {_listed(task.images)}" if task.images else ""
+    )

@@ -136,9 +136,9 @@ def opened(image: ImageFile) -> Any:
     return Image.open(io.BytesIO(image.data)).convert("RGB")
 
 
-def processor(family: str) -> Any:
+def processor(family: str, **options: Any) -> Any:
     name, sizes = PROCESSORS[family]
-    return getattr(transformers, name)(**sizes)
+    return getattr(transformers, name)(**{**sizes, **options})
 
 
 def inputs(family: str, images: Sequence[ImageFile]) -> dict[str, torch.Tensor]:

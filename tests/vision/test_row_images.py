@@ -20,7 +20,6 @@ from headrace.episodes.tasks.python_rows import fingerprint, rows_of
 from headrace.episodes.tasks.row_images import images_in
 from headrace.episodes.tasks.rows import RowsTask
 from headrace.facts.recorder import Recorder
-from headrace.models import images as module
 from headrace.models.chat import ChatEncoder
 from headrace.models.images import REFUSED, ImageFile, KnownImages, image_of, with_images
 from headrace.run.config import load_config
@@ -91,7 +90,7 @@ def test_an_image_is_a_path_bytes_an_entry_a_url_or_an_object(tmp_path: Path):
 def test_what_is_no_image_is_refused_with_its_place(value: Any, said: str, tmp_path: Path):
     config = written(tmp_path, [{"prompt": "many?", "image": []}, {"prompt": "many?", "image": value}])
     with pytest.raises(ConfigError) as caught:
-        images_in(config)
+        list(images_in(config))
     assert "rows.jsonl, row 2: the column image (task.images) " in str(caught.value) and said in str(caught.value)
 
 
@@ -154,7 +153,7 @@ def test_columns_that_nobody_names_are_refused(tmp_path: Path, model: Path):
     with pytest.raises(
         ConfigError, match=r"row 1: the column other \(task.images\) is missing; the columns are: prompt"
     ):
-        images_in(dataclasses.replace(config, images=("other",)))
+        list(images_in(dataclasses.replace(config, images=("other",))))
 
 
 def test_rows_from_python_hold_their_images(tmp_path: Path, monkeypatch):
@@ -166,7 +165,7 @@ def test_rows_from_python_hold_their_images(tmp_path: Path, monkeypatch):
     config = TaskConfig(kind="python", rows="x", images=("image",))
     assert [image.digest for image in images_in(config, held)] == [PICTURES[0].digest, PICTURES[1].digest]
     with pytest.raises(ConfigError, match="pass the same rows from Python again"):
-        images_in(config)
+        list(images_in(config))
 
 
 # --- models ------------------------------------------------------------------------------------------------------------
@@ -176,9 +175,9 @@ def test_rows_from_python_hold_their_images(tmp_path: Path, monkeypatch):
 def test_other_models_are_refused_by_name(kind: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ConfigError, match="and that is not served") as caught:
-        with_images(tmp_path, PICTURES[:1], 'task.images = ["image"]')
+        with_images(tmp_path, lambda: PICTURES[:1], 'task.images = ["image"]')
     assert REFUSED.get(kind, f"{kind} is not among the types") in str(caught.value)
-    assert with_images(tmp_path, ()) == tmp_path, "without images it is loaded as it is"
+    assert with_images(tmp_path, tuple) == tmp_path, "without images it is loaded as it is"
 
 
 def test_a_model_that_sees_trains_no_adapters():
@@ -199,20 +198,19 @@ def test_a_template_that_marks_no_places_is_refused(tmp_path: Path, model: Path)
         RowsTask(written(tmp_path, rows(tmp_path)[:1]), 0, encoder).draw()
 
 
-def test_the_directory_is_made_once_and_again_for_other_images(tmp_path: Path, monkeypatch):
+@pytest.mark.slow  # two processes that load torch
+def test_the_order_of_images_gives_their_numbers_and_equal_ones_have_one(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    asked: list[list[str]] = []
-
-    def make(source: Path, home: Path, to: Path, images: Any) -> None:
-        asked.append([image.digest for image in images])
-        (to / module.FOLDER).mkdir(parents=True)
-        (to / module.FOLDER / module.INDEX).write_text("{}")
-
-    monkeypatch.setattr(module, "_make", make)
     path = tiny_seeing.saved("llava")
-    first = with_images(path, [PICTURES[0], PICTURES[1], PICTURES[0]])
-    assert with_images(path, PICTURES[:2]) == first and asked == [[PICTURES[0].digest, PICTURES[1].digest]]
-    assert with_images(path, [PICTURES[1], PICTURES[0]]) != first, "the order gives the numbers"
+    first = with_images(path, lambda: [PICTURES[0], PICTURES[1], PICTURES[0]])
+    (first / "kept").touch()
+    assert with_images(path, lambda: PICTURES[:2]) == first and (first / "kept").exists(), "it is made once"
+    second = with_images(path, lambda: [PICTURES[1], PICTURES[0]])
+    assert KnownImages(first).tokens(PICTURES[0].digest) == KnownImages(second).tokens(PICTURES[1].digest)
+    assert (first / "model.safetensors").samefile(second / "model.safetensors"), "the language part is kept once"
+    changing = iter([PICTURES[:1], PICTURES[1:2]])
+    with pytest.raises(ConfigError, match="has changed while it was read"):
+        with_images(path, lambda: next(changing))
 
 
 # --- settings ----------------------------------------------------------------------------------------------------------

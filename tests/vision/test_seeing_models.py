@@ -14,7 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.models.images import FOLDER, ROWS, KnownImages, source_of
 from headrace.models.vision import FAMILIES as FAMILIES_OF
-from headrace.models.vision import _prove, language_part
+from headrace.models.vision import _prove, language_part, load_whole, save_language
 from headrace.trainer.model.causal_lm import export_model, load_model
 from headrace.trainer.step.reference import frozen
 from support import tiny_seeing
@@ -140,6 +140,36 @@ def test_the_trainer_has_the_gradient_of_the_whole_model(family, path):
     near(found, expected)
 
 
+@pytest.mark.parametrize("family", ["idefics3", "llava"])
+def test_prompts_have_the_tokens_of_the_models_own_processor(family):
+    """Of the two whose processors do without torchvision; the others are compared by their logits, above."""
+    kind = {"idefics3": transformers.Idefics3Processor, "llava": transformers.LlavaProcessor}[family]
+    more = {"image_seq_len": 4} if family == "idefics3" else {"patch_size": 8, "vision_feature_select_strategy": "full"}
+    for splits in {"idefics3": (False, True), "llava": (False,)}[family]:
+        options = {"do_image_splitting": splits} if family == "idefics3" else {}
+        own = kind(tiny_seeing.processor(family, **options), tiny_seeing.tokenizer(family), **more)
+        shown = [picture(5, 64, 40), IMAGES[0]]
+        asked = own(text="<image><image>How many?", images=list(map(tiny_seeing.opened, shown)), return_tensors="pt")
+        seen = [
+            FAMILIES_OF[family](own.image_processor, seeing(family), own.tokenizer, tiny_seeing.opened(image)).text
+            for image in shown
+        ]
+        tokens = own.tokenizer(f"{''.join(seen)}How many?", add_special_tokens=False)["input_ids"]
+        assert asked["input_ids"][0].tolist() == tokens
+
+
+def test_scores_are_those_of_words_alone():
+    directory = made("smolvlm", IMAGES)
+    tokens = (*prompt("smolvlm", directory, IMAGES[:1]), 5, 6)
+    scores = torch.tensor(trainer(directory).score(tokens))
+    words = torch.tensor(tokens[1:]) < len(tiny_seeing.tokenizer("smolvlm"))
+    assert scores.isnan().tolist() == (~words).tolist() and not words.all()
+    with torch.no_grad():
+        logits = load_model(directory, torch.device("cpu"))(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    expected = logits.log_softmax(-1)[words, torch.tensor(tokens[1:])[words]]
+    assert (scores[words] - expected).abs().max() < TOLERANCE
+
+
 def test_the_reference_of_a_run_sees_the_same_images():
     """A frozen copy, which shares the table."""
     directory = made("smolvlm", IMAGES)
@@ -166,6 +196,19 @@ def test_features_that_are_not_the_whole_models_are_refused():
     save_file({name: tensor + 0.1 for name, tensor in load_file(rows).items()}, rows)
     with pytest.raises(ConfigError, match="gives other numbers for a text with an image than the whole model"):
         _prove(whole, directory, words, IMAGES[0].digest, seen)
+
+
+def test_the_language_part_has_the_dtype_of_its_files_where_that_loses_nothing(tmp_path):
+    for family in ("smolvlm", "llava"):  # with a tied head, and with one of its own
+        seeing(family).bfloat16().save_pretrained(tmp_path / family)
+        tiny_seeing.tokenizer(family).save_pretrained(tmp_path / family)
+        save_language(load_whole(tmp_path / family), tmp_path / family, tmp_path / f"{family}-part")
+        kept = load_file(tmp_path / f"{family}-part" / "model.safetensors")
+        assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16}
+        assert ("lm_head.weight" in kept) == (family == "llava")
+        model, expected = load_model(tmp_path / f"{family}-part", torch.device("cpu")), load_whole(tmp_path / family)
+        tokens = torch.arange(12)[None]
+        assert (model(input_ids=tokens).logits - expected(input_ids=tokens).logits).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

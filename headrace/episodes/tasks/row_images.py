@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +29,22 @@ def images_of_row(row: Row, config: TaskConfig, path: str, number: int) -> dict[
     return found
 
 
-def images_in(config: TaskConfig, passed: Sequence[Row] | None = None) -> list[ImageFile]:
-    """Returns all images of a task, in the order of its rows. `passed`: the rows, if they are passed from Python. Raises ConfigError as
+def images_in(config: TaskConfig, passed: Sequence[Row] | None = None) -> Iterator[ImageFile]:
+    """Yields all images of a task, in the order of its rows. `passed`: the rows, if they are passed from Python. Raises ConfigError as
     `images_of_row`, and for a file of rows that cannot be read."""
     if not config.images:
-        return []
+        return
     if config.facts.passed and passed is None:
         raise ConfigError(
             "the images of this run are in rows that were passed to headrace.train(dataset=...), which are kept in no file: pass the same rows from "
             "Python again"
         )
-    sources = [(config.source, passed or () if config.facts.passed else read_rows(config.kind, config.path))]
-    if config.held_out_path:
-        sources.append((config.held_out_path, read_rows(config.kind, config.held_out_path)))
-    return [
-        image
-        for path, rows in sources
-        for number, row in enumerate(rows, 1)
-        for images in images_of_row(row, config, path, number).values()
-        for image in images
-    ]
+    for path in filter(None, (config.source, config.held_out_path)):
+        given = config.facts.passed and path == config.source
+        rows = passed or () if given else read_rows(config.kind, path)
+        for number, row in enumerate(rows, 1):
+            for images in images_of_row(row, config, path, number).values():
+                yield from images
 
 
 def as_files(found: Mapping[str, Sequence[ImageFile]], row: Row, known: KnownImages) -> dict[str, Any]:

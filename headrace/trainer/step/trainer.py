@@ -6,6 +6,7 @@ It trains all weights, or adapters of frozen ones (`trainer/model/adapters.py`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.protocols import TrainerCore
 from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.core.weights import AdapterSpec, trial_version
+from headrace.models.image_rows import vocabulary_of
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers
@@ -315,9 +317,12 @@ class TorchTrainer:
                 yield name, 0, tensor.flatten()
 
     def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
-        """[T-1] log-probs at temperature 1 of tokens[1:], in the dtype of training."""
+        """[T-1] log-probs at temperature 1 of tokens[1:], in the dtype of training; NaN of features of images, which nobody predicts."""
         self._activate(adapter)
-        return self.logprobs(pack_sequence(tokens), 1.0) if len(tokens) > 1 else []
+        if len(tokens) < 2:
+            return []
+        found, words = self.logprobs(pack_sequence(tokens), 1.0), vocabulary_of(self._model)
+        return [math.nan if token >= words else value for token, value in zip(tokens[1:], found, strict=True)]
 
     @torch.no_grad()
     def logprobs(self, pack: Pack, temperature: float) -> list[float]:

@@ -146,7 +146,7 @@ def rollout(view: RolloutView) -> RenderableType:
     return Group(
         head,
         Text(f"prompt: {clip(view.prompt, 300)}", "dim"),
-        *(Text(fact, "dim") for fact in facts),
+        *(Text(fact, "dim") for fact in (*(f"image: {path}" for path in view.images), *facts)),
         *(Text(line) for line in view.story),
         _tokens(view),
     )
