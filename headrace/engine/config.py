@@ -87,7 +87,7 @@ class EngineConfig:
     engine was working on when it died."""
     path: Literal["auto", "kernels", "fused", "hf", "cache"] = "auto"
     """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's own forward over our blocks of keys and values;
-    cache: Hugging Face's own forward with its own cache, one sequence after the other (slow; docs/models.md); auto: the
+    cache: Hugging Face's own forward with its own cache (docs/models.md says how quick); auto: the
     first of these that supports the model on this machine, unless another was measured to be faster."""
 
     @field_validator("kind")

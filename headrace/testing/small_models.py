@@ -22,16 +22,16 @@ SIZES: dict[int, tuple[str, ...]] = {
     80: ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim", "dim_ff",
          "intermediate_size_mlp"),
     32: ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size",
-         "expert_ffn_hidden_size", "moe_ffn_hidden_size"),
+         "expert_ffn_hidden_size", "moe_ffn_hidden_size", "index_n_heads"),
     VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
     4: ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers", "num_attention_heads", "n_head", "n_heads", "num_heads",
         "decoder_attention_heads", "encoder_attention_heads", "linear_num_value_heads", "num_blocks", "mamba_n_heads_"),
     8: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "sliding_window", "attention_window_size", "local_attention_window",
-        "qk_rope_head_dim", "hidden_size_per_layer_input", "mamba_d_state", "state_size", "ssm_state_size"),
-    2: ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "linear_num_key_heads", "index_n_heads"),
+        "qk_rope_head_dim", "index_topk", "hidden_size_per_layer_input", "mamba_d_state", "state_size", "ssm_state_size"),
+    2: ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "linear_num_key_heads"),
     16: ("head_dim", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "q_lora_rank", "global_head_dim",
          "index_head_dim", "mamba_head_dim", "d_kv", "attention_head_dim", "qk_head_dim", "kv_channels", "swa_head_dim"),
-    256: ("index_topk", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions"),
+    256: ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions"),
 }  # fmt: skip
 """The size that settings of these names get, if they are larger."""
 KEY_HEADS = (

@@ -15,7 +15,7 @@ from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.request_book import scoring
 from headrace.testing.makers import request
 from support.fake_engine_model import ADAPTERS, POISON, CoreDriver, Reported, prompt
-from support.fake_own_cache import FakeOwnCache
+from support.fake_own_cache import FakeOwnCache, Kind
 
 PROMPTS = [
     prompt(length, seed) for length, seed in ((1, 0), (5, 1), (31, 2), (32, 3), (33, 4), (50, 5), (64, 6), (70, 7))
@@ -237,12 +237,14 @@ def test_whatever_happens_each_request_samples_what_it_would_alone(seed: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recurrent", "memory"), [(False, 3000), (True, None), (True, 3000)])
+@pytest.mark.parametrize(
+    ("kind", "memory"), [("attention", 3000), ("stacked", None), ("stacked", 30_000), ("list", 3000)]
+)
 @settings(max_examples=2)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_happens_a_models_own_cache_samples_so_too(recurrent: bool, memory: int | None, seed: int) -> None:
-    """What spans say of the cache is true then as well, though states are lost and computed again."""
-    Chaos(seed, FakeOwnCache(recurrent, memory)).run(40)
+def test_whatever_happens_a_models_own_cache_samples_so_too(kind: Kind, memory: int | None, seed: int) -> None:
+    """What spans say of the cache is true then as well, though states are lost and computed again, and sequences run together that come and go."""
+    Chaos(seed, FakeOwnCache(kind, memory)).run(40)
 
 
 @settings(max_examples=3)

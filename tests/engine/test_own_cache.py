@@ -13,6 +13,9 @@ from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.runners.own_cache import OwnCacheRunner
 from headrace.engine.native.served_how import served_how
+from headrace.testing.makers import request
+from support.fake_engine_model import CoreDriver, prompt
+from support.fake_own_cache import FakeOwnCache
 from support.native_calls import Answer, drawn, greedy, make_engine, put, reference, run, saved, step, teacher_forced
 from support.native_calls import prompts as texts
 from support.tiny_models import OWN_CACHE, RunnerDriver, parameters, prompts, skeleton
@@ -39,11 +42,47 @@ def test_log_probs_equal_the_models_own_however_the_text_is_cut(name):
         assert (ours.logprobs(text, chunk=chunk) - wanted(plain(name), text)).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mamba", "deepseek_v32", "trocr", "qwen3_next"])
 def test_ragged_batches_choose_the_models_own_tokens(name):
-    asked, counts, model = prompts(1, 17, 40, 3), (9, 3, 12, 7), plain(name)
-    for text, tokens in zip(asked, driver(name).generate(asked, counts), strict=True):
+    assert_greedy(driver(name), name)
+
+
+def assert_greedy(ours: RunnerDriver, name: str) -> None:
+    """Of sequences of different lengths, which begin and end at different times, two of them as long as each other."""
+    asked, counts, model = prompts(1, 17, 40, 3, 3), (9, 3, 12, 7, 9), plain(name)
+    for text, tokens in zip(asked, ours.generate(asked, counts), strict=True):
         assert tokens == wanted(model, text + tokens)[len(text) - 1 : -1].argmax(-1).tolist()
+
+
+def test_those_that_go_on_by_a_token_share_a_call_and_so_do_new_prompts_of_about_one_length():
+    runner = FakeOwnCache("stacked", short=32)
+    engine = CoreDriver(blocks=40, max_running=8, prefill_chunk=128, runner=runner)
+    engine.run(*(request(f"r{i}", prompt(length, i), 6 + i) for i, length in enumerate((20, 9, 31, 40))))
+    # The last token of a prompt follows alone, in the call in which others go on.
+    assert runner.model.calls == {"begin 3": 1, "begin 1": 1, "step 4": 6, "step 3": 1, "step 2": 1, "step 1": 1}
+
+
+def test_sequences_that_nothing_can_join_run_one_after_the_other():
+    runner = FakeOwnCache("list")
+    engine = CoreDriver(runner=runner)
+    engine.run(*(request(f"r{i}", prompt(length, i), 6) for i, length in enumerate((20, 20, 9))))
+    assert runner.path == "own cache alone fake" and set(runner.model.calls) == {"begin 1", "step 1"}
+
+
+def test_siblings_that_begin_in_one_pass_behind_a_full_block_have_a_state_each():
+    engine = CoreDriver(blocks=40, max_running=8, prefill_chunk=64, runner=FakeOwnCache("stacked", short=64))
+    text = prompt(33, 1)
+    engine.run(*(request(f"r{i}", text, 6, seed=i) for i in range(4)))
+    for i in range(4):
+        engine.check(f"r{i}")
+    assert engine.engine.stats().recomputed_tokens == 0
+
+
+def test_padding_stays_away_where_it_would_be_counted():
+    """A text of `trocr` begins at the first column of its call: it runs with those of its length."""
+    calls = {name: driver(name).runner._call for name in ("trocr", "deepseek_v32")}
+    assert [calls["trocr"].company(7, tokens) for tokens in (6, 7)] == [-6, -7]
+    assert [calls["deepseek_v32"].company(7, tokens) for tokens in (6, 7)] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mamba"])
@@ -150,7 +189,9 @@ def test_what_it_cannot_do_is_refused_with_the_remedy(saved):
 def test_before_anything_is_loaded_a_model_s_way_and_speed_are_named(saved, tmp_path):
     config = EngineConfig(device="cpu", context_length=96)
     assert served_how(saved("llama"), config) == "", "there is nothing to find out"
-    assert served_how(saved("gemma2"), config).startswith("own cache gemma2: slow, one sequence after the other")
+    assert served_how(saved("gemma2"), config).startswith(
+        "own cache gemma2: slower, steps of all sequences in one pass"
+    )
     with pytest.raises(ConfigError, match="engine.exact = true, but own cache gemma2 .*set it to false"):
         served_how(saved("gemma2"), EngineConfig(device="cpu", context_length=96, exact=True))
     AutoConfig.for_model("t5").save_pretrained(tmp_path)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from transformers import LlamaConfig
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.own_cache import OwnCacheRunner
@@ -18,68 +19,112 @@ from support.fake_engine_model import POISON, VOCABULARY, logits_of
 
 NAN = 0.5
 """Added to the version of an entry that is not a number."""
+LONGEST = 160
+"""Entries that a stacked state has room for."""
+
+Kind = Literal["attention", "stacked", "list"]
+"""A key and a value by position; a state of fixed size, changed in place, that nobody can cut; such a state in a form of the model's own, which cannot
+be joined with others."""
 
 
 class FakeModel(torch.nn.Module):
-    """Logits are a hash of the tokens in its cache and of the live version."""
+    """Logits are a hash of the tokens in its cache and of the live version. Behind them is the oldest version among the entries."""
 
     _supports_sdpa = True
 
-    def __init__(self, recurrent: bool) -> None:
-        """`recurrent`: it keeps a list that it changes in place and that nobody can cut; else a key and a value by position."""
+    def __init__(self, kind: Kind) -> None:
         super().__init__()
         for name in ("version", "poisoned", "part"):
             setattr(self, name, torch.nn.Parameter(torch.zeros((), device="meta"), requires_grad=False))
-        self._is_stateful = recurrent
-        self.seen: list[np.ndarray] = []
-        """[T] versions of the entries behind each row of logits."""
+        self._kind, self._is_stateful = kind, kind != "attention"
+        self.calls: Counter[str] = Counter()
+        """By `begin` or `step`, and how many rows: `step 3`."""
 
     def _supports_default_dynamic_cache(self) -> bool:
-        return not self._is_stateful
+        return self._kind != "list"
 
     def _can_set_experts_implementation(self) -> bool:
         return False
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, next_sequence_length: int, **rest: Any) -> Any:
+        rest["position_ids"] = rest["position_ids"][:, -next_sequence_length:]
         return {**rest, "input_ids": input_ids[:, -next_sequence_length:]}
 
     def _update_model_kwargs_for_generation(self, out: Any, kept: dict[str, Any], num_new_tokens: int) -> Any:
         return {**kept, **out.kept}
 
-    def forward(self, input_ids: Any, logits_to_keep: Any = 0, cache: Any = None, state: Any = None, **_: Any) -> Any:
-        tokens = input_ids[0].double()
-        versions = self.version.item() + NAN * self.poisoned.item() * (tokens == POISON)
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        logits_to_keep: Any = 0,
+        cache: Any = None,
+        state: Any = None,
+        **_: Any,
+    ) -> Any:
+        count, fresh = input_ids.shape
+        tokens = input_ids.double()
+        entries = torch.stack(
+            [tokens, self.version.item() + NAN * self.poisoned.item() * (tokens == POISON)], -1
+        )  # [n, fresh, 2]
+        mine = torch.ones(count, fresh) if attention_mask is None else attention_mask[:, -fresh:]
         if cache is None:
-            state = [] if state is None else state
-            assert not state or len(tokens) == 1, "a state is gone on from token by token"
-            state += torch.stack([tokens, versions], 1)
-            entries, kept = torch.stack(state).numpy(), {"state": state}
+            assert not state or fresh == 1, "a state is gone on from token by token"
+            state = [*(state or []), *entries[0]]
+            before, kept = [torch.stack(state)], {"state": state}
         else:
-            assert isinstance(cache, DynamicCache)
-            keys, values = cache.update(tokens[None, None, :, None], versions[None, None, :, None], 0)
-            entries, kept = torch.cat([keys, values], -1)[0, 0].numpy(), {"cache": cache}
-        rows = [] if isinstance(logits_to_keep, int) else logits_to_keep.tolist()
-        logits = [self._logits(entries[: len(entries) - len(tokens) + row + 1]) for row in rows]
-        found = torch.from_numpy(np.array(logits, dtype=np.float32).reshape(-1, VOCABULARY))
-        return SimpleNamespace(logits=found[None], kept=kept)
+            before, kept = self._cached(cache, entries, mine.bool(), attention_mask), {"cache": cache}
+        self.calls[f"{'step' if len(before[0]) > fresh else 'begin'} {count}"] += 1
+        for row, place in enumerate(position_ids.tolist()):
+            assert place[-1] == len(before[row]) - 1, "a token's position counts no padding"
+        rows = [fresh - 1] if isinstance(logits_to_keep, int) else logits_to_keep.tolist()
+        logits = [[self._logits(own[: len(own) - fresh + row + 1]) for row in rows] for own in before]
+        found = torch.from_numpy(np.array(logits, dtype=np.float32).reshape(count, -1, VOCABULARY + 1))
+        return SimpleNamespace(logits=found, kept=kept)
 
-    def _logits(self, entries: np.ndarray) -> np.ndarray:
-        tokens, versions = entries.T
-        self.seen.append(np.floor(versions))
-        if (versions != np.floor(versions)).any():
-            return np.full(VOCABULARY, np.nan, dtype=np.float32)
-        return logits_of(tokens.astype(int).tolist(), int(self.version), -1, int(self.part))
+    def _cached(self, cache: Cache, entries: Any, mine: Any, mask: Any) -> list[torch.Tensor]:
+        """[T, 2] of each row, without padding, the fresh ones among them."""
+        layer = cache.layers[0]
+        if isinstance(layer, DynamicLayer):
+            keys, values = cache.update(entries[:, None, :, :1], entries[:, None, :, 1:], 0)
+            whole = torch.cat([keys, values], -1)[:, 0]
+            seen = torch.ones(whole.shape[:2]) if mask is None else mask
+            assert seen.shape == whole.shape[:2]
+            return [row[own.bool()] for row, own in zip(whole, seen, strict=True)]
+        states: Any = layer.recurrent_states[0]
+        assert states is None or entries.shape[1] == 1, "a state is gone on from token by token"
+        if states is None:
+            states = torch.full((len(entries), LONGEST, 2), torch.nan, dtype=torch.float64)
+        found = [
+            torch.cat([row[~row[:, 0].isnan()], new[own]]) for row, new, own in zip(states, entries, mine, strict=True)
+        ]
+        after = torch.full_like(states, torch.nan)
+        for row, filled in zip(after, found, strict=True):
+            row[: len(filled)] = filled
+        cast(Any, layer).update_recurrent_state(after)
+        return found
+
+    def _logits(self, entries: torch.Tensor) -> np.ndarray:
+        tokens, versions = entries.numpy().T
+        logits = np.full(VOCABULARY, np.nan, dtype=np.float32)
+        if (versions == np.floor(versions)).all():
+            logits = logits_of(tokens.astype(int).tolist(), int(self.version), -1, int(self.part))
+        return np.append(logits, np.floor(versions).min())
 
 
 class FakeOwnCache(OwnCacheRunner):
     """The runner under test over `FakeModel`, told about as `CoreDriver` asks."""
 
-    def __init__(self, recurrent: bool, memory: int | None = None) -> None:
-        """`memory`: bytes of states that may be kept; None: as many as the blocks count for."""
-        self.model = FakeModel(recurrent)
-        config = LlamaConfig(num_hidden_layers=1, hidden_size=32)
+    def __init__(self, kind: Kind, memory: int | None = None, short: int = 8) -> None:
+        """`memory`: bytes of states that may be kept; None: as many as the blocks count for. `short`: the length up to which all sequences share
+        calls."""
+        self.model = FakeModel(kind)
+        layers = ["linear_attention" if kind == "stacked" else "full_attention"]
+        config = LlamaConfig(num_hidden_layers=1, hidden_size=32, layer_types=layers)
         found = SimpleNamespace(model=self.model, config=config, model_type="fake", paged=None)
         super().__init__(cast(Skeleton, found), 128, dtype=torch.float32, device=torch.device("cpu"))
+        self._call.short_prompt, self._call.short_text = short, 4 * short
         self.block_nbytes = 1024
         self._memory = memory
         self.forwarded: list[ForwardInput] = []
@@ -101,7 +146,6 @@ class FakeOwnCache(OwnCacheRunner):
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         self.forwarded.append(batch)
-        self.model.seen = []
         out = super().forward(batch)
-        self.oldest = np.array([int(seen.min()) for seen in self.model.seen])
-        return out
+        self.oldest = out.logits[:, -1].numpy().astype(int)
+        return ForwardOutput(out.logits[:, :-1], again=out.again)

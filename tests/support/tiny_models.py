@@ -89,6 +89,23 @@ OWN_CACHE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
     "mamba": ("mamba", {"state_size": 8}),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 8,
+            "index_head_dim": 8,
+            "index_n_heads": 32,
+            "index_topk": 8,
+        },
+    ),
+    "trocr": ("trocr", {"decoder_ffn_dim": 48}),
     "qwen3_next": (
         "qwen3_next",
         {
@@ -105,7 +122,8 @@ OWN_CACHE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Softcaps, sinks, ALiBi; state spaces, and a delta rule beside attention."""
+"""Softcaps, sinks, ALiBi; state spaces, sparse attention with heads enough that no two keys score alike, positions that count padding, and a delta
+rule beside attention."""
 DEEP = {
     "llama-deep": ("llama", {"num_hidden_layers": 5}),
     "qwen3-deep": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "num_hidden_layers": 5}),

@@ -20,7 +20,8 @@ SPEEDS = {
     "kernels": "fast, all sequences in one pass of C++ kernels",
     "fused": "for a GPU, all sequences in one pass of a decoder in PyTorch",
     "hugging face": "slower, all sequences in one pass of transformers' own layers",
-    "own cache": "slow, one sequence after the other through transformers' own cache",
+    "own cache alone": "slow, one sequence after the other through transformers' own cache",
+    "own cache": "slower, steps of all sequences in one pass of transformers over its own cache",
 }
 """The speed of each way of serving, by the beginning of `Runner.path`."""
 ASK = f"import sys; from {__name__} import answer; print(answer(*sys.argv[1:]))"

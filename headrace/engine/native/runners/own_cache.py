@@ -1,8 +1,9 @@
-"""Any other causal LM: transformers' own forward pass with transformers' own cache, one sequence after the other.
+"""Any other causal LM: transformers' own forward pass with transformers' own cache.
 
 For models whose attention cannot be had over our blocks, and for those whose layers keep something else than keys and values: convolutions,
-state spaces, delta rules, latent or compressed keys. A sequence is given the arguments that `generate` would give it, and what the model
-hands back is kept until the next pass (`states.py`). Slow, and right.
+state spaces, delta rules, latent or compressed keys. Sequences are given the arguments that `generate` would give them, and what the model
+hands back is kept until the next pass (`states.py`). Those that go on by one token do it in one pass, as the rows of one cache, and new prompts
+of about one length begin together (`model_call.py` says which may); everything else runs one after the other.
 
 A recurrent layer takes several tokens at once only from the beginning of a sequence. So a prompt's tokens are *owed* until logits are
 wanted, and forwarded in one call then. Where a state cannot be cut, a prompt's last token follows alone, and the state before it is kept for
@@ -11,26 +12,26 @@ siblings, who begin there.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
+from headrace.engine.native.runners.model_call import TOKEN, ModelCall
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.recorded import TRIED, ExpertRecorder, PassRoutes, RoutedTokens
 from headrace.engine.native.runners.skeleton import Skeleton, without_values
-from headrace.engine.native.runners.states import MarkedBlocks, State, States, is_plain
-from headrace.native.uploads import uploaded
+from headrace.engine.native.runners.states import FoundState, MarkedBlocks, Rows, State, States
 
 STEPS_FOR_A_PASS = 16
 """Tokens forwarded together that take about as long as one token alone."""
+TOGETHER = 2048
+"""Tokens of new prompts in one call; longer prompts gain nothing from company, and attention that is written out needs memory."""
 SMALLEST_BLOCK = 4096
 """Bytes that a block counts at least, so that a state of fixed size does not make millions of them."""
 
@@ -52,7 +53,9 @@ class OwnCacheRunner(ModuleRunner):
         exact: bool = False,
         max_adapters: int = 0,
     ) -> None:
-        super().__init__(f"own cache {model.model_type}", model.model, max_adapters)
+        self._skeleton, self._call = model, ModelCall(model, device)
+        alone = " alone" if self._call.alone else ""
+        super().__init__(f"own cache{alone} {model.model_type}", model.model, max_adapters)
         if exact:
             raise ConfigError(
                 f"engine.exact = true, but {self.path} forwards prompts in parts, whose sums depend on how they are cut; set it to false"
@@ -61,7 +64,6 @@ class OwnCacheRunner(ModuleRunner):
             model.model.set_attn_implementation("sdpa" if model.model._supports_sdpa else "eager")
         self.passes = PassCounts()
         self.device = device
-        self._skeleton, self._call = model, ModelCall(model, device)
         self._layers = decoder_layers(model.model, getattr(model.config, "num_hidden_layers", 0))
         self.block_nbytes = _block_nbytes(model, context_length, dtype)
         if any(isinstance(value, torch.Tensor) for module in model.model.modules() for value in vars(module).values()):
@@ -115,17 +117,24 @@ class OwnCacheRunner(ModuleRunner):
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         assert self._weights.loaded, "forward before the first weights"
-        logits: list[torch.Tensor] = []
         routes = PassRoutes(self._recorder if batch.routing else None)
         again = np.full(len(batch.context), -1)
+        going = []
         for index, segment in enumerate(self._segments(batch)):
             waits = not len(segment.rows) and not self._call.extends
             self._blocks.write(segment.table, segment.context, segment.marks[segment.context :], owed=waits)
-            if waits:
-                continue
-            parts, again[index] = self._advance(segment, routes)
-            logits += parts
+            if not waits:
+                one, again[index] = self._begin(segment, records=batch.routing)
+                going.append(one)
+        self._states.hand_over()
+        most = max((len(one.calls) for one in going), default=0)
+        for left in range(most, 0, -1):  # so that all last calls go together
+            self._advance([one for one in going if len(one.calls) == left], routes)
+        for one in going:
+            if self._call.keeps and one.finite:
+                self._states.keep(_key(one.segment.table, len(one.whole)), one.state)
         self._states.shrink(len(batch.context))
+        logits = [part for one in going for part in one.logits]
         routing, routed = routes.output()
         return ForwardOutput(torch.cat(logits) if logits else torch.zeros(0, 1), routing, again=again, routed=routed)
 
@@ -134,45 +143,35 @@ class OwnCacheRunner(ModuleRunner):
             start, stop = batch.starts[index : index + 2].tolist()
             table = batch.tables[index]
             fresh = batch.tokens[start:stop] | (self._live << 32)
-            rows = batch.rows[(batch.rows >= start) & (batch.rows < stop)] - start + context
+            first, last = np.searchsorted(batch.rows, (start, stop)).tolist()
+            rows = batch.rows[first:last] - start + context
             yield CachedSegment(table, context, np.concatenate([self._blocks.read(table, context), fresh]), rows)
 
-    def _advance(self, segment: CachedSegment, routes: PassRoutes) -> tuple[list[torch.Tensor], int]:
-        """Forwards a segment. Returns the logits that are wanted, and what `ForwardOutput.again` says of it."""
-        state, live = None, False
-        if not (routes.recorder and self._blocks.owes(segment.table, segment.context)):  # those have no record yet
-            state, live = self._begin(segment)
-        again = 0 if live else -1
-        if segment.context and state is None:
-            again = self._blocks.forwarded(segment.table, segment.context)
-        if state is None:
+    def _begin(self, segment: CachedSegment, records: bool) -> tuple[Course, int]:
+        """Finds what a segment goes on from. Returns what `ForwardOutput.again` says of it too. `records`: the experts of all tokens are wanted."""
+        no_record_yet = records and self._blocks.owes(segment.table, segment.context)
+        found = None if no_record_yet else self._found(segment)
+        if found is not None:
+            state, again = found.state, 0 if found.live else -1
+            whole = np.concatenate([state.marks, segment.marks[segment.context :]])
+        else:
+            again = self._blocks.forwarded(segment.table, segment.context) if segment.context else -1
             whole = segment.marks & TOKEN | (self._live << 32)
             state = State({}, whole[:0])
-        else:
-            whole = np.concatenate([state.marks, segment.marks[segment.context :]])
-        logits = []
-        calls = self._calls(len(state.marks), len(whole), samples=len(whole) - 1 in segment.rows)
-        for start, stop in calls:
-            if len(calls) > 1 and stop == len(whole):  # siblings continue from here
-                self._states.keep(_key(segment.table, start), state.copied(start))
-            rows = segment.rows[(segment.rows >= start) & (segment.rows < stop)] - start
-            with routes.recorded([RoutedTokens(segment.table, np.arange(len(state.marks), stop))]):
-                logits.append(self._call(state, whole[:stop], rows))
-        if self._call.keeps and all(bool(part.isfinite().all()) for part in logits):
-            self._states.keep(_key(segment.table, len(whole)), state)
-        return logits, again
+        samples = bool(len(segment.rows)) and segment.rows[-1] == len(whole) - 1
+        calls = self._calls(len(state.marks), len(whole), samples)
+        return Course(segment=segment, state=state, whole=whole, calls=calls, splits=len(calls) > 1), again
 
-    def _begin(self, segment: CachedSegment) -> tuple[State | None, bool]:
-        """The state of the segment's context, if it can be gone on from; and whether all of it is of the live weights."""
+    def _found(self, segment: CachedSegment) -> FoundState | None:
+        """The state of the segment's context, if it can be gone on from."""
         context, fresh = segment.context, len(segment.marks) - segment.context
         if not context or not self._call.keeps:
-            return None, False
+            return None
         if not self._call.extends and fresh > 1 and fresh * STEPS_FOR_A_PASS > context + fresh:
-            return None, False  # all in one call is quicker than token by token
+            return None  # all in one call is quicker than token by token
         # A block that is full may be the last one of several sequences.
         moves = self._call.can_be_cut or context % BLOCK > 0
-        found = self._states.take(_key(segment.table, context), segment.marks[:context], self._live, moves)
-        return (found.state, found.live) if found else (None, False)
+        return self._states.take(_key(segment.table, context), segment.marks[:context], self._live, moves)
 
     def _calls(self, done: int, tokens: int, samples: bool) -> list[tuple[int, int]]:
         """The stretches of tokens that are forwarded together, one after the other. `samples`: the last token's logits are wanted."""
@@ -181,6 +180,59 @@ class OwnCacheRunner(ModuleRunner):
         together = tokens - 1 if self._call.extends or not done else done
         alone = [(at, at + 1) for at in range(together, tokens)]
         return [(done, together), *alone] if together > done else alone
+
+    def _advance(self, going: Sequence[Course], routes: PassRoutes) -> None:
+        """Makes the next call of each of these."""
+        for one in going:
+            if one.splits and len(one.calls) == 1:  # siblings continue from here
+                start = one.calls[0][0]
+                self._states.keep(_key(one.segment.table, start), one.state.copied(start))
+        shared = {one.state.rows for one in going if one.state.rows}
+        alone, begin, steps = self._companies(going)
+        together = [Rows.of([one.state for one in group]) for group in steps]
+        for left in shared.difference(together):
+            left.part()
+        for rows, group in zip(together, steps, strict=True):
+            in_order = sorted(group, key=lambda one: one.state.row)
+            with routes.recorded(_routed(in_order)):
+                logits = self._call.step(rows, [one.text() for one in in_order])
+            self._take(in_order, logits)
+        for group in begin:
+            with routes.recorded(_routed(group)):
+                logits = self._call.begin([one.state for one in group], [one.text() for one in group])
+            self._take(group, logits)
+        for one in alone:
+            with routes.recorded(_routed([one])):
+                logits = self._call(one.state, one.text(), one.wanted() - one.calls[0][0])
+            one.take(logits, bool(logits.isfinite().all()))
+
+    def _companies(self, going: Sequence[Course]) -> tuple[list[Course], list[list[Course]], list[list[Course]]]:
+        """Returns those whose next call is made alone, groups that begin together, and groups that go on by a token together."""
+        groups: dict[tuple[bool, int], list[Course]] = {}
+        alone = []
+        for one in going:
+            start, stop = one.calls[0]
+            last_alone = all(one.wanted() == stop - 1)
+            if self._call.alone or not last_alone or (start and stop > start + 1):
+                alone.append(one)
+            else:
+                groups.setdefault((start > 0, self._call.company(start, stop)), []).append(one)
+        begin: list[list[Course]] = []
+        steps: list[list[Course]] = []
+        for (goes_on, _), group in groups.items():
+            most = len(group) if goes_on else max(1, TOGETHER // max(one.calls[0][1] for one in group))
+            for some in (group[at : at + most] for at in range(0, len(group), most)):
+                if len(some) == 1:
+                    alone += some
+                else:
+                    (steps if goes_on else begin).append(some)
+        return alone, begin, steps
+
+    def _take(self, going: Sequence[Course], logits: torch.Tensor) -> None:
+        """`logits` [n, V] of the last tokens."""
+        finite = logits.sum(-1, dtype=torch.float32).isfinite().tolist()
+        for one, row, sound in zip(going, logits.split(1), finite, strict=True):
+            one.take(row[: len(one.wanted())], sound or not len(one.wanted()))
 
     @torch.inference_mode()
     def blame(self, batch: ForwardInput) -> np.ndarray:
@@ -196,10 +248,6 @@ class OwnCacheRunner(ModuleRunner):
         return np.concatenate(found)
 
 
-TOKEN = 0xFFFFFFFF
-"""The part of a mark that is the token."""
-
-
 @dataclass(frozen=True)
 class CachedSegment:
     """One sequence in a pass."""
@@ -212,53 +260,49 @@ class CachedSegment:
     """Positions whose logits are wanted, ascending."""
 
 
+@dataclass(eq=False, kw_only=True)
+class Course:
+    """A segment on its way through a pass."""
+
+    segment: CachedSegment
+    state: State
+    whole: np.ndarray
+    """[T]: marks of all its tokens, as its state will have them."""
+    calls: list[tuple[int, int]]
+    """Stretches of tokens that are still to be forwarded."""
+    splits: bool
+    """Whether its last call is not its only one."""
+    logits: list[torch.Tensor] = field(default_factory=list)
+    finite: bool = True
+
+    def text(self) -> np.ndarray:
+        """Marks of its tokens up to the end of the next call."""
+        return self.whole[: self.calls[0][1]]
+
+    def wanted(self) -> np.ndarray:
+        """Positions in the next call whose logits are wanted."""
+        (start, stop), rows = self.calls[0], self.segment.rows
+        return rows[(rows >= start) & (rows < stop)]
+
+    def take(self, logits: torch.Tensor, finite: bool) -> None:
+        """The next call was made, with these logits."""
+        self.logits.append(logits)
+        self.finite &= finite
+        self.calls = self.calls[1:]
+
+
+def _routed(together: Sequence[Course]) -> list[RoutedTokens]:
+    """The tokens of a call that these share, without its padding."""
+    stretches = [np.arange(*one.calls[0]) for one in together]
+    columns = max(map(len, stretches))
+    return [
+        RoutedTokens(one.segment.table, positions, first=(row + 1) * columns - len(positions))
+        for row, (one, positions) in enumerate(zip(together, stretches, strict=True))
+    ]
+
+
 def _key(table: np.ndarray, tokens: int) -> tuple[int, int]:
     return int(table[(tokens - 1) // BLOCK]), tokens
-
-
-# --- One call of the model
-
-
-class ModelCall:
-    """Calls a model as `generate` does, over the state of one sequence."""
-
-    def __init__(self, model: Skeleton, device: torch.device) -> None:
-        self._model, self._text, self._device = model.model, model.config, device
-        self._takes = set(inspect.signature(model.model.forward).parameters)
-        self._given = bool(model.model._supports_default_dynamic_cache())
-        """Whether the cache is made outside of the model."""
-        self.keeps = bool(self._takes & {"cache", "state"})
-        """Whether it keeps anything from pass to pass; the first GPT does not, and computes every sequence from its beginning each time."""
-        self._given &= self.keeps
-        layers: list[Any] = DynamicCache(config=self._text).layers if self._given else [None]
-        self.extends = not model.model._is_stateful and all(is_plain(layer) for layer in layers)
-        """Whether several tokens may follow a state in one call."""
-        self.can_be_cut = self.extends and not any(layer.is_sliding for layer in layers)
-        """Whether every state holds those of all its beginnings."""
-
-    def __call__(self, state: State, marks: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """Forwards the tokens of `marks` that `state` does not have, and puts them into it. Returns logits [R, V] of the tokens `rows`,
-        counted from the first one that is forwarded."""
-        done, tokens = len(state.marks), uploaded(marks & TOKEN, self._device)[None]
-        fresh, kept = len(marks) - done, state.kept
-        if not done and self._given:
-            kept = {"cache": DynamicCache(config=self._text)}
-        options: dict[str, Any] = {"use_cache": True, "attention_mask": None}
-        if "position_ids" in self._takes:
-            options["position_ids"] = torch.arange(len(marks), device=self._device)[None]
-        inputs = self._model.prepare_inputs_for_generation(
-            tokens, next_sequence_length=fresh, is_first_iteration=not done, **kept, **options
-        )
-        wanted = uploaded(rows, self._device)
-        if "logits_to_keep" in self._takes:
-            inputs["logits_to_keep"] = wanted if len(rows) else 1
-        out = self._model(**inputs, return_dict=True)
-        state.kept = self._model._update_model_kwargs_for_generation(out, dict(kept), num_new_tokens=fresh)
-        state.marks = marks
-        logits = out.logits[0]
-        if not len(rows):
-            return logits[:0]
-        return logits if len(logits) == len(rows) and "logits_to_keep" in self._takes else logits[wanted]
 
 
 # --- Memory

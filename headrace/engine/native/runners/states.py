@@ -1,8 +1,8 @@
 """States of sequences, in cache objects of transformers: found by tokens and weights, copied, cut, forgotten.
 
 The scheduler's blocks hold no keys and values here, but a *mark* for each token: the token itself, and the weights that it was computed under.
-A state is one cache object with the marks of all its tokens. It serves a sequence whose blocks hold the same marks, so that no state of
-other tokens or of other weights is ever used: not after a block was given away, not after a swap.
+A state is one cache object, or a row of one that several sequences share, with the marks of all its tokens. It serves a sequence whose blocks
+hold the same marks, so that no state of other tokens or of other weights is ever used: not after a block was given away, not after a swap.
 
 Attention keeps keys and values by position, and a copy of it can be cut short. What recurrent layers keep, and windows that have moved on,
 cannot: those states are copied where somebody may want to continue from them, and computed again elsewhere.
@@ -11,16 +11,18 @@ cannot: those states are copied where somebody may want to continue from them, a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from headrace.engine.native.forward_pass import BLOCK
+from headrace.engine.native.runners.cache_rows import joined, sizes_of
 
 _SHARED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 """Layers that put new tensors in place of old ones and never write into them: a copy may share the tensors."""
@@ -36,27 +38,99 @@ class State:
     """The cache of one sequence's first tokens."""
 
     kept: dict[str, Any]
-    """The values that transformers' `generate` hands from pass to pass: a cache, or a list of states under the name that the model gives it."""
+    """The values that transformers' `generate` hands from pass to pass: a cache, or a list of states under the name that the model gives it. Those
+    of all rows, if the state is a row."""
     marks: np.ndarray
     """[T] int64: the mark of each token."""
+    rows: Rows | None = None
+    """The sequences that share the cache; None if it is this one's alone."""
+    row: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors_of(self.kept))
+        return self.rows.nbytes(self) if self.rows else sum(tensor.nbytes for tensor in tensors_of(self.kept))
 
     @property
     def can_be_cut(self) -> bool:
         """Whether `copied` gives the state of fewer tokens."""
-        cache = self.kept.get("cache")
-        return isinstance(cache, Cache) and bool(cache.layers) and all(_can_be_cut(layer) for layer in cache.layers)
+        cache, tokens = self.kept.get("cache"), len(self.marks)
+        return isinstance(cache, Cache) and bool(cache.layers) and all(_can_be_cut(one, tokens) for one in cache.layers)
 
     def copied(self, tokens: int) -> State:
         """A state of the first `tokens` tokens, which changes nothing of this one."""
-        kept = {name: _copied(value) for name, value in self.kept.items()}
+        kept = self._alone() if self.rows else {name: _copied(value) for name, value in self.kept.items()}
         if (removed := len(self.marks) - tokens) > 0:
             assert self.can_be_cut
             kept["cache"].crop(-removed)
         return State(kept, self.marks[:tokens])
+
+    def part(self) -> None:
+        """Takes a copy of its row, if it is one, and leaves the others."""
+        if self.rows is not None:
+            self.kept, self.rows, self.row = self._alone(), None, 0
+
+    def _alone(self) -> dict[str, Any]:
+        return {"cache": joined([(self.kept["cache"], [self.row])], len(self.marks))}
+
+
+class Rows:
+    """States that are the rows of one cache. All end in its last column, and a shorter one has padding at its left."""
+
+    def __init__(self, states: Sequence[State], kept: dict[str, Any]) -> None:
+        """Makes these states the rows of a cache, in this order. `kept`: what the model handed back, with that cache."""
+        self._states = [ref(state) for state in states]
+        self.lengths = np.array([len(state.marks) for state in states])
+        for row, state in enumerate(states):
+            state.rows, state.row = self, row
+        self._hold(kept)
+
+    @classmethod
+    def of(cls, states: Sequence[State]) -> Rows:
+        """The cache of these states and of no others. Those that shared one with them keep it."""
+        before = states[0].rows
+        if before is not None and len(before) == len(states) and all(state.rows is before for state in states):
+            return before
+        parts: dict[int, list[State]] = {}
+        for state in states:
+            parts.setdefault(id(state.kept["cache"]), []).append(state)
+        pieces = [(some[0].kept["cache"], [state.row for state in some]) for some in parts.values()]
+        together = joined(pieces, max(len(state.marks) for state in states))
+        return cls([state for some in parts.values() for state in some], {"cache": together})
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def columns(self) -> int:
+        return int(self.lengths.max())
+
+    def advance(self, kept: dict[str, Any], marks: Sequence[np.ndarray]) -> None:
+        """Every row has a token more. `kept`: as the model handed it back; `marks`: all of each row, in order."""
+        self.lengths = self.lengths + 1
+        for state in self._here():
+            state.marks = marks[state.row]
+        self._hold(kept)
+
+    def _hold(self, kept: dict[str, Any]) -> None:
+        self.kept = kept
+        for state in self._here():
+            state.kept = kept
+        fixed, growing = sizes_of(kept["cache"])
+        self._fixed, self._each = fixed // len(self), growing // (len(self) * self.columns)
+
+    def nbytes(self, state: State) -> int:
+        """Bytes of a row, without its padding: a pass of short sequences beside a long one shall not push them out of memory."""
+        return self._fixed + self._each * len(state.marks)
+
+    def part(self) -> None:
+        """Gives those that are still rows a cache of their own."""
+        for state in self._here():
+            state.part()
+
+    def _here(self) -> Iterator[State]:
+        for found in self._states:
+            if (state := found()) is not None and state.rows is self:
+                yield state
 
 
 def is_plain(layer: Any) -> bool:
@@ -64,9 +138,9 @@ def is_plain(layer: Any) -> bool:
     return type(layer) in _SHARED
 
 
-def _can_be_cut(layer: Any) -> bool:
+def _can_be_cut(layer: Any, tokens: int) -> bool:
     if type(layer) is DynamicSlidingWindowLayer:
-        return bool(layer.get_seq_length() < layer.sliding_window)  # nothing has left the window yet
+        return bool(tokens < layer.sliding_window)  # nothing has left the window yet
     return is_plain(layer)
 
 
@@ -155,6 +229,8 @@ class States:
         self._budget, self._bytes = budget, 0
         self._states: OrderedDict[Key, tuple[State, int]] = OrderedDict()
         """The one used last is at the end."""
+        self._taken: dict[Key, bool] = {}
+        """States that were handed out themselves in this pass, and whether a copy stays."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -162,17 +238,26 @@ class States:
     def take(self, key: Key, marks: np.ndarray, weights: int, moves: bool) -> FoundState | None:
         """The state of exactly these tokens under the weights of their marks, or all under the live ones; None if there is none.
 
-        `marks` [T]: those in the sequence's blocks. `weights`: the live ones. `moves`: whether a state under this very key may be handed out
-        itself; else it is copied.
+        `marks` [T]: those in the sequence's blocks. `weights`: the live ones. `moves`: whether nobody else may want a state that is kept under this
+        very key, so that no copy need stay. Call this for all sequences of a pass, then `hand_over`, and change states only then.
         """
         own = self._states.get(key)
-        if own is not None and len(own[0].marks) == len(marks) and (fits := _fits(own[0], marks, weights)):
-            if moves:
-                self._remove(key)
-                return FoundState(own[0], fits == "live")
-            self._states.move_to_end(key)
-            return FoundState(own[0].copied(len(marks)), fits == "live")
+        fits = ""
+        if own is not None and key not in self._taken and len(own[0].marks) == len(marks):
+            fits = _fits(own[0], marks, weights)
+        if own is not None and fits:
+            self._taken[key] = not moves
+            return FoundState(own[0], fits == "live")
         return self._copy_of_another(marks, weights)
+
+    def hand_over(self) -> None:
+        """Lets go of the states that were taken."""
+        taken, self._taken = self._taken, {}
+        for key, stays in taken.items():
+            state, _ = self._states[key]
+            self._remove(key)
+            if stays:
+                self.keep(key, state.copied(len(state.marks)))
 
     def _copy_of_another(self, marks: np.ndarray, weights: int) -> FoundState | None:
         best: tuple[int, Key, bool] | None = None
