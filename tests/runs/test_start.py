@@ -44,7 +44,8 @@ def test_everything_of_the_user_is_loaded_once(
         monkeypatch.setattr(owner, name, called)
 
     for owner, name in (
-        (rehearsing, "build_task"), (building, "build_task"), (rehearsing, "ChatEncoder"), (opening, "open_model"),
+        (rehearsing, "build_task"), (building, "build_task"), (rehearsing, "ChatEncoder"), (opening, "ChatEncoder"),
+        (opening, "loaded_model"),
         (functions, "check_functions"), (processes, "begin_worker"), (rehearsing, "begin_worker"),
     ):  # fmt: skip
         counting(owner, name)

@@ -301,10 +301,8 @@ class _Host:
                 shadow=None,
             )
 
-        async def model(path: str, *others: Any) -> tuple[Path, ChatEncoder]:
-            return Path(path), encoder
-
-        self.patch.setattr(opening, "open_model", model)
+        self.patch.setattr(opening, "loaded_model", lambda config, rows: Path(config.model.path))
+        self.patch.setattr(opening, "ChatEncoder", lambda path: encoder)
         self.patch.setattr(opening, "open_pools", pools)
         self.patch.setattr(build_module, "build_scorer", lambda config, *others, **more: OwnScorer(config))
         self.patch.setattr(build_module, "build_environment", _environment)

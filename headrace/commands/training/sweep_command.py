@@ -133,7 +133,7 @@ def is_finished(directory: Path) -> bool:
 
 
 class Reached(NamedTuple):
-    """What the seeds of one combination have reached."""
+    """The rewards of one combination, a number for each of its finished seeds."""
 
     values: tuple[str, ...]
     held_out: list[float]
