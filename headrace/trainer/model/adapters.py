@@ -338,12 +338,19 @@ STACKED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def adaptable(model: Any) -> dict[str, Any]:
-    """Returns all linear layers except the output head, by name."""
+    """Returns the linear layers that LoRA can adapt, by name: all but the output head, gates of a single output, routers that return more than a product, and the
+    `out_proj` of Mamba's mixers, whose fused kernel reads the weight past the adapter (peft refuses it too)."""
     head, foreign = model.get_output_embeddings(), STACKED if expert_parameters(model) else set()
+    past = {id(module.out_proj) for module in model.modules() if {"A_log", "D"} <= module._parameters.keys()}
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head and name.rsplit(".", 1)[-1] not in foreign
+        if isinstance(module, torch.nn.Linear)
+        and not (type(module).__module__.startswith("transformers.models.") and "forward" in vars(type(module)))
+        and module.out_features > 1
+        and module is not head
+        and id(module) not in past
+        and name.rsplit(".", 1)[-1] not in foreign
     }
 
 
