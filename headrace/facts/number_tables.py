@@ -333,13 +333,13 @@ TITLES = {
     "lag/old_cache_tokens": "Tokens sampled over keys and values of older weights",
     "lag/outside_tokens": "Tokens outside the bound of the lag, left out",
     "lag/rollouts_swapped": "Rollouts that met new weights, share",
-    "length/mean": "Length of trained completions, tokens",
-    "length/truncated_share": "Trained completions cut off, share",
+    "length/mean": "Length of completions in trained groups, tokens",
+    "length/truncated_share": "Completions cut off in trained groups, share",
     "prompts/distance": "Curriculum: distance from uniform draws",
     "prompts/effective": "Curriculum: effective number of prompts",
     "reward/drawn": "Reward of all drawn rollouts, mean",
     "reward/std": "Reward within the step, standard deviation",
-    "reward/trained": "Reward of trained rollouts, mean",
+    "reward/trained": "Reward of trained groups, mean",
     "share/dropped": "Groups dropped, share of the last ones",
     "share/failed": "Rollouts failed, share of the last ones",
     "share/no_contrast": "Groups without contrast, share of the last ones",
@@ -390,7 +390,7 @@ def title_of(name: str) -> str:
     if name in TITLES:
         return TITLES[name]
     if room == "reward":
-        return f"Reward {leaf}, mean of trained rollouts"
+        return f"Reward {leaf}, mean of trained groups"
     if lag := room.removeprefix("by_lag_") if room.startswith("by_lag_") else "":
         said = (
             f"taken out by {leaf.removeprefix('masked_')}, share"
