@@ -2,7 +2,7 @@
 
     python benchmarks/tiers.py [--types gpt_oss,lfm2_moe] [--rounds 3] [--sequences 16,64]
 
-A model of random weights of each type, of 20 to 40 million parameters in float32, samples 64 tokens for each of many prompts of 20 to 60 tokens, log-probs
+A model of random weights of each type, of 20 to 40 million parameters in float32, samples 32 tokens for each of many prompts of 20 to 60 tokens, log-probs
 included: by the engine in the way that `auto` chooses, by the engine over the model's own cache (`engine.path = "cache"`), and by `generate` on one left-padded
 batch. All in this process on one thread, one after the other in every round, in turns. Rates are tokens per second of processor time, which others on the
 machine disturb less than the clock; ratios are taken within a round.
@@ -30,7 +30,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.models.saved_buffers import saved_buffers
 
-VOCABULARY, TOKENS, CONTEXT = 8192, 64, 128
+VOCABULARY, TOKENS, CONTEXT = 8192, 32, 96
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 48,
     "intermediate_size": 1024, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -63,7 +63,7 @@ Sample = Callable[[list[list[int]], int], None]
 def made(model_type: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**COMMON, **TYPES[model_type]})
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=None).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def engine_of(model: Any, directory: Path, sequences: int, path: str) -> tuple[Sample, str]:
