@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
+_MASKS = (torch.masked_fill, Tensor.masked_fill)
 _CALLS = {torch.topk: "topk", Tensor.topk: "topk", torch.max: "max", Tensor.max: "max"}
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)")
 """The part that peft adds to the name of a module that it wraps or copies."""
@@ -226,10 +227,15 @@ class _Choosing(TorchFunctionMode):
         super().__init__()
         self._kind, self._choose = kind, choose
         self._count = 0
+        self._masked: tuple[Tensor, Tensor] | None = None
+        """The last masked tensor, and what it was before: groups of experts that the live router did not choose are masked, and recorded experts may
+        be in these."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         kind = self._kind
+        if function in _MASKS:
+            self._masked = found, args[0]
         if _CALLS.get(function) != kind.function or not isinstance(found, tuple):
             return found
         number, self._count = self._count, self._count + 1
@@ -240,4 +246,5 @@ class _Choosing(TorchFunctionMode):
         if other is None:
             return found
         indices = other.view(found[1].shape)
-        return type(found)((args[0].gather(-1, indices), indices))
+        scores = self._masked[1] if self._masked and self._masked[0] is args[0] else args[0]
+        return type(found)((scores.gather(-1, indices), indices))

@@ -40,6 +40,23 @@ def test_a_gemma_4_with_experts_is_replayed():
     assert_replayed(small_model("gemma4_text", config=config))
 
 
+def test_an_expert_of_a_group_that_the_live_router_leaves_out_keeps_its_weight():
+    """DeepSeek-V2 sets the scores of other groups to 0 before it chooses, and takes the weights from these scores."""
+    config = small_config("deepseek_v2")
+    config.topk_method, config.n_group, config.topk_group = "group_limited_greedy", config.n_routed_experts // 2, 1
+    model = small_model("deepseek_v2", config=config)
+    replay = RoutingReplay(choose_forward(model), torch.float32)
+    router = replay._routers.modules[0][0]
+    hidden = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    scores = router(hidden)[0].float().softmax(-1)
+    for expert in range(0, config.n_routed_experts, 2):
+        experts = torch.tensor([[expert, expert + 1]]).expand(9, -1)
+        with replay._routers.asked(lambda layer, column, live, experts=experts: experts):
+            _, weights, chosen = router(hidden)
+        assert torch.equal(chosen, experts)
+        assert torch.allclose(weights, scores.gather(-1, experts) * config.routed_scaling_factor)
+
+
 def assert_replayed(model: Any) -> None:
     forward, pack = choose_forward(model), pack_sequence((torch.arange(1, 30) * 7919 % 93 + 3).tolist())
     used = [[] for _ in range(RoutingReplay(forward, torch.float32).layers)]

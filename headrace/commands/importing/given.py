@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,14 @@ UNKNOWN = object()
 """The value of what only the other library could work out, such as an expression over its environment."""
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 _WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
 """An override of Hydra: `name.with.dots=value`, with plus signs for a new name."""
 DEEPEST = 20
@@ -60,7 +70,8 @@ def _script(text: str, path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        words = shlex.split(text, comments=True)
+        whole = _ARITHMETIC.sub(lambda found: "".join(found[0].split()), text)  # one word, with or without quotes
+        words = shlex.split(whole, comments=True)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as a shell script: {error}") from None
     variables: dict[str, str] = {"HOME": os.path.expanduser("~")}
@@ -86,6 +97,7 @@ def _script(text: str, path: Path) -> dict[str, Any]:
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str | None:
     """Returns the text with its variables' values; None where one is not set in the script, or a command is run."""
+    text = _ARITHMETIC.sub(lambda found: _computed(found[1], variables) or found[0], text)
     missing = "$(" in text or "`" in text
 
     def value(found: re.Match[str]) -> str:
@@ -97,6 +109,23 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str | None:
 
     text = _VARIABLE.sub(value, text)
     return None if missing else text
+
+
+def _computed(text: str, variables: Mapping[str, str]) -> str:
+    """Returns the value of a shell's arithmetic, such as `1024*2` or `length+512`; empty if it is not known."""
+    plain = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda found: f"({variables.get(found[1], '?')})", text)
+    try:
+        return str(_number_of(ast.parse(plain, mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return ""
+
+
+def _number_of(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_number_of(node.left), _number_of(node.right))
+    raise ValueError("it is no sum of whole numbers")
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

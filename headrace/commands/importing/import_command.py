@@ -53,7 +53,7 @@ def _import(arguments: argparse.Namespace) -> int:
         echo(path)
     for line in report(found, library.name, most=0 if arguments.all else SHOWN):
         echo(line)
-    first = "fill in what is to do, then: " if found.to_do else "next: "
+    first = "fill in what is to do, then: " if found.to_do or found.unknown else "next: "
     echo(f"{first}headrace train {arguments.to} --dry-run")
     return 0
 
@@ -72,11 +72,16 @@ def translated(path: Path) -> tuple[Library, Translation]:
     )
 
 
+WORKED_OUT = "values that are worked out where it runs, so that what follows from them is a default or missing here"
+
+
 def report(found: Translation, library: str, most: int) -> Iterator[str]:
     """Yields what a person should know: `most` names for each reason, or all if it is 0."""
     yield f"{len(found.settings)} settings from {len(found.given)} of {library}"
     for setting, what in found.to_do.items():
         yield from _wrapped(f"to do: {setting}: {what}")
+    if found.unknown:
+        yield from _wrapped(f"to do: {WORKED_OUT}: {', '.join(found.unknown)}")
     for reason, names in found.left_out.items():
         if names:
             shown = names[:most] if most else names
@@ -95,31 +100,26 @@ def config_text(found: Translation, library: str, source: Path, name: str) -> st
     lines = [
         f"# {name}: from {source.name} of {library}, by `headrace import`. Every other setting has a default: docs/settings.md lists them."
     ]
+    if found.unknown:
+        lines += _comment(f"TO DO: {WORKED_OUT}: {', '.join(found.unknown)}")
     tables: dict[str, list[str]] = {}
     for setting in dict.fromkeys([*found.settings, *found.to_do]):
         table, _, leaf = setting.rpartition(".")
         rows = tables.setdefault(table, [])
         if setting in found.to_do:
-            rows += textwrap.wrap(
-                f"TO DO {leaf}: {found.to_do[setting]}", 130, initial_indent="# ", subsequent_indent="#   "
-            )
+            rows += _comment(f"TO DO {leaf}: {found.to_do[setting]}")
         if setting in found.settings:
             note = found.notes.get(setting, "")
             rows.append(f"{leaf} = {_value(found.settings[setting])}" + (f"  # {note}" if note else ""))
     for table in sorted(tables, key=lambda table: (table != "", _order(table))):
         lines += ["", *([f"[{table}]"] if table else []), *tables[table]]
     if found.unread:
-        lines += [
-            "",
-            *textwrap.wrap(
-                f"Not translated: {', '.join(found.unread)}",
-                130,
-                initial_indent="# ",
-                subsequent_indent="#   ",
-                break_on_hyphens=False,
-            ),
-        ]
+        lines += ["", *_comment(f"Not translated: {', '.join(found.unread)}")]
     return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, 130, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
 
 
 _FIRST = ("model", "task", "reward", "environment", "rollout", "algo", "train", "lora", "staleness", "engine", "eval")

@@ -31,15 +31,17 @@ class Translation:
     """Names that have no counterpart, by the reason."""
     files: dict[str, str] = field(default_factory=dict)
     """Texts of files beside the config, by name."""
+    unknown: list[str] = field(default_factory=list)
+    """Names whose values are worked out where the other library runs. What would follow from them has a default."""
     _read: set[str] = field(default_factory=set)
 
     def value(self, *names: str, default: Any = None) -> Any:
-        """Returns the value of the first of these names that is given and not null. A value that is not known is left to the user."""
+        """Returns the value of the first of these names that is given and not null. A value that is not known is noted in `unknown`."""
         self._read |= {name for name in names if name in self.given}
         for name in names:
             found = self.given.get(name)
             if found is UNKNOWN:
-                self.leave("its value is worked out where it runs", name)
+                self.unknown += [name] if name not in self.unknown else []
             elif found is not None:
                 return found
         return default

@@ -27,13 +27,19 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": "reinforce++_baseline",
 }
 LOSSES = {
-    "gspo": "gspo",
+    "gspo": "gspo_token",
     "geo_mean": "gmpo",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
     "cispo": "cispo",
     "sapo": "sapo",
 }
+BOUNDED = ("vanilla", "geo_mean", "clip_cov", "cispo")
+"""Losses whose bounds of the ratio mean the same here."""
+OF_SEQUENCES = ("gspo", "geo_mean", "sapo")
+"""Losses that verl takes the mean over sequences of, whatever loss_agg_mode says."""
+SELECTING = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
+"""Losses that select tokens, and the name of their share."""
 AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-sum": "seq_mean_token_sum",
@@ -162,21 +168,19 @@ def _algorithm(t: Translation) -> None:
     if estimator in ESTIMATORS:
         t.put("algo.name", LOSSES.get(mode, "") if estimator == "grpo" and mode in LOSSES else ESTIMATORS[estimator])
         if mode in LOSSES and estimator != "grpo":
-            t.put("algo.loss", LOSSES[mode])
+            t.put("algo.select.kind", mode if mode in SELECTING else None)
+            t.put("algo.loss", LOSSES[mode] if mode != "clip_cov" else None)
     if mode not in LOSSES and mode != "vanilla":
         t.to_do["algo.loss"] = f"{mode} has no counterpart: docs/algorithms.md"
     if estimator == "grpo" and t.value("algorithm.norm_adv_by_std_in_grpo", default=True) is False:
         t.put("algo.advantage", "centred")
     said = t.value(f"{ACTOR}loss_agg_mode", default="token-mean")
-    if mode == "vanilla" and said in AGGREGATIONS:
-        t.put("algo.aggregation", AGGREGATIONS[said])
-    elif said not in AGGREGATIONS:
+    if said not in AGGREGATIONS:
         t.to_do["algo.aggregation"] = f"{said} has no counterpart: docs/algorithms.md"
-    if mode == "vanilla" and estimator in ESTIMATORS:
-        both = t.value(f"{ACTOR}clip_ratio", default=0.2)
-        t.put("algo.clip_low", t.value(f"{ACTOR}clip_ratio_low", default=both))
-        t.put("algo.clip_high", t.value(f"{ACTOR}clip_ratio_high", default=both))
-        t.put("algo.dual_clip", t.value(f"{ACTOR}clip_ratio_c", default=3.0), _whose(t, f"{ACTOR}clip_ratio_c"))
+    elif mode not in OF_SEQUENCES:
+        t.put("algo.aggregation", AGGREGATIONS[said])
+    if estimator in ESTIMATORS:
+        _bounds(t, mode)
     if coef := t.value(f"{ACTOR}entropy_coeff", default=0):
         t.put("algo.entropy.coef", coef)
     if (gamma := t.value("algorithm.gamma", default=1.0)) != 1.0:
@@ -186,6 +190,26 @@ def _algorithm(t: Translation) -> None:
             "headrace leaves out every group without contrast, and draws on until the step is full",
             "algorithm.filter_groups.enable",
         )
+
+
+def _bounds(t: Translation, mode: str) -> None:
+    """Translates the constants of a loss."""
+    names = [f"{ACTOR}clip_ratio{which}" for which in ("", "_low", "_high")]
+    if mode in BOUNDED:
+        both = t.value(names[0], default=0.2)
+        t.put("algo.clip_low", t.value(names[1], default=both))
+        t.put("algo.clip_high", t.value(names[2], default=both))
+    elif mode == "gspo":
+        t.leave("the ratio is to the sampler here, whose rounding needs wider bounds (docs/algorithms.md)", *names)
+    if mode == "vanilla":
+        t.put("algo.dual_clip", t.value(f"{ACTOR}clip_ratio_c", default=3.0), _whose(t, f"{ACTOR}clip_ratio_c"))
+    if mode in SELECTING:
+        t.take("algo.select.fraction", f"{ACTOR}policy_loss.{SELECTING[mode]}")
+    if mode == "clip_cov":
+        bounds = [f"{ACTOR}policy_loss.clip_cov_{which}" for which in ("lb", "ub")]
+        t.leave("the tokens of the largest covariance are taken out, without a draw between bounds", *bounds)
+    if mode == "kl_cov":
+        t.take("algo.penalty", f"{ACTOR}policy_loss.ppo_kl_coef")
 
 
 def _divergence(t: Translation) -> None:
@@ -205,6 +229,13 @@ def _divergence(t: Translation) -> None:
         t.put("algo.kl.coef", of_reward)
         t.put("algo.kl.place", "reward")
         t.put("algo.kl.estimator", "k1")
+        penalty, control = "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
+        if ESTIMATES.get(str(t.value(penalty, default="kl")).removesuffix("+")) != "k1":
+            t.leave("the divergence in the reward is always k1 (docs/algorithms.md)", penalty)
+        if t.value(control, default="fixed") != "fixed":
+            t.leave(
+                "the coefficient stays what it is", *(name for name in t.given if name.startswith("algorithm.kl_ctrl."))
+            )
     if in_loss and in_reward:
         t.leave("the divergence is in the loss already, and has one place", "algorithm.use_kl_in_reward")
 
@@ -270,7 +301,8 @@ def _lora(t: Translation) -> None:
 def _left_out(t: Translation) -> None:
     t.leave_all("there is no critic", ("critic.", "trainer.critic_", "algorithm.lam"))
     t.leave_all(
-        "the picture column of a model that sees", ("data.image_key", "data.video_key", "data.return_multi_modal")
+        "columns with images are named in task.images (docs/vision.md)",
+        ("data.image_key", "data.video_key", "data.return_multi_modal"),
     )
     t.leave_all("a run goes on with `headrace train --resume RUN`", ("trainer.resume_", "trainer.del_local"))
     t.leave_all(
