@@ -65,6 +65,32 @@ def test_everything_is_refused_before_a_run_is_started(
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["algo.clip_high=0.3"], "algo.clip_high = None, and this sweep has 0.3"),
+        (["train.steps=3"], "train.steps = 2, and this sweep has 3"),
+        (["eval.samples=2"], "eval.samples = 1, and this sweep has 2"),
+    ],
+)
+def test_a_run_that_has_begun_with_other_settings_is_not_compared(
+    tmp_path: Path, tiny_tokenizer: Path, sets: list[str], words: str
+) -> None:
+    from headrace.run.choosing import with_chosen
+    from headrace.run.config import dump_config, load_config
+
+    config, over = config_of(tmp_path, tiny_tokenizer), ["train.learning_rate=1e-3,2e-3"]
+    runs = runs_of(config, over, 1, name="", sets=[])
+    begun = with_chosen(load_config(config, runs[0].sets), {"engine.threads": 1, "train.dtype": "float32"}, {})
+    runs[0].directory.mkdir(parents=True)
+    (runs[0].directory / "config.toml").write_text(dump_config(begun))
+    assert runs_of(config, over, 1, name="", sets=["engine.max_running=3"]) != runs, "what a run chose is its own"
+    with pytest.raises(ConfigError) as refused:
+        runs_of(config, over, 1, name="", sets=sets)
+    assert words in str(refused.value) and "give it another --name" in str(refused.value)
+    assert runs_of(config, over, 1, name="other", sets=sets)
+
+
 def test_commands_are_printed_for_a_cluster(
     tmp_path: Path, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,11 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, positive
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
+
+if TYPE_CHECKING:
+    from headrace.run.config import RunConfig
 
 
 class SweepRun(NamedTuple):
@@ -99,13 +102,32 @@ def runs_of(config: str, over: Sequence[str], seeds: int, *, name: str, sets: Se
             called = "_".join([*map(_short, values), f"seed-{seed}"])
             mine = (*sets, *values, f'out="{folder}"', f'name="{called}"', f"seed={seed}")
             try:
-                load_config(config, mine)
+                wanted = load_config(config, mine)
             except ConfigError as error:
                 raise ConfigError(f"{' '.join(values) or config}: {error}") from None
+            _check_same(wanted, folder / called)
             found.append(SweepRun(values, mine, folder / called))
     if twice := [one.directory.name for one in found if [other.directory for other in found].count(one.directory) > 1]:
         raise ConfigError(f"two runs would be called {twice[0]}; give each value of --over once")
     return found
+
+
+def _check_same(wanted: RunConfig, directory: Path) -> None:
+    """Raises ConfigError if a run has begun there that learns or is measured otherwise: a table of both would compare what is not named in it."""
+    from headrace.run.choosing import resumed_settings
+    from headrace.run.config import config_of_run, read_config
+    from headrace.run.resume_rules import rule_of, settings_of
+
+    if not (directory / "config.toml").exists():
+        return
+    before = dict(settings_of(read_config(config_of_run(directory))))
+    now = dict(settings_of(read_config(resumed_settings(wanted, directory))))
+    for name, value in now.items():
+        counts = name in ("train.steps", "train.minutes") or name.startswith("eval.") or not rule_of(name).is_free
+        if counts and before[name] != value:
+            raise ConfigError(
+                f"{directory} has begun with {name} = {before[name]}, and this sweep has {value}: give it another --name, or delete the folder of that run"
+            )
 
 
 def _values(over: str) -> list[str]:
@@ -121,7 +143,7 @@ def _values(over: str) -> list[str]:
 def _short(value: str) -> str:
     """`train.learning_rate=1e-6` -> `learning_rate-1e-6`."""
     setting, _, given = value.partition("=")
-    return f"{setting.rpartition('.')[2]}-" + re.sub(r"[^\w.-]+", "-", given).strip("-.")
+    return f"{setting.rpartition('.')[2]}-" + re.sub(r"[^\w.-]+", "-", given.strip('[]{}" ')).strip(".")
 
 
 def is_finished(directory: Path) -> bool:
@@ -158,7 +180,7 @@ def _last(directory: Path) -> tuple[list[float], list[float]]:
 
     follower = Follower(directory)
     follower.read()
-    evals = [one.reward_mean for one in follower.state.evals if one.prompts][-1:]
+    evals = [one.reward_mean for one in follower.state.evals if math.isfinite(one.reward_mean)][-1:]
     drawn = run_state.recent_reward(follower.state)
     return evals, [] if drawn is None else [drawn]
 
