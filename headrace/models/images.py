@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ FOLDER = "images"
 class ImageFile:
     data: bytes
     """The file as it was given: PNG, JPEG, ..."""
+    where: str = field(default="", compare=False)
+    """Its place among the rows, in words."""
 
     @property
     def digest(self) -> str:
@@ -228,11 +230,14 @@ def _make(model_dir: Path, home: Path, to: Path, *, digests: Sequence[str], imag
     with tempfile.TemporaryDirectory(prefix=".images-", dir=home) as work:
         made = Path(work) / "model"
         (made / FOLDER).mkdir(parents=True)
+        places: dict[str, str] = {}
         for image in images:
             (made / FOLDER / image.digest).write_bytes(image.data)
-        if {path.name for path in (made / FOLDER).iterdir()} != set(digests):
+            places.setdefault(image.digest, image.where)
+        if places.keys() != set(digests):
             raise ConfigError("an image has changed while it was read; start again")
-        asked = json.dumps({"source": str(model_dir), "home": str(home), "made": str(made), "images": digests})
+        ordered = {digest: places[digest] for digest in digests}
+        asked = json.dumps({"source": str(model_dir), "home": str(home), "made": str(made), "images": ordered})
         code = "import sys; from headrace.models.vision import main; sys.exit(main(sys.stdin.read()))"
         done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True)
         if done.returncode:

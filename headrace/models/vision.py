@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,9 +193,9 @@ def join(directory: Path, source: Path, dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
-def make(source: Path, home: Path, made: Path, images: Sequence[str]) -> None:
+def make(source: Path, home: Path, made: Path, images: Mapping[str, str]) -> None:
     """Fills the directory `made` with the language part of the model in `source`, and with the features of the images that lie in it by their
-    digests. The weights of the part lie once in `home`. Raises ConfigError."""
+    digests. `images`: the digests, in the order of the table, and the place of each in the data, in words. The weights of the part lie once in `home`. Raises ConfigError."""
     whole, tokenizer = load_whole(source), load_tokenizer(source)
     for name, parameter in whole.named_parameters():
         if not parameter.isfinite().all():
@@ -209,8 +209,8 @@ def make(source: Path, home: Path, made: Path, images: Sequence[str]) -> None:
     see = FAMILIES[whole.config.model_type]
     layouts: dict[tuple[int, ...], int] = {}
     known, rows, first = {}, [], 0
-    for digest in images:
-        seen = see(processor, whole, tokenizer, _opened(made / FOLDER / digest))
+    for digest, where in images.items():
+        seen = see(processor, whole, tokenizer, _opened(made / FOLDER / digest, where))
         tokens = _tokens(tokenizer, seen.text)
         if tokens.count(whole.config.image_token_id) != len(seen.features):
             raise ConfigError(
@@ -230,8 +230,14 @@ def make(source: Path, home: Path, made: Path, images: Sequence[str]) -> None:
     }
     (made / FOLDER / INDEX).write_text(json.dumps(index), encoding="utf-8")
     _prove(whole, made, tokenizer, "", None)
-    for digest in {*images[:1], *images[-1:]}:
-        _prove(whole, made, tokenizer, digest, see(processor, whole, tokenizer, _opened(made / FOLDER / digest)))
+    for digest in {*list(images)[:1], *list(images)[-1:]}:
+        _prove(
+            whole,
+            made,
+            tokenizer,
+            digest,
+            see(processor, whole, tokenizer, _opened(made / FOLDER / digest, images[digest])),
+        )
 
 
 def _processor(source: Path) -> Any:
@@ -241,14 +247,14 @@ def _processor(source: Path) -> Any:
     return AutoImageProcessor.from_pretrained(source, local_files_only=True, backend="pil")
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path, where: str) -> Any:
     from PIL import Image, ImageOps
 
     try:
         return ImageOps.exif_transpose(Image.open(path)).convert("RGB")  # as transformers' load_image does
     except Exception as error:  # every format's reader raises its own kind
         raise ConfigError(
-            f"the image with the sha256 {path.name[:12]}... cannot be read as one ({type(error).__name__}); remove its row, or save it as PNG"
+            f"{where} holds an image (sha256 {path.name[:12]}...) that cannot be read as one ({type(error).__name__}); remove its row, or save it as PNG"
         ) from None
 
 

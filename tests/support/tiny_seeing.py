@@ -121,7 +121,7 @@ def made(family: str, images: Sequence[ImageFile]) -> Path:
     (directory / FOLDER).mkdir(parents=True)
     for image in images:
         (directory / FOLDER / image.digest).write_bytes(image.data)
-    make(saved(family), home, directory, [image.digest for image in images])
+    make(saved(family), home, directory, {image.digest: image.where for image in images})
     return directory
 
 

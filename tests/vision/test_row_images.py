@@ -17,7 +17,7 @@ from headrace.core.errors import ConfigError
 from headrace.durable.journal import ReadyRecord
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.python_rows import fingerprint, rows_of
-from headrace.episodes.tasks.row_images import images_in
+from headrace.episodes.tasks.row_images import images_in, images_of_row
 from headrace.episodes.tasks.rows import RowsTask
 from headrace.facts.recorder import Recorder
 from headrace.models.chat import ChatEncoder
@@ -186,9 +186,13 @@ def test_a_model_that_sees_trains_no_adapters():
         model_of(path, TaskConfig(kind="jsonl", path="x"), adapted=True)
 
 
-def test_files_that_are_no_images_are_refused():
-    with pytest.raises(ConfigError, match="cannot be read as one"):
-        made("llava", [ImageFile(b"no image")])
+def test_a_file_that_is_no_image_is_refused_with_its_row(tmp_path: Path):
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    found = images_of_row(
+        {"image": "broken.png"}, TaskConfig(kind="jsonl", path="x", images=("image",)), str(tmp_path), 7
+    )
+    with pytest.raises(ConfigError, match=r"row 7: the column image .* cannot be read as one .* remove its row"):
+        made("llava", [PICTURES[0], *found["image"]])
 
 
 def test_a_template_that_marks_no_places_is_refused(tmp_path: Path, model: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def images_of_row(row: Row, config: TaskConfig, path: str, number: int) -> dict[
         if column not in row:
             raise ConfigError(f"{where} is missing; the columns are: {', '.join(map(str, row))}")
         try:
-            found[column] = images_of(row[column], _folder(path))
+            found[column] = [replace(image, where=where) for image in images_of(row[column], _folder(path))]
         except ConfigError as error:
             raise ConfigError(f"{where} {error}") from None
     return found
