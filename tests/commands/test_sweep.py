@@ -41,9 +41,9 @@ def test_there_is_a_run_for_each_combination_and_seed(tmp_path: Path, tiny_token
     )
     (first.directory).mkdir(parents=True)
     (first.directory / "config.toml").touch()
-    assert first.command(config) == ["headrace", "train", "--resume", str(first.directory)], (
-        "it goes on where it stopped"
-    )
+    again = first.command(config)
+    assert again[-2:] == ["--resume", str(first.directory)], "it goes on where it stopped"
+    assert "rollout.max_tokens=4" in again, "with the settings that are given now"
 
 
 @pytest.mark.parametrize(

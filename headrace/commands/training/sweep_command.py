@@ -33,9 +33,8 @@ class SweepRun(NamedTuple):
 
     def command(self, config: str) -> list[str]:
         """Returns the words that start it, or resume it where it has begun."""
-        if (self.directory / "config.toml").exists():
-            return ["headrace", "train", "--resume", str(self.directory)]
-        return ["headrace", "train", config, *(word for one in self.sets for word in ("--set", one))]
+        words = ["headrace", "train", config, *(word for one in self.sets for word in ("--set", one))]
+        return [*words, "--resume", str(self.directory)] if (self.directory / "config.toml").exists() else words
 
 
 def add_sweep(commands: Commands) -> None:
