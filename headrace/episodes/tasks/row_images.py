@@ -38,7 +38,7 @@ def images_in(config: TaskConfig, passed: Sequence[Row] | None = None) -> Iterat
     if config.facts.passed and passed is None:
         raise ConfigError(
             "the images of this run are in rows that were passed to headrace.train(dataset=...), which are kept in no file: pass the same rows from "
-            "Python again"
+            "Python again, for training and evaluation; replay cannot do its steps again"
         )
     for path in filter(None, (config.source, config.held_out_path)):
         given = config.facts.passed and path == config.source
