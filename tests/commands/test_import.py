@@ -218,6 +218,16 @@ def test_the_constants_of_a_loss_are_carried_over(
     assert ("left out: the ratio is to the sampler here" in said) == (mode == "gspo")
 
 
+def test_the_bounds_of_ppo_are_carried_over_where_its_advantage_is_to_be_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree, _ = imported(tmp_path, "run.sh", "verl algorithm.adv_estimator=gae actor_rollout_ref.actor.clip_ratio=0.1")
+    assert (tree["algo"]["clip_low"], tree["algo"]["clip_high"]) == (0.1, 0.1) and "name" not in tree["algo"]
+    assert AlgoConfig(**tree["algo"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "to do: algo.name" in said and "settings that are off" not in said
+
+
 @pytest.mark.parametrize("mode", ["clip_cov", "kl_cov", "gspo", "cispo"])
 def test_a_loss_with_another_advantage_is_a_config_of_ours(tmp_path: Path, mode: str) -> None:
     text = f"verl algorithm.adv_estimator=rloo actor_rollout_ref.actor.policy_loss.loss_mode={mode}"

@@ -179,7 +179,7 @@ def _algorithm(t: Translation) -> None:
         t.to_do["algo.aggregation"] = f"{said} has no counterpart: docs/algorithms.md"
     elif mode not in OF_SEQUENCES:
         t.put("algo.aggregation", AGGREGATIONS[said])
-    if estimator in ESTIMATORS:
+    if estimator in ESTIMATORS or mode == "vanilla":
         _bounds(t, mode)
     if coef := t.value(f"{ACTOR}entropy_coeff", default=0):
         t.put("algo.entropy.coef", coef)
