@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +161,13 @@ def setting(config: RunConfig, name: str) -> Any:
     return value
 
 
-def resumed_settings(source: RunConfig | Mapping[str, Any] | str | Path, run_dir: Path) -> Tree:
-    """A config for resuming a run. Settings that it leaves open, as the run's first config did, get the values that the run chose; sizes those
+def resumed_settings(
+    source: RunConfig | Mapping[str, Any] | str | Path, run_dir: Path, sets: Sequence[str] = ()
+) -> Tree:
+    """A config for resuming a run, to which `sets` are still to be added: it may be whole only with them. Settings that it leaves open, as the run's first config did, get the values that the run chose; sizes those
     that it had, for a run that began before they could be left open."""
     tree = read_tree(source)
-    config, before = build(RunConfig, tree, meaning), read_config(config_of_run(run_dir))
+    config, before = build(RunConfig, read_tree(source, sets), meaning), read_config(config_of_run(run_dir))
     tree = {**tree, "chosen": dataclasses.asdict(before.chosen)}
     for name, wish in before.chosen.wishes.items():
         if setting(config, name) == wish:

@@ -11,12 +11,12 @@ from headrace.cli import main
 from headrace.commands.training.sweep_command import is_finished, reached, runs_of
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded
+from headrace.run.choosing import resumed_settings, with_chosen
+from headrace.run.config import dump_config, load_config, read_config
 from support.tiny_run import of, tiny_config
 
 
 def config_of(directory: Path, model: Path, **tables: object) -> str:
-    from headrace.run.config import dump_config, read_config
-
     tree = tiny_config(directory, model, **{"train": {"steps": 2}, "eval": {"prompts": 4, "samples": 1}, **tables})
     path = directory / "tiny.toml"
     path.write_text(dump_config(read_config(tree)))
@@ -44,6 +44,17 @@ def test_there_is_a_run_for_each_combination_and_seed(tmp_path: Path, tiny_token
     again = first.command(config)
     assert again[-2:] == ["--resume", str(first.directory)], "it goes on where it stopped"
     assert "rollout.max_tokens=4" in again, "with the settings that are given now"
+
+
+def test_a_run_goes_on_with_a_config_that_is_whole_only_with_its_settings(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    path = Path(config_of(tmp_path, tiny_tokenizer))
+    path.write_text(path.read_text().replace(f'path = "{tiny_tokenizer}"\n', "", 1))
+    given = [f'model.path="{tiny_tokenizer}"']
+    (run,) = runs_of(str(path), ["train.learning_rate=1e-3"], 1, name="", sets=given)
+    run.directory.mkdir(parents=True)
+    (run.directory / "config.toml").write_text(dump_config(load_config(path, run.sets)))
+    resumed = load_config(resumed_settings(path, run.directory, run.sets), run.sets)
+    assert resumed.model.path == str(tiny_tokenizer) and resumed.train.learning_rate == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -76,9 +87,6 @@ def test_everything_is_refused_before_a_run_is_started(
 def test_a_run_that_has_begun_with_other_settings_is_not_compared(
     tmp_path: Path, tiny_tokenizer: Path, sets: list[str], words: str
 ) -> None:
-    from headrace.run.choosing import with_chosen
-    from headrace.run.config import dump_config, load_config
-
     config, over = config_of(tmp_path, tiny_tokenizer), ["train.learning_rate=1e-3,2e-3"]
     runs = runs_of(config, over, 1, name="", sets=[])
     begun = with_chosen(load_config(config, runs[0].sets), {"engine.threads": 1, "train.dtype": "float32"}, {})

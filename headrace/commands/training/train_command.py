@@ -116,7 +116,7 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
         raise ConfigError(
             f"{file} is the directory of a run, not a config; resume it with: headrace train --resume {file}"
         )
-    config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
+    config = load_config(resumed_settings(file, run_dir, sets) if file and run_dir else source, sets)
     for run in config.runs:
         refuse_python_inputs(run.reward, run.task)
         # A command takes no function, unlike `headrace.train`.
