@@ -51,6 +51,7 @@ from headrace.run.quantised import correction_of, quantised_words
 from headrace.run.rehearsal import machine as machines
 from headrace.run.rehearsal.first_rows import (
     RewardTrial,
+    angles_problem,
     episode_lines,
     first_prompts,
     length_problem,
@@ -408,6 +409,8 @@ def _prompts(
     most: int,
 ) -> Lines:
     """`context`: of the engine; `most`: tokens that a rollout may have."""
+    if problem := angles_problem(context, shape.steady):
+        found.doubt(problem, certain=True)
     room = min(context, shape.positions or context) - most
     seen = lengths(prompts, room)
     found.prompt_tokens = seen.median

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 import headrace
 from headrace import cli
@@ -287,6 +289,47 @@ def test_recorded_experts_count_among_the_bytes_of_a_row(tmp_path: Path, tiny_ll
     (found,) = _step_problems(read_config(long), mixture)
     assert "set rollout.keep_routing = false" in found
     assert not list(_step_problems(read_config(long), BILLION))
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_a_context_in_which_angles_depend_on_the_longest_text_is_refused(
+    tmp_path: Path, tiny_llama: Path, rope: dict[str, Any]
+) -> None:
+    """A short text beside a long one has other logits; up to the bound that is named it has not."""
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    written = json.loads((model / "config.json").read_text())
+    positions = 256 if "original_max_position_embeddings" in rope else 64
+    (model / "config.json").write_text(
+        json.dumps({**written, "rope_parameters": rope, "max_position_embeddings": positions})
+    )
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def logits(last: int) -> torch.Tensor:
+        places = torch.tensor([[*range(8), last]])
+        with torch.inference_mode():
+            return network(input_ids=torch.arange(9)[None], position_ids=places).logits[0, :8]
+
+    assert torch.equal(logits(8), logits(63)) and (logits(8) - logits(200)).abs().max() > 2e-5
+    config = tiny_config(tmp_path, model)
+    config["engine"]["context_length"] = 65
+    with pytest.raises(
+        ConfigError, match=r"context_length = 65 goes beyond the 64 positions .* set engine.context_length = 64 or less"
+    ):
+        asyncio.run(rehearse(read_config(config)))
+    config["engine"]["context_length"] = 64
+    asyncio.run(rehearse(read_config(config)))
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------

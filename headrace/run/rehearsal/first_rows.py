@@ -69,6 +69,17 @@ def length_problem(found: PromptLengths, max_tokens: int, context: int, position
     )
 
 
+def angles_problem(context: int, steady: int) -> str:
+    """Returns an empty string, or a sentence about texts whose rotary angles would depend on others. `context`: engine.context_length; `steady`:
+    `ModelShape.steady`."""
+    if not steady or context <= steady:
+        return ""
+    return (
+        f"engine.context_length = {context} goes beyond the {steady} positions up to which this model's rotary angles are those of the position: with a "
+        f"longer text in a pass all texts have other angles, so that what was sampled is not what is trained; set engine.context_length = {steady} or less"
+    )
+
+
 # --- One real row side by side: what the model sees, and what the reward sees.
 
 

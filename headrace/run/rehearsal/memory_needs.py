@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -44,6 +44,9 @@ class ModelShape:
     """Elements that one token takes in the KV cache."""
     positions: int
     """Longest context that the model was made for; 0 if its config does not say."""
+    steady: int = 0
+    """Positions up to which its rotary angles depend on the position alone. Beyond them a whole pass has other angles (`dynamic`, `longrope`), so that
+    a short text's log-probs would depend on the longest text beside it. 0: there is no such bound."""
     vocabulary: int = 0
 
     def adapted(self, config: LoraConfig) -> set[str]:
@@ -61,6 +64,18 @@ class ModelShape:
             for name, rows, columns in self.matrices
             if targets == "all-linear" or name.removesuffix(".weight").endswith(targets)
         )
+
+
+def _steady(text: Mapping[str, Any]) -> int:
+    """Returns `ModelShape.steady`: the least of all kinds of layers (transformers, `modeling_rope_utils.dynamic_rope_update`)."""
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    ropes = [rope for rope in (given, *given.values()) if isinstance(rope, dict)] if isinstance(given, dict) else []
+    bounds = [
+        _number({**text, **rope}, "original_max_position_embeddings", "max_position_embeddings")
+        for rope in ropes
+        if (rope.get("rope_type") or rope.get("type")) in ("dynamic", "longrope", "su")
+    ]
+    return min(bounds, default=0)
 
 
 def read_shape(directory: Path) -> ModelShape:
@@ -85,6 +100,7 @@ def read_shape(directory: Path) -> ModelShape:
         chosen=_number(text, "num_experts_per_tok"),
         cached=2 * layers * kv_heads * head,
         positions=_number(text, "max_position_embeddings", "n_positions"),
+        steady=_steady(text),
         vocabulary=_number(text, "vocab_size"),
     )
 
