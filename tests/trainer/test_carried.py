@@ -66,7 +66,9 @@ def numbers(model: Any, hidden: Tensor) -> list[Tensor]:
     return [hidden, *(torch.zeros(1) if gradient is None else gradient for gradient in gradients)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "granitemoehybrid" else name for name in NAMES]
+)
 def test_any_tree_has_the_numbers_of_single_rows(name):
     model, rng = model_of(name), random.Random(name)
     inner = inner_of(model)
