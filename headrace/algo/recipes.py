@@ -124,7 +124,7 @@ class Subset:
 
     def size(self, rollouts: int) -> int:
         """The number of rollouts that are trained of a group of so many."""
-        return rollouts if self.kind == "none" else min(rollouts, self.keep or max(1, rollouts // 2))
+        return rollouts if self.kind == "none" else min(rollouts, self.keep or (rollouts + 1) // 2)
 
 
 @settings_dataclass(frozen=True, config=STRICT)
@@ -135,7 +135,7 @@ class SubsetConfig:
     """none: all. max_variance: those whose rewards differ most (PODS, arXiv 2504.13818). shortest: those with the fewest sampled tokens;
     efficient: those with the most reward for a token (GFPO, arXiv 2508.09726)."""
     keep: int | None = Field(default=None, ge=1)
-    """Number of rollouts of a group that are trained; half of them if not given."""
+    """Number of rollouts of a group that are trained; half of them, rounded up, if not given."""
 
 
 @dataclasses.dataclass(frozen=True)

