@@ -30,6 +30,8 @@ from transformers.cache_utils import (
 
 from headrace.trainer.packing import ROOT, Segment
 
+UNABLE = (AttributeError, KeyError, TypeError, ValueError, RuntimeError)
+"""The errors of a model that cannot go a way that is tried: each has code of its own."""
 TOLERANCE = 1e-3
 """Largest difference from single rows, relative to the root mean square of what is compared: hidden states, or a parameter's gradient."""
 
@@ -148,15 +150,9 @@ def carries(model: Any, inner: Any, tokens: Tensor) -> bool:
     with torch.enable_grad(), _vectors_only(model) as vectors:
         try:
             found = _numbers(carried_hidden(inner, tokens, segments), vectors)
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # whatever it was, it cannot go this way
+        except UNABLE:
             return False
-        return all(map(_close, found, _numbers(alone(), vectors)))
+        return all(close(one, other, least=1e-7) for one, other in zip(found, _numbers(alone(), vectors), strict=True))
 
 
 def _numbers(hidden: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -178,6 +174,7 @@ def _vectors_only(model: torch.nn.Module) -> Iterator[list[Tensor]]:
             parameter.requires_grad_(True)
 
 
-def _close(actual: Tensor, expected: Tensor) -> bool:
+def close(actual: Tensor, expected: Tensor, least: float = 0.0) -> bool:
+    """Whether two computations of one thing differ by rounding alone. `least`: the difference that is none, where all may be zero."""
     scale = expected.square().mean().sqrt()
-    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= TOLERANCE * scale + 1e-7)
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= TOLERANCE * scale + least)

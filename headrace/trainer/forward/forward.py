@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.trainer.forward.carried import carried_hidden, carries
+from headrace.trainer.forward.carried import UNABLE, carried_hidden, carries, close
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
@@ -49,9 +49,6 @@ def within(module: Any, function: Callable[[], T]) -> T:
 
 # --- forward ------------------------------------------------------------
 
-
-TOLERANCE = 1e-3
-"""Largest difference from the model's own numbers, relative to their root mean square. Rounding causes 1e-6, a wrong mask 1."""
 
 LARGE_LOGIT = 100.0
 """Far above the caps that models set (30 to 50)."""
@@ -354,7 +351,7 @@ def _head_agrees(model: Any, tokens: Tensor, expected: Tensor) -> bool:
             return one, other
 
         return all(
-            _close(_capped(product, model), logits)
+            close(_capped(product, model), logits)
             for product, logits in zip(within(model, products), (expected, expected_large), strict=True)
         )
     except (AttributeError, TypeError, RuntimeError):
@@ -379,15 +376,9 @@ def _packs(model: Any, shared: Tensor, tensor: Tensor, two: Tensor, other: Tenso
     try:
         model.set_attn_implementation(NAME)
         hidden = packed_hidden(model, torch.cat([shared, tensor, two, other]), positions, tree)
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ):  # whatever it was, the model cannot go this way
+    except UNABLE:
         return False
-    return _close(hidden, expected) and _windows_are_passed(model, tree)
+    return close(hidden, expected) and _windows_are_passed(model, tree)
 
 
 def _windows_are_passed(model: Any, tree: Tree) -> bool:
@@ -400,8 +391,3 @@ def _windows_are_passed(model: Any, tree: Tree) -> bool:
     if getattr(config, "attention_chunk_size", None) or set(layers) - {"full_attention", "sliding_attention"}:
         return False
     return [window is not None for window in tree.windows] == [kind == "sliding_attention" for kind in layers]
-
-
-def _close(actual: Tensor, expected: Tensor) -> bool:
-    scale = expected.square().mean().sqrt()
-    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= TOLERANCE * scale)
