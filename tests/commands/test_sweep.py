@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main
-from headrace.commands.training.sweep_command import is_finished, reached, runs_of
+from headrace.commands.training.sweep_command import finished, reached, runs_of
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded
 from headrace.run.choosing import resumed_settings, with_chosen
@@ -120,7 +120,7 @@ def test_runs_are_trained_and_compared_and_finished_ones_are_not_repeated(
     said = capfd.readouterr().out
     assert "4 runs in" in said and said.count("run 4 of 4") == 1
     assert said[said.rindex("learning_rate") :].count("2 of 2") == 2 and "±" in said
-    assert all(is_finished(one.directory) for one in runs)
+    assert all(finished(one.directory) for one in runs)
     rows = reached(runs)
     assert [len(row.held_out) for row in rows] == [2, 2] and all(
         math.isfinite(value) for row in rows for value in row.held_out

@@ -19,6 +19,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 
 if TYPE_CHECKING:
+    from headrace.facts.run_state import RunState
     from headrace.run.config import RunConfig
 
 
@@ -64,7 +65,7 @@ def add_sweep(commands: Commands) -> None:
 def _sweep(arguments: argparse.Namespace) -> int:
     runs = runs_of(arguments.config, arguments.over, arguments.seeds, name=arguments.name, sets=arguments.set)
     folder = runs[0].directory.parent
-    waiting = [one for one in runs if not is_finished(one.directory)]
+    waiting = [one for one in runs if not finished(one.directory)]
     if arguments.print:
         for one in waiting:
             echo(shlex.join(one.command(arguments.config)))
@@ -145,12 +146,14 @@ def _short(value: str) -> str:
     return f"{setting.rpartition('.')[2]}-" + re.sub(r"[^\w.-]+", "-", given.strip('[]{}" ')).strip(".")
 
 
-def is_finished(directory: Path) -> bool:
+def finished(directory: Path) -> RunState | None:
+    """Returns what a run's facts say, if it has finished."""
     from headrace.processes.health.live_status import Follower
 
     follower = Follower(directory)
     follower.read()
-    return follower.state.ended is not None and follower.state.ended.reason == "finished"
+    ended = follower.state.ended
+    return follower.state if ended and ended.reason == "finished" else None
 
 
 class Reached(NamedTuple):
@@ -163,25 +166,15 @@ class Reached(NamedTuple):
 
 def reached(runs: Sequence[SweepRun]) -> list[Reached]:
     """Returns the finished runs' last held-out rewards and drawn rewards by combination, the best first."""
+    from headrace.facts.run_state import recent_reward
+
     found: dict[tuple[str, ...], Reached] = {}
     for one in runs:
         row = found.setdefault(one.values, Reached(one.values, [], []))
-        if is_finished(one.directory):
-            held_out, drawn = _last(one.directory)
-            row.held_out.extend(held_out)
-            row.drawn.extend(drawn)
+        if state := finished(one.directory):
+            row.held_out.extend([held.reward_mean for held in state.evals if math.isfinite(held.reward_mean)][-1:])
+            row.drawn.extend(reward for reward in [recent_reward(state)] if reward is not None)
     return sorted(found.values(), key=lambda row: -fmean(row.held_out or row.drawn or [-math.inf]))
-
-
-def _last(directory: Path) -> tuple[list[float], list[float]]:
-    from headrace.facts import run_state
-    from headrace.processes.health.live_status import Follower
-
-    follower = Follower(directory)
-    follower.read()
-    evals = [one.reward_mean for one in follower.state.evals if math.isfinite(one.reward_mean)][-1:]
-    drawn = run_state.recent_reward(follower.state)
-    return evals, [] if drawn is None else [drawn]
 
 
 def _tell(runs: Sequence[SweepRun]) -> None:
