@@ -12,7 +12,6 @@ from pathlib import Path
 import headrace
 from headrace.commands.arguments import Commands, add_command, add_run, add_step
 from headrace.commands.finding import run_directory
-from headrace.commands.publishing.readers import reader_of
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 
@@ -57,6 +56,8 @@ def _export(arguments: argparse.Namespace) -> int:
         to = Path(options.to or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))) / "model")
         checkpoint = headrace.export(run_dir, to, options.dtype, merge=options.merge, step=options.step)
         if options.to:
+            from headrace.commands.publishing.model_card import reader_of
+
             echo(f"{options.to}: {checkpoint.name}, for {reader_of(to)}.from_pretrained")
         if options.push:
             echo(push_run(run_dir, to, checkpoint, name=options.push, private=options.private))

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from headrace.algo.config import AlgoConfig
-from headrace.commands.publishing.readers import is_adapter, reader_of
 from headrace.commands.replay.bundle import CodeFiles, portable_settings
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.run_state import RunState
 from headrace.facts.verdicts import all_verdicts
+from headrace.models.images import SERVED, type_of
 from headrace.models.resolve import KNOWN_MODELS
 from headrace.run.config import RunConfig, config_of_run, read_config
 from headrace.settings.toml import dump
@@ -26,6 +26,20 @@ from headrace.version import __version__
 from headrace.views.report.data import ReportData, load
 from headrace.views.report.side_by_side import ComparedRun, final_numbers
 from headrace.views.report.svg import extent, labels, ticks
+
+# --- The class that loads it
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").exists()
+
+
+def reader_of(folder: Path) -> str:
+    """Returns the name of the class whose `from_pretrained` loads the directory."""
+    if is_adapter(folder):
+        return "peft.AutoPeftModelForCausalLM"
+    return f"transformers.{'AutoModelForImageTextToText' if type_of(folder) in SERVED else 'AutoModelForCausalLM'}"
+
 
 # --- A PNG of one curve, without a plotting library
 # Pages that show model cards do not all show SVG.
