@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.algo.config import AlgoConfig
 from headrace.cli import main
+from headrace.commands.importing import verl
 from headrace.commands.importing.given import UNKNOWN, read_given
 from headrace.commands.importing.import_command import translated
 from headrace.run.config import RunConfig, read_config
@@ -160,81 +160,32 @@ def test_what_is_written_is_a_config_of_ours(tmp_path: Path, name: str, text: st
     read_config({**tree, "task": {"kind": "reasoning_gym", "name": "chain_sum"}})
 
 
-def test_every_name_that_a_table_says_is_verls_is_translated(tmp_path: Path) -> None:
-    """The page of names and the translation agree: none of them is unknown to it."""
-    alone = {"rollout.n", "max_response_length", "max_prompt_length", "ppo_micro_batch_size_per_gpu", "loss_agg_mode"}
-    dotted = [name for name, one in MEANINGS.items() if one.whose == "verl" and "." in name and name not in alone]
-    assert len(dotted) > 4
+BEFORE = (
+    "",
+    "data.",
+    "trainer.",
+    "algorithm.",
+    "algorithm.kl_ctrl.",
+    f"{verl.ACTOR}",
+    f"{verl.ACTOR}optim.",
+    f"{verl.ROLLOUT}",
+    f"{verl.MODEL}",
+)
+"""Tables of verl in which a name of the page of names may stand."""
+
+
+@pytest.mark.parametrize("name", [name for name, one in MEANINGS.items() if one.whose.startswith("verl")])
+def test_a_name_that_the_page_says_is_verls_is_known_to_the_translation(tmp_path: Path, name: str) -> None:
+    """Two tables know verl's names, one with a sentence for each and one with its values: a name of the first is read by the second, or left out
+    with a reason."""
+    every = [f"{table}{name}" for table in BEFORE]
     (tmp_path / "all.yaml").write_text(
-        "\n".join(["algorithm.adv_estimator: grpo", *(f"{name}: x.parquet" for name in dotted)])
+        "\n".join(
+            ["algorithm.adv_estimator: grpo", *(f"{one}: 1" for one in every if one != "algorithm.adv_estimator")]
+        )
     )
     _, found = translated(tmp_path / "all.yaml")
-    assert not set(found.unread) & set(dotted)
-
-
-def test_the_arithmetic_of_a_script_is_computed_and_what_is_not_known_is_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = """
-    longest=$((1024 * 2))
-    python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet \\
-        data.max_prompt_length=$((longest / 4 - 12)) data.max_response_length="${longest}" \\
-        data.train_batch_size=$((GROUPS_OF_ALL * 2)) actor_rollout_ref.rollout.n=$(nproc) trainer.total_training_steps=3
-    """
-    tree, written = imported(tmp_path, "run.sh", text)
-    said = " ".join(capsys.readouterr().out.split())
-    assert tree["rollout"]["max_tokens"] == 2048 and tree["engine"]["context_length"] == 2048 + 500
-    unknown = "or missing here: actor_rollout_ref.rollout.n, data.train_batch_size"
-    assert (
-        f"to do: values that are worked out where it runs, so that what follows from them is a default {unknown}"
-        in said
-    )
-    assert "left out: its value" not in said and "fill in what is to do" in said
-    assert "# TO DO: values that are worked out where it runs" in written and "actor_rollout_ref.rollout.n" in written
-
-
-@pytest.mark.parametrize(
-    ("mode", "given", "expected"),
-    [
-        ("cispo", "clip_ratio_high=5 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-         {"name": "cispo", "clip_low": 0.2, "clip_high": 5, "aggregation": "seq_mean_token_mean"}),
-        ("geo_mean", "clip_ratio_low=0.3 actor_rollout_ref.actor.loss_agg_mode=token-mean", {"name": "gmpo", "clip_low": 0.3, "clip_high": 0.2}),
-        ("clip_cov", "policy_loss.clip_cov_ratio=1e-3",
-         {"name": "clip_cov", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token_mean", "select": {"fraction": 1e-3}}),
-        ("kl_cov", "policy_loss.ppo_kl_coef=0.5", {"name": "kl_cov", "penalty": 0.5, "aggregation": "token_mean"}),
-        ("gspo", "clip_ratio_low=3e-4", {"name": "gspo_token"}),
-    ],
-)  # fmt: skip
-def test_the_constants_of_a_loss_are_carried_over(
-    tmp_path: Path, mode: str, given: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    actor = "actor_rollout_ref.actor."
-    text = f"verl algorithm.adv_estimator=grpo {actor}policy_loss.loss_mode={mode} {actor}{given}"
-    tree, _ = imported(tmp_path, "run.sh", text)
-    assert tree["algo"] == expected
-    AlgoConfig(**tree["algo"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "settings that are off" not in said
-    assert ("left out: the ratio is to the sampler here" in said) == (mode == "gspo")
-
-
-def test_the_bounds_of_ppo_are_carried_over_where_its_advantage_is_to_be_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tree, _ = imported(tmp_path, "run.sh", "verl algorithm.adv_estimator=gae actor_rollout_ref.actor.clip_ratio=0.1")
-    assert (tree["algo"]["clip_low"], tree["algo"]["clip_high"]) == (0.1, 0.1) and "name" not in tree["algo"]
-    assert AlgoConfig(**tree["algo"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "to do: algo.name" in said and "settings that are off" not in said
-
-
-@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov", "gspo", "cispo"])
-def test_a_loss_with_another_advantage_is_a_config_of_ours(tmp_path: Path, mode: str) -> None:
-    text = f"verl algorithm.adv_estimator=rloo actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
-    tree, _ = imported(tmp_path, "run.sh", text)
-    recipe = AlgoConfig(**tree["algo"]).recipe
-    assert recipe.advantage == "leave_one_out"
-    assert mode in (recipe.select.kind, str(recipe.loss), str(recipe.loss).removesuffix("_token"))
+    assert set(every) - set(found.unread)
 
 
 def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> None:
