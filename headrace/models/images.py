@@ -239,17 +239,20 @@ def _make(model_dir: Path, home: Path, to: Path, *, digests: Sequence[str], imag
         ordered = {digest: places[digest] for digest in digests}
         asked = json.dumps({"source": str(model_dir), "home": str(home), "made": str(made), "images": ordered})
         code = "import sys; from headrace.models.vision import main; sys.exit(main(sys.stdin.read()))"
-        done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=asked, stdout=2, stderr=subprocess.PIPE, text=True
+        )  # its output is how far it is; the last line of the rest, what is wrong
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise ConfigError(f"{model_dir.name}: {last}")
-        _move_in(made, to)
+        move_in(made, to, f"{FOLDER}/{INDEX}")
 
 
-def _move_in(made: Path, to: Path) -> None:
+def move_in(made: Path, to: Path, whole: str) -> None:
+    """Gives a directory that is complete its name. `whole`: a file by which a complete one is known."""
     try:
         made.rename(to)
     except OSError:
-        if not (to / FOLDER / INDEX).exists():  # otherwise another process was first, and its table is as good
+        if not (to / whole).exists():  # otherwise another process was first, and what it made is as good
             shutil.rmtree(to, ignore_errors=True)
             raise

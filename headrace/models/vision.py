@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
-from headrace.models.image_rows import FEATURES, show_images
-from headrace.models.images import FOLDER, INDEX, ROWS, KnownImages
+from headrace.models.image_embedding import FEATURES, show_images
+from headrace.models.images import FOLDER, INDEX, ROWS, KnownImages, move_in
 from headrace.models.tokenizer import load_tokenizer
 
 TOLERANCE = 1e-4
 """Largest difference of logits from the whole model's, relative to their norm. Rounding causes 1e-6, a wrong feature 1."""
 LANGUAGE = "language"
+TELL = 20.0
+"""Seconds between two lines that say how far the features are: a photograph may take a minute."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -202,14 +205,18 @@ def make(source: Path, home: Path, made: Path, images: Mapping[str, str]) -> Non
             raise ConfigError(f"{name} in {source} has numbers that are not finite")
     if not (home / LANGUAGE / "config.json").exists():
         save_language(whole, source, made.parent / LANGUAGE)
-        (made.parent / LANGUAGE).rename(home / LANGUAGE)
+        move_in(made.parent / LANGUAGE, home / LANGUAGE, "config.json")
     for path in (home / LANGUAGE).iterdir():
         (made / path.name).symlink_to(path)
     processor = _processor(source) if images else None
     see = FAMILIES[whole.config.model_type]
     layouts: dict[tuple[int, ...], int] = {}
     known, rows, first = {}, [], 0
-    for digest, where in images.items():
+    begun = told = time.monotonic()
+    for number, (digest, where) in enumerate(images.items()):
+        if (now := time.monotonic()) - told > TELL:
+            told, left = now, (now - begun) / number * (len(images) - number)
+            echo(f"features of {number:,} of {len(images):,} images, about {left / 60:.0f} minutes left")
         seen = see(processor, whole, tokenizer, _opened(made / FOLDER / digest, where))
         tokens = _tokens(tokenizer, seen.text)
         if tokens.count(whole.config.image_token_id) != len(seen.features):

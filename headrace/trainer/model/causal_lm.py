@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from headrace.core.errors import ConfigError
-from headrace.models.image_rows import show_images
+from headrace.models.image_embedding import show_images
 from headrace.models.images import source_of
 from headrace.models.tokenizer import name_all
 from headrace.native.memory import own_pages

@@ -26,7 +26,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.protocols import TrainerCore
 from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.core.weights import AdapterSpec, trial_version
-from headrace.models.image_rows import vocabulary_of
+from headrace.models.image_embedding import vocabulary_of
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.attention import Geometry
-from headrace.models.image_rows import show_images
+from headrace.models.image_embedding import show_images
 from headrace.models.images import SERVED
 from headrace.models.saved_buffers import saved_buffers
 
