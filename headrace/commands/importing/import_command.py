@@ -7,17 +7,15 @@ import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.commands.arguments import Commands, add_command
-from headrace.commands.importing.given import read_given
-from headrace.commands.importing.prime_rl import PRIME_RL
-from headrace.commands.importing.translation import Library, Translation
-from headrace.commands.importing.verl import VERL
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 
-LIBRARIES: tuple[Library, ...] = (VERL, PRIME_RL)
+if TYPE_CHECKING:
+    from headrace.commands.importing.translation import Library, Translation
+
 SHOWN = 8
 """Names without a counterpart that are printed for each reason."""
 
@@ -58,16 +56,27 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def libraries() -> tuple[Library, ...]:
+    """Returns the libraries whose configs are read. Imported here, so that no other command waits for them."""
+    from headrace.commands.importing.prime_rl import PRIME_RL
+    from headrace.commands.importing.verl import VERL
+
+    return VERL, PRIME_RL
+
+
 def translated(path: Path) -> tuple[Library, Translation]:
     """Returns the library whose config this is, and the translation. Raises ConfigError for a config of none that is known."""
+    from headrace.commands.importing.given import read_given
+    from headrace.commands.importing.translation import Translation
+
     given = read_given(path)
-    for library in LIBRARIES:
+    for library in libraries():
         if library.is_of(given):
             found = Translation(given=given)
             library.translate(found)
             return library, found
     raise ConfigError(
-        f"{path} looks like a config of neither {' nor '.join(library.name for library in LIBRARIES)}; a script for TRL runs with one import changed "
+        f"{path} looks like a config of neither {' nor '.join(library.name for library in libraries())}; a script for TRL runs with one import changed "
         "(docs/from_trl.md), and docs/coming_from.md has the names of other libraries"
     )
 

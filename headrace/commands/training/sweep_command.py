@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, positive
@@ -166,6 +165,8 @@ class Reached(NamedTuple):
 
 def reached(runs: Sequence[SweepRun]) -> list[Reached]:
     """Returns the finished runs' last held-out rewards and drawn rewards by combination, the best first."""
+    from statistics import fmean
+
     from headrace.facts.run_state import recent_reward
 
     found: dict[tuple[str, ...], Reached] = {}
@@ -195,6 +196,8 @@ def _tell(runs: Sequence[SweepRun]) -> None:
 
 
 def _cells(row: Reached) -> Iterator[str]:
+    from statistics import fmean, stdev
+
     from headrace.facts.texts import with_error
 
     for values in (row.held_out, row.drawn):
