@@ -52,11 +52,12 @@ def test_the_list_of_runs_has_name_state_step_and_reward_at_every_width(runs: Pa
     for name, state in (("demo", "finished"), (NAME, "died while"), ("third", "finished")):
         line = next(line for line in lines if line.startswith(f"{name} "))
         assert re.search(rf"{state} .*\b30 of 30  +0\.\d\d\d\b", line), line
+        assert width == 60 or re.search(r" broken " if name == NAME else r" learning ", line), line
     heads = " ".join(lines[:2])
     assert all(word in heads for word in ("run", "state", "step", "reward"))
     every = all(word in heads for word in ("took", "changed"))
     assert every != any("no room for" in line for line in lines), "what is left out is said"
-    assert every == (width != 60)
+    assert every == (width not in (60, 80))
     if width is None:
         assert len(lines) == 4
 

@@ -41,12 +41,13 @@ STATE = 48
 COLUMNS = (
     TableColumn(title="run", whole=28),
     TableColumn(title="state"),
+    TableColumn(title="verdict", whole=20, spare=1),
     TableColumn(title="step", number=True),
     TableColumn(title="reward", number=True),
-    TableColumn(title="held out", number=True, spare=1),
-    TableColumn(title="took", number=True, spare=3),
-    TableColumn(title="cost", number=True, spare=2),
-    TableColumn(title="changed", number=True, spare=4),
+    TableColumn(title="held out", number=True, spare=2),
+    TableColumn(title="took", number=True, spare=4),
+    TableColumn(title="cost", number=True, spare=3),
+    TableColumn(title="changed", number=True, spare=5),
 )
 
 
@@ -76,6 +77,7 @@ def _cells(line: RunLine, priced: bool) -> tuple[str, ...]:
     return (
         line.name,
         clip(line.words, STATE),
+        line.verdict or "–",
         f"{line.step:,} of {line.steps:,}" if line.steps else f"{line.step:,}",
         "–" if line.reward is None else f"{line.reward:.3f}",
         "–" if line.held_out is None else f"{line.held_out:.3f}",

@@ -11,7 +11,7 @@ from headrace.core.printing import echo
 
 
 def add_ls(commands: Commands) -> None:
-    parser = add_command(commands, "ls", _ls, "the runs of a directory: state, step, last reward, cost")
+    parser = add_command(commands, "ls", _ls, "the runs of a directory: state, verdict, step, last reward, cost")
     parser.add_argument(
         "directory", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_DIR", help="default: %(default)s"
     )

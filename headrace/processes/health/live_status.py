@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -28,6 +28,9 @@ from headrace.facts.waits import Lasting, counted
 from headrace.processes.health import stacks
 from headrace.processes.health.family import Family
 from headrace.processes.health.stacks import process_state
+
+if TYPE_CHECKING:  # numpy comes with it, and the process that watches a run loads nothing heavy
+    from headrace.facts.index_file import Digest
 
 # --- Snapshots
 # Every named wait, the stacks of this process's threads and tasks, and those of its worker processes, at one moment.
@@ -216,6 +219,26 @@ class Follower:
             self._seen = end_before(file, self._offset)
         self._say_what_is_left_out()
         return self._offset >= end
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file; 0 if there is none."""
+        try:
+            return (self.run_dir / METRICS).stat().st_size
+        except OSError:
+            return 0
+
+    @property
+    def unread(self) -> int:
+        """Bytes whose facts are not in `state` yet."""
+        return self.size - self._offset
+
+    def _go_on_from(self, digest: Digest) -> None:
+        """Takes the sums of a digest that fits the file; the next `read` begins behind what it counts."""
+        with (self.run_dir / METRICS).open("rb") as file:
+            self._seen = end_before(file, digest.size)
+        self.state, self._offset, self._lines = digest.state, digest.size, digest.lines
+        self._unreadable.clear()
 
     def _restart(self) -> None:
         """Forgets everything; the file is read from its start."""

@@ -13,12 +13,13 @@ from typing import BinaryIO, NamedTuple
 from headrace.core.types import Struct
 from headrace.facts import run_state
 from headrace.facts.facts import Evaluated, Planned, RunEnded, RunStarted, TicketDrawn
+from headrace.facts.health import Kind, Standing, health
 from headrace.facts.index_file import DIGEST, INDEX, IndexReader, digest_of, read_digest, save, saved_at, write_digest
 from headrace.facts.number_tables import Numbers
 from headrace.facts.records import METRICS, MetricsFact, StepRow, decode_metrics
 from headrace.facts.run_state import RunState
 from headrace.facts.thresholds import Mark
-from headrace.processes.health.live_status import Follower, end_before, judge, read_live
+from headrace.processes.health.live_status import Follower, judge, read_live
 
 # --- The facts of some steps of a long run, read from their place in `metrics.jsonl`.
 
@@ -191,30 +192,15 @@ class FollowedRun(Follower):
         index.catch_up(until=digest.size)
         if index.numbers.size != digest.size:
             return
-        with (self.run_dir / METRICS).open("rb") as file:
-            self._seen = end_before(file, digest.size)
-        self.state, self._offset, self._lines = digest.state, digest.size, digest.lines
-        self._own, self._indexed = index.numbers, max(self._indexed, digest.size)
+        self._go_on_from(digest)
+        self._own, self._indexed, self._begun = index.numbers, max(self._indexed, digest.size), True
         self._own.go_on()
-        self._unreadable, self._begun = [], True
         index.restart()
 
     @property
     def numbers(self) -> Numbers:
         """The newest numbers that are known."""
         return max((self._own, *(index.numbers for index, _ in self._indexes)), key=lambda numbers: numbers.size)
-
-    @property
-    def size(self) -> int:
-        try:
-            return (self.run_dir / METRICS).stat().st_size
-        except OSError:
-            return 0
-
-    @property
-    def unread(self) -> int:
-        """Bytes whose facts are not in `state` yet."""
-        return self.size - self._offset
 
     @property
     def read_share(self) -> float:
@@ -247,12 +233,15 @@ class FollowedRun(Follower):
         self._own.take(fact, self.state)
 
 
-# --- The runs of a directory, each with its state and its last numbers
-# A run is known by the start and the end of its files, whatever their size.
+# --- The runs of a directory, each with its state, its verdict and its last numbers
+# A run is read from its digest on, and later only what was added. One with more behind its digest is known by the start and the end of its
+# file, without a verdict.
 
 
+BEHIND = 2 << 20
+"""Bytes behind a digest that are read for the list: a tenth of a second."""
 HEAD, TAIL = 1 << 16, 1 << 18
-"""Bytes that are read at the start and at the end of a file."""
+"""Bytes that are read at the start and at the end of a longer file."""
 FIRST = (RunStarted, Planned)
 """Facts that the start of a file is read for."""
 LAST = (RunStarted, TicketDrawn, StepRow, Evaluated, RunEnded, Planned)
@@ -270,6 +259,8 @@ class RunLine(Struct, frozen=True, kw_only=True):
     """A sentence about its life."""
     mark: Mark
     living: bool
+    verdict: Kind | None
+    """Whether it learns (`facts/health.py`); None if too much of its file would have to be read."""
     step: int
     steps: int
     reward: float | None
@@ -284,10 +275,23 @@ class RunLine(Struct, frozen=True, kw_only=True):
     """Seconds since 1970, as the files tell."""
 
 
+class ListedRun(Follower):
+    """Knows the facts of a run of the list without its numbers by step."""
+
+    def catch_up(self) -> bool:
+        """Reads what was added, unless that is too much. Returns whether `state` has all facts."""
+        if self.unread > BEHIND and not self._offset and (digest := read_digest(self.run_dir / DIGEST, self.run_dir)):
+            self._go_on_from(digest)
+        if self.unread <= BEHIND:
+            self.read()
+        return self.unread <= BEHIND
+
+
 class RunList:
     def __init__(self, directory: Path, held: Callable[[Path], bool]) -> None:
         """`held`: whether a process trains in a directory."""
         self.directory, self._held = directory, held
+        self._runs: dict[Path, ListedRun] = {}
         self._known: dict[Path, tuple[tuple[object, ...], RunState]] = {}
 
     def places(self) -> dict[str, Path]:
@@ -308,7 +312,9 @@ class RunList:
     def _line(self, name: str, path: Path) -> RunLine | None:
         try:
             changed = (path / METRICS).stat().st_mtime
-            state = self._state(path)
+            run = self._runs.setdefault(path, ListedRun(path))
+            whole = run.catch_up()
+            state = run.state if whole else self._ends(path)
         except OSError:  # it was deleted in between
             return None
         status = judge(state, read_live(path), self._held(path), time.time())
@@ -321,6 +327,7 @@ class RunList:
             words=status.words,
             mark=status.mark,
             living=status.live is not None and status.life in ("alive", "silent", "starting"),
+            verdict=health(state, standing=Standing(status.words, status.mark)).kind if whole else None,
             step=state.step,
             steps=started.steps if started else 0,
             reward=run_state.recent_reward(state),
@@ -331,17 +338,16 @@ class RunList:
             started=changed - state.now,
         )
 
-    def _state(self, path: Path) -> RunState:
+    def _ends(self, path: Path) -> RunState:
         """Folds the start and the end of the file, unless it is as it was."""
         with (path / METRICS).open("rb") as file:
             found = os.fstat(file.fileno())
             key = (found.st_ino, found.st_size, found.st_mtime_ns)
             if path in self._known and self._known[path][0] == key:
                 return self._known[path][1]
-            start = max(0, found.st_size - TAIL)
-            head = _whole(file.read(HEAD)) if start else []
-            file.seek(start)
-            tail = _whole(file.read(TAIL))[bool(start) :]
+            head = _whole(file.read(HEAD))
+            file.seek(max(0, found.st_size - TAIL))
+            tail = _whole(file.read(TAIL))[1:]
         state = RunState()
         for fact in map(decode_metrics, head):
             if isinstance(fact, FIRST):
@@ -353,7 +359,7 @@ class RunList:
             else:
                 state.now = max(state.now, fact.t)
                 state.costs.fold(fact)
-        if start and state.costs.prices and (digest := read_digest(path / DIGEST, path)):
+        if state.costs.prices and (digest := read_digest(path / DIGEST, path)):
             known = digest.state  # engines may have come and gone where the file is not read
             for fact in last:
                 if fact.t > known.now:

@@ -19,13 +19,14 @@ from headrace import cli
 from headrace.commands.serving.board_command import beside
 from headrace.durable.journal import KINDS, JournalReader, ReadyRecord, read_journal, read_only
 from headrace.facts.facts import GroupEnded, Planned, StepTrained
+from headrace.facts.health import Standing, health
 from headrace.facts.index_file import DIGEST, INDEX, IndexReader, NumbersIndex
 from headrace.facts.number_tables import MINUTES, GroupTable, Numbers, StepColumns, Wanted, merged, trailing_mean
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
 from headrace.views.board.board_parts import PARTS
 from headrace.views.board.board_routes import FILES, _changes, make_board_app
-from headrace.views.board.followed_run import FollowedRun, RunList
+from headrace.views.board.followed_run import BEHIND, FollowedRun, RunList
 from headrace.views.board.runs_board import RunsBoard
 from headrace.views.report.side_by_side import settings_apart
 from headrace.web.server import bind
@@ -266,6 +267,7 @@ def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
     assert (first.name, first.life, first.step, first.steps) == ("first", "finished", 30, 30)
     assert (second.name, second.life) == ("second", "died") and "killed" in second.words
     assert first.held_out is not None and first.reward is not None
+    assert (first.verdict, second.verdict) == ("learning", "broken")
     assert RunList(tmp_path, lambda path: False).lines() == []
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / METRICS).write_bytes(b'{"fact":"RunSta')
@@ -312,10 +314,35 @@ def test_the_list_knows_a_long_run_by_the_ends_of_its_file(runs: Path, tmp_path:
     data = (runs / "first" / METRICS).read_bytes().splitlines(keepends=True)
     path = tmp_path / "long"
     path.mkdir()
-    filler = b'{"fact":"Waited","t":3.0,"owner":"a","what":"b","seconds":1.0}\n' * 20_000
+    filler = b'{"fact":"Waited","t":3.0,"owner":"a","what":"b","seconds":1.0}\n' * 40_000
     (path / METRICS).write_bytes(b"".join(data[:40]) + filler + b"".join(data[40:]))
     (line,) = RunList(tmp_path, lambda path: False).lines()
-    assert (line.life, line.step, line.steps) == ("finished", 30, 30)
+    assert (line.life, line.step, line.steps, line.verdict) == ("finished", 30, 30, None)
+
+
+@pytest.mark.parametrize("behind", [BEHIND, 20_000], ids=["read whole", "read from its digest on"])
+def test_the_list_knows_the_verdict_of_a_run_while_it_grows(
+    behind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.views.board.followed_run.BEHIND", behind)
+    facts = list(FactStream(steps=60).facts())
+    (tmp_path / "run").mkdir()
+    recorder = Recorder(tmp_path / "run", index=NumbersIndex(tmp_path / "run", every=20_000))
+    listed = RunList(tmp_path, lambda path: False)
+    seen = set()
+    for number, fact in enumerate(facts):
+        recorder.record(fact)
+        if number % 40 == 0 or fact is facts[-1]:
+            (line,) = listed.lines()
+            assert (line.step, line.steps) == (recorder.state.step, recorder.state.started.steps)
+            if line.verdict:
+                standing = Standing(line.words, line.mark)
+                assert line.verdict == health(recorder.state, standing=standing).kind
+                seen.add(line.verdict)
+    recorder.close()
+    (line,) = RunList(tmp_path, lambda path: False).lines()
+    assert (line.life, line.verdict) == ("finished", "learning")
+    assert behind < BEHIND or seen == {"broken", "learning"}, "an unfinished run that nobody holds has died"
 
 
 def test_changes_are_sent_when_files_change(tmp_path: Path):

@@ -20,16 +20,19 @@ const versionNow = () => (view.run in opened ? `${opened[view.run].version} ${op
 
 function drawList() {
   const wanted = at("find").value.toLowerCase();
-  const fitting = runs.filter((one) => `${one.name} ${one.headline} ${one.life}`.toLowerCase().includes(wanted));
+  const fitting = runs.filter((one) => `${one.name} ${one.headline} ${one.life} ${one.verdict ?? ""}`.toLowerCase().includes(wanted));
   at("runs").replaceChildren(...fitting.map(row));
   at("no-runs").hidden = fitting.length > 0;
   at("no-runs").textContent = runs.length ? "No run fits." : "There is no run here yet. headrace train makes one, and it appears by itself.";
 }
 
+const UNWELL = ["not learning", "broken"];
+
 function row(one) {
   const mood = MOODS[one.life], share = one.steps ? Math.min(100, (100 * one.step) / one.steps) : 0;
   const chosen = view.runs.includes(one.name);
   const numbers = element("div", { class: "numbers" }, element("span", {}, "step ", element("b", {}, one.step.toLocaleString("en")), ` of ${one.steps.toLocaleString("en")}`));
+  if (one.verdict) numbers.prepend(element("span", { class: `verdict ${UNWELL.includes(one.verdict) ? "bad" : ""}` }, one.verdict));
   if (one.reward != null) numbers.append(element("span", {}, "reward ", element("b", {}, number(one.reward))));
   if (one.held_out != null) numbers.append(element("span", {}, "held out ", element("b", {}, number(one.held_out))));
   numbers.append(element("span", {}, clock(one.seconds)));
