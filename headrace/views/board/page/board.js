@@ -32,7 +32,7 @@ function row(one) {
   const mood = MOODS[one.life], share = one.steps ? Math.min(100, (100 * one.step) / one.steps) : 0;
   const chosen = view.runs.includes(one.name);
   const numbers = element("div", { class: "numbers" }, element("span", {}, "step ", element("b", {}, one.step.toLocaleString("en")), ` of ${one.steps.toLocaleString("en")}`));
-  if (one.verdict) numbers.prepend(element("span", { class: `verdict ${UNWELL.includes(one.verdict) ? "bad" : ""}` }, one.verdict));
+  if (one.verdict) numbers.prepend(element("span", { class: `whether ${UNWELL.includes(one.verdict) ? "bad" : ""}` }, one.verdict));
   if (one.reward != null) numbers.append(element("span", {}, "reward ", element("b", {}, number(one.reward))));
   if (one.held_out != null) numbers.append(element("span", {}, "held out ", element("b", {}, number(one.held_out))));
   numbers.append(element("span", {}, clock(one.seconds)));
