@@ -11,7 +11,6 @@ from headrace.facts.recorder import Recorder, Sink
 from headrace.facts.records import Resume
 from headrace.facts.run_state import RunState
 from headrace.views.config import ObserveConfig, check_installed
-from headrace.views.sinks.queued import QueuedSink
 
 
 def open_recorder(
@@ -27,8 +26,8 @@ def open_recorder(
     recorder = Recorder(run_dir, (), resume, waits=True, index=NumbersIndex(run_dir))
     try:
         for name in config.sinks:
-            dashboard = import_module(f"headrace.views.sinks.{name}").open_sink(run_dir, step)
-            recorder.add(QueuedSink(name, dashboard, lambda words: recorder.record(Warned(recorder.state.now, words))))
+            warn = lambda words: recorder.record(Warned(recorder.state.now, words))  # noqa: E731
+            recorder.add(import_module(f"headrace.views.sinks.{name}").open_sink(run_dir, step, warn))
         if (
             terminal := None if over and has_finished(recorder.state) else _terminal(config)
         ):  # last: nothing may fail once the live view owns the screen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Literal
 
@@ -30,6 +31,9 @@ class ObserveConfig:
     `runs/<name>/wandb`, which `wandb sync` uploads. `WANDB_MODE` and `WANDB_PROJECT` hold."""
     mlflow: bool = False
     """Write scalars for MLflow: to the server of `MLFLOW_TRACKING_URI`, or, if it is not set, to `runs/<name>/mlruns`."""
+    webhook: bool = False
+    """Post messages to the address in `HEADRACE_WEBHOOK` (Slack, Mattermost, Discord): the run's start and end, a verdict that turns, warnings.
+    A process that is killed sends none."""
     engine_price: float = Field(default=0.0, ge=0)
     """Dollars that an engine costs an hour, each member of a fleet as much. With this price or the next one the run shows its cost in all, by step
     and by trained token; 0 and 0 show none."""
@@ -53,7 +57,11 @@ class ObserveConfig:
 
 
 def check_installed(config: ObserveConfig, find: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raises `ConfigError` with the pip command if `find` does not find the package of a requested sink."""
+    """Raises `ConfigError` with the pip command if `find` does not find the package of a requested sink, or if a sink has no address."""
+    if config.webhook:
+        from headrace.views.sinks.webhook import address_of
+
+        address_of(os.environ)
     for name in config.sinks:
         if name in EXTRAS and find(EXTRAS[name].module) is None:
             raise ConfigError(

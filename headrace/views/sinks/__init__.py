@@ -2,5 +2,5 @@
 `open_sink`, which `views/build.py` calls.
 
 Read `queued.py` (what a dashboard is, and the thread that calls it), `hushing.py`,
-`tensorboard.py`, `trackio.py`, `wandb.py`, `mlflow.py`.
+`tensorboard.py`, `trackio.py`, `wandb.py`, `mlflow.py`, `webhook.py` (messages instead of numbers).
 """

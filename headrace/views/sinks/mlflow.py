@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.facts.facts import RunStarted
+from headrace.facts.recorder import Sink
 from headrace.views.sinks.hushing import hushed
-from headrace.views.sinks.queued import Dashboard, described
+from headrace.views.sinks.queued import QueuedSink, described
 
 PLACE = "headrace.run"
 """The tag with the directory of a run, by which a resumed one is found again."""
 
 
-def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:
-    return MlflowRun(run_dir)
+def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:
+    return QueuedSink("mlflow", MlflowRun(run_dir), say)
 
 
 class MlflowRun:

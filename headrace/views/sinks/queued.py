@@ -7,7 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol
 
 from headrace.facts.facts import RunStarted
 from headrace.facts.number_tables import scalars
@@ -16,7 +18,7 @@ from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, plural
 
 ROOM = 4096
-"""Facts that wait for a dashboard at most."""
+"""Calls that wait for a dashboard at most."""
 PATIENCE = 60.0
 """Seconds for which the end of a run waits until a dashboard has everything."""
 LONGEST = 200
@@ -40,10 +42,58 @@ def described(fact: RunStarted) -> dict[str, Any]:
     return {"headline": fact.headline, "seed": fact.seed, "max_lag": fact.max_lag, "steps": fact.steps}
 
 
-class DashboardNumbers(NamedTuple):
-    step: int
-    values: Mapping[str, float]
-    at: float
+class OwnThread:
+    """Makes calls one after the other in a thread of its own, which begins with the first. What they raise is counted."""
+
+    def __init__(self, name: str, *, last: Callable[[], None], room: int = ROOM) -> None:
+        """`last`: the call that ends the thread. `room`: calls that wait at most."""
+        self._last = last
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(room)
+        self._thread = threading.Thread(target=self._work, name=f"observe.{name}", daemon=True)
+        self.dropped = self.failed = 0
+        """Calls that found the queue full; calls that raised."""
+        self.error = ""
+        """The first of these errors."""
+        self._given = self._done = 0
+
+    @property
+    def began(self) -> bool:
+        return self._thread.ident is not None
+
+    def call(self, make: Callable[[], None]) -> None:
+        if not self.began:
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(make)
+            self._given += 1
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, patience: float) -> bool:
+        """Waits for all calls, `patience` seconds at most. Returns whether the thread has ended."""
+        end = time.monotonic() + patience
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=patience)
+            self._thread.join(max(0.0, end - time.monotonic()))
+        return not self._thread.is_alive()
+
+    @property
+    def lost(self) -> int:
+        """Calls that raised, that found no room or that were not made yet."""
+        return self.failed + self.dropped + self._given - self._done
+
+    def _work(self) -> None:
+        while (make := self._waiting.get()) is not None:
+            self._make(make)
+            self._done += 1
+        self._make(self._last)
+
+    def _make(self, make: Callable[[], None]) -> None:
+        try:
+            make()
+        except Exception as error:  # whatever a library raises
+            self.error = self.error or clip(f"{type(error).__name__}: {error}", LONGEST)
+            self.failed += 1
 
 
 class QueuedSink:
@@ -61,70 +111,43 @@ class QueuedSink:
         """`name`: its setting below `observe`. `say`: records a warning; called by the thread that calls `record` and `close` only."""
         self._name, self._dashboard, self._say = name, dashboard, say
         self._patience = PATIENCE if patience is None else patience
-        self._waiting: queue.Queue[RunStarted | DashboardNumbers | None] = queue.Queue(room)
-        self.dropped = self.failed = 0
-        """Facts that found the queue full; calls that raised."""
-        self._given = self._done = 0
-        self._error = ""
+        self.thread = OwnThread(name, last=dashboard.close, room=room)
+        self._starts: list[RunStarted] = []
+        """Those that the dashboard has not taken yet."""
         self._warned = False
-        self._thread = threading.Thread(target=self._work, name=f"observe.{name}", daemon=True)
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
         if isinstance(fact, RunStarted):
-            self._put(fact)
+            self.thread.call(partial(self._start, fact))
         step, values = scalars(fact, state)
         if values:
-            self._put(DashboardNumbers(step, values, time.time()))
-        if (self.failed or self.dropped) and not self._warned:
+            self.thread.call(partial(self._log, step, values, time.time()))
+        if (self.thread.failed or self.thread.dropped) and not self._warned:
             self._warned = True
             self._say(f"observe.{self._name} does not get all numbers, and the run goes on without: {self._why}")
 
     @property
     def _why(self) -> str:
-        return self._error or "it is slower than the run"
+        return self.thread.error or "it is slower than the run"
 
-    def _put(self, entry: RunStarted | DashboardNumbers) -> None:
-        if self._thread.ident is None:
-            self._thread.start()
-        try:
-            self._waiting.put_nowait(entry)
-            self._given += 1
-        except queue.Full:
-            self.dropped += 1
+    def _start(self, fact: RunStarted) -> None:
+        self._starts.append(fact)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._starts:
+            self._dashboard.start(self._starts[0])
+            self._starts.pop(0)
+
+    def _log(self, step: int, values: Mapping[str, float], at: float) -> None:
+        self._begin()
+        self._dashboard.log(step, values, at)
 
     def close(self) -> None:
-        if self._thread.ident is None:
+        if not self.thread.began:
             return
-        end = time.monotonic() + self._patience
-        try:
-            self._waiting.put(None, timeout=self._patience)
-            self._thread.join(max(0.0, end - time.monotonic()))
-        except queue.Full:
-            pass
-        lost = self.failed + self.dropped + self._given - self._done
-        if lost or self._thread.is_alive():
-            slow = f", and had not ended after {self._patience:.0f} s" if self._thread.is_alive() else ""
-            self._say(f"observe.{self._name} lacks the numbers of {plural(lost, 'fact')}{slow}: {self._why}")
-
-    def _work(self) -> None:
-        starts: list[RunStarted] = []
-        while (entry := self._waiting.get()) is not None:
-            if isinstance(entry, RunStarted):
-                starts.append(entry)
-            try:
-                while starts:
-                    self._dashboard.start(starts[0])
-                    starts.pop(0)
-                if isinstance(entry, DashboardNumbers):
-                    self._dashboard.log(*entry)
-            except Exception as error:  # whatever a library raises
-                self._fail(error)
-            self._done += 1
-        try:
-            self._dashboard.close()
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self._error = self._error or clip(f"{type(error).__name__}: {error}", LONGEST)
-        self.failed += 1
+        ended = self.thread.close(self._patience)
+        if self.thread.lost or not ended:
+            slow = "" if ended else f", and had not ended after {self._patience:.0f} s"
+            lost = plural(self.thread.lost, "fact")
+            self._say(f"observe.{self._name} lacks the numbers of {lost}{slow}: {self._why}")

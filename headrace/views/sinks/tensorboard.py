@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.facts.facts import RunStarted
-from headrace.views.sinks.queued import Dashboard
+from headrace.facts.recorder import Sink
+from headrace.views.sinks.queued import QueuedSink
 
 
-def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:
-    return TensorBoardFiles(run_dir / "tensorboard", resume_at_step)
+def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:
+    return QueuedSink("tensorboard", TensorBoardFiles(run_dir / "tensorboard", resume_at_step), say)
 
 
 class TensorBoardFiles:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunStarted
+from headrace.facts.recorder import Sink
 from headrace.views.sinks.hushing import hushed
-from headrace.views.sinks.queued import Dashboard, described
+from headrace.views.sinks.queued import QueuedSink, described
 
 
-def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:
-    return TrackioRun()
+def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:
+    return QueuedSink("trackio", TrackioRun(), say)
 
 
 class TrackioRun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 import xxhash
 
 from headrace.facts.facts import RunStarted
+from headrace.facts.recorder import Sink
 from headrace.views.sinks.hushing import hushed
-from headrace.views.sinks.queued import Dashboard, described
+from headrace.views.sinks.queued import QueuedSink, described
 
 
-def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:
-    return WandbRun(run_dir)
+def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:
+    return QueuedSink("wandb", WandbRun(run_dir), say)
 
 
 class WandbRun:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import struct
 import subprocess
@@ -10,21 +12,26 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import replace
 
+from headrace.core.errors import ConfigError
 from headrace.facts.facts import Fact, RunStarted, StepTrained, Warned
+from headrace.facts.health import Health, health
 from headrace.facts.number_tables import scalars
 from headrace.facts.recorder import Recorder
-from headrace.facts.records import read_metrics, summarise
+from headrace.facts.records import StepRow, read_metrics, summarise
 from headrace.facts.run_state import RunState
 from headrace.views.build import open_recorder
-from headrace.views.config import ObserveConfig
+from headrace.views.config import ObserveConfig, check_installed
 from headrace.views.sinks import queued
 from headrace.views.sinks.queued import Dashboard, QueuedSink
 from headrace.views.sinks.wandb import chosen_mode
+from headrace.views.sinks.webhook import EVERY, HELD, AlertChoice, Webhook
 from support.fact_stream import FactStream, standing
 from support.runs.beside import until
 
@@ -68,7 +75,7 @@ def test_trackio_gets_the_scalars_locally(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from headrace.views.build import open_recorder
-from headrace.views.config import ObserveConfig
+from headrace.views.config import ObserveConfig, check_installed
 from support.fact_stream import FactStream
 recorder = open_recorder(ObserveConfig(terminal="off", trackio=True), Path(sys.argv[1]))
 for fact in FactStream(steps=6).facts():
@@ -216,7 +223,7 @@ def test_a_dashboard_that_fails_is_tried_again_counted_and_warned_of_once(tmp_pa
     for fact in FACTS:
         recorder.record(fact)
     recorder.close()
-    assert sink.failed == 4 and sink.dropped == 0 and dashboard.got[-1] == 6
+    assert sink.thread.failed == 4 and sink.thread.dropped == 0 and dashboard.got[-1] == 6
     assert warned(tmp_path)[-1] == "observe.mine lacks the numbers of 4 facts: OSError: no start today"
     assert len(warned(tmp_path)) <= 2 and len(read_metrics(tmp_path)) == len(FACTS) + len(warned(tmp_path))
 
@@ -231,7 +238,7 @@ def test_a_dashboard_that_hangs_never_holds_the_run(tmp_path: Path) -> None:
         recorder.record(fact)
     assert dashboard.entered.wait(60)  # the start of the run is behind it
     recorder.close()
-    assert dashboard.got == [] and sink.dropped > 10
+    assert dashboard.got == [] and sink.thread.dropped > 10
     first, last = warned(tmp_path)
     assert "does not get all numbers, and the run goes on without: it is slower than the run" in first
     assert "had not ended after 0 s" in last and f"the numbers of {numbers} facts" in last
@@ -248,7 +255,7 @@ def test_a_slow_dashboard_gets_everything_that_its_queue_holds(tmp_path: Path) -
     gate.set()
     recorder.close()
     steps = [step for step in dashboard.got if step]
-    assert set(steps) == {1, 2, 3, 4, 5, 6} and not warned(tmp_path) and sink.dropped == 0
+    assert set(steps) == {1, 2, 3, 4, 5, 6} and not warned(tmp_path) and sink.thread.dropped == 0
 
 
 def test_a_run_that_never_began_starts_no_thread(tmp_path: Path) -> None:
@@ -256,3 +263,114 @@ def test_a_run_that_never_began_starts_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     sink.close()
     assert threading.active_count() == before and not warned(tmp_path)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+class Inbox(BaseHTTPRequestHandler):
+    """Answers with the next status of `answers`, then with 200, and keeps what it took."""
+
+    answers: ClassVar[list[int]] = []
+    got: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status = self.answers.pop(0) if self.answers else 200
+        if status == 200:
+            self.got.append(body)
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST
+
+    def log_message(self, *given: object) -> None: ...
+
+
+@pytest.fixture
+def inbox() -> Iterator[str]:
+    Inbox.answers, Inbox.got = [], []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Inbox)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/hooks/a-secret"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_run_is_told_of_where_its_people_are(inbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="which is not set: export HEADRACE_WEBHOOK=https"):
+        open_recorder(ObserveConfig(terminal="off", webhook=True), tmp_path)
+    monkeypatch.setenv("HEADRACE_WEBHOOK", "hooks.example/x")
+    with pytest.raises(ConfigError, match="is no http"):
+        check_installed(ObserveConfig(webhook=True))
+    monkeypatch.setenv("HEADRACE_WEBHOOK", inbox)
+    record(ObserveConfig(terminal="off", webhook=True), tmp_path, FACTS)
+    events = [body["event"] for body in Inbox.got]
+    assert (events[0], events[-1]) == ("started", "ended")
+    assert all(body["text"] == body["content"] and body["text"].startswith("demo: ") for body in Inbox.got)
+    assert Inbox.got[-1]["text"].startswith("demo: finished after step 6") and Inbox.got[-1]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("answers", "arrives"), [([500, 429], True), ([302, 302, 302], False), ([404] * 3, False)], ids=str
+)
+def test_a_message_is_tried_three_times_and_its_loss_is_said_without_the_address(
+    answers: list[int], arrives: bool, inbox: str
+) -> None:
+    Inbox.answers = answers
+    said: list[str] = []
+    sink = Webhook(inbox, said.append, pauses=(0.0, 0.0))
+    state = RunState()
+    state.fold(FACTS[0])
+    sink.record(FACTS[0], state)
+    sink.close()
+    assert len(Inbox.got) == arrives and not Inbox.answers
+    assert bool(said) != arrives and "a-secret" not in "".join(said)
+    assert (
+        arrives or f"lacks 1 messages: HeadraceError: its server answered {answers[-1] if answers else ''}" in said[0]
+    )
+
+
+def test_a_verdict_is_sent_when_it_has_turned_and_stayed() -> None:
+    """A gradient without a finite norm in steps 41 to 60 of 100, each of more than a minute. The verdict is of the last ten steps."""
+    state, choice, sent = RunState(), AlertChoice(), {}
+    for fact in FactStream(steps=100).facts():
+        row = summarise(fact) if isinstance(fact, StepTrained) else fact
+        if isinstance(row, StepRow) and 40 <= row.report.step < 60:
+            row = replace(row, report=replace(row.report, grad_norm=math.nan))
+        row = replace(row, t=20 * row.t)
+        state.fold(row)
+        for alert in choice.of(row, state):
+            if alert.event == "verdict":
+                sent[state.step] = alert.text
+    broken = next(step for step, text in sent.items() if "Broken: " in text)
+    healed = next(step for step in sent if step > broken)
+    assert 41 + HELD - 1 <= broken <= 41 + HELD and "the gradient" in sent[broken]
+    assert healed > 60 and "Broken" not in sent[healed]
+    assert len(sent) <= 4
+
+
+def test_a_verdict_is_not_looked_at_in_every_step_of_a_quick_run() -> None:
+    asked = []
+
+    def judge(state: RunState) -> Health:
+        asked.append(state.step)
+        return health(state)
+
+    state, choice = RunState(), AlertChoice(judge)
+    for fact in FactStream(steps=60).facts():
+        row = summarise(fact) if isinstance(fact, StepTrained) else fact
+        state.fold(row)
+        list(choice.of(row, state))
+    assert 1 < len(asked) <= state.now / EVERY + 2 < 10
+
+
+def test_warnings_are_sent_once_each_and_not_without_end() -> None:
+    choice, state = AlertChoice(), RunState()
+    texts = [alert.text for n in range(60) for alert in choice.of(Warned(1.0, f"trouble {n // 2}"), state)]
+    assert texts == [*(f"trouble {n}" for n in range(20)), "more warnings are not sent: headrace status has all"]
