@@ -50,7 +50,8 @@ PIECE = 1 << 23
 def send_all(connection: socket.socket, data: memoryview) -> None:
     """Sends it in pieces, because the timeout of a socket is for all that one call sends. Raises OSError.
 
-    Not by `sendfile`: the kernel then handles memory page by page, which costs more than the copy that it saves (docs/benchmarks.md)."""
+    Not by `sendfile`: the kernel then handles memory page by page, which costs more than the copy that it saves
+    (docs/benchmarks_history.md)."""
     for start in range(0, len(data), PIECE):
         connection.sendall(data[start : start + PIECE])
 
