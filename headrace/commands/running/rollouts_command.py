@@ -1,4 +1,4 @@
-"""`headrace rollouts --bus URL`: samples and scores rollouts for a run, wherever it runs (docs/cluster.md)."""
+"""`headrace rollouts --bus URL`: samples and scores rollouts for a run, wherever it runs (docs/bus.md)."""
 
 from __future__ import annotations
 
