@@ -2,7 +2,7 @@
 
 Each is made in a copy of the package, in a temporary directory; a process of its own runs schedules there until one fails.
 
-    python tests/simulate/planted.py                          # all of them; prints the table of docs/simulation.md
+    python tests/simulate/planted.py                          # all of them; prints a table of which check said it, and when
     python tests/simulate/planted.py no_window --count 1000   # this one, in so many schedules
 """
 
