@@ -30,6 +30,8 @@ RATES = ROOT / "headrace/commands/plan/rates/own_runs.json"
 BEGIN, END = "<!-- device: `make docs` -->\n", "<!-- end of device -->"
 PREDICTED = ("h100", "h200")
 """Cards for which the page shows the predictions."""
+LONG = 40
+"""A formula of more characters stands once in a table."""
 
 
 def tables(results: list[Result]) -> Iterator[str]:
@@ -48,12 +50,23 @@ def _table(entry: Entry, results: list[Result]) -> Iterator[str]:
     ]
     heads = ["figure", *(f"predicted: {key.upper()}" for key in PREDICTED), "by", *(cards or ["measured"])]
     yield f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
+    written_out: dict[str, str] = {}
     for line in entry.lines:
         found = [_cell(line, result) for result in results] or ["not measured"]
-        yield f"| {' | '.join([line.name, *(_predicted(line, key) for key in PREDICTED), line.formula, *found])} |"
+        formula = _formula(line.formula, written_out)
+        yield f"| {' | '.join([line.name, *(_predicted(line, key) for key in PREDICTED), formula, *found])} |"
+        written_out.setdefault(line.formula, line.name)
     for result in results:
         if result.ended != "finished":
             yield f"\n{chip_of(result.card).upper() or result.card}: {result.ended}."
+
+
+def _formula(formula: str, written_out: dict[str, str]) -> str:
+    """`written_out`: formulas of the table so far, with the names of their lines, one of which stands for what is long."""
+    for known in sorted(written_out, key=len, reverse=True):
+        if len(known) > LONG and formula.startswith(known):
+            return f"as for *{written_out[known]}*{formula.removeprefix(known)}"
+    return formula
 
 
 def _predicted(line: Line, key: str) -> str:
