@@ -10,20 +10,36 @@ from headrace.compat.trl.trl_settings import FIELDS, Fate
 TARGET = Path(__file__).with_name("from_trl.md")
 HEADS: dict[Fate, str] = {
     "honoured": "| honoured | TRL's default | here |",
-    "no meaning": "| without a meaning here | TRL's default | because |",
+    "no meaning": "| without a meaning here, because | arguments, with TRL's default |",
     "refused": "| refused, unless it has its default | TRL's default | because |",
 }
 
 
 def tables() -> Iterator[str]:
     for fate, head in HEADS.items():
-        yield f"{head}\n|---|---|---|"
-        yield from (
-            f"| `{name}` | `{one.default!r}` | {one.words.replace('|', chr(92) + '|')} |"
-            for name, one in FIELDS.items()
-            if one.fate == fate
-        )
+        yield f"{head}\n{'|---' * (head.count('|') - 1)}|"
+        yield from _by_reason() if fate == "no meaning" else _by_name(fate)
         yield ""
+
+
+def _by_name(fate: Fate) -> Iterator[str]:
+    for name, one in FIELDS.items():
+        if one.fate == fate:
+            yield f"| `{name}` | `{one.default!r}` | {_cell(one.words)} |"
+
+
+def _by_reason() -> Iterator[str]:
+    """A reason holds for many arguments."""
+    named: dict[str, list[str]] = {}
+    for name, one in FIELDS.items():
+        if one.fate == "no meaning":
+            named.setdefault(one.words, []).append(f"`{name}` {one.default!r}")
+    for words, names in named.items():
+        yield f"| {_cell(words)} | {_cell(', '.join(names))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def page(text: str) -> str:

@@ -55,7 +55,7 @@ def test_the_page_has_the_table_of_all_fields() -> None:
     page, made = ROOT / "docs" / "from_trl.md", runpy.run_path(str(ROOT / "docs" / "make_trl.py"))["page"]
     text = page.read_text(encoding="utf-8")
     assert text == made(text), "a field has changed: run `make docs`"
-    assert all(f"| `{name}` |" in text for name in FIELDS)
+    assert [name for name in FIELDS if text.count(f"`{name}`") == 0] == []
 
 
 def test_every_field_has_one_fate_and_a_reason() -> None:
