@@ -8,6 +8,9 @@
     4 (1 + w) lengths of the gaps and of each plane of differences, each a frame of zstd
               the frames
 
+A gap is the number of equal values before a change, a byte each; 255 stands for 255 equal values without a change behind them. A plane has one
+byte of every change, low bytes first. Numbers are little-endian.
+
 A step of AdamW at a small learning rate changes one value in a hundred of a model in bfloat16, because most changes of the master weights
 are smaller than half a unit in the last place. A difference is the exclusive or of two values, so that the same stream leads forward
 and back.
