@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from headrace.compat.trl.trl_settings import FIELDS, Fate
+from headrace.compat.trl.other_trainers import ASYNC_GRPO, RLOO
+from headrace.compat.trl.trl_settings import FIELDS, Fate, TrlField
 
 TARGET = Path(__file__).with_name("from_trl.md")
 HEADS: dict[Fate, str] = {
@@ -18,22 +19,36 @@ HEADS: dict[Fate, str] = {
 def tables() -> Iterator[str]:
     for fate, head in HEADS.items():
         yield f"{head}\n{'|---' * (head.count('|') - 1)}|"
-        yield from _by_reason() if fate == "no meaning" else _by_name(fate)
+        yield from _by_reason(FIELDS) if fate == "no meaning" else _by_name(FIELDS, fate)
         yield ""
 
 
-def _by_name(fate: Fate) -> Iterator[str]:
-    for name, one in FIELDS.items():
-        if one.fate == fate:
-            yield f"| `{name}` | `{one.default!r}` | {_cell(one.words)} |"
+def differences() -> Iterator[str]:
+    """Fields that GRPOConfig lacks, or has with another default."""
+    for kind in (RLOO, ASYNC_GRPO):
+        own = {name: field for name, field in kind.fields.items() if field != FIELDS.get(name)}
+        yield f"| `{kind.title}Config` | its default | here |\n|---|---|---|"
+        yield from _by_name(own, "honoured")
+        yield from _by_name(own, "refused", "refused: ")
+        yield ""
+        if without := list(_by_reason(own)):
+            yield f"{HEADS['no meaning']}\n|---|---|"
+            yield from without
+            yield ""
 
 
-def _by_reason() -> Iterator[str]:
+def _by_name(fields: Mapping[str, TrlField], fate: Fate, before: str = "") -> Iterator[str]:
+    for name, field in fields.items():
+        if field.fate == fate:
+            yield f"| `{name}` | `{field.default!r}` | {before}{_cell(field.words)} |"
+
+
+def _by_reason(fields: Mapping[str, TrlField]) -> Iterator[str]:
     """A reason holds for many arguments."""
     named: dict[str, list[str]] = {}
-    for name, one in FIELDS.items():
-        if one.fate == "no meaning":
-            named.setdefault(one.words, []).append(f"`{name}` {one.default!r}")
+    for name, field in fields.items():
+        if field.fate == "no meaning":
+            named.setdefault(field.words, []).append(f"`{name}` {field.default!r}")
     for words, names in named.items():
         yield f"| {_cell(words)} | {_cell(', '.join(names))} |"
 
@@ -44,9 +59,11 @@ def _cell(text: str) -> str:
 
 def page(text: str) -> str:
     """Returns the page with the current tables. Raises ValueError if a mark is missing."""
-    begin, end = "<!-- fields: `make docs` -->\n", "<!-- end of fields -->"
-    before, rest = text.split(begin)
-    return f"{before}{begin}{chr(10).join(tables())}\n{end}{rest.split(end)[1]}"
+    for title, lines in (("fields", tables()), ("other trainers", differences())):
+        begin, end = f"<!-- {title}: `make docs` -->\n", f"<!-- end of {title} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}{chr(10).join(lines)}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 if __name__ == "__main__":

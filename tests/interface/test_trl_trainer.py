@@ -10,13 +10,21 @@ import runpy
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.compat.trl import GRPOConfig, GRPOTrainer
-from headrace.compat.trl.trl_settings import FIELDS, algo_from, refuse_what_cannot_be, settings_from, without_meaning
+from headrace.compat.trl import AsyncGRPOTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer
+from headrace.compat.trl.trl_settings import (
+    FIELDS,
+    GRPO,
+    algo_from,
+    refuse_what_cannot_be,
+    settings_from,
+    without_meaning,
+)
 from headrace.core.errors import ConfigError
 from headrace.run.config import RunConfig, checked
 from headrace.settings.toml import build
@@ -40,8 +48,21 @@ def share_of_e(
     return [text.count("e") / max(len(text), 1) for text in completions]
 
 
-def of(**given: Any) -> dict[str, Any]:
-    return settings_from(GRPOConfig("out", **given), rows=ROWS, held_out=0)
+TRAINERS = {"GRPO": GRPOTrainer, "RLOO": RLOOTrainer, "AsyncGRPO": AsyncGRPOTrainer}
+
+
+def of(trainer: Any = GRPOTrainer, **given: Any) -> dict[str, Any]:
+    return settings_from(trainer.kind, trainer.config("out", **given), rows=ROWS, held_out=0)
+
+
+def fields(fate: str, without: Iterable[str] = ()) -> list[Any]:
+    """Every field of a fate of every trainer; of the others those that are not GRPO's."""
+    return [
+        pytest.param(trainer, name, id=f"{title}-{name}")
+        for title, trainer in TRAINERS.items()
+        for name, field in trainer.kind.fields.items()
+        if field.fate == fate and name not in without and (trainer is GRPOTrainer or field != FIELDS.get(name))
+    ]
 
 
 def algo(**given: Any) -> dict[str, Any]:
@@ -64,17 +85,24 @@ def test_every_field_has_one_fate_and_a_reason() -> None:
     assert next(field.name for field in dataclasses.fields(GRPOConfig)) == "output_dir"
 
 
-@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.fate == "refused"])
-def test_each_refused_field_is_named(name: str) -> None:
-    default = FIELDS[name].default
+@pytest.mark.parametrize(("trainer", "name"), fields("refused"))
+def test_each_refused_field_is_named(trainer: Any, name: str) -> None:
+    default = trainer.kind.fields[name].default
     other = (not default) if isinstance(default, bool) else 7 if default is None else default + 1
     with pytest.raises(ConfigError, match=rf"^{name}={other!r} cannot be honoured: "):
-        refuse_what_cannot_be(GRPOConfig("out", **{name: other}))
+        refuse_what_cannot_be(trainer.kind, trainer.config("out", **{name: other}))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
+def test_a_config_with_its_defaults_is_honoured_without_a_word(trainer: Any) -> None:
+    refuse_what_cannot_be(trainer.kind, trainer.config("out"))
+    assert without_meaning(trainer.kind, trainer.config("out")) == ""
+    tree = {**of(trainer), "model": {"path": "m"}, "task": {"kind": "python", "rows": "x", "held_out": 0}}
+    checked(build(RunConfig, tree))
 
 
 def test_fields_without_meaning_are_named_in_one_sentence() -> None:
-    assert without_meaning(GRPOConfig("out")) == ""
-    said = without_meaning(GRPOConfig("out", use_vllm=True, logging_steps=1, learning_rate=1e-5))
+    said = without_meaning(GRPO, GRPOConfig("out", use_vllm=True, logging_steps=1, learning_rate=1e-5))
     assert said.startswith("use_vllm, logging_steps: without a meaning here")
 
 
@@ -91,7 +119,7 @@ OTHER: dict[str, Any] = {
     "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_high": 0.3, "delta": 2.0, "scale_rewards": False,
     "multi_objective_aggregation": "normalize_then_sum", "off_policy_mask_threshold": 0.5, "lr_scheduler_type": "cosine",
     "warmup_steps": 0.1, "bf16": False, "save_strategy": "no", "save_total_limit": 3, "report_to": ["tensorboard"], "disable_tqdm": True,
-    "max_steps": 11, "min_p": 0.1, "vllm_structured_outputs_regex": "[0-9]+", "num_generations": 4, "vllm_max_model_length": 900, "per_device_train_batch_size": 16,
+    "max_steps": 11, "min_p": 0.1, "vllm_structured_outputs_regex": "[0-9]+", "num_generations": 4, "vllm_max_model_length": 900, "per_device_train_batch_size": 16, "dtype": "bfloat16", "max_completion_length": 100,
 }  # fmt: skip
 OF_THE_TRAINER = {
     "push_to_hub", "hub_model_id", "hub_private_repo", "hub_token",
@@ -100,12 +128,23 @@ OF_THE_TRAINER = {
 """Fields that the tests of the trainer, and of values that are refused, try."""
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, field in FIELDS.items() if field.fate == "honoured" and name not in OF_THE_TRAINER]
-)
-def test_each_honoured_field_changes_the_settings(name: str) -> None:
-    beside = BESIDE.get(name, {})
-    assert of(**beside, **{name: OTHER.get(name, another(FIELDS[name].default))}) != of(**beside), name
+@pytest.mark.parametrize(("trainer", "name"), fields("honoured", OF_THE_TRAINER))
+def test_each_honoured_field_changes_the_settings(trainer: Any, name: str) -> None:
+    beside, default = BESIDE.get(name, {}), trainer.kind.fields[name].default
+    assert of(trainer, **beside, **{name: OTHER.get(name, another(default))}) != of(trainer, **beside), name
+
+
+def test_the_other_trainers_are_what_they_say() -> None:
+    rloo = of(RLOOTrainer, epsilon_high=0.3)
+    assert rloo["algo"] == {
+        "name": "rloo", "clip_low": 0.2, "clip_high": 0.3, "kl": {"coef": 0.05, "place": "reward"},
+    }  # fmt: skip
+    assert "kl" not in of(RLOOTrainer, beta=0.0)["algo"] and rloo["rollout"]["group_size"] == 2
+    later = of(AsyncGRPOTrainer, dtype="bfloat16")
+    assert (later["staleness"]["max_lag"], later["train"]["weights"]) == (4, "bfloat16")
+    assert later["train"]["schedule"] == "constant" and later["rollout"]["max_tokens"] == 2048
+    with pytest.raises(ConfigError, match="dtype='float16' cannot be honoured"):
+        of(AsyncGRPOTrainer, dtype="float16")
 
 
 def another(default: Any) -> Any:
@@ -395,23 +434,24 @@ def share_of_e_of_chats(completions: list[Any], **columns: Any) -> list[float]:
 needs_trl = pytest.mark.skipif(not TRL.is_dir(), reason="TRL is in an environment of its own: make bench-trl-setup")
 
 REAL = """
-import dataclasses, json
-from trl import GRPOConfig
+import dataclasses, json, trl, trl.experimental.async_grpo
 def plain(field):
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return getattr(field.default, "value", field.default)
-print(json.dumps({field.name: plain(field) for field in dataclasses.fields(GRPOConfig)}))
+configs = trl.GRPOConfig, trl.RLOOConfig, trl.experimental.async_grpo.AsyncGRPOConfig
+print(json.dumps([{field.name: plain(field) for field in dataclasses.fields(config)} for config in configs]))
 """
 
 
 @pytest.mark.slow
 @needs_trl
-def test_the_table_is_that_of_the_real_dataclass() -> None:
+def test_the_tables_are_those_of_the_real_dataclasses() -> None:
     done = subprocess.run([TRL / "bin" / "python", "-c", REAL], capture_output=True, text=True, check=True)
-    real = json.loads(done.stdout.splitlines()[-1])
-    assert set(real) == set(FIELDS), set(real) ^ set(FIELDS)
-    assert {name: value for name, value in real.items() if value != FIELDS[name].default} == {}
+    for real, trainer in zip(json.loads(done.stdout.splitlines()[-1]), TRAINERS.values(), strict=True):
+        known = trainer.kind.fields
+        assert set(real) == set(known), (trainer, set(real) ^ set(known))
+        assert {name: value for name, value in real.items() if value != known[name].default} == {}
 
 
 DRIVER = """
@@ -424,14 +464,15 @@ runpy.run_path({script!r}, run_name="__main__")
 
 @pytest.mark.slow
 @needs_trl
-def test_the_example_script_of_trl_trains_with_one_import_changed(tmp_path: Path, tiny_llama: Path) -> None:
+@pytest.mark.parametrize("title", ["GRPO", "RLOO"])
+def test_the_example_script_of_trl_trains_with_one_import_changed(tmp_path: Path, tiny_llama: Path, title: str) -> None:
     site = next(TRL.glob("lib/python*/site-packages"))
-    text = (site / "trl" / "scripts" / "grpo.py").read_text()
-    before = "from trl import GRPOTrainer, get_dataset"
+    text = (site / "trl" / "scripts" / f"{title.lower()}.py").read_text()
+    before = f"from trl import {title}Trainer, get_dataset"
     assert text.count(before) == 1
-    script = tmp_path / "grpo.py"
+    script = tmp_path / "script.py"
     script.write_text(
-        text.replace(before, "from headrace.compat.trl import GRPOTrainer\n    from trl import get_dataset")
+        text.replace(before, f"from headrace.compat.trl import {title}Trainer\n    from trl import get_dataset")
     )
     data = tmp_path / "data"
     data.mkdir()
@@ -441,7 +482,15 @@ def test_the_example_script_of_trl_trains_with_one_import_changed(tmp_path: Path
     )
     out = tmp_path / "out"
     argv = [
-        *("grpo.py", "--model_name_or_path", tiny_llama, "--dataset_name", data, "--reward_funcs", "judge.share_of_e"),
+        *(
+            "script.py",
+            "--model_name_or_path",
+            tiny_llama,
+            "--dataset_name",
+            data,
+            "--reward_funcs",
+            "judge.share_of_e",
+        ),
         *("--output_dir", out, "--max_steps", 2, "--num_generations", 4, "--per_device_train_batch_size", 8),
         *("--max_completion_length", 8, "--vllm_max_model_length", 64, "--learning_rate", 0.01, "--bf16", "false"),
         *("--use_cpu", "true", "--lr_scheduler_type", "cosine", "--report_to", "none", "--save_steps", 1),

@@ -1,15 +1,16 @@
-"""TRL's GRPOTrainer, with asynchronous training behind it: a script changes one import.
+"""TRL's GRPOTrainer, RLOOTrainer and AsyncGRPOTrainer, with headrace's asynchronous training behind them: a script changes one import.
 
     from trl import GRPOConfig
     from headrace.compat.trl import GRPOTrainer        # instead of: from trl import GRPOTrainer
 
     GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=reward, args=GRPOConfig(output_dir="out"), train_dataset=rows).train()
 
-Read `trl_settings.py` (what becomes of every argument, the arguments without TRL, arguments as settings) and `grpo_trainer.py` (models, adapters,
-tokenizers, and the trainer).
+Read `trl_settings.py` (what becomes of every argument, the arguments without TRL, arguments as settings), `grpo_trainer.py` (models, adapters,
+tokenizers, and the trainer) and `other_trainers.py`.
 """
 
 from headrace.compat.trl.grpo_trainer import GRPOTrainer
+from headrace.compat.trl.other_trainers import AsyncGRPOConfig, AsyncGRPOTrainer, RLOOConfig, RLOOTrainer
 from headrace.compat.trl.trl_settings import GRPOConfig
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer", "GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]

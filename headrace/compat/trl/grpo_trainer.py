@@ -1,4 +1,5 @@
-"""GRPOTrainer with TRL's own arguments. It translates them into a config, and `train` is `headrace.train`."""
+"""GRPOTrainer with TRL's own arguments. It translates them into a config, and `train` is `headrace.train`. TRL's other trainers that there are here
+are kinds of it (`other_trainers.py`)."""
 
 from __future__ import annotations
 
@@ -11,10 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import headrace
-from headrace.compat.trl.trl_settings import GRPOConfig, refuse_what_cannot_be, settings_from, value_of, without_meaning
+from headrace.compat.trl.trl_settings import (
+    GRPO,
+    GRPOConfig,
+    TrainerKind,
+    refuse_what_cannot_be,
+    settings_from,
+    value_of,
+    without_meaning,
+)
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.episodes.scoring.functions import RewardFunction
@@ -181,6 +190,8 @@ NOT_HERE = {
     "tools": "tools are an environment here (docs/environments.md)",
     "rollout_func": "an environment's function plays a rollout here (docs/environments.md)",
     "environment_factory": "an environment's function plays a rollout here (docs/environments.md)",
+    "rollout_worker": "the engine and the workers of environments are headrace's own",
+    "weight_transfer": "weights travel as weight_sync.kind says (docs/weight_sync.md)",
 }
 
 
@@ -200,6 +211,10 @@ class GRPOTrainer:
     named in one warning. docs/from_trl.md has the table of all.
     """
 
+    kind: ClassVar[TrainerKind] = GRPO
+    config: ClassVar[Any] = GRPOConfig
+    """The class of `args` for machines without TRL."""
+
     def __init__(
         self,
         model: Any,
@@ -216,15 +231,15 @@ class GRPOTrainer:
         headrace_settings: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        self.args = args = GRPOConfig(_usual_place(model)) if args is None else args
+        self.args = args = self.config(_usual_place(model, self.kind.title)) if args is None else args
         self.output_dir = Path(value_of(args, "output_dir") or "trainer_output")
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._model, self._tokenizer, self._model_folder = model, processing_class, self.output_dir / "headrace-model"
         refusals = Refusals()
         with refusals.part():
-            _refuse_others(others, optimizers)
+            _refuse_others(type(self).__name__, others, optimizers)
         with refusals.part():
-            refuse_what_cannot_be(args)
+            refuse_what_cannot_be(self.kind, args)
         self._rewards: list[Any] = []
         with refusals.part():
             self._rewards = _rewards(reward_funcs, value_of(args, "reward_weights"))
@@ -234,7 +249,7 @@ class GRPOTrainer:
                 self.add_callback(callback)
         tree = self._translated(refusals, quantization_config, peft_config)
         refusals.complain()
-        if words := without_meaning(args):
+        if words := without_meaning(self.kind, args):
             warnings.warn(words, stacklevel=2)
         self._settings = merge(_fitted(tree), dict(headrace_settings or {}))
         self._write_inputs()
@@ -260,7 +275,7 @@ class GRPOTrainer:
         with refusals.part():
             held_out = _rows(_only(self.eval_dataset), "eval_dataset") if self.eval_dataset else []
         with refusals.part():
-            tree = settings_from(args, rows=rows, held_out=len(held_out))
+            tree = settings_from(self.kind, args, rows=rows, held_out=len(held_out))
         with refusals.part():
             init = value_of(args, "model_init_kwargs")
             tree = merge(tree, model_settings(self._model, self._tokenizer, init, self._model_folder))
@@ -477,7 +492,7 @@ class GRPOTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"headrace's GRPOTrainer has no {name}: it trains in processes of its own (docs/from_trl.md); the run is in .run"
+            f"headrace's {type(self).__name__} has no {name}: it trains in processes of its own (docs/from_trl.md); the run is in .run"
         )
 
 
@@ -568,15 +583,15 @@ def _refuse_no_card(given: Mapping[str, Any]) -> None:
         raise TypeError(f"got an unexpected keyword argument {strange[0]!r}")
 
 
-def _usual_place(model: Any) -> str:
+def _usual_place(model: Any, title: str) -> str:
     name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-    return f"{name.rstrip('/').rpartition('/')[2]}-GRPO"
+    return f"{name.rstrip('/').rpartition('/')[2]}-{title}"
 
 
-def _refuse_others(others: Mapping[str, Any], optimizers: tuple[Any, Any]) -> None:
+def _refuse_others(trainer: str, others: Mapping[str, Any], optimizers: tuple[Any, Any]) -> None:
     for name, value in others.items():
         if name not in NOT_HERE:
-            raise TypeError(f"GRPOTrainer() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"{trainer}() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise ConfigError(f"{name}= cannot be honoured: {NOT_HERE[name]}")
     if any(optimizer is not None for optimizer in optimizers):

@@ -1,4 +1,5 @@
-"""TRL's arguments: every field of its GRPOConfig with its fate, the config for machines without TRL, and both as headrace's settings."""
+"""TRL's arguments: every field of its GRPOConfig with its fate, the config for machines without TRL, and both as headrace's settings. The configs
+of TRL's other trainers are described as differences to this one (`other_trainers.py`)."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ import enum
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.errors import ConfigError
 from headrace.settings.extras import EXTRAS
-from headrace.settings.toml import Tree
+from headrace.settings.toml import Tree, merge
 from headrace.views.config import ObserveConfig
 
 # --- Every field of TRL's GRPOConfig, with its default, and its fate here
@@ -239,39 +240,51 @@ FIELDS: dict[str, TrlField] = {
 }
 
 
-# --- GRPOConfig with TRL's names and defaults, for machines without TRL
-# GRPOConfig with TRL's names and defaults, for machines without TRL, and how a given one is compared with its defaults.
+# --- A config with TRL's names and defaults, for machines without TRL, and how a given one is compared with its defaults
 
 
-GRPOConfig: Any = dataclasses.make_dataclass(
-    "GRPOConfig",
-    [
-        (
-            name,
-            Any,
-            dataclasses.field(default_factory=partial(copy.copy, rule.default), kw_only=name != "output_dir"),
-        )
-        for name, rule in sorted(FIELDS.items(), key=lambda pair: pair[0] != "output_dir")
-    ],
-    namespace={
-        "__doc__": "The fields of TRL's GRPOConfig, with its defaults (`trl_settings.py`). TRL's own may be given instead."
-    },
-)
-GRPOConfig.__module__ = __name__  # a process that unpickles one looks here
+class TrainerKind(NamedTuple):
+    """One of TRL's trainers: the fields of its config, and what they become."""
+
+    title: str
+    """The name within those of its classes: `GRPO` of GRPOTrainer and GRPOConfig."""
+    fields: Mapping[str, TrlField]
+    algo: Callable[[Any], Tree]
+    """Returns the section [algo] for a config. Raises ConfigError for what there is not."""
+    more: Callable[[Any], Tree] = lambda args: {}
+    """Returns settings that replace those that every trainer's config has."""
+
+
+def config_class(kind: TrainerKind) -> Any:
+    """Returns a dataclass with the names and defaults of TRL's. It does not need TRL."""
+    return dataclasses.make_dataclass(
+        f"{kind.title}Config",
+        [
+            (
+                name,
+                Any,
+                dataclasses.field(default_factory=partial(copy.copy, rule.default), kw_only=name != "output_dir"),
+            )
+            for name, rule in sorted(kind.fields.items(), key=lambda pair: pair[0] != "output_dir")
+        ],
+        namespace={
+            "__doc__": f"The fields of TRL's {kind.title}Config, with its defaults. TRL's own may be given instead."
+        },
+    )
 
 
 def value_of(args: Any, name: str) -> Any:
     """Returns a field as a plain value: transformers turns names into enums."""
-    value = getattr(args, name, FIELDS[name].default)
+    value = getattr(args, name) if hasattr(args, name) else FIELDS[name].default  # a field of another trainer
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def changed(args: Any, fate: Fate) -> Iterator[str]:
+def changed(kind: TrainerKind, args: Any, fate: Fate) -> Iterator[str]:
     """Yields the fields of a fate whose value is not the default. TRL's own config fills in many fields when it is made: so it is compared
     with another one that was given nothing."""
     plain = _plain(args)
     derived = ("generation_batch_size", "steps_per_generation", "run_name", "output_dir", "logging_dir")
-    for name, rule in FIELDS.items():
+    for name, rule in kind.fields.items():
         if rule.fate == fate and name not in derived and value_of(args, name) != value_of(plain, name):
             yield name
 
@@ -281,10 +294,10 @@ def _plain(args: Any) -> Any:
     return type(args)(use_cpu=True, bf16=args.bf16)
 
 
-def unknown(args: Any) -> list[str]:
+def unknown(kind: TrainerKind, args: Any) -> list[str]:
     """Returns fields that this table does not have: those of a later TRL, if they were changed."""
     plain = _plain(args)
-    names = [field.name for field in dataclasses.fields(args) if field.name not in FIELDS and field.init]
+    names = [field.name for field in dataclasses.fields(args) if field.name not in kind.fields and field.init]
     return [name for name in names if getattr(args, name) != getattr(plain, name)]
 
 
@@ -307,12 +320,15 @@ AGGREGATIONS = {
 """The denominator of each of TRL's losses, by `loss_type`."""
 
 
-def refuse_what_cannot_be(args: Any) -> None:
+def refuse_what_cannot_be(kind: TrainerKind, args: Any) -> None:
     """Raises ConfigError with a line for each field that cannot be honoured."""
     messages = [
-        f"{name}={value_of(args, name)!r} cannot be honoured: {FIELDS[name].words}" for name in changed(args, "refused")
+        f"{name}={value_of(args, name)!r} cannot be honoured: {kind.fields[name].words}"
+        for name in changed(kind, args, "refused")
     ]
-    messages += [f"{name} is not known to this version of headrace, and cannot be honoured" for name in unknown(args)]
+    messages += [
+        f"{name} is not known to this version of headrace, and cannot be honoured" for name in unknown(kind, args)
+    ]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         messages.append(
             "the script was started as several processes: start it as one (several devices are train.parallel)"
@@ -321,13 +337,13 @@ def refuse_what_cannot_be(args: Any) -> None:
         raise ConfigError("\n".join(messages))
 
 
-def without_meaning(args: Any) -> str:
+def without_meaning(kind: TrainerKind, args: Any) -> str:
     """Returns one sentence that names the fields without a meaning here, or an empty string."""
-    names = list(changed(args, "no meaning"))
+    names = list(changed(kind, args, "no meaning"))
     return f"{', '.join(names)}: without a meaning here (docs/from_trl.md says why for each)" if names else ""
 
 
-def settings_from(args: Any, *, rows: Sequence[Mapping[str, Any]], held_out: int) -> Tree:
+def settings_from(kind: TrainerKind, args: Any, *, rows: Sequence[Mapping[str, Any]], held_out: int) -> Tree:
     """Returns the settings, without model, task and reward. Raises ConfigError for pairs that cannot be honoured.
 
     `rows`: those for training; `held_out`: the number of prompts for evaluation."""
@@ -348,7 +364,7 @@ def settings_from(args: Any, *, rows: Sequence[Mapping[str, Any]], held_out: int
             "min_p": float(get("min_p") or 0.0),
             "constraint": {"regex": get("vllm_structured_outputs_regex") or ""},
         },
-        "algo": algo_from(args),
+        "algo": kind.algo(args),
         "train": {
             "steps": steps,
             "learning_rate": float(get("learning_rate")),
@@ -372,11 +388,11 @@ def settings_from(args: Any, *, rows: Sequence[Mapping[str, Any]], held_out: int
     if get("use_cpu"):
         tree["train"]["device"] = tree["engine"]["device"] = "cpu"
     _refuse_optimizers(get("optim"))
-    return tree
+    return merge(tree, kind.more(args))
 
 
 def algo_from(args: Any) -> Tree:
-    """Returns the section [algo]. Raises ConfigError for a loss that there is not."""
+    """Returns the section [algo] of a GRPOConfig. Raises ConfigError for a loss that there is not."""
     kind, level = value_of(args, "loss_type"), value_of(args, "importance_sampling_level")
     if kind not in AGGREGATIONS:
         raise ConfigError(f"loss_type={kind!r} cannot be honoured; there are: {', '.join(AGGREGATIONS)}")
@@ -548,3 +564,8 @@ def _views(args: Any) -> Tree:
         raise ConfigError(f"report_to={strange[0]!r} cannot be honoured; there are: none, all, {', '.join(known)}")
     views: Tree = {name: True for name in names if name != "none"}
     return views | ({"terminal": "off"} if value_of(args, "disable_tqdm") is True else {})
+
+
+GRPO = TrainerKind("GRPO", FIELDS, algo_from)
+GRPOConfig: Any = config_class(GRPO)
+GRPOConfig.__module__ = __name__  # a process that unpickles one looks here
