@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
+import shutil
 import struct
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ import headrace
 from headrace import cli
 from headrace.commands.publishing.model_card import HEIGHT, LINE, WIDTH, curve_picture
 from headrace.core.errors import ConfigError
+from headrace.run.run_directory import LOCK
+from support.runs.beside import until
 from support.tiny_run import tiny_config
 
 
@@ -205,3 +210,52 @@ def test_a_script_of_trl_uploads_what_it_trained(
         with pytest.raises(TypeError, match="'data'"):
             trainer.push_to_hub(data="sums")
         assert {"model.safetensors", "README.md"} <= set(hub.files["org/sums"])
+
+
+def test_each_checkpoint_is_exported_while_the_run_goes_on(
+    run: Path, tmp_path: Path, export: Callable[..., tuple[int, str]]
+) -> None:
+    """A process that holds the lock stands for the run; its checkpoints are copies of those of one that was trained."""
+    copy = tmp_path / "going_on"
+    shutil.copytree(run, copy)
+    (whole,) = (copy / "checkpoints").iterdir()
+    later, gone = copy / "checkpoints" / "step-000004", b'"CheckpointSaved"'
+    line = next(line for line in (copy / "metrics.jsonl").read_bytes().splitlines() if gone in line)
+    to = tmp_path / "models"
+
+    def go_on() -> None:
+        until(lambda: (to / whole.name).is_dir())
+        shutil.copytree(whole, tmp_path / "made")
+        (tmp_path / "made").rename(later)
+        facts = [line.replace(b'"step":2', b'"step":%d' % step) for step in (3, 4)]
+        with (copy / "metrics.jsonl").open("ab") as metrics:
+            metrics.write(b"\n".join(facts) + b"\n")
+        until(lambda: (to / later.name).is_dir())
+        lock.close()
+
+    with fake_hub() as hub, ThreadPoolExecutor() as pool:
+        lock = (copy / LOCK).open("ab")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        acting = pool.submit(go_on)
+        code, out = export(hub, "--follow", "--to", str(to), "--push", "org/sums", run=copy)
+        acting.result()
+    assert all(f"org/sums/commit/{number:040x}" in out for number in (1, 2)), out
+    assert sorted(path.name for path in to.iterdir()) == [whole.name, later.name]
+    assert all((to / name / "model.safetensors").is_file() for name in (whole.name, later.name))
+    assert code == 1 and "step 3 was removed before it was exported: a larger checkpoint.keep" in out, out
+
+
+def test_what_a_hub_refuses_is_tried_again_and_a_directory_is_not_written_twice(
+    run: Path, tmp_path: Path, export: Callable[..., tuple[int, str]]
+) -> None:
+    to = tmp_path / "models"
+    with fake_hub() as hub:
+        code, out = export(hub, "--follow", "--to", str(to), "--push", "org/sums", token="wrong")
+        assert code == 1 and "hf auth login (or HF_TOKEN)" in out and not list(to.iterdir())
+        code, out = export(hub, "--follow", "--to", str(to))
+        (made,) = to.iterdir()
+        assert code == 0 and str(made) in out
+        written = made.stat().st_mtime_ns
+        assert export(hub, "--follow", "--to", str(to))[0] == 0 and made.stat().st_mtime_ns == written
+    code, out = export(hub, "--follow", "--to", str(to), "--step", "2")
+    assert code == 2 and "leave --step and --format gguf out" in out

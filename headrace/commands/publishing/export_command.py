@@ -1,4 +1,4 @@
-"""`headrace export RUN [--to DIR] [--format gguf] [--push ORG/NAME]`: saves a run's model as a directory that other libraries load or as a file
+"""`headrace export RUN [--to DIR] [--format gguf] [--push ORG/NAME] [--follow]`: saves a run's model as a directory that other libraries load or as a file
 for llama.cpp, and uploads it."""
 
 from __future__ import annotations
@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import headrace
 from headrace.commands.arguments import Commands, add_command, add_run, add_step
 from headrace.commands.finding import run_directory
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.printing import echo
 
 
@@ -37,6 +38,11 @@ def add_export(commands: Commands) -> None:
         "--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, with a card made from the run"
     )
     parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="export each checkpoint as it is written, to DIR/step-N or as a commit, until the run has ended",
+    )
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -46,12 +52,16 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ConfigError("--to DIR says where to save the model, or --push ORG/NAME where to upload it")
     if options.private and not options.push:
         raise ConfigError("--private belongs to --push ORG/NAME")
+    if options.follow and (options.step or options.format == "gguf"):
+        raise ConfigError("--follow exports every checkpoint, as a directory: leave --step and --format gguf out")
     if options.format == "gguf":
         return _export_gguf(options, run_dir)
     if options.push:
         from headrace.commands.publishing.hub import check_name
 
         check_name(options.push)
+    if options.follow:
+        return _follow(options, run_dir)
     with ExitStack() as stack:
         to = Path(options.to or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))) / "model")
         checkpoint = headrace.export(run_dir, to, options.dtype, merge=options.merge, step=options.step)
@@ -62,6 +72,59 @@ def _export(arguments: argparse.Namespace) -> int:
         if options.push:
             echo(push_run(run_dir, to, checkpoint, name=options.push, private=options.private))
     return 0
+
+
+EVERY = 2.0
+"""Seconds between two looks for new checkpoints."""
+
+
+def _follow(arguments: argparse.Namespace, run_dir: Path) -> int:
+    """Exports checkpoints, oldest first, until no process trains the run and none is left. What failed is tried again while the run goes on.
+    Returns 1 if one is missing in the end."""
+    from headrace.loop.checkpoints import Checkpoints, step_of
+    from headrace.processes.health.live_status import Follower
+    from headrace.run.run_directory import held
+
+    checkpoints, facts = Checkpoints(run_dir / "checkpoints", keep=1), Follower(run_dir)
+    done, missing, told = set[int](), set[int](), set[str]()
+    before: set[int] | None = None
+    while True:
+        living = held(run_dir)
+        facts.read()
+        saved = {fact.step for fact in facts.state.checkpoints if not fact.error}
+        there = [step_of(path) for path in checkpoints.all()]
+        before = saved.difference(there) if before is None else before
+        for step in sorted(saved - before - missing - done - set(there)):
+            missing.add(step)
+            echo(f"step {step} was removed before it was exported: a larger checkpoint.keep leaves more time", err=True)
+        for step in [step for step in there if step not in done]:
+            try:
+                _export_step(arguments, run_dir, step)
+                done.add(step)
+            except HeadraceError as error:
+                if str(error) not in told:
+                    told.add(str(error))
+                    echo(str(error), err=True)
+        if not living:
+            return int(bool(missing) or not done.issuperset(there))
+        time.sleep(EVERY)
+
+
+def _export_step(arguments: argparse.Namespace, run_dir: Path, step: int) -> None:
+    """Exports one checkpoint, unless DIR has it. A directory of its name is whole."""
+    final = Path(arguments.to) / f"step-{step:06d}" if arguments.to else None
+    if final and final.exists():
+        return
+    if final:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".headrace-", dir=final and final.parent) as scratch:
+        folder = Path(scratch) / "model"
+        checkpoint = headrace.export(run_dir, folder, arguments.dtype, merge=arguments.merge, step=step)
+        if arguments.push:
+            echo(push_run(run_dir, folder, checkpoint, name=arguments.push, private=arguments.private))
+        if final:
+            folder.rename(final)
+            echo(str(final))
 
 
 def _export_gguf(arguments: argparse.Namespace, run_dir: Path) -> int:
