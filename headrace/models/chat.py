@@ -16,7 +16,7 @@ from headrace.core.chat.reading import format_of, is_known_to, tools_problem
 from headrace.core.chat.token_text import TokenPlaces, bytes_of_piece
 from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.types import Completion
+from headrace.core.types import Completion, Constraint
 from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.images import KnownImages, known_images
 from headrace.models.resolve import resolve_model
@@ -319,6 +319,17 @@ class ChatEncoder:
     def end_tokens(self) -> frozenset[int]:
         """Returns every token that ends a completion."""
         return self.endings.all
+
+    def try_constraint(self, constraint: Constraint) -> None:
+        """Raises ConfigError if no completion in these tokens can be held to it."""
+        from headrace.models.grammars import Grammars
+
+        try:
+            Grammars(self._tokenizer, len(self._tokenizer), self.end_tokens()).matcher(constraint)
+        except ValueError as error:
+            raise ConfigError(
+                f"rollout.constraint: {error}; remove rollout.constraint, or choose another model"
+            ) from None
 
     def has_ended(self, completion: Completion) -> bool:
         """Whether the model itself has written an end, rather than a stop string or the limit of tokens."""
