@@ -311,6 +311,7 @@ async def _tried(
                 lora=config.lora,
                 engine=config.engine.kind,
                 several=bool(found.config.adapters),
+                system=bool(config.task.system),
             ),
             model_dir,
         )
