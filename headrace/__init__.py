@@ -79,7 +79,7 @@ def train(
     """
     from headrace.run.python_inputs import settings_of, with_python_inputs
 
-    resolved, inputs = with_python_inputs(settings_of(config, resume), sets, reward, dataset)
+    resolved, inputs = with_python_inputs(settings_of(config, resume), sets, reward, dataset, resume)
     from headrace.run import run
     from headrace.run.run import Callbacks
 

@@ -16,11 +16,11 @@ from headrace.core.chat.reading import format_of, is_known_to, tools_problem
 from headrace.core.chat.token_text import TokenPlaces, bytes_of_piece
 from headrace.core.chat.tool_calls import CallFormat
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.types import Completion
+from headrace.core.types import Completion, Constraint
 from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.images import KnownImages, known_images
 from headrace.models.resolve import resolve_model
-from headrace.models.tokenizer import Endings, decoder_of, endings_of, load_tokenizer
+from headrace.models.tokenizer import Endings, decoder_of, endings_of, in_parts, load_tokenizer, writes_parts_alone
 
 SpecialTokens = Literal["show", "hide"]
 Message = Mapping[str, Any]
@@ -266,8 +266,8 @@ class ChatEncoder:
         continues: bool = False,
     ) -> str:
         given = [dict(message) for message in messages]
-        if self.images is not None:
-            given = [_in_parts(message) for message in given]
+        if self.images is not None or self._writes_parts_alone:
+            given = [in_parts(message) for message in given]
         shown = list(tools or ()) or None  # templates ask whether there are tools, and an empty list is one for some
         values = {**self._tokenizer.special_tokens_map, **arguments}
         usual = given and not continues and "documents" not in values
@@ -282,6 +282,10 @@ class ChatEncoder:
             **arguments,
         )
         return text
+
+    @cached_property
+    def _writes_parts_alone(self) -> bool:
+        return writes_parts_alone(self._tokenizer)
 
     def _rendered_plainly(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, opened: bool, values: Mapping[str, Any]
@@ -319,6 +323,17 @@ class ChatEncoder:
     def end_tokens(self) -> frozenset[int]:
         """Returns every token that ends a completion."""
         return self.endings.all
+
+    def try_constraint(self, constraint: Constraint) -> None:
+        """Raises ConfigError if no completion in these tokens can be held to it."""
+        from headrace.models.grammars import Grammars
+
+        try:
+            Grammars(self._tokenizer, len(self._tokenizer), self.end_tokens()).matcher(constraint)
+        except ValueError as error:
+            raise ConfigError(
+                f"rollout.constraint: {error}; remove rollout.constraint, or choose another model"
+            ) from None
 
     def has_ended(self, completion: Completion) -> bool:
         """Whether the model itself has written an end, rather than a stop string or the limit of tokens."""
@@ -378,12 +393,6 @@ class ChatEncoder:
 
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message as the templates of models that see read it: some write nothing of a content that is a text."""
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 _SCALARS = (str, int, float, bool, type(None))

@@ -17,6 +17,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -222,6 +223,17 @@ def _digest_of(model_dir: Path) -> str:
     return hashlib.sha256(repr((__version__, versions, str(model_dir), stats)).encode()).hexdigest()[:24]
 
 
+_PROGRAM = """
+import os, signal, sys
+from headrace.processes.health import orphans
+os.environ[orphans.PARENT] = sys.argv[1]
+orphans.signal_me_when_orphaned(signal.SIGKILL)
+from headrace.models.vision import main
+sys.exit(main(sys.stdin.read()))
+"""
+"""The program that computes features. It ends with whoever has asked for them."""
+
+
 def _make(model_dir: Path, home: Path, to: Path, *, digests: Sequence[str], images: Iterable[ImageFile]) -> None:
     """Works in a process of its own, so that the caller never imports torch, and in a directory that is renamed when it is whole."""
     if digests:
@@ -238,9 +250,12 @@ def _make(model_dir: Path, home: Path, to: Path, *, digests: Sequence[str], imag
             raise ConfigError("an image has changed while it was read; start again")
         ordered = {digest: places[digest] for digest in digests}
         asked = json.dumps({"source": str(model_dir), "home": str(home), "made": str(made), "images": ordered})
-        code = "import sys; from headrace.models.vision import main; sys.exit(main(sys.stdin.read()))"
         done = subprocess.run(
-            [sys.executable, "-c", code], input=asked, stdout=2, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", _PROGRAM, str(os.getpid())],
+            input=asked,
+            stdout=2,
+            stderr=subprocess.PIPE,
+            text=True,
         )  # its output is how far it is; the last line of the rest, what is wrong
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -158,11 +158,32 @@ def name_all(directory: Path) -> None:
     path.write_text(json.dumps({**(_read(path) or {}), "eos_token_id": ends}, indent=2) + "\n", encoding="utf-8")
 
 
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message as the templates of models that see read it: some write nothing of a content that is a text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def writes_parts_alone(tokenizer: Any) -> bool:
+    """Whether the chat template writes nothing of a content that is a text, as those of some models that see."""
+
+    def writes(content: Any) -> bool:
+        try:
+            return QUESTION in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        except Exception:  # a template may raise anything
+            return False
+
+    alone = bool(getattr(tokenizer, "chat_template", None)) and not writes(QUESTION)
+    return alone and writes([{"type": "text", "text": QUESTION}])
+
+
 def end_of_turn(tokenizer: Any) -> int | None:
     """Returns the special token that the chat template writes behind an answer. None without a template, and where plain text follows."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    if writes_parts_alone(tokenizer):
+        turns = [in_parts(turn) for turn in turns]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except (

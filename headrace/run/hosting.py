@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -37,6 +39,8 @@ Errands = SimpleQueue[Act | None]
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM has asked to end."""
+LEFT_BEHIND = 5.0
+"""Seconds that threads have to end after a signal has ended all else: a download, or the features of images, may take an hour."""
 
 
 class Termination:
@@ -76,13 +80,29 @@ def run_loop(main: Main, errands: Errands | None = None) -> None:
     try:
         if runs_here(errands):
             with signals.caught():
-                asyncio.run(main(signals.attach))
+                asyncio.run(_left_in_time(main, signals))
         else:
             _Beside(main, SimpleQueue() if errands is None else errands, signals).run()
     except Exception as error:
         if signals.unheard:  # the caller might go on after this error
             raise KeyboardInterrupt from error
         raise
+
+
+async def _left_in_time(main: Main, signals: _Signals) -> None:
+    """Runs `main`. If SIGTERM ends it, and with it the process, threads that are still at work are waited for no longer than `LEFT_BEHIND`."""
+    try:
+        await main(signals.attach)
+    finally:
+        if signals.terminated:
+            asyncio.get_running_loop().call_later(LEFT_BEHIND, _leave)
+
+
+def _leave() -> None:
+    say("ended by SIGTERM, with a thread still at work")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(TERMINATED)
 
 
 def runs_here(errands: Errands | None = None) -> bool:
@@ -124,6 +144,8 @@ class _Signals:
         self.unheard: deque[signal.Signals] = deque()
         """Signals that were not passed to the loop yet, which may not be running."""
         self.count = 0
+        self.terminated = False
+        """Whether SIGTERM was heard, which ends the process."""
 
     def attach(self, heed: Heed) -> None:
         """Called in the loop."""
@@ -147,7 +169,7 @@ class _Signals:
         def caught(number: int, frame: Any) -> None:
             """It may interrupt this thread anywhere, so it must take no lock."""
             if number == signal.SIGTERM and isinstance(terminated, Termination):
-                terminated.heard = True
+                terminated.heard = self.terminated = True
             self.count += number == signal.SIGINT
             self.unheard.append(signal.Signals(number))
             if loop := self._loop:

@@ -46,8 +46,10 @@ def with_python_inputs(
     sets: Sequence[str] = (),
     reward: Rewards | None = None,
     dataset: Any = None,
+    resume: str | Path | None = None,
 ) -> tuple[RunConfig, PythonInputs]:
-    """The settings and the objects that replace parts of them. Raises ConfigError as `load_config` does."""
+    """The settings and the objects that replace parts of them. `resume`: the run that goes on, whose choices are kept where the settings leave
+    something open. Raises ConfigError as `load_config` does."""
     rewards = rewards_of(reward) if reward is not None else []
     tree = read_tree(source, sets)
     rows = rows_of(dataset, _images(tree)) if dataset is not None else None
@@ -57,13 +59,13 @@ def with_python_inputs(
     if rows is not None:
         _refuse_own_tasks(tree)
         tree = _replaced(tree, "task", {"kind": "python", "rows": fingerprint(rows)})
+    if resume is not None:
+        tree = resumed_settings(tree, Path(resume))
     return checked(build(RunConfig, tree, meaning)), PythonInputs(tuple(function for _, function in rewards), rows)
 
 
 def settings_of(config: Source | None, run: str | Path | None) -> Source:
-    """The config, with the run's earlier choices for settings that it leaves open. Without a config: the one in the run's directory."""
-    if config is not None and run is not None:
-        return resumed_settings(config, Path(run))
+    """The config; without one, that in the run's directory."""
     if config is not None:
         return config
     if run is None:

@@ -299,10 +299,7 @@ async def _tried(
     """Tries the files of the model, the task, and the reward. `beginning`: the process of its functions."""
     several = f", {config.name}" if found.config.adapters else ""
     with found.part():
-        check_model_dir(model_dir, need_chat_template=config.task.chat)
-        with found.steps.doing("reading the tokenizer"):
-            encoder = await asyncio.to_thread(ChatEncoder, model_dir)
-        encoder = encoder.with_special_tokens(config.reward.special_tokens)
+        encoder = await _encoder(found, config, model_dir)
         with found.steps.doing(f"reading the task {config.task.name or Path(config.task.path).name}".rstrip()):
             task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
         found.agree(
@@ -314,6 +311,7 @@ async def _tried(
                 lora=config.lora,
                 engine=config.engine.kind,
                 several=bool(found.config.adapters),
+                system=bool(config.task.system),
             ),
             model_dir,
         )
@@ -347,6 +345,15 @@ async def _tried(
         name = config.name if several else ""
         loaded = beginning.result().functions if beginning else ()
         found.tried[name] = LoadedFiles(encoder=encoder, task=task, planned_teachers=planned, rewards=loaded)
+
+
+async def _encoder(found: Rehearsal, config: RunConfig, model_dir: Path) -> ChatEncoder:
+    check_model_dir(model_dir, need_chat_template=config.task.chat)
+    with found.steps.doing("reading the tokenizer"):
+        encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+    if (constraint := config.rollout.constraint.constraint) and not config.engine.is_server:
+        await asyncio.to_thread(encoder.try_constraint, constraint)
+    return encoder.with_special_tokens(config.reward.special_tokens)
 
 
 @asynccontextmanager

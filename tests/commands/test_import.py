@@ -188,6 +188,106 @@ def test_a_name_that_the_page_says_is_verls_is_known_to_the_translation(tmp_path
     assert set(every) - set(found.unread)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("A=1; B=2\npython x a.b=$A c.d=$B", {"a.b": 1, "c.d": 2}),
+        ("if [ $# -eq 0 ]; then A=1; else A=2; fi\nB=3\npython x a.b=$A c.d=$B", {"a.b": UNKNOWN, "c.d": 3}),
+        ("A=1\n[ -z $1 ] && A=2\npython x a.b=$A", {"a.b": UNKNOWN}),
+        ("for A in 1 2; do python x a.b=$A c.d=3; done", {"a.b": UNKNOWN, "c.d": 3}),
+        ("if $1; then\npython x a.b=1 c.d=3\nelse\npython x a.b=2 c.d=3\nfi", {"a.b": UNKNOWN, "c.d": 3}),
+        ("python first \\\n a.b=1 c.d=3\npython second a.b=2 c.d=3", {"a.b": UNKNOWN, "c.d": 3}),
+        ("D=(a.b=1\n # note\n c.d=2)\nE=(\n e.f=3\n)\npython x ${D[@]} ${E[@]} e.f=3", {"a.b": 1, "c.d": 2, "e.f": 3}),
+        ('A=$HOME/x\nB=${B:-"[\'$A\']"}\npython x a.b="$B"', {"a.b": [str(Path.home() / "x")]}),
+        ("A=$(nproc)\npython x a.b=$A c.d=$((A*2)) e.f=$(( 2*3 ))", {"a.b": UNKNOWN, "c.d": UNKNOWN, "e.f": 6}),
+        ("python x a.b=some#name c.d=1 # e.f=2", {"a.b": "some#name", "c.d": 1}),
+    ],
+)
+def test_a_script_is_read_as_a_shell_runs_it_and_what_only_a_shell_knows_is_not_known(
+    tmp_path: Path, text: str, found: dict[str, Any]
+) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    assert read_given(tmp_path / "run.sh") == found
+
+
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_response_length=100 {more}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "setting", "value"),
+    [
+        ("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True +reward_model.reward_kwargs.overlong_buffer_cfg.len=20", "reward.soft_overlong_punishment.cache", 20),
+        ("reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=20", "reward.soft_overlong_punishment.cache", 20),
+        ("actor_rollout_ref.model.lora.rank=8", "lora.rank", 8),
+        ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "rollout.keep_routing", True),
+        ("actor_rollout_ref.rollout.max_model_len=300", "engine.context_length", 300),
+        ("algorithm.gamma=0.9", "algo.gamma", None),
+    ],
+)  # fmt: skip
+def test_what_changes_verls_learning_is_translated(tmp_path: Path, more: str, setting: str, value: object) -> None:
+    (tmp_path / "run.sh").write_text(VERL.format(more=more))
+    _, found = translated(tmp_path / "run.sh")
+    assert found.settings.get(setting) == value and not found.unread
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--config-name=gsm8k_multiturn_grpo",
+        "algorithm.use_pf_ppo=True",
+        "data.train_max_samples=100",
+        "actor_rollout_ref.model.lora_adapter_path=/adapter",
+        "actor_rollout_ref.rollout.ignore_eos=True",
+        "actor_rollout_ref.rollout.do_sample=False",
+        "actor_rollout_ref.model.custom_chat_template=x",
+        "actor_rollout_ref.model.override_config.rope_theta=3",
+        "data.custom_cls.path=mine.py",
+        "data.sampler.class_path=mine.py",
+        "reward_model.reward_manager=batch",
+        "reward_model.sandbox_fusion.url=http://x",
+        "trainer.val_only=True",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
+        "data.train_batch_size=0",
+        "trainer.save_freq=after_each_epoch",
+    ],
+)
+def test_what_changes_verls_learning_and_has_no_counterpart_is_never_said_to_be_without_effect(
+    tmp_path: Path, more: str
+) -> None:
+    (tmp_path / "run.sh").write_text(VERL.format(more=""))
+    _, plain = translated(tmp_path / "run.sh")
+    (tmp_path / "run.sh").write_text(VERL.format(more=more))
+    _, found = translated(tmp_path / "run.sh")
+    told = lambda one: (one.also, one.to_do, one.unknown, one.unread)  # noqa: E731
+    assert told(found) != told(plain), "it is to be done, or to be looked at"
+
+
+def test_what_goes_over_another_file_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, written = imported(tmp_path, "run.sh", VERL.format(more="--config-name tools trainer.save_freq=0"))
+    assert "to do: the script's settings go over those of tools.yaml" in capsys.readouterr().out
+    assert "# TO DO: the script's settings go over those of tools.yaml" in written
+
+
+@pytest.mark.parametrize(
+    ("more", "setting", "value"),
+    [
+        ("[trainer.model.lora]\nalpha = 4", "lora.rank", 16),
+        ("[trainer.model.lora]", "lora.rank", 16),
+        ("[trainer.scheduler]\ntype = 'linear'", "train.schedule", "constant"),
+        ("[trainer.scheduler]\ntype = 'linear'\nwarmup_steps = 20\ndecay_steps = 180", "train.schedule", "linear"),
+        ("[trainer.scheduler]\ntype = 'linear'", "train.warmup_steps", 10),
+        ("[orchestrator.algo]\ntype = 'opd'", "algo.name", None),
+        ("[trainer]\nenable_router_replay = true", "rollout.keep_routing", True),
+    ],
+)
+def test_what_changes_the_learning_of_prime_rl_is_translated(
+    tmp_path: Path, more: str, setting: str, value: object
+) -> None:
+    (tmp_path / "rl.toml").write_text(f"max_steps = 200\nmodel.name = 'org/name'\n{more}\n[trainer.optim]\nlr = 1e-5\n")
+    _, found = translated(tmp_path / "rl.toml")
+    assert found.settings.get(setting) == value and (value is not None or setting in found.to_do) and not found.unread
+
+
 def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(
@@ -208,6 +308,7 @@ def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> No
         ("a.sh", "echo hello", "has no settings such as"),
         ("a.sh", "echo 'open", "cannot be read as a shell script"),
         ("a.yaml", "beta: 1", "neither verl nor prime-rl"),
+        ("a.sh", "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=x", "neither verl nor prime-rl"),
     ],
 )
 def test_what_is_no_config_of_theirs_is_refused(

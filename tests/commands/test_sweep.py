@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.cli import main
 from headrace.commands.training.sweep_command import finished, reached, runs_of
 from headrace.core.errors import ConfigError
-from headrace.facts.facts import RunEnded
+from headrace.facts.facts import RunEnded, WarmStarted
 from headrace.run.choosing import resumed_settings, with_chosen
 from headrace.run.config import dump_config, load_config, read_config
+from headrace.run.contents import contents_of, written
+from headrace.run.warm_start import FACT, FOLDER, begins_with
 from support.tiny_run import of, tiny_config
 
 
@@ -97,6 +100,46 @@ def test_a_run_that_has_begun_with_other_settings_is_not_compared(
         runs_of(config, over, 1, name="", sets=sets)
     assert words in str(refused.value) and "give it another --name" in str(refused.value)
     assert runs_of(config, over, 1, name="other", sets=sets)
+
+
+def test_a_run_that_has_begun_with_other_rows_is_not_compared(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    config = config_of(tmp_path, tiny_tokenizer)
+    (run,) = runs_of(config, ["train.learning_rate=1e-3"], 1, name="", sets=[])
+    begun = load_config(config, run.sets)
+    run.directory.mkdir(parents=True)
+    (run.directory / "config.toml").write_text(dump_config(begun) + written(contents_of(begun)))
+    assert runs_of(config, ["train.learning_rate=1e-3,2e-3"], 1, name="", sets=[])
+    with Path(begun.task.path).open("a") as rows:
+        rows.write('{"prompt": "one more", "answer": "1"}\n')
+    with pytest.raises(ConfigError, match=r"another content of task.path: give this sweep another --name"):
+        runs_of(config, ["train.learning_rate=1e-3,2e-3"], 1, name="", sets=[])
+
+
+def test_a_run_that_has_begun_with_its_warm_start_goes_on(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    warm = {"path": str(tmp_path / "answers.jsonl"), "held_out": 0}
+    config = config_of(tmp_path, tiny_tokenizer, warm_start=warm)
+    (run,) = runs_of(config, ["train.learning_rate=1e-3"], 1, name="", sets=[])
+    done = WarmStarted(
+        t=0.0,
+        model=str(tiny_tokenizer),
+        path=warm["path"],
+        rows=1,
+        held_out_rows=0,
+        epochs=1,
+        tokens=2,
+        seconds=1.0,
+        learning_rate=1e-5,
+        losses=(1.0,),
+        held_out=(),
+        mark="",
+    )
+    (run.directory / FOLDER / tiny_tokenizer.name).mkdir(parents=True)
+    (run.directory / FOLDER / FACT).write_bytes(msgspec.json.encode(done))
+    begun = begins_with(load_config(config, run.sets), run.directory)
+    assert begun.model.path != str(tiny_tokenizer)
+    (run.directory / "config.toml").write_text(dump_config(begun))
+    assert runs_of(config, ["train.learning_rate=1e-3"], 1, name="", sets=[]) == [run]
 
 
 def test_commands_are_printed_for_a_cluster(

@@ -199,6 +199,34 @@ FORGETS = (
 )
 
 
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As those of SmolVLM and Idefics: what is no list of parts, it writes nothing of."""
+
+
+def test_a_template_that_writes_parts_alone_writes_what_the_usual_one_does(tmp_path: Path) -> None:
+    usual, parts = (ChatEncoder(save_tokenizer(tmp_path / name, of)) for name, of in (("a", CHATML), ("b", PARTS)))
+    chat = [{"role": role, "content": f"{role} <|im_end|> here"} for role in ("system", "user", "assistant", "user")]
+    assert parts.encode_messages(chat) == usual.encode_messages(chat)
+    assert parts.endings.turn == usual.endings.turn is not None
+
+
+def test_a_template_that_leaves_out_a_question_is_refused_and_one_without_system_messages_where_there_is_one(
+    tmp_path: Path,
+) -> None:
+    silent = save_weights(
+        save_tokenizer(tmp_path / "silent", "{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}")
+    )
+    found = looked_at(silent)["texts"]
+    assert found.verdict == "refused" and "writes nothing of a question" in found.text
+    unheard = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    assert unheard != CHATML
+    model = save_weights(save_tokenizer(tmp_path / "unheard", unheard))
+    assert (looked_at(model)["texts"].verdict, looked_at(model, system=True)["texts"].verdict) == ("remark", "refused")
+
+
 def test_a_template_that_writes_the_date_is_remarked_on(tmp_path: Path) -> None:
     dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
     found = looked_at(save_weights(save_tokenizer(tmp_path, dated)))["date"]

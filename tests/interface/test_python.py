@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -22,10 +22,11 @@ import pytest
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, Warned
-from headrace.run.config import load_config
+from headrace.run.config import dump_config, load_config
 from headrace.run.hosting import run_loop
 from headrace.run.python_inputs import with_python_inputs
 from headrace.run.run import Callbacks
+from headrace.settings.process_config import ChosenConfig
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.terminal import NotebookScreen, as_html
 from support.tiny_run import of, tiny_config
@@ -165,6 +166,17 @@ def test_a_run_is_not_resumed_with_other_rows(trained, given, said):
         headrace.train(resume=trained.result.directory, **given)
     assert said in str(refused.value)
     assert files(trained.result.directory) == before
+
+
+def test_the_call_that_began_a_run_resumes_it_with_what_was_chosen(tmp_path: Path, tiny_llama: Path) -> None:
+    """The config is whole only with the rows and rewards of the call, and open only with its `sets`."""
+    given = (handed_config(tmp_path, tiny_llama), ['engine.dtype="auto"'], share_of_e, ROWS)
+    asked, _ = with_python_inputs(*given)
+    chosen = ChosenConfig(wishes={"engine.dtype": "auto"})
+    began = replace(asked, engine=replace(asked.engine, dtype="bfloat16"), chosen=chosen)
+    (tmp_path / "config.toml").write_text(dump_config(began))
+    again, _ = with_python_inputs(*given, resume=tmp_path)
+    assert asked.engine.dtype == "auto" and again == began
 
 
 @pytest.mark.parametrize("command", [["train", "--resume"], ["eval"]])

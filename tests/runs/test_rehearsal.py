@@ -19,6 +19,7 @@ import headrace
 from headrace import cli
 from headrace.algo.config import AlgoConfig
 from headrace.core.errors import ConfigError
+from headrace.core.types import Constraint
 from headrace.durable.journal import LiveRecord
 from headrace.engine.config import EngineConfig
 from headrace.engine.native import served_how
@@ -34,12 +35,13 @@ from headrace.run.rehearsal.first_rows import first_prompts, length_problem, len
 from headrace.run.rehearsal.machine import Machine, place_problem
 from headrace.run.rehearsal.memory_needs import MemoryPlan, ModelShape, needs, notes, read_shape, refusals
 from headrace.run.rehearsal.words import algorithm, page
-from headrace.run.rehearse import Rehearsal, _step_problems, rehearse
+from headrace.run.rehearse import Rehearsal, _step_problems, rehearse, try_files
 from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 from headrace.settings.user_code import defines
 from headrace.trainer.config import TrainConfig
 from support.fact_stream import write_journal
+from support.native_calls import EOS, TOKENIZER
 from support.start_lines import without_progress
 from support.tiny_run import tiny_config
 
@@ -49,6 +51,20 @@ Config = dict[str, Any]
 def done(config: Config, reward: Any = None, resume: Path | None = None) -> Rehearsal:
     resolved, inputs = with_python_inputs(config, (), reward)
     return asyncio.run(rehearse(resolved, inputs, resume))
+
+
+def test_a_constraint_that_the_model_s_tokenizer_cannot_follow_is_refused_before_anything_is_loaded(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    config = tiny_config(tmp_path, tiny_llama, rollout={"constraint": {"choice": ["yes", "no"]}})
+    (problem,) = asyncio.run(try_files(load_config(config))).problems
+    assert "cannot be used with constraints by llguidance" in problem
+    assert problem.endswith("; remove rollout.constraint, or choose another model")
+    config["rollout"].pop("constraint")
+    assert not asyncio.run(try_files(load_config(config))).problems, "the remedy helps"
+    TOKENIZER.save_pretrained(tmp_path / "bytes")
+    (tmp_path / "bytes" / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    ChatEncoder(tmp_path / "bytes").try_constraint(Constraint("regex", "a+"))
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------------

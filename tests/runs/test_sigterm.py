@@ -154,6 +154,23 @@ def test_it_ends_what_the_loop_does_and_what_is_done_without_one(capsys: pytest.
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+AT_WORK = """
+import asyncio, os, signal, time
+from headrace.run import hosting
+hosting.LEFT_BEHIND = 0.2
+async def main():
+    asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
+    await asyncio.to_thread(time.sleep, 600)
+with hosting.Termination():
+    hosting.complete(main())
+"""
+
+
+def test_it_waits_for_no_thread_that_downloads_for_an_hour() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_WORK], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (143, "headrace: ended by SIGTERM, with a thread still at work\n")
+
+
 def test_a_handler_of_the_caller_stays() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))

@@ -17,8 +17,16 @@ from headrace.core.errors import ConfigError
 UNKNOWN = object()
 """The value of what only the other library could work out, such as an expression over its environment."""
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^${}]*))?\}|(\w+))")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
+_HIDDEN, _SHOWN = str.maketrans("()#", "\x01\x02\x03"), str.maketrans("\x01\x02\x03", "()#")
+_SIGNS = ";&|()\n"
+_CONTINUED = re.compile(r"^((?:(?!(?<!\S)#).)*)\\\n", re.MULTILINE)
+"""A line that goes on in the next one. A comment does not."""
+_OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
+"""Words between which a command of a shell may be left out, or repeated."""
+CONFIG_NAME = "--config-name"
+"""The name of an option: the file whose settings come before those of the command line."""
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -66,54 +74,89 @@ def _toml(text: str, path: Path) -> dict[str, Any]:
 
 
 def _script(text: str, path: Path) -> dict[str, Any]:
-    """The overrides on the command line, with the variables that the script sets. The script is not run."""
-    import yaml
-
+    """The overrides on the command line, with the variables that the script sets. The script is not run: what one of its branches sets, or two
+    of its commands set differently, is known only where it makes no difference."""
     try:
-        whole = _ARITHMETIC.sub(lambda found: "".join(found[0].split()), text)  # one word, with or without quotes
-        words = shlex.split(whole, comments=True)
+        words = list(_words(text))
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as a shell script: {error}") from None
-    variables: dict[str, str] = {"HOME": os.path.expanduser("~")}
+    variables: dict[str, str | None] = {"HOME": os.path.expanduser("~")}
     found: dict[str, Any] = {}
-    for word in words:
-        if override := _WORD.fullmatch(word):
-            value = _expanded(override[2], variables)
-            try:
-                found[override[1]] = UNKNOWN if value is None else _number(yaml.safe_load(value))
-            except yaml.YAMLError:
-                found[override[1]] = value
+    commands: dict[str, int] = {}
+    """The number of the command, or of the array of words for one, that a setting is from."""
+    command = depth = brackets = 0
+    joined = False
+    for place, word in enumerate(words):
+        depth = max(0, depth + (word in _OPENS) - (word in _CLOSES))
+        may_be_skipped = depth > 0 or joined
+        if not word.strip(_SIGNS):
+            brackets = max(0, brackets + word.count("(") - word.count(")"))
+            command += not brackets
+            joined = word.strip("\n") in ("&&", "||")
+        elif override := _WORD.fullmatch(word):
+            name, value = override[1], _read(_expanded(override[2], variables))
+            other = may_be_skipped or (not brackets and commands.get(name, command) != command)
+            found[name] = UNKNOWN if other and found.get(name, value) != value else value
+            commands[name] = command
         elif variable := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL):
-            value = _expanded(variable[2], variables)
-            variables.pop(variable[1], None)
-            if value is not None:
-                variables[variable[1]] = value
-    if not found:
+            known = _expanded(variable[2], variables)
+            if may_be_skipped and variables.get(variable[1]) != known:
+                known = None
+            variables[variable[1]] = known
+        elif option := re.fullmatch(r"--config-name(?:=(.*))?", word, re.DOTALL):
+            said = option[1] if option[1] is not None else next(iter(words[place + 1 :]), "")
+            found[CONFIG_NAME] = _expanded(said, variables) or said
+    if not found.keys() - {CONFIG_NAME}:
         raise ConfigError(
             f"{path} has no settings such as data.train_batch_size=64; name the script that starts the run"
         )
     return found
 
 
-def _expanded(text: str, variables: Mapping[str, str]) -> str | None:
-    """Returns the text with its variables' values; None where one is not set in the script, or a command is run."""
+def _words(text: str) -> Iterator[str]:
+    """Yields words and the signs between commands. Brackets of arithmetic, and `#` within words, are no signs."""
+    text = _CONTINUED.sub(r"\1", text.replace("\r\n", "\n"))
+    text = _ARITHMETIC.sub(lambda found: "".join(found[0].split()).translate(_HIDDEN), text)
+    text = re.sub(r"(?<=\S)#", "#".translate(_HIDDEN), text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_SIGNS)
+    lexer.whitespace, lexer.whitespace_split = " \t\r", True
+    for word in lexer:
+        yield word.translate(_SHOWN)
+
+
+def _read(text: str | None) -> Any:
+    """Returns the value that OmegaConf reads from the text of an override."""
+    import yaml
+
+    try:
+        return UNKNOWN if text is None else _number(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return text
+
+
+def _expanded(text: str, variables: Mapping[str, str | None]) -> str | None:
+    """Returns the text with its variables' values; None where one is not known, or a command is run."""
     text = _ARITHMETIC.sub(lambda found: _computed(found[1], variables) or found[0], text)
-    missing = "$(" in text or "`" in text
+    if "$(" in text or "`" in text or text.endswith("$"):  # the bracket of a command is a word of its own
+        return None
+    missing = False
 
     def value(found: re.Match[str]) -> str:
         nonlocal missing
-        name, default = found[1] or found[3], found[2]
-        if name not in variables and default is None:
-            missing = True
-        return variables.get(name, default or "")
+        known, default = variables.get(found[1] or found[3]), found[2]
+        missing = missing or (known is None and default is None)
+        return known if known is not None else default or ""
 
-    text = _VARIABLE.sub(value, text)
+    for _ in range(DEEPEST):  # a default may name other variables
+        text, before = _VARIABLE.sub(value, text), text
+        if missing or text == before:
+            break
     return None if missing else text
 
 
-def _computed(text: str, variables: Mapping[str, str]) -> str:
+def _computed(text: str, variables: Mapping[str, str | None]) -> str:
     """Returns the value of a shell's arithmetic, such as `1024*2` or `length+512`; empty if it is not known."""
-    plain = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda found: f"({variables.get(found[1], '?')})", text)
+    plain = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda found: f"({variables.get(found[1]) or '?'})", text)
     try:
         return str(_number_of(ast.parse(plain, mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError):

@@ -51,7 +51,7 @@ def _import(arguments: argparse.Namespace) -> int:
         echo(path)
     for line in report(found, library.name, most=0 if arguments.all else SHOWN):
         echo(line)
-    first = "fill in what is to do, then: " if found.to_do or found.unknown else "next: "
+    first = "fill in what is to do, then: " if found.to_do or found.also or found.unknown else "next: "
     echo(f"{first}headrace train {arguments.to} --dry-run")
     return 0
 
@@ -89,6 +89,8 @@ def report(found: Translation, library: str, most: int) -> Iterator[str]:
     yield f"{len(found.settings)} settings from {len(found.given)} of {library}"
     for setting, what in found.to_do.items():
         yield from _wrapped(f"to do: {setting}: {what}")
+    for sentence in found.also:
+        yield from _wrapped(f"to do: {sentence}")
     if found.unknown:
         yield from _wrapped(f"to do: {WORKED_OUT}: {', '.join(found.unknown)}")
     for reason, names in found.left_out.items():
@@ -109,6 +111,8 @@ def config_text(found: Translation, library: str, source: Path, name: str) -> st
     lines = [
         f"# {name}: from {source.name} of {library}, by `headrace import`. Every other setting has a default: docs/settings.md lists them."
     ]
+    for sentence in found.also:
+        lines += _comment(f"TO DO: {sentence}")
     if found.unknown:
         lines += _comment(f"TO DO: {WORKED_OUT}: {', '.join(found.unknown)}")
     tables: dict[str, list[str]] = {}

@@ -92,24 +92,52 @@ def _optimizer(t: Translation) -> None:
         "max_grad_norm": "max_norm",
     }.items():
         t.take(f"train.{ours}", f"trainer.optim.{theirs}", f"trainer.optim.{ours}")
-    schedule = t.value("trainer.scheduler.type")
-    if schedule in ("constant", "cosine", "linear"):
-        t.put("train.schedule", schedule)
-    t.take("train.warmup_steps", "trainer.scheduler.warmup_steps")
-    before = next(
-        (one for one in ("trainer.model.lora.", "trainer.model.experimental.lora.") if f"{one}rank" in t.given), ""
-    )
-    if before:
-        t.take("lora.rank", f"{before}rank")
-        t.take("lora.alpha", f"{before}alpha")
-        t.take("lora.targets", f"{before}target_modules")
-        if t.value(f"{before}dropout"):
-            t.leave("adapters are trained without dropout", f"{before}dropout")
+    if (kind := t.value("trainer.optim.type", default="adamw")) != "adamw":
+        t.to_do["train.learning_rate"] = f"that of {kind} there, and here is AdamW"
+    _schedule(t)
+    for table in ("trainer.model.lora", "trainer.model.experimental.lora"):
+        if any(name == table or name.startswith(f"{table}.") for name in t.given):
+            _lora(t, table)
+
+
+def _schedule(t: Translation) -> None:
+    before = "trainer.scheduler."
+    schedule = t.value(f"{before}type", default="constant")
+    if schedule == "linear":  # which falls in the last steps alone; here it falls from the warm-up to the end
+        last, warmup = t.number(f"{before}decay_steps", default=10), t.number(f"{before}warmup_steps", default=10)
+        whole = last > 0 and last + warmup == t.settings.get("train.steps")
+        t.put(
+            "train.schedule",
+            "linear" if whole else "constant",
+            "" if whole or not last else f"it fell over the last {last} steps",
+        )
+        t.put("train.warmup_steps", warmup)
+    elif schedule in ("constant", "cosine"):
+        t.put("train.schedule", schedule if f"{before}type" in t.given else None)
+        t.take("train.warmup_steps", f"{before}warmup_steps")
+    else:
+        t.to_do["train.schedule"] = f"{schedule} has no counterpart: constant, cosine or linear"
+
+
+def _lora(t: Translation, table: str) -> None:
+    t.value(table)
+    t.take("lora.rank", f"{table}.rank")
+    if "lora.rank" not in t.settings:
+        t.put("lora.rank", 16, "prime-rl's default")
+    t.take("lora.alpha", f"{table}.alpha")
+    t.take("lora.targets", f"{table}.target_modules")
+    if t.value(f"{table}.dropout"):
+        t.leave("adapters are trained without dropout", f"{table}.dropout")
 
 
 def _loss(t: Translation) -> None:
     """The default is DPPO with a quadratic penalty (`dppo_tv_quadratic` here), and `ipo` the newer one."""
-    before = "trainer.loss."
+    before, algorithm = "trainer.loss.", t.value("orchestrator.algo.type", default="grpo")
+    if algorithm != "grpo":
+        t.to_do["algo.name"] = (
+            f"prime-rl's {algorithm}: docs/choosing.md, and docs/distillation.md for learning from another model"
+        )
+        return
     kind = t.value(f"{before}type", default="default")
     if kind not in ("default", "ipo"):
         t.to_do["algo.loss"] = f"{kind} is a function of yours: file.py:name (docs/algorithms.md)"
@@ -142,6 +170,8 @@ def _environment(t: Translation) -> None:
     t.put("environment.options", {"taskset": options} if options else None)
     if first.get("harness"):
         t.notes["environment.options"] = "the harness goes to options.agent.harness (docs/libraries.md)"
+    if more := sorted(first.keys() - {"id", "args", "taskset", "harness", "name"}):
+        t.also.append(f"the environment {name} had settings of its own, which are not translated: {', '.join(more)}")
     t.to_do["environment.python"] = (
         "the interpreter that has verifiers and this taskset, such as ~/verifiers/bin/python"
     )
@@ -160,10 +190,13 @@ def _left_out(t: Translation) -> None:
         ("orchestrator.renderer", "inference.model.tool", "inference.model.reasoning"),
     )
     t.leave_all(
-        "groups without contrast are left out always", ("orchestrator.buffer", "orchestrator.filter", "buffer.")
+        "groups without contrast are left out always, and prompts are drawn by difficulty as docs/curriculum.md says",
+        ("orchestrator.buffer", "orchestrator.filter", "buffer."),
     )
+    t.take("rollout.keep_routing", "trainer.enable_router_replay")
+    model = [name for name in t.unread if name.startswith("trainer.model.") and ".lora" not in name]
     t.leave_all("memory, devices and processes, which headrace fits to the machine (docs/auto.md, docs/scale.md)", (
-        "deployment", "slurm", "inference", "trainer.model", "trainer.ac", "trainer_gpu", "inference_gpu", "trainer.memory", "trainer.weight_broadcast",
+        "deployment", "slurm", "inference", *model, "trainer.ac", "trainer_gpu", "inference_gpu", "trainer.memory", "trainer.weight_broadcast",
         "weight_broadcast", "orchestrator.client", "orchestrator.weight", "orchestrator.max_inflight", "orchestrator.oversampling", "orchestrator.num_train",
         "orchestrator.transport", "trainer.transport", "rollout_transport", "bench", "trainer.token_export", "orchestrator.model", "orchestrator.env_workers",
     ))  # fmt: skip

@@ -31,6 +31,8 @@ class Translation:
     """Names that have no counterpart, by the reason."""
     files: dict[str, str] = field(default_factory=dict)
     """Texts of files beside the config, by name."""
+    also: list[str] = field(default_factory=list)
+    """Sentences on what else is to be done, where no setting of ours is concerned."""
     unknown: list[str] = field(default_factory=list)
     """Names whose values are worked out where the other library runs. What would follow from them has a default."""
     _read: set[str] = field(default_factory=set)
@@ -44,6 +46,14 @@ class Translation:
                 self.unknown += [name] if name not in self.unknown else []
             elif found is not None:
                 return found
+        return default
+
+    def number(self, *names: str, default: float) -> Any:
+        """Returns the value of `value` if it is a number. Any other one is noted in `unknown`."""
+        found = self.value(*names, default=default)
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return found
+        self.unknown += [name for name in names if self.given.get(name) is not None and name not in self.unknown]
         return default
 
     def put(self, setting: str, value: Any, note: str = "") -> None:
@@ -68,6 +78,11 @@ class Translation:
         begin = tuple(beginnings)
         self.leave(reason, *(name for name in self.unread if name.startswith(begin)))
 
+    def same(self, reason: str, values: Mapping[str, Any]) -> None:
+        """Leaves the names out whose values are these. With another value a name stays unread, which is told."""
+        self.leave(reason, *(name for name, value in values.items() if self.given.get(name) == value))
+
     @property
     def unread(self) -> list[str]:
-        return [name for name in self.given if name not in self._read]
+        """The names that no rule has read and that say something."""
+        return [name for name, value in self.given.items() if name not in self._read and value not in (None, {}, [])]

@@ -12,10 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.commands.importing.given import CONFIG_NAME
 from headrace.commands.importing.translation import Library, Translation
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 DEFAULT = "verl's default"
+PROCESSES = "rewards are computed in processes of their own"
+OFF = "only used with settings that are off"
+BASES = ("ppo_trainer", "ppo_megatron_trainer")
+"""verl's own configs, whose values are its defaults."""
 PLACEMENT = "memory, devices and processes, which headrace fits to the machine (docs/auto.md, docs/scale.md)"
 
 ESTIMATORS = {
@@ -26,6 +31,8 @@ ESTIMATORS = {
     "reinforce_plus_plus": "reinforce++",
     "reinforce_plus_plus_baseline": "reinforce++_baseline",
 }
+ALONE = "single_turn_agent"
+"""The agent loop of a prompt and its completion."""
 LOSSES = {
     "gspo": "gspo_token",
     "geo_mean": "gmpo",
@@ -38,6 +45,8 @@ BOUNDED = ("vanilla", "geo_mean", "clip_cov", "cispo")
 """Losses whose bounds of the ratio mean the same here."""
 OF_SEQUENCES = ("gspo", "geo_mean", "sapo")
 """Losses that verl takes the mean over sequences of, whatever loss_agg_mode says."""
+MEGATRON = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's names of all linear layers."""
 SELECTING = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
 """Losses that select tokens, and the name of their share."""
 AGGREGATIONS = {
@@ -51,12 +60,13 @@ KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv"}
 
 
 def is_of(given: Mapping[str, Any]) -> bool:
-    return any(name.startswith(("actor_rollout_ref.", "data.train_", "algorithm.adv_")) for name in given)
+    return any(name.startswith(("actor_rollout_ref.", "algorithm.adv_")) for name in given)
 
 
 def translate(t: Translation) -> None:
     """Fills a translation of a run of verl's trainer."""
     t.leave("classes of verl", *(name for name in t.given if name.endswith("._target_")))
+    _base(t)
     _model(t)
     _data(t)
     _rollouts(t)
@@ -67,6 +77,15 @@ def translate(t: Translation) -> None:
     _reward(t)
     _lora(t)
     _left_out(t)
+
+
+def _base(t: Translation) -> None:
+    """Says where the settings are that this file's go over."""
+    if (name := t.value(CONFIG_NAME)) and str(name).removesuffix(".yaml") not in BASES:
+        t.also.append(
+            f"the script's settings go over those of {str(name).removesuffix('.yaml')}.yaml ({CONFIG_NAME}), which was not read: "
+            "translate that file too, and add what it has"
+        )
 
 
 def _model(t: Translation) -> None:
@@ -104,22 +123,31 @@ def _data(t: Translation) -> None:
 
 
 def _rollouts(t: Translation) -> None:
-    prompt, response = (t.value(f"data.max_{part}_length", default=512) for part in ("prompt", "response"))
+    prompt, response = (t.number(f"data.max_{part}_length", default=512) for part in ("prompt", "response"))
     t.put("rollout.max_tokens", response)
     t.put("engine.context_length", prompt + response, "prompt and completion together")
-    t.put("rollout.group_size", t.value(f"{ROLLOUT}n", default=1))
+    t.put("rollout.group_size", t.number(f"{ROLLOUT}n", default=1))
     t.take("rollout.temperature", f"{ROLLOUT}temperature")
     t.take("rollout.top_p", f"{ROLLOUT}top_p")
-    if (top_k := t.value(f"{ROLLOUT}top_k", default=-1)) > 0:
+    if (top_k := t.number(f"{ROLLOUT}top_k", default=-1)) > 0:
         t.put("rollout.top_k", top_k)
     t.put(
         "eval.temperature",
-        t.value(f"{ROLLOUT}val_kwargs.temperature", default=0),
+        t.number(f"{ROLLOUT}val_kwargs.temperature", default=0),
         "verl evaluates greedily unless it is told",
     )
-    t.put("eval.samples", t.value(f"{ROLLOUT}val_kwargs.n", default=1))
-    if t.value(f"{ROLLOUT}multi_turn.enable"):
+    t.put("eval.samples", t.number(f"{ROLLOUT}val_kwargs.n", default=1))
+    t.leave_all("evaluations have the filters of rollouts, and a temperature of their own", [f"{ROLLOUT}val_kwargs."])
+    tools = [f"{ROLLOUT}multi_turn.", f"{ROLLOUT}agent."]
+    given = any(t.value(f"{ROLLOUT}multi_turn.{what}_config_path") for what in ("tool", "interaction"))
+    agent = t.value(f"{ROLLOUT}agent.default_agent_loop", default=ALONE)
+    if t.value(f"{ROLLOUT}multi_turn.enable", default=given) or agent != ALONE:
         t.to_do["environment.function"] = "the tools and turns of your rollouts (docs/environments.md)"
+        t.leave_all("the tools and turns of rollouts are an environment (docs/environments.md)", tools)
+    t.take("rollout.keep_routing", f"{ROLLOUT}enable_rollout_routing_replay")
+    longest = t.number(f"{ROLLOUT}max_model_len", default=prompt + response)
+    if longest < prompt + response:
+        t.put("engine.context_length", longest, "prompt and completion together, as max_model_len says")
     if (kind := t.value(f"{ROLLOUT}name")) in ("vllm", "sglang"):
         t.leave(
             f'headrace has an engine of its own; with {kind} installed, engine.kind = "{kind}" (docs/engines.md)',
@@ -129,29 +157,36 @@ def _rollouts(t: Translation) -> None:
 
 def _batches(t: Translation) -> int:
     """Returns the optimizer steps of one of verl's batches, of which each mini-batch is one."""
-    batch = t.value("data.train_batch_size", default=1024)
-    mini = min(t.value(f"{ACTOR}ppo_mini_batch_size", default=256), batch)
+    batch = t.number("data.train_batch_size", default=1024)
+    mini = min(t.number(f"{ACTOR}ppo_mini_batch_size", default=256), batch)
+    if mini < 1:  # verl's asynchronous trainers, which draw prompts one by one
+        t.to_do["staleness.groups_per_step"] = "the prompts of an optimizer step"
+        batch = mini = max(batch, mini, 1)
     per_batch = math.ceil(batch / mini)
     t.put(
         "staleness.groups_per_step",
         mini,
-        f"verl draws {batch} prompts and takes {per_batch} optimizer step{'s' * (per_batch > 1)} with them",
+        f"verl draws {batch} prompts and takes {per_batch} optimizer step{'s' * (per_batch > 1)} with them; a group of equal rewards "
+        "takes no place here, and another is drawn",
     )
     t.put(
         "staleness.max_lag", max(1, per_batch - 1), "0: generation waits for training, as in verl with one mini-batch"
     )
     if t.value(f"{ACTOR}ppo_epochs", default=1) != 1:
         t.leave("every batch gets exactly one update", f"{ACTOR}ppo_epochs")
-    total, epochs = t.value("trainer.total_training_steps"), t.value("trainer.total_epochs", default=30)
-    rows = _count(t.settings.get("task.path", ""))
-    if total and total > 0:
+    total, epochs = t.number("trainer.total_training_steps", default=0), t.number("trainer.total_epochs", default=30)
+    rows, most = _count(t.settings.get("task.path", "")), t.number("data.train_max_samples", default=-1)
+    if most > 0:
+        t.also.append(f"verl drew from {most} rows alone (data.train_max_samples): make a file of them")
+        rows = min(rows, most)
+    if total > 0:
         t.put("train.steps", total * per_batch)
     elif rows:
         t.put("train.steps", rows // batch * per_batch * epochs or 1, f"{epochs} epochs of {rows} rows")
     else:
         t.to_do["train.steps"] = f"{epochs} epochs are {epochs} * (rows of the file) / {mini}"
     for setting, name in (("checkpoint.every", "save_freq"), ("eval.every", "test_freq")):
-        if (every := t.value(f"trainer.{name}", default=-1)) > 0:
+        if (every := t.number(f"trainer.{name}", default=-1)) > 0:
             t.put(setting, every * per_batch)
     return per_batch
 
@@ -181,10 +216,17 @@ def _algorithm(t: Translation) -> None:
         t.put("algo.aggregation", AGGREGATIONS[said])
     if estimator in ESTIMATORS or mode == "vanilla":
         _bounds(t, mode)
-    if coef := t.value(f"{ACTOR}entropy_coeff", default=0):
+    if coef := t.number(f"{ACTOR}entropy_coeff", default=0):
         t.put("algo.entropy.coef", coef)
-    if (gamma := t.value("algorithm.gamma", default=1.0)) != 1.0:
+    if estimator != "reinforce_plus_plus":
+        t.leave("verl discounts nothing with this estimator", "algorithm.gamma")
+    elif (gamma := t.number("algorithm.gamma", default=1.0)) != 1.0:
         t.put("algo.gamma", gamma)
+    if t.value("algorithm.use_pf_ppo"):
+        t.also.append(
+            "verl drew rollouts again by their rewards (algorithm.use_pf_ppo); algo.subset chooses some (docs/algorithms.md)"
+        )
+        t.leave_all("rollouts are not drawn again", ["algorithm.pf_ppo."])
     if t.value("algorithm.filter_groups.enable"):
         t.leave(
             "headrace leaves out every group without contrast, and draws on until the step is full",
@@ -251,9 +293,12 @@ def _optimizer(t: Translation, per_batch: int) -> None:
     schedule = t.value(f"{optim}lr_scheduler_type", f"{optim}warmup_style", default="constant")
     if schedule in ("constant", "cosine"):
         t.put("train.schedule", schedule)
+        if schedule == "cosine":
+            t.leave("the rate falls to zero, along half a wave", f"{optim}min_lr_ratio", f"{optim}num_cycles")
     else:
         t.to_do["train.schedule"] = f"{schedule} has no counterpart: constant, cosine or linear"
-    steps, share = t.value(f"{optim}lr_warmup_steps", default=-1), t.value(f"{optim}lr_warmup_steps_ratio", default=0.0)
+    steps = t.number(f"{optim}lr_warmup_steps", default=-1)
+    share = t.number(f"{optim}lr_warmup_steps_ratio", default=0.0)
     if steps >= 0:
         t.put("train.warmup_steps", steps * per_batch)
     elif share and "train.steps" in t.settings:
@@ -281,21 +326,60 @@ def _reward(t: Translation) -> None:
             'verl chose one by the row\'s data_source; name yours: "rewards.py:name", which is given the columns of the row, such as '
             "reward_model with its ground_truth (docs/scoring.md)"
         )
-    if t.value("reward_model.enable"):
+    _reward_manager(t)
+
+
+def _reward_manager(t: Translation) -> None:
+    """Translates what verl does with a function's scores, and a reward model. Both stand in `reward_model` or, in newer versions, in `reward`."""
+    if t.value("reward_model.enable", "reward.reward_model.enable"):
         t.to_do["reward.services"] = "the reward model behind a server (docs/scoring.md, services)"
-    buffer = "reward_model.overlong_buffer."
-    if t.value(f"{buffer}enable"):
-        t.put("reward.soft_overlong_punishment.cache", t.value(f"{buffer}len"))
-        t.take("reward.soft_overlong_punishment.weight", f"{buffer}penalty_factor")
+        reason = "the reward model is served by itself"
+    else:
+        reason = OFF
+    parts = ("model.", "rollout.", "micro_batch", "max_length", "forward_", "strategy", "use_dynamic", "enable", "ulysses", "profiler", "megatron.", "nccl")  # fmt: skip
+    t.leave_all(reason, [*(f"reward_model.{part}" for part in parts), "reward.reward_model."])
+    t.leave_all(
+        PROCESSES,
+        [f"reward_model.{name}" for name in ("use_reward_loop", "num_workers", "launch_", "n_gpus", "nnodes")],
+    )
+    for manager in ("naive", "dapo", "prime"):  # all of them call the function once for each completion
+        t.same(
+            "the reward function is called for each completion",
+            {"reward_model.reward_manager": manager, "reward_manager.name": manager},
+        )
+    beginnings = ("reward_model.", "reward_model.reward_kwargs.", "reward.reward_kwargs.")
+    buffers = [f"{begin}overlong_buffer{end}." for begin in beginnings for end in ("", "_cfg")]
+    if t.value(*(f"{one}enable" for one in buffers)):
+        longest = t.settings["rollout.max_tokens"]
+        t.put("reward.soft_overlong_punishment.cache", t.value(*(f"{one}len" for one in buffers)))
+        t.take("reward.soft_overlong_punishment.weight", *(f"{one}penalty_factor" for one in buffers))
+        t.same("rollout.max_tokens says it", {f"{begin}max_resp_len": longest for begin in beginnings})
+    else:
+        t.leave_all(OFF, [*buffers, *(f"{begin}max_resp_len" for begin in beginnings)])
+    t.leave("the report has all parts of a reward", *(f"{one}log" for one in buffers))
 
 
 def _lora(t: Translation) -> None:
-    rank, alpha = t.value(f"{MODEL}lora_rank", default=0), t.value(f"{MODEL}lora_alpha", default=16)
-    targets = t.value(f"{MODEL}target_modules", default="all-linear")
-    if rank:
-        t.put("lora.rank", rank)
-        t.put("lora.alpha", alpha)
-        t.put("lora.targets", targets)
+    old, new = (t.number(f"{MODEL}lora{part}", default=0) for part in ("_rank", ".rank"))
+    if adapter := t.value(f"{MODEL}lora_adapter_path"):
+        t.also.append(
+            f"verl goes on with the adapter {adapter} (lora_adapter_path): merge it into a model, and name that in model.path"
+        )
+    if not (old or new):
+        t.leave_all(OFF, [f"{MODEL}lora", f"{MODEL}target_modules", f"{MODEL}exclude_modules"])
+        return
+    t.put("lora.rank", old or new)
+    if old:
+        t.put("lora.alpha", t.number(f"{MODEL}lora_alpha", default=16))
+        t.put("lora.targets", t.value(f"{MODEL}target_modules", default="all-linear"))
+    else:  # Megatron's, which has other names for a model's parts
+        t.put("lora.alpha", t.number(f"{MODEL}lora.alpha", default=32), _whose(t, f"{MODEL}lora.alpha"))
+        named = set(_listed(t.value(f"{MODEL}lora.target_modules", default=MEGATRON)))
+        if named >= set(MEGATRON):
+            t.put("lora.targets", "all-linear")
+        else:
+            t.to_do["lora.targets"] = f"the parts that Megatron calls {', '.join(map(str, named))}"
+        t.leave("the adapter is merged or not as the engine takes it", f"{MODEL}lora.merge")
 
 
 def _left_out(t: Translation) -> None:
@@ -311,27 +395,29 @@ def _left_out(t: Translation) -> None:
     )
     t.leave_all(
         "the report shows samples, and the journal has every token",
-        ("trainer.log_val", "trainer.rollout_data", "trainer.validation_data", "trainer.val_"),
+        ("trainer.log_val", "trainer.rollout_data", "trainer.validation_data", "trainer.val_before"),
     )
-    t.leave_all("only used with settings that are off", (
-        f"{ACTOR}kl_loss", "algorithm.kl_", "algorithm.pf_ppo", "algorithm.use_pf_ppo", f"{ACTOR}policy_loss.clip_cov", f"{ACTOR}policy_loss.kl_cov",
-        f"{ACTOR}policy_loss.ppo_kl", "reward_model.", f"{ROLLOUT}multi_turn", f"{ROLLOUT}val_kwargs", f"{ROLLOUT}agent", f"{ROLLOUT}trace",
-        "algorithm.filter_groups", f"{ACTOR}optim.min_lr", f"{ACTOR}optim.num_cycles", f"{ACTOR}optim.total", f"{ACTOR}clip_ratio",
+    t.leave_all(OFF, (
+        f"{ACTOR}kl_loss", "algorithm.kl_", "algorithm.pf_ppo", f"{ACTOR}policy_loss.clip_cov", f"{ACTOR}policy_loss.kl_cov",
+        f"{ACTOR}policy_loss.ppo_kl", f"{ROLLOUT}multi_turn", f"{ROLLOUT}agent", f"{ROLLOUT}trace", "algorithm.filter_groups",
+        f"{ACTOR}optim.min_lr", f"{ACTOR}optim.num_cycles", f"{ACTOR}optim.total", f"{ACTOR}clip_ratio",
         "custom_reward_function.",
     ))  # fmt: skip
     t.leave_all("prompts are checked against the context at the start, and each is used as it is", (
         "data.filter_overlong", "data.truncation", "data.val_batch", "data.return_", "data.reward_fn_key", "data.dataloader", "data.validation_shuffle",
-        "data.tokenizer", "data.custom_cls", "data.sampler", "data.datagen", "data.seed",
+        "data.seed",
     ))  # fmt: skip
+    usual = {"ignore_eos": False, "do_sample": True, "over_sample_rate": 0}
+    t.same("here as there", {f"{ROLLOUT}{name}": value for name, value in usual.items()} | {"trainer.val_only": False})
     t.leave_all(PLACEMENT, (
         f"{ACTOR}fsdp", f"{ACTOR}ppo_micro", f"{ACTOR}ppo_max_token", f"{ACTOR}ulysses", f"{ACTOR}use_", f"{ACTOR}strategy", f"{ACTOR}checkpoint",
         f"{ACTOR}megatron", f"{ACTOR}entropy_", f"{ACTOR}shuffle", f"{ACTOR}profile", "actor_rollout_ref.ref.", "actor_rollout_ref.hybrid",
-        "actor_rollout_ref.nccl", f"{MODEL}use_", f"{MODEL}enable_", f"{MODEL}fused", f"{MODEL}external", f"{MODEL}trust", f"{MODEL}override",
-        f"{MODEL}exclude", f"{MODEL}custom_chat", f"{MODEL}lora", f"{MODEL}target", "trainer.n_gpus", "trainer.nnodes", "trainer.balance", "trainer.device",
+        "actor_rollout_ref.nccl", f"{MODEL}use_", f"{MODEL}enable_", f"{MODEL}fused", f"{MODEL}trust",
+        "trainer.n_gpus", "trainer.nnodes", "trainer.balance", "trainer.device",
         "trainer.ray", "trainer.use_", "trainer.esi", "ray", "global_profiler", "data.use_shm", "data.trust",
         *(f"{ROLLOUT}{name}" for name in (
-            "gpu_", "tensor_", "max_", "log_prob", "dtype", "enforce", "free_", "cudagraph", "disable_", "engine_kwargs", "load_format", "layered",
-            "enable_", "ignore_eos", "do_sample", "mode", "prompt_length", "response_length", "update_", "multi_stage", "over_sample", "skip_",
+            "gpu_", "tensor_", "max_num", "log_prob", "dtype", "enforce", "free_", "cudagraph", "disable_", "engine_kwargs", "load_format", "layered",
+            "enable_", "mode", "prompt_length", "response_length", "update_", "multi_stage", "skip_",
             "calculate_", "profiler", "data_parallel", "expert_",
         )),
     ))  # fmt: skip

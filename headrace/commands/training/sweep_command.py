@@ -112,13 +112,17 @@ def runs_of(config: str, over: Sequence[str], seeds: int, *, name: str, sets: Se
 
 
 def _check_same(wanted: RunConfig, directory: Path) -> None:
-    """Raises ConfigError if a run has begun there that learns or is measured otherwise: a table of both would compare what is not named in it."""
+    """Raises ConfigError if a run has begun there that learns or is measured otherwise, by its settings or by the files that they name: a table of both
+    would compare what is not named in it."""
     from headrace.run.choosing import resumed_settings
     from headrace.run.config import config_of_run, read_config
+    from headrace.run.contents import contents_in, contents_of
     from headrace.run.resume_rules import rule_of, settings_of
+    from headrace.run.warm_start import begins_with
 
     if not (directory / "config.toml").exists():
         return
+    wanted = begins_with(wanted, directory)
     before = dict(settings_of(read_config(config_of_run(directory))))
     now = dict(settings_of(read_config(resumed_settings(wanted, directory))))
     for name, value in now.items():
@@ -126,6 +130,12 @@ def _check_same(wanted: RunConfig, directory: Path) -> None:
         if counts and before[name] != value:
             raise ConfigError(
                 f"{directory} has begun with {name} = {before[name]}, and this sweep has {value}: give it another --name, or delete the folder of that run"
+            )
+    had = contents_in(config_of_run(directory))
+    for name, digest in contents_of(wanted).items():
+        if had.get(name, digest) != digest:
+            raise ConfigError(
+                f"{directory} has begun with another content of {name}: give this sweep another --name, or delete the folder of that run"
             )
 
 

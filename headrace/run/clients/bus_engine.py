@@ -58,6 +58,8 @@ class BusEngine:
         self._working: asyncio.Task[None] | None = None
         self._notice = RunNotice(self._session, __version__)
         self._updates: dict[str, WeightUpdate] = {}
+        self._begun = False
+        """Whether a host has served the first weights of the policy."""
         self._requests, self._scorings = itertools.count(), itertools.count()
         self._announcing, self._counted = asyncio.Lock(), 1
         self._moved = asyncio.Event()
@@ -109,6 +111,7 @@ class BusEngine:
         await self._announce()
         if is_first:
             await self._until(lambda: self._serves(update.version))
+            self._begun = True
         return LoadReport(update.version, 0.0, 0.0)
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
@@ -150,7 +153,9 @@ class BusEngine:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
-                await self._bus.pin(RUN, msgspec.msgpack.encode(RunNotice(self._session, __version__, over=True)))
+                await self._bus.pin(
+                    RUN, msgspec.msgpack.encode(RunNotice(self._session, __version__, over=True, begun=self._begun))
+                )
                 await self._bus.wipe()
         await self._bus.close()
 

@@ -117,6 +117,8 @@ class RunNotice(Struct, frozen=True):
     version: str
     """The version of headrace."""
     over: bool = False
+    begun: bool = True
+    """Whether a run that is over had begun. One that was refused at its start may be started again, with these hosts."""
     config: dict[str, Any] = {}
     """`RunConfig` as plain values."""
     model: str = ""

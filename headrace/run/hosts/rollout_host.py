@@ -129,9 +129,12 @@ class RolloutHost:
                 than, notice = found.id, _notice_of(found.body, self._say)
                 if notice is None:
                     continue
-                if notice.over:
+                if notice.over and notice.begun:
                     self._say("the run is over")
                     return None
+                if notice.over:
+                    self._say("the run ended before it began: waiting for its next start")
+                    continue
                 if notice.session != served:
                     return notice
             if clock() - since > self._patience.run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
 """Endings of the names of input embeddings."""
 THOUGHT = "Rivers in Saxony."
+SYSTEM = "Be brief."
 COMPARED = 1 << 20
 """Bytes of two tensors that are compared at each of up to 64 places."""
 
@@ -81,13 +83,14 @@ def preflight(
     lora: LoraConfig | None = None,
     engine: str = "native",
     several: bool = False,
+    system: bool = False,
 ) -> list[Finding]:
     """Returns what agrees and what does not. `chat`: whether prompts go through the chat template; `turns`: whether rollouts have several
-    turns; `engine`: engine.kind; `several`: whether several adapters are trained at once."""
+    turns; `engine`: engine.kind; `several`: whether several adapters are trained at once; `system`: whether prompts begin with task.system."""
     files = ModelFiles(encoder)
     found = [_ends(files), _begin(files, chat), _vocabulary(files), _head(files)]
     if chat and encoder.has_template:
-        found += _template(files, turns)
+        found += [*_left_out(files, system), *_template(files, turns)]
     found.append(_special(files))
     if lora and lora.rank:
         found += _adapter(files, lora, engine, several)
@@ -240,6 +243,27 @@ def _accepts(files: ModelFiles, *roles: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _left_out(files: ModelFiles, system: bool) -> Iterator[Finding]:
+    """What the template accepts, and writes nothing of."""
+    asked = [{"role": "user", "content": QUESTION}]
+    with suppress(ConfigError):
+        if QUESTION not in _opened(files, asked)[0]:
+            yield Finding(
+                "texts",
+                "refused",
+                "the chat template writes nothing of a question, so that all prompts would be alike; choose another model, or another template "
+                "(chat_template.jinja beside the model), or set task.chat = false",
+            )
+            return
+        if SYSTEM not in _opened(files, [{"role": "system", "content": SYSTEM}, *asked])[0]:
+            yield Finding(
+                "texts",
+                "refused" if system else "remark",
+                "the chat template writes nothing of a system message, so that the model sees neither task.system nor those of rows; write them into "
+                "the questions",
+            )
 
 
 def _template(files: ModelFiles, turns: bool) -> Iterator[Finding]:

@@ -101,6 +101,22 @@ def test_two_hosts_carry_a_run_and_leave_when_it_is_over():
     virtual_time.run(case())
 
 
+def test_a_run_that_is_refused_at_its_start_leaves_its_hosts_to_the_next_one():
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS)
+        fleet.join()
+        refused = await bus_world(None, fleet)
+        await asyncio.sleep(5.0)
+        await refused.engine.close()
+        await asyncio.sleep(20.0)
+        assert not fleet.ended and fleet.said == ["the run ended before it began: waiting for its next start"]
+        checked(await a_run(fleet, hosts=0))
+        await asyncio.sleep(10.0)
+        assert fleet.ended == {"host-0": None} and fleet.said[-1] == "the run is over"
+
+    virtual_time.run(case())
+
+
 def test_a_run_with_a_bus_trains_what_a_run_without_one_trains():
     """With one version at a time nothing depends on who samples: the same prompts, seeds and tokens."""
     from support.fake_world import FakeWorld
