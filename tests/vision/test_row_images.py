@@ -21,7 +21,7 @@ from headrace.episodes.tasks.row_images import images_in, images_of_row
 from headrace.episodes.tasks.rows import RowsTask
 from headrace.facts.recorder import Recorder
 from headrace.models.chat import ChatEncoder
-from headrace.models.images import REFUSED, ImageFile, KnownImages, image_of, with_images
+from headrace.models.images import REFUSED, TEXT_TOO, ImageFile, KnownImages, image_of, with_images
 from headrace.run.config import load_config
 from headrace.run.contents import contents_of
 from headrace.run.resume_rules import check_resumable, meaning
@@ -180,10 +180,17 @@ def test_other_models_are_refused_by_name(kind: str, tmp_path: Path):
     assert with_images(tmp_path, tuple) == tmp_path, "without images it is loaded as it is"
 
 
-def test_a_model_that_sees_trains_no_adapters():
-    path = str(tiny_seeing.saved("llava"))
+@pytest.mark.parametrize("kind", ["llava", "qwen3_5"])
+def test_a_model_that_sees_trains_no_adapters(kind: str):
+    task = TaskConfig(kind="jsonl", path="x", images=("image",) if kind in TEXT_TOO else ())
     with pytest.raises(ConfigError, match="and no adapters: remove lora.rank"):
-        model_of(path, TaskConfig(kind="jsonl", path="x"), adapted=True)
+        model_of(str(tiny_seeing.saved(kind)), task, adapted=True)
+
+
+def test_a_language_model_that_can_see_is_loaded_as_a_whole_without_images():
+    path = tiny_seeing.saved("qwen3_5")
+    for adapted in (False, True):
+        assert model_of(str(path), TaskConfig(kind="jsonl", path="x"), adapted=adapted) == path
 
 
 def test_a_file_that_is_no_image_is_refused_with_its_row(tmp_path: Path):

@@ -17,6 +17,7 @@ from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Decode
 from headrace.engine.native.runners import skeleton
 from headrace.engine.sizes import Cost, Demand, Sizes, cost, fitting, longest, usable
+from headrace.models.image_axes import has_axes
 from headrace.models.tokenizer import decoder_of, endings_of, load_tokenizer
 from headrace.native.memory import own_pages
 
@@ -148,10 +149,11 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
     from headrace.engine.native.runners import families
 
     sees = "its prompts hold features of images, which this path does not read" if model.images else ""
+    axes = "its images have places on three axes, which this path does not count" if has_axes(model.model) else ""
     refusals: dict[str, Callable[[], str]] = {
         "kernels": lambda: sees or kernels.refusal(model, dtype, device),
         "fused": lambda: sees or families.refusal(model),
-        "hf": lambda: model.objection,
+        "hf": lambda: axes or model.objection,
         "cache": str,
     }
     if config.weights != "published":
