@@ -10,8 +10,8 @@ longer side has features, fewer than it has tokens, and what follows moves up by
     moves up by  0 0 | 0 0 0 0 0 3 | 0 0          what is behind the token
 
 (get_rope_index of transformers, modeling_qwen2_5_vl.py). Each token has numbers of its own for this, so that places follow from the tokens of a
-sequence, wherever it is cut, forked or packed. Here a *place* is an index less what the tokens before it move up by. A caller who forwards a whole sequence passes no
-`position_ids`; whoever forwards a part of one passes places, and the offsets of an image's features are added here.
+sequence, wherever it is cut, forked or packed. Here a *place* is an index less what the tokens before it move up by. A caller who forwards a whole
+sequence passes no `position_ids`; whoever forwards a part of one passes places, and the offsets of an image's features are added here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from headrace.core.errors import ConfigError
 
 ADDED = "image_layers"
 """The argument by which features reach the layers that add them: it goes along with a call, also with one that is checkpointed and made again."""
@@ -37,12 +39,12 @@ def grid_moves(height: int, width: int) -> Tensor:
 
 def axes_of(rotary: Any, width: int) -> list[int]:
     """Returns the axis by which each column of a rotary embedding turns, as it does when one place after the other is moved. `width`: of what it
-    turns. Raises ValueError if a column turns by none or by several."""
+    turns. Raises ConfigError if a column turns by none or by several."""
     like = torch.zeros(1, 1, width)
     places = torch.eye(3, dtype=torch.long)[:, :, None, None]  # [one for each try, 3, 1, 1]
     turned = torch.stack([rotary(like, place)[1][0, 0] != 0 for place in places])
     if not bool((turned.sum(0) == 1).all()):
-        raise ValueError("columns of its rotary embedding do not turn by one axis each")
+        raise ConfigError("columns of its rotary embedding do not turn by one axis each, which is not served")
     return turned.int().argmax(0).tolist()
 
 

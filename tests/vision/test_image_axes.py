@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.core.errors import ConfigError
+from headrace.engine.native.forward_pass import ForwardInput
+from headrace.engine.native.model_loading import _moves
 from headrace.engine.native.runners.model_call import ModelCall
+from headrace.engine.native.runners.paged import cut, fill_up
 from headrace.engine.native.runners.skeleton import read
+from headrace.engine.native.sequences import Running
 from headrace.models.image_axes import axes_of, moved_up, places_of
 from headrace.models.images import KnownImages
 from headrace.trainer.forward.image_places import image_places
@@ -111,6 +116,40 @@ def test_the_engine_gives_every_call_the_places_of_its_rows(seed: int):
         assert np.array_equal(call._moved(row)[longest - len(tokens) :], moved[longest - len(tokens) :])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pass_over_blocks_has_the_places_of_its_rows(seed: int):
+    """Chunks of prompts and rows that go on by a token, and the same in pieces of one size."""
+    rng = random.Random(seed)
+    running = Running(4, 256, partial(_moves, model()))
+    stretches, expected = [], []
+    for number in range(4):
+        tokens, shown = said(rng)
+        running.history[number, : len(tokens)] = tokens
+        start = rng.randrange(len(tokens))
+        stop = rng.choice([start + 1, len(tokens)])
+        stretches.append((tokens, start, stop))
+        expected.append(told(tokens, shown)[:, start:stop])
+    starts, stops = [start for _, start, _ in stretches], [stop for _, _, stop in stretches]
+    sizes = np.array(stops) - starts
+    moved = running.moved(range(4), starts, stops)
+    assert moved is not None
+    batch = ForwardInput(
+        tokens=np.concatenate([tokens[start:stop] for tokens, start, stop in stretches]),
+        starts=np.array([0, *sizes.cumsum()], dtype=np.int32),
+        context=np.array(starts, dtype=np.int32),
+        tables=np.zeros((4, 8), dtype=np.int32),
+        rows=np.arange(4),
+        adapters=np.zeros(4, dtype=np.int32),
+        moved=moved,
+    )
+    for size in (len(batch.tokens), 5):
+        pieces = list(cut(batch, size))
+        filled = [fill_up(piece, size, 0, 0) for piece in pieces]
+        places = [(one.positions() - one.moved)[: len(piece.tokens)] for one, piece in zip(filled, pieces, strict=True)]
+        found = on_axes(torch.from_numpy(batch.tokens), torch.from_numpy(np.concatenate(places)))
+        assert torch.equal(found, torch.cat(expected, 1))
+
+
 def test_what_goes_on_from_a_cache_without_places_is_refused():
     tokens = torch.tensor([prompt(FAMILY, directory(), IMAGES[:1])])
     with torch.no_grad():
@@ -130,5 +169,5 @@ def test_the_axis_of_each_column_is_found_by_trying():
     for family, sections in (("qwen2_5_vl", "AAABBC" * 2), ("qwen3_vl", "ABCABA" * 2)):
         found = axes_of(seeing(family).model.get_decoder().rotary_emb, 48)
         assert "".join("ABC"[axis] for axis in found) == sections
-    with pytest.raises(ValueError, match="do not turn by one axis each"):
+    with pytest.raises(ConfigError, match="do not turn by one axis each"):
         axes_of(lambda like, places: (like, places.sum(0)[..., None].float().expand(1, 1, 4)), 48)

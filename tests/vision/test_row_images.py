@@ -7,12 +7,15 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from PIL import Image
 
+from headrace.algo.config import AlgoConfig
+from headrace.commands.replay.bundle_replay import _cannot_train
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import ReadyRecord
 from headrace.episodes.tasks.config import TaskConfig
@@ -22,6 +25,7 @@ from headrace.episodes.tasks.rows import RowsTask
 from headrace.facts.recorder import Recorder
 from headrace.models.chat import ChatEncoder
 from headrace.models.images import REFUSED, TEXT_TOO, ImageFile, KnownImages, image_of, with_images
+from headrace.models.lora import LoraConfig
 from headrace.run.config import load_config
 from headrace.run.contents import contents_of
 from headrace.run.resume_rules import check_resumable, meaning
@@ -252,6 +256,16 @@ def test_a_language_model_that_can_see_is_loaded_as_a_whole_without_images():
     path = tiny_seeing.saved("qwen3_5")
     for adapted in (False, True):
         assert model_of(str(path), TaskConfig(kind="jsonl", path="x"), adapted=adapted) == path
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown", "sees"), [("llava", False, True), ("qwen3_5", True, True), ("qwen3_5", False, False)]
+)
+def test_a_bundle_of_a_model_that_sees_is_not_trained_again(kind: str, shown: bool, sees: bool, tmp_path: Path):
+    group = SimpleNamespace(prompt=SimpleNamespace(images=("x",) if shown else ()))
+    bundle: Any = SimpleNamespace(step=1, local=True, model="a directory", journaled=SimpleNamespace(groups=[group]))
+    why = _cannot_train(bundle, tmp_path, AlgoConfig(), LoraConfig(), str(tiny_seeing.saved(kind)))
+    assert why.startswith("the model sees, and a bundle holds no images") if sees else not why
 
 
 def test_a_file_that_is_no_image_is_refused_with_its_row(tmp_path: Path):

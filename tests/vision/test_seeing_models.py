@@ -19,9 +19,10 @@ from headrace.models.vision import FAMILIES as FAMILIES_OF
 from headrace.models.vision import _prove, language_part, load_whole, save_language
 from headrace.trainer.model.causal_lm import export_model, load_model
 from headrace.trainer.step.reference import frozen
+from headrace.trainer.step.trainer import residual_stream
 from support import tiny_seeing
 from support.native_calls import drawn, greedy, make_engine, run
-from support.tiny_seeing import FAMILIES, QWEN, inputs, made, picture, prompt, seeing
+from support.tiny_seeing import FAMILIES, inputs, made, picture, prompt, seeing
 from support.trainer_calls import gradients, near, trainer
 
 TOLERANCE = 1e-5
@@ -47,14 +48,17 @@ def told(family, directory, images, tokens: tuple[int, ...], sampled: tuple[int,
     return logits[len(tokens) - 1 : -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("path", ["hf", "cache"])
-@pytest.mark.parametrize("family", EACH)
+WAYS = [
+    pytest.param(family, path, marks=[pytest.mark.slow] if family in ALIKE else [])
+    for family in FAMILIES
+    for path in ("hf", "cache")
+    if path == "cache" or not family.startswith("qwen3_5")
+]
+
+
+@pytest.mark.parametrize(("family", "path"), WAYS)
 def test_the_engine_has_the_log_probs_of_the_whole_model(family, path):
     directory = directory_of(family)
-    if family in QWEN and path == "hf":
-        with pytest.raises(ConfigError, match="images have places on three axes, which this path does not count"):
-            make_engine(directory, path=path)
-        path = "auto"
     engine = make_engine(directory, path=path)
     asked = {"one": IMAGES[:1], "other": IMAGES[1:2], "both": [IMAGES[2], IMAGES[0]], "none": []}
     requests = [greedy(name, prompt(family, directory, images), 5) for name, images in asked.items()]
@@ -188,6 +192,19 @@ def test_scores_are_those_of_words_alone():
         logits = load_model(directory, torch.device("cpu"))(input_ids=torch.tensor([tokens])).logits[0, :-1]
     expected = logits.log_softmax(-1)[words, torch.tensor(tokens[1:])[words]]
     assert (scores[words] - expected).abs().max() < TOLERANCE
+
+
+def test_the_residual_stream_has_the_places_of_images():
+    directory = directory_of("qwen2_5_vl")
+    tokens = (*prompt("qwen2_5_vl", directory, IMAGES[2:]), 5, 6)
+    found = residual_stream(trainer(directory), tokens)
+    ids = torch.tensor([KnownImages(directory).in_vocabulary(tokens)])
+    with torch.no_grad():
+        given = inputs("qwen2_5_vl", IMAGES[2:], ids)
+        expected = seeing("qwen2_5_vl")(input_ids=ids, **given, output_hidden_states=True).hidden_states
+    assert len(found) == len(expected)
+    for own, other in zip(found[:-1], expected, strict=False):  # the last one there is behind the norm
+        assert (own - other[0]).abs().max() < TOLERANCE
 
 
 def test_the_reference_of_a_run_sees_the_same_images():

@@ -31,8 +31,8 @@ _SHAREGPT = {
 
 
 def prompt_of(value: Any, config: TaskConfig) -> str | list[Message]:
-    """Returns a prompt as text or as messages `{role, content}` whose content is text, with the places of images as `PLACES`. Raises ConfigError with what is wrong, without a
-    subject."""
+    """Returns a prompt as text or as messages `{role, content}` whose content is text, with the places of images as `PLACES`. Raises ConfigError
+    with what is wrong, without a subject."""
     if isinstance(value, str):
         if not value:
             raise ConfigError("is empty")
@@ -67,6 +67,7 @@ def _message(given: Any, place: int) -> Message:
     message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     if "role" not in message and isinstance(message.get("from"), str):
         message = _of_sharegpt(message, place)
+    message.pop(PLACES, None)
     content, calls = message.get("content", ""), message.get("tool_calls")
     spoken = isinstance(content, (str, list)) and ("content" in message or calls)
     if not isinstance(message.get("role"), str) or not spoken:
@@ -102,7 +103,7 @@ def _with_places(content: str | Sequence[Mapping[str, Any]]) -> tuple[str, list[
 
 def count_places(prompt: str | Sequence[Message]) -> int:
     """Returns the number of places for images in a prompt's messages."""
-    return sum(len(message.get(PLACES, ())) for message in prompt if isinstance(message, dict))
+    return 0 if isinstance(prompt, str) else sum(len(message.get(PLACES, ())) for message in prompt)
 
 
 def in_parts(message: Message) -> Message:

@@ -142,8 +142,7 @@ class Forward:
         context, device = self.context, pack.tokens.device
         if context is None:
             tree = tree_of(pack.segments, device, flex=bool(self.backend))
-            places = image_places(self.model, pack.tokens, pack.segments)
-            return _packed_hidden(self.model, pack.tokens, pack.positions if places is None else places, tree)
+            return _packed_hidden(self.model, pack.tokens, pack.positions, tree)
         tree = tree_of(context.segments(pack), device, context=context, flex=bool(self.backend))
         return _packed_hidden(self.model, context.part(pack.tokens), context.part(pack.positions), tree)
 
@@ -231,6 +230,8 @@ def own_hidden(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
+    if tree.context is None and (places := image_places(model, tokens, tree.segments)) is not None:
+        positions = places
     output = inner_of(model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
     return output.last_hidden_state[0]
 
