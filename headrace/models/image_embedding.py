@@ -10,19 +10,23 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
-from headrace.models.images import FOLDER, ROWS
+from headrace.models.image_axes import give_axes
+from headrace.models.images import FOLDER, ROWS, index_of
 
-FEATURES = "features"
-"""The name of the table in its file."""
+FEATURES, MOVES, ADDED = "features", "moves", "added"
+"""The names of the tables in their file."""
 
 
 class ImageTable:
-    """[R, H] float32: the features of all images of a run, one after the other. No module and no tensor, so that it is in no state dict, no
-    copy of a model has a second one, and no optimizer moves it."""
+    """[R, H] float32: the features of all images of a run, one after the other, and what else a model has of each. No module and no tensor, so that
+    it is in no state dict, no copy of a model has a second one, and no optimizer moves it."""
 
     def __init__(self, directory: Path) -> None:
         with safe_open(directory / FOLDER / ROWS, "pt") as file:
-            self._rows = file.get_tensor(FEATURES)
+            parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        self._rows: Tensor = parts[FEATURES]
+        self._moves: Any = parts.get(MOVES)
+        self._added: Any = parts.get(ADDED)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -34,9 +38,24 @@ class ImageTable:
     def width(self) -> int:
         return self._rows.shape[1]
 
+    @property
+    def layers(self) -> int:
+        """The layers that add features of their own."""
+        return 0 if self._added is None else self._added.shape[1]
+
     def rows(self, numbers: Tensor) -> Tensor:
         """Returns rows [n, H] on the device of `numbers` [n]. Raises IndexError for a number without a row."""
         return self._rows[numbers.cpu()].to(numbers.device)
+
+    def moves(self, numbers: Tensor) -> Tensor:
+        """[n, 4], as `image_axes.grid_moves` has them. For a model whose images have places on three axes."""
+        found: Tensor = self._moves[numbers.cpu()].to(numbers.device)
+        return found
+
+    def added(self, numbers: Tensor) -> Tensor:
+        """[n, layers, H]: what the first layers add to their results."""
+        found: Tensor = self._added[numbers.cpu()].to(numbers.device)
+        return found
 
 
 class ImageEmbedding(nn.Embedding):
@@ -47,7 +66,7 @@ class ImageEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         found = super().forward(tokens.clamp(max=self.num_embeddings - 1))
         seen = tokens >= self.num_embeddings
-        if not seen.any():
+        if tokens.is_meta or not seen.any():
             return found
         rows = self.images.rows(tokens[seen] - self.num_embeddings)
         return found.index_put((seen,), rows.to(found.dtype))
@@ -75,4 +94,6 @@ def show_images(model: Any, directory: Path) -> int:
     # The class alone changes, so that the weight stays the same object wherever it is tied or known by its name.
     embedding.__class__ = ImageEmbedding
     vars(embedding)["images"] = table
+    if (axis_of := index_of(directory).get("axes")) is not None:
+        give_axes(model, axis_of, table.layers)
     return len(table)

@@ -33,16 +33,15 @@ from headrace.models.resolve import cache_dir
 from headrace.settings.extras import install, is_installed
 from headrace.version import __version__
 
-SERVED = ("idefics3", "smolvlm", "internvl", "llava")
-"""Values of `model_type` whose images are tokens among others: plain positions, causal attention, features in place of embeddings."""
-AXES = "the tokens of its images have positions on three axes"
+SERVED = (
+    *("idefics3", "smolvlm", "internvl", "llava"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+)
+"""Values of `model_type` whose images are tokens among others: causal attention, features in place of embeddings."""
+TEXT_TOO = ("qwen3_5", "qwen3_5_moe")
+"""Those of them that are language models as a whole, too: without images they are not taken apart."""
+ALWAYS_APART = tuple(kind for kind in SERVED if kind not in TEXT_TOO)
 REFUSED = {
-    "qwen2_vl": AXES,
-    "qwen2_5_vl": AXES,
-    "qwen3_vl": f"{AXES}, and features of an image are added in several layers",
-    "qwen3_vl_moe": f"{AXES}, and features of an image are added in several layers",
-    "qwen3_5": AXES,
-    "qwen3_5_moe": AXES,
     "gemma3": "the tokens of an image see later ones",
     "gemma3n": "its tokens have embeddings in every layer",
     "gemma4": "the tokens of an image see later ones",
@@ -121,7 +120,7 @@ class KnownImages:
         """Raises ConfigError if the directory is damaged."""
         self._folder = directory / FOLDER
         try:
-            index = json.loads((self._folder / INDEX).read_text(encoding="utf-8"))
+            index = index_of(directory)
             self._images: dict[str, list[int]] = index["images"]
             self._layouts = [tuple(layout) for layout in index["layouts"]]
             self.placeholder, self._vocabulary = int(index["placeholder"]), int(index["vocabulary"])
@@ -187,7 +186,7 @@ def with_images(model_dir: Path, images: Callable[[], Iterable[ImageFile]], colu
     `images`: yields them in an order that is always the same, one in memory at a time; called again where features are to be computed. `column`: the setting that asks for images, and its value; empty if none does. Raises ConfigError for a model whose images are not served, and
     for what cannot be read as an image."""
     kind = type_of(model_dir)
-    if kind not in SERVED:
+    if kind not in (SERVED if column else ALWAYS_APART):
         if column:
             why = REFUSED.get(kind, f"{kind or 'it'} is not among the types whose images are served")
             raise ConfigError(
@@ -207,10 +206,15 @@ def with_images(model_dir: Path, images: Callable[[], Iterable[ImageFile]], colu
     return to
 
 
+def index_of(directory: Path) -> dict[str, Any]:
+    """Returns what is known of the images of a model's directory that has some."""
+    found: dict[str, Any] = json.loads((directory / FOLDER / INDEX).read_text(encoding="utf-8"))
+    return found
+
+
 def source_of(directory: Path) -> Path | None:
     """Returns the directory of the whole model, of which `directory` has the language part; None if it is a whole one."""
-    path = directory / FOLDER / INDEX
-    return Path(json.loads(path.read_text(encoding="utf-8"))["source"]) if path.exists() else None
+    return Path(index_of(directory)["source"]) if (directory / FOLDER / INDEX).exists() else None
 
 
 def _digest_of(model_dir: Path) -> str:

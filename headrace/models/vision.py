@@ -21,7 +21,8 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
-from headrace.models.image_embedding import FEATURES, show_images
+from headrace.models.image_axes import axes_of, grid_moves
+from headrace.models.image_embedding import ADDED, FEATURES, MOVES, show_images
 from headrace.models.images import FOLDER, INDEX, ROWS, KnownImages, move_in
 from headrace.models.tokenizer import load_tokenizer
 
@@ -46,6 +47,14 @@ class Seen:
     """[n, H] in the place of n embeddings."""
     text: str
     """The tokens that the model's processor writes for the image, as text."""
+    moves: Tensor | None = None
+    """[n, 4] where the image has places on three axes."""
+    added: Tensor | None = None
+    """[n, layers, H] where the first layers add features of their own."""
+
+    def tables(self) -> dict[str, Tensor]:
+        found = {FEATURES: self.features, MOVES: self.moves, ADDED: self.added}
+        return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
 
 
 def _plain(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
@@ -87,12 +96,42 @@ def _idefics(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
     return Seen(inputs, features, text)
 
 
+def _qwen(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
+    """Qwen's: a grid of features, each from a square of patches (transformers, processing_qwen2_vl.py). Marks of begin and end are in the template."""
+    inputs = dict(processor(images=[image], return_tensors="pt"))
+    found = model.get_image_features(**inputs, return_dict=True)
+    features = torch.cat(list(found.pooler_output))
+    merged = model.config.vision_config.spatial_merge_size
+    _, height, width = (inputs["image_grid_thw"][0] // merged).tolist()
+    layers = getattr(found, "deepstack_features", None)
+    return Seen(
+        inputs,
+        features,
+        _word(model, tokenizer) * len(features),
+        moves=grid_moves(height, width),
+        added=torch.stack([torch.cat(list(layer)) for layer in layers], 1) if layers else None,
+    )
+
+
 FAMILIES: dict[str, Callable[[Any, Any, Any, Any], Seen]] = {
     "idefics3": _idefics,
     "smolvlm": _idefics,
     "internvl": _internvl,
     "llava": _plain,
+    "qwen2_vl": _qwen,
+    "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen,
+    "qwen3_vl_moe": _qwen,
+    "qwen3_5": _qwen,
+    "qwen3_5_moe": _qwen,
 }
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen3_vl_text": ("qwen3", {}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+}
+"""Types of language parts that are no causal LMs in transformers: the type that computes the same of a text, and settings that it needs for that."""
 
 
 def _word(model: Any, tokenizer: Any) -> str:
@@ -130,13 +169,26 @@ def language_part(whole: Any) -> Any:
     """Returns the language part as a causal LM of its own, which shares the weights of the whole."""
     from transformers import AutoModelForCausalLM
 
-    config = deepcopy(whole.config.get_text_config(decoder=True))
+    config = _language_config(whole.config.get_text_config(decoder=True))
     config.tie_word_embeddings = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(_language_state(whole, model), strict=True, assign=True)
     model.tie_weights()
     return _with_buffers(model, whole).eval()
+
+
+def _language_config(text: Any) -> Any:
+    from transformers import AutoConfig
+
+    if text.model_type not in PARTS:
+        return deepcopy(text)
+    given = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+    given["rope_parameters"] = {
+        name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")
+    }
+    kind, more = PARTS[text.model_type]
+    return AutoConfig.for_model(kind, **given, **more)
 
 
 def _language_state(whole: Any, model: Any) -> dict[str, Tensor]:
@@ -211,7 +263,7 @@ def make(source: Path, home: Path, made: Path, images: Mapping[str, str]) -> Non
     processor = _processor(source) if images else None
     see = FAMILIES[whole.config.model_type]
     layouts: dict[tuple[int, ...], int] = {}
-    known, rows, first = {}, [], 0
+    known, tables, first = {}, [], 0
     begun = told = time.monotonic()
     for number, (digest, where) in enumerate(images.items()):
         if (now := time.monotonic()) - told > TELL:
@@ -224,16 +276,18 @@ def make(source: Path, home: Path, made: Path, images: Mapping[str, str]) -> Non
                 f"an image has {len(seen.features)} features, and its text has another number of tokens for them"
             )
         known[digest] = [first, layouts.setdefault(tokens, len(layouts))]
-        rows.append(seen.features)
+        tables.append(seen.tables())
         first += len(seen.features)
-    table = torch.cat(rows) if rows else torch.zeros(0, whole.get_input_embeddings().embedding_dim)
-    save_file({FEATURES: table.contiguous()}, made / FOLDER / ROWS)
+    none = {FEATURES: torch.zeros(0, whole.get_input_embeddings().embedding_dim)}
+    joined = {name: torch.cat([one[name] for one in tables]) for name in tables[0]} if tables else none
+    save_file(joined, made / FOLDER / ROWS)
     index = {
         "source": str(source),
         "placeholder": whole.config.image_token_id,
         "vocabulary": whole.get_input_embeddings().num_embeddings,
         "layouts": list(layouts),
         "images": known,
+        "axes": axes_of(whole.model.get_decoder().rotary_emb, joined[FEATURES].shape[1]) if MOVES in joined else None,
     }
     (made / FOLDER / INDEX).write_text(json.dumps(index), encoding="utf-8")
     _prove(whole, made, tokenizer, "", None)
@@ -282,7 +336,8 @@ def _prove(whole: Any, made: Path, tokenizer: Any, digest: str, seen: Seen | Non
     known = KnownImages(made)
     text = tuple(tokenizer("How many are there?", add_special_tokens=False)["input_ids"])
     tokens = (*text, *(known.tokens(digest) if digest else ()), *text)
-    expected = whole(input_ids=torch.tensor([known.in_vocabulary(tokens)]), **(seen.inputs if seen else {})).logits
+    ids = torch.tensor([known.in_vocabulary(tokens)])
+    expected = whole(input_ids=ids, **(whole_inputs(seen.inputs, ids, known.placeholder) if seen else {})).logits
     logits = part(input_ids=torch.tensor([tokens])).logits
     if not (logits - expected).norm() <= TOLERANCE * expected.norm():
         what = "a text" if seen is None else "a text with an image"
@@ -290,6 +345,12 @@ def _prove(whole: Any, made: Path, tokenizer: Any, digest: str, seen: Seen | Non
             f"its language part gives other numbers for {what} than the whole model (relative difference "
             f"{float((logits - expected).norm() / expected.norm()):.1g}), so it cannot be trained alone"
         )
+
+
+def whole_inputs(inputs: Mapping[str, Tensor], ids: Tensor, placeholder: int) -> dict[str, Tensor]:
+    """Returns the arguments of the whole model's forward pass of `ids`, from those of its images."""
+    kinds = {"mm_token_type_ids": (ids == placeholder).int()} if "image_grid_thw" in inputs else {}
+    return {**inputs, **kinds}
 
 
 def main(asked: str) -> int:

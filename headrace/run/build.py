@@ -6,7 +6,6 @@ It imports no torch. The concrete classes of the workers are named in `worker/bu
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -66,8 +65,8 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
 def loaded_model(config: RunConfig, rows: Sequence[Row] | None = None, *, for_weights: bool = False) -> Path:
     """Returns the directory that the run's engine and trainer load. `rows`: those that were passed from Python; `for_weights`: of the weights alone,
     whose images are not needed. Raises ConfigError."""
-    task = dataclasses.replace(config.task, images=()) if for_weights else config.task
-    return model_of(config.model.path, task, rows, adapted=bool(config.lora.rank or config.adapters))
+    adapted = bool(config.lora.rank or config.adapters)
+    return model_of(config.model.path, config.task, rows, adapted=adapted, for_weights=for_weights)
 
 
 @dataclass(frozen=True, kw_only=True)

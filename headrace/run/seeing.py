@@ -11,7 +11,7 @@ from headrace.engine.config import EngineConfig
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.row_images import images_in
-from headrace.models.images import SERVED, type_of, with_images
+from headrace.models.images import ALWAYS_APART, SERVED, type_of, with_images
 from headrace.models.resolve import resolve_model
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.settings.extras import install, is_installed
@@ -61,14 +61,21 @@ def _listed(columns: Sequence[str]) -> str:
     return f"[{', '.join(map(repr, columns))}]".replace("'", '"')
 
 
-def model_of(path: str, task: TaskConfig, rows: Sequence[Mapping[str, Any]] | None = None, *, adapted: bool) -> Path:
+def model_of(
+    path: str,
+    task: TaskConfig,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    adapted: bool,
+    for_weights: bool = False,
+) -> Path:
     """Returns the directory that engine and trainer load: that of the model, or, if it sees, of its language part with the images of the task.
-    `rows`: those that were passed from Python; `adapted`: whether adapters are trained. Raises ConfigError with the remedy."""
+    `rows`: those that were passed from Python; `adapted`: whether adapters are trained; `for_weights`: of the weights alone, whose images are not
+    needed. Raises ConfigError with the remedy."""
     found = resolve_model(path)
-    if adapted and type_of(found) in SERVED:
+    if adapted and type_of(found) in (SERVED if task.images else ALWAYS_APART):
         raise ConfigError(
             f"model.path = {path} is a model that sees, of which all weights of the language part are trained, and no adapters: remove lora.rank"
         )
-    return with_images(
-        found, lambda: images_in(task, rows), f"task.images = {_listed(task.images)}" if task.images else ""
-    )
+    asks = f"task.images = {_listed(task.images)}" if task.images else ""
+    return with_images(found, lambda: () if for_weights else images_in(task, rows), asks)

@@ -19,9 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from headrace.models.images import FOLDER, ImageFile, KnownImages
 from headrace.models.vision import make
 
-FAMILIES = ("idefics3", "internvl", "llava", "smolvlm")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("idefics3", "internvl", "llava", "smolvlm", *QWEN)
 TILES = [f"<row_{row}_col_{col}>" for row in (1, 2, 3) for col in (1, 2, 3)]
 SPECIAL = ["<end>", "<fake_token_around_image>", "<image>", "<global-img>", "<img>", "</img>", "<IMG_CONTEXT>", *TILES]
+SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}"
     "{% endif %}{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -34,12 +36,15 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": ("SmolVLMImageProcessorPil", {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}),
     "internvl": ("GotOcr2ImageProcessorPil", {"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 4}),
     "llava": ("LlavaImageProcessorPil", {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}),
+    **dict.fromkeys(
+        QWEN, ("Qwen2VLImageProcessorPil", {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024})
+    ),
 }
 _saved = TemporaryDirectory(prefix="headrace-seeing-")
 
 
 def placeholder(family: str) -> str:
-    return "<IMG_CONTEXT>" if family == "internvl" else "<image>"
+    return "<IMG_CONTEXT>" if family == "internvl" else "<|image_pad|>" if family in QWEN else "<image>"
 
 
 def tokenizer(family: str) -> Any:
@@ -51,6 +56,36 @@ def tokenizer(family: str) -> Any:
     )
     made.chat_template = TEMPLATE.replace("IMAGE", placeholder(family))
     return made
+
+
+def _qwen(family: str, words: Any, text: dict[str, Any]) -> Any:
+    """A config. Its sections of axes are of different sizes, so that one in the place of another shows."""
+    number = words.convert_tokens_to_ids
+    sees: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+    wide = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": text["hidden_size"]}
+    kind = transformers.AutoConfig.for_model(family)
+    sees |= {"embed_dim": 32, "hidden_size": text["hidden_size"], "mlp_ratio": 2} if family == "qwen2_vl" else wide
+    if family == "qwen2_5_vl":
+        sees |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    if family.startswith("qwen3"):
+        sees |= {"num_position_embeddings": 16}
+    if family.startswith("qwen3_vl"):
+        sees |= {"deepstack_visual_indexes": [0, 1]}
+    text = {name: value for name, value in text.items() if name != "model_type"}
+    text |= {
+        "head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [3, 2, 1]},
+    }
+    if family.endswith("moe"):
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+        text |= {"shared_expert_intermediate_size": 24}
+    if family.startswith("qwen3_5"):
+        text |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_value_heads": 4}
+        text |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        text["rope_parameters"] |= {"partial_rotary_factor": 0.75}
+    special = {"vision_start_token_id": number("<|vision_start|>"), "vision_end_token_id": number("<|vision_end|>")}
+    special |= {"image_token_id": number("<|image_pad|>"), "video_token_id": number("<|video_pad|>")}
+    return type(kind)(vision_config=sees, text_config=text, tie_word_embeddings=False, **special)
 
 
 def seeing(family: str) -> Any:
@@ -80,7 +115,9 @@ def seeing(family: str) -> Any:
     }
     image = words.convert_tokens_to_ids(placeholder(family))
     config: Any
-    if family == "llava":
+    if family in QWEN:
+        config = _qwen(family, words, text)
+    elif family == "llava":
         sees |= {"model_type": "siglip_vision_model", "vision_use_head": False}
         more = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
         config = transformers.LlavaConfig(vision_config=sees, text_config=text, image_token_id=image, **more)
@@ -95,6 +132,8 @@ def seeing(family: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        if family in QWEN:  # a placeholder is never the best token: transformers would take it for another feature
+            model.get_output_embeddings().weight[image] = 0
     return model.eval()
 
 
@@ -128,8 +167,10 @@ def made(family: str, images: Sequence[ImageFile]) -> Path:
 def prompt(family: str, directory: Path, images: Sequence[ImageFile], text: str = "How many?") -> tuple[int, ...]:
     """The tokens of a prompt whose images stand before its text."""
     known = KnownImages(directory)
-    shown = [token for image in images for token in known.tokens(image.digest)]
-    return (*shown, *tokenizer(family)(text, add_special_tokens=False)["input_ids"])
+    words = tokenizer(family)
+    around = words.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"]) if family in QWEN else []
+    shown = [token for image in images for token in (*around[:1], *known.tokens(image.digest), *around[1:])]
+    return (*shown, *words(text, add_special_tokens=False)["input_ids"])
 
 
 def opened(image: ImageFile) -> Any:
@@ -141,10 +182,13 @@ def processor(family: str, **options: Any) -> Any:
     return getattr(transformers, name)(**{**sizes, **options})
 
 
-def inputs(family: str, images: Sequence[ImageFile]) -> dict[str, torch.Tensor]:
-    """What the model's own processor makes of the images of one prompt, for transformers' own forward pass."""
+def inputs(family: str, images: Sequence[ImageFile], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the model's own processor makes of the images of one prompt, for transformers' own forward pass of `ids`."""
     given = list(map(opened, images))
     more: dict[str, Any] = {"crop_to_patches": True} if family == "internvl" else {}
     nested = [given] if family in ("idefics3", "smolvlm") else given
     found = dict(processor(family)(images=nested, return_tensors="pt", **more))
+    if family in QWEN:
+        more = {"mm_token_type_ids": (ids == tokenizer(family).convert_tokens_to_ids(placeholder(family))).int()}
+        return {**found, **more}
     return {key: value for key, value in found.items() if key.startswith("pixel")}

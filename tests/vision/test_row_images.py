@@ -7,12 +7,15 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from PIL import Image
 
+from headrace.algo.config import AlgoConfig
+from headrace.commands.replay.bundle_replay import _cannot_train
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import ReadyRecord
 from headrace.episodes.tasks.config import TaskConfig
@@ -21,7 +24,8 @@ from headrace.episodes.tasks.row_images import images_in, images_of_row
 from headrace.episodes.tasks.rows import RowsTask
 from headrace.facts.recorder import Recorder
 from headrace.models.chat import ChatEncoder
-from headrace.models.images import REFUSED, ImageFile, KnownImages, image_of, with_images
+from headrace.models.images import REFUSED, TEXT_TOO, ImageFile, KnownImages, image_of, with_images
+from headrace.models.lora import LoraConfig
 from headrace.run.config import load_config
 from headrace.run.contents import contents_of
 from headrace.run.resume_rules import check_resumable, meaning
@@ -133,6 +137,67 @@ def test_equal_questions_with_other_images_are_other_rows(tmp_path: Path, model:
     assert len(drawn) == 4 and held.held_out(1)[0].images not in drawn, "the first row shows the held-out image"
 
 
+SEES: dict[str, Any] = {"type": "image", "text": None}
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    """A message of the user with an image between each two texts, as Arrow writes its parts."""
+    parts = [part for text in texts for part in (SEES, {"type": "text", "text": text})][1:]
+    return [{"role": "user", "content": [part for part in parts if part.get("text") != ""]}]
+
+
+def test_messages_show_images_where_their_parts_are(tmp_path: Path, model: Path):
+    earlier = [*said("", " first"), {"role": "assistant", "content": "three"}, *said("of ", " and ", ", more?")]
+    given = [
+        {"prompt": said("see ", " here"), "image": file(tmp_path, 0)},
+        {"prompt": earlier, "image": [file(tmp_path, 1), file(tmp_path, 2), url(PICTURES[1])]},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "many?"}]}], "image": file(tmp_path, 3)},
+    ]
+    drawn = task(written(tmp_path, given), model)
+    known, words = KnownImages(model), tokenizer("smolvlm")
+    texts = (
+        "user: see <image> here<end>\nassistant: ",
+        "user: <image> first<end>\nassistant: three<end>\nuser: of <image> and <image>, more?<end>\nassistant: ",
+        "user: <image>many?<end>\nassistant: ",
+    )
+    for text, shown in zip(texts, ([0], [1, 2, 1], [3]), strict=True):
+        prompt, images = drawn.draw(), iter(shown)
+        tokens = [
+            part
+            for token in words(text, add_special_tokens=False)["input_ids"]
+            for part in (known.tokens(PICTURES[next(images)].digest) if token == known.placeholder else (token,))
+        ]
+        assert list(prompt.tokens) == tokens and len(prompt.images) == len(shown)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said_of_it"),
+    [
+        (said("one ", " two ", " three"), "has 2 parts that are images, and the columns of task.images hold 1"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}],
+            "holds an image of its own (image); put",
+        ),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "a part of a message is of type audio"),
+    ],
+)
+def test_parts_of_messages_that_show_nothing_are_refused(prompt: Any, said_of_it: str, tmp_path: Path, model: Path):
+    config = written(tmp_path, [{"prompt": prompt, "image": file(tmp_path, 0)}])
+    with pytest.raises(ConfigError) as caught:
+        task(config, model)
+    assert "rows.jsonl, row 1: the prompt in column prompt has " in str(caught.value) and said_of_it in str(
+        caught.value
+    )
+
+
+def test_a_message_with_an_image_names_the_setting_that_shows_it(tmp_path: Path, model: Path):
+    config = written(tmp_path, [{"prompt": said("see ", " here"), "picture": file(tmp_path, 0)}])
+    with pytest.raises(ConfigError, match="set task.images to the columns with the images"):
+        task(dataclasses.replace(config, images=()), model)
+    shown = task(dataclasses.replace(config, images=("picture",)), model).draw()
+    assert Path(shown.images[0]).name == PICTURES[0].digest
+
+
 def test_an_image_that_has_changed_is_refused(tmp_path: Path, model: Path):
     config = written(tmp_path, rows(tmp_path))
     state = task(config, model).state()
@@ -180,10 +245,27 @@ def test_other_models_are_refused_by_name(kind: str, tmp_path: Path):
     assert with_images(tmp_path, tuple) == tmp_path, "without images it is loaded as it is"
 
 
-def test_a_model_that_sees_trains_no_adapters():
-    path = str(tiny_seeing.saved("llava"))
+@pytest.mark.parametrize("kind", ["llava", "qwen3_5"])
+def test_a_model_that_sees_trains_no_adapters(kind: str):
+    task = TaskConfig(kind="jsonl", path="x", images=("image",) if kind in TEXT_TOO else ())
     with pytest.raises(ConfigError, match="and no adapters: remove lora.rank"):
-        model_of(path, TaskConfig(kind="jsonl", path="x"), adapted=True)
+        model_of(str(tiny_seeing.saved(kind)), task, adapted=True)
+
+
+def test_a_language_model_that_can_see_is_loaded_as_a_whole_without_images():
+    path = tiny_seeing.saved("qwen3_5")
+    for adapted in (False, True):
+        assert model_of(str(path), TaskConfig(kind="jsonl", path="x"), adapted=adapted) == path
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown", "sees"), [("llava", False, True), ("qwen3_5", True, True), ("qwen3_5", False, False)]
+)
+def test_a_bundle_of_a_model_that_sees_is_not_trained_again(kind: str, shown: bool, sees: bool, tmp_path: Path):
+    group = SimpleNamespace(prompt=SimpleNamespace(images=("x",) if shown else ()))
+    bundle: Any = SimpleNamespace(step=1, local=True, model="a directory", journaled=SimpleNamespace(groups=[group]))
+    why = _cannot_train(bundle, tmp_path, AlgoConfig(), LoraConfig(), str(tiny_seeing.saved(kind)))
+    assert why.startswith("the model sees, and a bundle holds no images") if sees else not why
 
 
 def test_a_file_that_is_no_image_is_refused_with_its_row(tmp_path: Path):

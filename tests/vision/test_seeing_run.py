@@ -30,11 +30,14 @@ def opened(prompts, completions, image, **columns):
 
 
 @pytest.mark.slow
-def test_a_run_with_images_is_resumed_and_leaves_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])
+def test_a_run_with_images_is_resumed_and_leaves_a_whole_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     config = tiny_config(
         tmp_path,
-        tiny_seeing.saved("smolvlm"),
+        tiny_seeing.saved(family),
         task={"images": ["image"]},
         reward={"function": f"{tmp_path / 'seeing.py'}:opened"},
         train={"steps": 2},
@@ -60,12 +63,13 @@ def test_a_run_with_images_is_resumed_and_leaves_a_whole_model(tmp_path: Path, m
     for group in journaled:
         assert group.prompt == drawn.get(group.prompt.id, group.prompt)
         assert all(row.prompt == group.prompt.tokens for row in group.rows)
-        assert max(group.prompt.tokens) >= len(tiny_seeing.tokenizer("smolvlm"))
+        assert max(group.prompt.tokens) >= len(tiny_seeing.tokenizer(family))
         assert KnownImages(directory).path(Path(group.prompt.images[0]).name).read_bytes() in [
             tiny_seeing.picture(number).data for number in range(24)
         ]
     headrace.export(tmp_path / "runs" / "tiny", tmp_path / "out", "float32")
     whole = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    before, after = tiny_seeing.seeing("smolvlm").state_dict(), whole.state_dict()
+    before, after = tiny_seeing.seeing(family).state_dict(), whole.state_dict()
     changed = {name for name in after if not after[name].equal(before[name])}
-    assert changed and all(name.startswith(("model.text_model.", "lm_head.")) for name in changed)
+    language = ("model.text_model.", "model.language_model.", "lm_head.")
+    assert changed and all(name.startswith(language) for name in changed)

@@ -24,7 +24,7 @@ from headrace.core.reports import TrainReport, differing
 from headrace.core.types import Scored
 from headrace.episodes.scoring.config import BUILTIN, HANDED, RewardSpec, distinct
 from headrace.facts.texts import plural
-from headrace.models.images import SERVED, type_of
+from headrace.models.images import ALWAYS_APART, SERVED, type_of
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import resolve_model
 from headrace.run.build import build_scorer
@@ -272,7 +272,8 @@ def _cannot_train(bundle: Bundle, folder: Path, algo: AlgoConfig, lora: LoraConf
         if function and ".py:" in function and not Path(function.rpartition(":")[0]).is_file()
     ]:
         return f"the bundle has no code of {Path(missing[0]).name} (--include code packs it)"
-    if type_of(resolve_model(model or bundle.model)) in SERVED:
+    shown = any(group.prompt.images for group in bundle.journaled.groups)
+    if type_of(resolve_model(model or bundle.model)) in (SERVED if shown else ALWAYS_APART):
         return "the model sees, and a bundle holds no images: headrace replay RUN does the step where the run is"
     return ""
 

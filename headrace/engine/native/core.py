@@ -276,7 +276,7 @@ class Core:
         self._model, self._runner, self._config = model, model.runner, config
         sizes = model.sizes or config.sizes
         blocks = Blocks(count_blocks(model, sizes.kv_gib))
-        running = Running(sizes.max_running, model.context_length)
+        running = Running(sizes.max_running, model.context_length, model.moves)
         self._served = Served(config.max_adapters)
         self._schedule = Scheduler(blocks, running, self._served)
         self._sleeping = Sleeping(self._runner, self._schedule, model.device, asleep)

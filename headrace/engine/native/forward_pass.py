@@ -48,6 +48,8 @@ class ForwardInput:
     """[S] int32: slot of each sequence's adapter; -1 for the base model alone."""
     routing: bool = False
     """Whether the experts chosen at every position are returned."""
+    moved: np.ndarray | None = None
+    """[N] int64: by how many places each token has moved up, by images before it (`models/image_axes.py`); None where places are positions."""
     fed: torch.Tensor | None = None
     """[N] int64 on the runner's device: the tokens, where the host does not know them yet. For runners with `feeds`."""
 

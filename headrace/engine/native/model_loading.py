@@ -6,9 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.core.errors import ConfigError
@@ -16,7 +18,9 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Decode
 from headrace.engine.native.runners import skeleton
+from headrace.engine.native.sequences import Moves
 from headrace.engine.sizes import Cost, Demand, Sizes, cost, fitting, longest, usable
+from headrace.models.image_axes import has_axes, moved_up
 from headrace.models.tokenizer import decoder_of, endings_of, load_tokenizer
 from headrace.native.memory import own_pages
 
@@ -34,6 +38,8 @@ class ServableModel:
     vocabulary: int
     images: int = 0
     """Numbers of prompt tokens beyond the vocabulary, which stand for features of images."""
+    moves: Moves | None = None
+    """None for a model whose places are positions."""
     ends: frozenset[int]
     """Every end-of-sequence token."""
     decode: Decode | None
@@ -74,6 +80,7 @@ def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> S
         context_length=context,
         vocabulary=model.vocabulary,
         images=model.images,
+        moves=partial(_moves, model.model) if has_axes(model.model) else None,
         ends=endings_of(model_dir, tokenizer).all,
         decode=decoder_of(tokenizer) if tokenizer else None,  # with special tokens, so that they can be stop strings
         tokenizer=tokenizer,
@@ -83,6 +90,11 @@ def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> S
         device=device,
         sizes=sizes,
     )
+
+
+def _moves(model: Any, tokens: np.ndarray) -> np.ndarray:
+    moved: np.ndarray = moved_up(model, torch.from_numpy(tokens.astype(np.int64))).numpy()
+    return moved
 
 
 def _sizes(model: skeleton.Skeleton, runner: Runner, config: EngineConfig, context: int, *, asleep: bool) -> Sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,10 @@ ROW = np.dtype(
     ]
 )
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "counter")
+
+
+Moves = Callable[[np.ndarray], np.ndarray]
+"""Tokens [T] -> [T], by how many places each moves up what is behind it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,8 +116,9 @@ class Pinned:
 class Running:
     """Rows [0, len) are in use. A row that ends is filled with the last one."""
 
-    def __init__(self, slots: int, context_length: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, context_length: int, moves: Moves | None = None) -> None:
+        """`moves`: None for a model whose places are positions."""
+        self.slots, self._moves = slots, moves
         self.columns = np.zeros(slots, dtype=ROW)
         self.tables = np.zeros((slots, -(-context_length // BLOCK)), dtype=np.int32)
         self.history = np.zeros((slots, context_length + 1), dtype=np.int32)
@@ -179,6 +185,13 @@ class Running:
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[int, ...]:
         return tuple(self.history[row, start : self.columns["known"][row] if stop is None else stop].tolist())
+
+    def moved(self, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> np.ndarray | None:
+        """Returns `ForwardInput.moved` of the tokens [start, stop) of these rows, one row after the other."""
+        if self._moves is None:
+            return None
+        moved = [self._moves(self.history[row, :stop]) for row, stop in zip(rows, stops, strict=True)]
+        return np.concatenate([(one.cumsum() - one)[start:] for one, start in zip(moved, starts, strict=True)])
 
     def settings(self, rows: np.ndarray | None) -> Settings:
         """Returns the sampling settings of these rows; None: of all rows."""
@@ -247,6 +260,7 @@ class Planner:
             rows=rows,
             adapters=columns["adapter"].copy(),
             routing=self._routing,
+            moved=running.moved(rows.tolist(), columns["computed"].tolist(), (columns["computed"] + 1).tolist()),
         )
         return Plan(batch, rows, [], rows, None)
 
@@ -262,15 +276,16 @@ class Planner:
                 drawn.append(len(wanted))
                 wanted.append(start + chunk.stop - chunk.start - 1)
         parts = [running.history[chunk.row, chunk.start : chunk.stop] for chunk in chunks]
-        width = columns["blocks"][rows].max(initial=1)
+        width, context = columns["blocks"][rows].max(initial=1), columns["computed"][rows]
         batch = ForwardInput(
             tokens=np.concatenate([columns["token"][decoding], *parts]),
             starts=starts,
-            context=columns["computed"][rows],
+            context=context,
             tables=np.ascontiguousarray(running.tables[rows, :width]),
             rows=np.array(wanted, dtype=np.int64),
             adapters=columns["adapter"][rows],
             routing=self._routing,
+            moved=running.moved(rows.tolist(), context.tolist(), (context + np.diff(starts)).tolist()),
         )
         sampling = np.array([*decoding, *(chunk.row for chunk in chunks if chunk.samples)], dtype=np.int64)
         return Plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from headrace.core.errors import ConfigError, nearest
 from headrace.episodes.tasks.config import TaskConfig
 
 Message = dict[str, Any]
+PLACES = "image_places"
+"""The key of a message under which are the places in its text, in characters, at which it shows images."""
 
 _SHAREGPT = {
     "system": "system",
@@ -28,8 +31,8 @@ _SHAREGPT = {
 
 
 def prompt_of(value: Any, config: TaskConfig) -> str | list[Message]:
-    """Returns a prompt as text or as messages `{role, content}` whose content is text. Raises ConfigError with what is wrong, without a
-    subject."""
+    """Returns a prompt as text or as messages `{role, content}` whose content is text, with the places of images as `PLACES`. Raises ConfigError
+    with what is wrong, without a subject."""
     if isinstance(value, str):
         if not value:
             raise ConfigError("is empty")
@@ -39,6 +42,10 @@ def prompt_of(value: Any, config: TaskConfig) -> str | list[Message]:
     if not value:
         raise ConfigError("is an empty list of messages")
     messages = [_message(message, place) for place, message in enumerate(value, 1)]
+    if not config.images and any(PLACES in message for message in messages):
+        raise ConfigError(
+            "has a part of a message that is an image; set task.images to the columns with the images, or remove such rows"
+        )
     if problem := role_problem(messages):
         raise ConfigError(f"is a list whose {problem}")
     if not config.chat:
@@ -60,6 +67,7 @@ def _message(given: Any, place: int) -> Message:
     message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     if "role" not in message and isinstance(message.get("from"), str):
         message = _of_sharegpt(message, place)
+    message.pop(PLACES, None)
     content, calls = message.get("content", ""), message.get("tool_calls")
     spoken = isinstance(content, (str, list)) and ("content" in message or calls)
     if not isinstance(message.get("role"), str) or not spoken:
@@ -67,10 +75,49 @@ def _message(given: Any, place: int) -> Message:
     if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
         raise ConfigError(f"has a list in message {place} that holds no parts {{type: text, text: ...}}")
     try:
-        message["content"] = text_of(content)
+        message["content"], places = _with_places(content)
     except ConfigError as error:
         raise ConfigError(f"has a message {place} that is not text: {error}. Remove such rows") from None
+    if places:
+        message[PLACES] = places
     return message | ({"tool_calls": [_call(call, place) for call in calls]} if calls else {})
+
+
+def _with_places(content: str | Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+    """Returns the text of a message, and the places of images in it. Raises ConfigError for a part that is neither."""
+    if isinstance(content, str):
+        return content, []
+    text, places = "", []
+    for part in content:
+        if part.get("type") == "image":
+            if held := [name for name, value in part.items() if name != "type" and value is not None]:
+                raise ConfigError(
+                    f"a part of it holds an image of its own ({held[0]}); put it into a column that task.images names, and leave "
+                    '{"type": "image"} in its place'
+                )
+            places.append(len(text))
+        else:
+            text += text_of([part])
+    return text, places
+
+
+def count_places(prompt: str | Sequence[Message]) -> int:
+    """Returns the number of places for images in a prompt's messages."""
+    return 0 if isinstance(prompt, str) else sum(len(message.get(PLACES, ())) for message in prompt)
+
+
+def in_parts(message: Message) -> Message:
+    """Returns a message with its places as parts between those of its text, as chat templates of models that see expect it."""
+    shown = dict(message)
+    if not (places := shown.pop(PLACES, None)):
+        return shown
+    ends = [0, *places, len(message["content"])]
+    texts = [message["content"][start:end] for start, end in itertools.pairwise(ends)]
+    parts: list[Message] = []
+    for number, text in enumerate(texts):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**shown, "content": parts}
 
 
 def _of_sharegpt(message: Message, place: int) -> Message:

@@ -15,7 +15,7 @@ from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Prompt
 from headrace.durable.spelling import jsonable
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.conversations import prompt_of
+from headrace.episodes.tasks.conversations import count_places, prompt_of
 from headrace.episodes.tasks.prompts import (
     RESERVED,
     Encoder,
@@ -202,7 +202,13 @@ def _checked(row: Mapping[str, Any], where: str, path: str, config: TaskConfig) 
         )
     plain = plain_row(row, where)
     with about(f"{where}: the prompt in column {config.prompt}"):
-        return plain | {config.prompt: prompt_of(plain[config.prompt], config)}
+        prompt = prompt_of(plain[config.prompt], config)
+        if (places := count_places(prompt)) and places != (held := len(files_of(plain, config))):
+            raise ConfigError(
+                f"has {places} parts that are images, and the columns of task.images hold {held}; give each its image, or leave out such parts: the "
+                "images then stand before the text of the last question"
+            )
+        return plain | {config.prompt: prompt}
 
 
 @contextmanager

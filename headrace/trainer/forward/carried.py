@@ -28,6 +28,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from headrace.trainer.forward.image_places import image_places
 from headrace.trainer.packing import ROOT, Segment
 
 UNABLE = (AttributeError, KeyError, TypeError, ValueError, RuntimeError)
@@ -51,27 +52,32 @@ def carried_hidden(inner: Any, tokens: Tensor, segments: Sequence[Segment]) -> T
     counts; who goes on from it forwards it once more."""
     assert not inner.training, "transformers checkpoints layers in training mode, and gives them no cache then"
     parents = {segment.parent for segment in segments}
+    positions = image_places(inner, tokens, segments)
     left: dict[int, tuple[DynamicCache, Tensor]] = {}
     found = []
     for number, segment in enumerate(segments):
         own = torch.arange(segment.start, segment.end, device=tokens.device)
         if segment.parent == ROOT and number not in parents:  # a row alone
-            found.append(_forwarded(inner, tokens, own))
+            found.append(_forwarded(inner, tokens, own, positions))
             continue
         cache, owed = left.get(segment.parent, (None, own[:0]))
         places = torch.cat([owed, own])
         alone = cache is not None and len(places) == 1
         after = _begun(inner) if cache is None else _copied(cache)
-        hidden = _forwarded(inner, tokens, torch.cat([places, own]) if alone else places, after)
+        hidden = _forwarded(inner, tokens, torch.cat([places, own]) if alone else places, positions, after)
         found.append(hidden[len(owed) : len(places)])
         if number in parents:
             left[number] = (cache, places) if alone and cache is not None else (after, own[:0])
     return torch.cat(found)
 
 
-def _forwarded(inner: Any, tokens: Tensor, places: Tensor, cache: DynamicCache | None = None) -> Tensor:
-    """[T, H]: `cache` then holds these tokens, too."""
-    more = {"use_cache": False} if cache is None else {"use_cache": True, "cache": cache}
+def _forwarded(
+    inner: Any, tokens: Tensor, places: Tensor, positions: Tensor | None, cache: DynamicCache | None = None
+) -> Tensor:
+    """[T, H]: `cache` then holds these tokens, too. `positions` [N]: None for those that follow from the cache."""
+    more: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, "cache": cache}
+    if positions is not None:
+        more["position_ids"] = positions[None, places]
     outer = _places.set(places)
     try:
         return inner(input_ids=tokens[None, places], **more).last_hidden_state[0]

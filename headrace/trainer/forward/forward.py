@@ -17,6 +17,7 @@ from headrace.core.errors import ConfigError
 from headrace.trainer.forward.carried import UNABLE, carried_hidden, carries, close
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
+from headrace.trainer.forward.image_places import image_places
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
 from headrace.trainer.packing import ROOT, Kept, Pack, Segment
 
@@ -229,6 +230,8 @@ def own_hidden(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
+    if tree.context is None and (places := image_places(model, tokens, tree.segments)) is not None:
+        positions = places
     output = inner_of(model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
     return output.last_hidden_state[0]
 

@@ -85,10 +85,11 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
         """Logits [len(rows), V]."""
         assert self._weights.loaded, "forward before the first weights"
         plan = self._plan(batch)
+        places = plan.positions if batch.moved is None else plan.positions - self._tensor(batch.moved)
         with attention(_attend_with(plan)):
             out = self._model(
                 input_ids=self._tensor(batch.tokens)[None],
-                position_ids=plan.positions[None],
+                position_ids=places[None],
                 use_cache=False,
                 logits_to_keep=rows,
             )

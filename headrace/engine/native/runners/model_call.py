@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from headrace.engine.native.runners.cache_rows import objection
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.runners.states import Rows, State, is_plain
+from headrace.models.image_axes import has_axes, moved_up
 from headrace.native.uploads import uploaded
 
 TOKEN = 0xFFFFFFFF
@@ -28,6 +29,7 @@ _UNPADDED = ("git",)
 class ModelCall:
     def __init__(self, model: Skeleton, device: torch.device) -> None:
         self._model, self._text, self._device = model.model, model.config, device
+        self._on_axes = has_axes(model.model)
         self._takes = set(inspect.signature(model.model.forward).parameters)
         self.keeps = bool(self._takes & {"cache", "state"})
         """Whether it keeps anything from pass to pass; the first GPT does not, and computes every sequence from its beginning each time."""
@@ -75,7 +77,7 @@ class ModelCall:
         counted from the first one that is forwarded."""
         state.part()
         done, tokens, wanted = len(state.marks), marks & TOKEN, uploaded(rows, self._device)
-        options = self._options(np.arange(len(marks)), None, wanted if len(rows) else 1)
+        options = self._options(np.arange(len(marks)) - self._moved(marks), None, wanted if len(rows) else 1)
         logits, state.kept = self._forward(tokens[None], len(marks) - done, state.kept if done else None, options)
         state.marks = marks
         if not len(rows):
@@ -85,7 +87,8 @@ class ModelCall:
     def step(self, rows: Rows, marks: Sequence[np.ndarray]) -> torch.Tensor:
         """Forwards one token of every row. `marks`: all of each row, in order. Returns logits [len(rows), V]."""
         tokens = np.array([one[-1] for one in marks]) & TOKEN
-        options = self._options(rows.lengths[:, None], _seen(rows.lengths, 1), 1)
+        moved = np.array([self._moved(one)[-1:] for one in marks])
+        options = self._options(rows.lengths[:, None] - moved, _seen(rows.lengths, 1), 1)
         logits, kept = self._forward(tokens[:, None], 1, rows.kept, options)
         rows.advance(kept, marks)
         return logits[:, -1]
@@ -97,12 +100,19 @@ class ModelCall:
         tokens = np.zeros((len(marks), columns), dtype=np.int64)
         for row, one in enumerate(marks):
             tokens[row, columns - len(one) :] = one & TOKEN
-        positions = (np.arange(columns) - (columns - lengths)[:, None]).clip(0)
+        positions = (np.arange(columns) - (columns - lengths)[:, None]).clip(0) - self._moved(tokens)
         logits, kept = self._forward(tokens, columns, None, self._options(positions, _seen(lengths, 0), 1))
         for state, one in zip(states, marks, strict=True):
             state.marks = one
         Rows(states, kept)
         return logits[:, -1]
+
+    def _moved(self, marks: np.ndarray) -> np.ndarray:
+        """[..., T] by how much each token of sequences has moved up, by the images before it."""
+        if not self._on_axes:
+            return np.zeros_like(marks)
+        moved = moved_up(self._model, torch.from_numpy(marks & TOKEN)).numpy()
+        return moved.cumsum(-1) - moved
 
     def _options(self, positions: np.ndarray, seen: np.ndarray | None, keep: torch.Tensor | int) -> dict[str, Any]:
         """`positions` [n, fresh] or [T]; `seen`: the attention mask; `keep`: the tokens whose logits are wanted, or how many."""

@@ -61,6 +61,7 @@ def cut(batch: ForwardInput, size: int) -> Iterator[ForwardInput]:
             tables=batch.tables[first:last],
             rows=rows,
             adapters=batch.adapters[first:last],
+            moved=None if batch.moved is None else batch.moved[start:stop],
         )
 
 
@@ -78,6 +79,7 @@ def fill_up(batch: ForwardInput, tokens: int, width: int, scratch: int) -> Forwa
         context=np.pad(batch.context, (0, missing)),
         tables=tables,
         adapters=np.pad(batch.adapters, (0, missing), constant_values=-1),
+        moved=None if batch.moved is None else np.pad(batch.moved, (0, missing)),
     )
 
 

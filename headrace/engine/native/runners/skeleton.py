@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.attention import Geometry
 from headrace.models.image_embedding import show_images
-from headrace.models.images import SERVED
+from headrace.models.images import ALWAYS_APART
 from headrace.models.saved_buffers import saved_buffers
 
 ATTENTION = "headrace"
@@ -195,7 +195,7 @@ def unservable(config: Any) -> str:
         return "it is an encoder-decoder, and decoder-only models are served"
     if hasattr(config, "add_cross_attention") and getattr(config, "is_decoder", None) is False:
         return "it is an encoder, which sees later tokens (is_decoder is not true in its config.json)"
-    if config.model_type in SERVED:
+    if config.model_type in ALWAYS_APART:
         return "it sees, and only a run takes its language part apart, with the images of task.images (docs/vision.md)"
     return _NOT_CAUSAL.get(config.model_type, "")
 

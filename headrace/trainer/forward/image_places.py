@@ -1,0 +1,29 @@
+"""The places of a pack's tokens where images have places on three axes: what an image moves up follows it into every branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.models.image_axes import has_axes, moved_up
+from headrace.trainer.packing import ROOT, Segment
+
+
+def image_places(model: Any, tokens: Tensor, segments: Sequence[Segment]) -> Tensor | None:
+    """Returns [N] the places of the tokens of trees, as `models/image_axes.py` counts them; None for a model whose places are indices."""
+    if not has_axes(model):
+        return None
+    steps = 1 - moved_up(model, tokens)
+    before = steps.cumsum(0) - steps
+    ends: list[Tensor | int] = []
+    """The place behind each segment."""
+    found = []
+    for segment in segments:
+        first = 0 if segment.parent == ROOT else ends[segment.parent]
+        own = before[segment.start : segment.end] - before[segment.start] + first
+        found.append(own)
+        ends.append(own[-1] + steps[segment.end - 1])
+    return torch.cat(found)
