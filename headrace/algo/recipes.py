@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as settings_dataclass
 
-from headrace.algo.policy.clipped import CEGPPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.pairs import DPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
@@ -335,6 +335,19 @@ RECIPES: dict[str, Recipe] = {
         about="one bound for the step, from the second moment of harmful tokens",
         papers=("2510.01161",),
     ),
+    "bapo": Recipe(
+        "group_norm",
+        BAPO(),
+        "token_mean",
+        about="bounds of the step move until good tokens have their share",
+        papers=("2510.18927",),
+    ),
+    "aspo": Recipe(
+        "group_norm", ASPO(), "token_mean", about="the ratio of good tokens is inverted", papers=("2510.06062",)
+    ),
+    "dcpo": Recipe(
+        "group_norm", DCPO(), "seq_mean_token_mean", about="wider bounds for rarer tokens", papers=("2509.02333",)
+    ),
     "second_moment": Recipe(
         "group_norm",
         Importance(),
@@ -462,6 +475,9 @@ REFERENCES: dict[str, str] = {
     "ce_gppo": "Kwai-Klear/CE-GPPO, `compute_gppo_loss_general_beta`, without its dual clip",
     "vespo": "paper, by TRL's `get_gamma_weights`",
     "m2po": "Infini-AI-Lab/M2PO, `core_algos.compute_m2po_policy_loss`",
+    "bapo": "WooooDyy/BAPO, `compute_policy_loss_bapo`, without its dual clip",
+    "aspo": "wizard-III/Archer2.0, `core_algos.compute_policy_loss_archer`, with one pair of bounds",
+    "dcpo": "lime-RL/DCPO, `core_algos.compute_policy_loss_dcpo` with `clip_type = dynamic`",
     "second_moment": "AReaL, `get_m2po_loss_mask`",
     "clip_cov": "paper, without its draw",
     "kl_cov": f"paper; {_VERL}policy_loss_kl_cov`",

@@ -50,6 +50,9 @@ def test_constants_are_those_of_the_papers():
         "cispo": {"clip_low": 1.0, "clip_high": 4.0},
         "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
         "m2po": {"clip_low": 0.3, "clip_high": 0.5, "tau": 0.04},
+        "bapo": {"clip_low": 0.4, "clip_high": 0.2, "clip_low_least": 0.1, "clip_high_most": 2.0, "good_share": 0.4},
+        "aspo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+        "dcpo": {"clip_low": 0.16, "clip_high": 0.2, "cap": 10.0},
         "sapo": {"tau": 1.0, "tau_negative": 1.05},
         "ce_gppo": {"clip_low": 0.2, "clip_high": 0.2, "beyond_low": 0.75, "beyond_high": 1.0},
         "vespo": {
@@ -119,7 +122,7 @@ def test_a_setting_is_taken_by_the_losses_that_have_the_constant_and_refused_by_
     """Every constant of every loss, tried with this one: none is ignored."""
     base = {"select": {"kind": "kl_cov"}} if loss == "kl_cov" else {}
     for name in {name for one in LOSSES.values() for name in one.reads()}:
-        value = 3.0 if name == "dual_clip" else 0.123
+        value = 3.0 if name in ("dual_clip", "clip_high_most", "cap") else 0.123
         chosen = {"name": loss} if LOSSES[loss].pairs else {"loss": loss, **base}
         if name in LOSSES[loss].reads():
             assert AlgoConfig(**chosen, **{name: value}).recipe.loss.constants()[name] == value
@@ -235,6 +238,10 @@ def test_bad_settings_are_refused(wrong):
         ),
         ({"old": "trainer", "clip_high": 0.1}, "no effect with algo.old = trainer"),
         ({"dual_clip": 0.5}, "use more than 1"),
+        ({"name": "aspo", "dual_clip": 0.0}, "use more than 1 (3 is usual)"),
+        ({"name": "dcpo", "cap": 0.9}, "use more than 1 (10 is usual)"),
+        ({"name": "bapo", "clip_low": 0.05}, "set the first no smaller than the second"),
+        ({"name": "bapo", "clip_high": 3.0}, "the third no larger than the fourth"),
         ({"name": "kimi", "old": "trainer"}, "use algo.old = sampler"),
         ({"denominator": "kept"}, "no rule takes anything out"),
         ({"correction": {"mode": "truncate"}}, "twice"),
@@ -288,6 +295,8 @@ def test_bad_pairs_are_refused_with_the_remedy(given, words):
         {"lam": 0.9, "credit": "turn"},
         {"entropy": {"change": 0.1, "target": 0.3}},
         {"select": {"kind": "entropy", "fraction": 0.1}},
+        {"name": "bapo", "clip_low": 0.05, "clip_low_least": 0.05},
+        {"name": "bapo", "clip_high": 3.0, "clip_high_most": 3.0},
     ],
 )
 def test_remedies_can_be_followed(followed):
