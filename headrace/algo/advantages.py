@@ -20,6 +20,8 @@ from headrace.core.types import Scored
 from headrace.settings.user_code import one_line
 
 EPSILON = 1e-6
+ATTEMPTS = 4
+"""k of `best_of_k`, if `algo.attempts` is not given."""
 ROUNDING = 1e-9
 """Rewards that differ by less than this share are equal: sums of floats in another order differ as much."""
 
@@ -35,6 +37,8 @@ class GroupRewards(NamedTuple):
     """Each reward by the name of its function, [G], unweighted. NaN where the function does not apply."""
     weights: Mapping[str, float] = {}
     """Weights of the named rewards; 1 if missing."""
+    attempts: int = ATTEMPTS
+    """k of `best_of_k`."""
 
     def chosen(self, kind: str, keep: int) -> list[int]:
         """Returns the places of the rollouts that are trained, in their order; of equals the first ones.
@@ -70,6 +74,7 @@ class GroupRewards(NamedTuple):
             tuple(self.lengths[place] for place in places) if self.lengths else (),
             {name: tuple(values[place] for place in places) for name, values in self.named.items()},
             self.weights,
+            self.attempts,
         )
 
 
@@ -173,6 +178,35 @@ def pass_at_k(group: GroupRewards) -> list[float]:
     return [gain if i == first else 0.0 for i in range(len(rewards))]
 
 
+def best_of_k(group: GroupRewards) -> list[float]:
+    """Pass@k training (arXiv 2508.10751; RUCAIBox/Passk_Training, `calc_adv`): all sets of k rollouts of the group are scored by their best reward,
+    these scores are z-scored, and a rollout gets the mean over the sets that it is in. With rewards of 0 and 1 this is the paper's closed form; here
+    any rewards are counted, as in PKPO (arXiv 2505.15201). Once every k contain a best rollout, nothing is left to learn: zeros.
+
+    Choice: deviation over all sets (ddof=0), +1e-6, as in the authors' code. k is at most G - 1: one set has nothing to be compared with.
+    """
+    rewards, count = sorted(group.rewards), len(group.rewards)
+    k = min(group.attempts, count - 1)
+    if k < 1 or _alike(rewards[k - 1], rewards[-1]):  # the least and the largest best reward of k
+        return [0.0] * count
+    chance = [
+        math.comb(place, k - 1) / math.comb(count, k) for place in range(count)
+    ]  # that this one is the best of its set
+    mean = sum(share * reward for share, reward in zip(chance, rewards, strict=True))
+    std = sum(share * (reward - mean) ** 2 for share, reward in zip(chance, rewards, strict=True)) ** 0.5
+    return [(_best_beside(rewards, own, k) - mean) / (std + EPSILON) for own in group.rewards]
+
+
+def _best_beside(rewards: list[float], own: float, k: int) -> float:
+    """Mean of the best reward over the sets of k that contain a rollout with the reward `own`. `rewards`: those of the group, ascending."""
+    if k == 1:
+        return own
+    others = rewards.copy()
+    others.remove(own)
+    sets = math.comb(len(others), k - 1)
+    return sum(math.comb(place, k - 2) / sets * max(own, other) for place, other in enumerate(others))
+
+
 def raw(group: GroupRewards) -> list[float]:
     """REINFORCE (Williams 1992): the reward itself, without a baseline.
 
@@ -250,6 +284,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "opo": Advantage(opo),
     "gdpo": Advantage(gdpo, reads_sum=False, whitened=True),
     "pass@k": Advantage(pass_at_k),
+    "best_of_k": Advantage(best_of_k),
     "group_baseline": Advantage(centred, whitened=True),  # REINFORCE++ with baseline, arXiv 2501.03262
     "raw": Advantage(raw, compares=False),
     "return_to_go": Advantage(raw, compares=False, whitened=True, spread=True),  # REINFORCE++, the same paper

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.advantages import ADVANTAGES, PER_TURN
+from headrace.algo.advantages import ADVANTAGES, ATTEMPTS, PER_TURN
 from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.user import UserLoss
 from headrace.algo.recipes import (
@@ -85,6 +85,8 @@ class AlgoConfig:
     lam: float = Field(default=1.0, ge=0, le=1)
     """credit = turn: λ of the returns. Below 1, a turn's return counts what follows in part by the mean return of the group's next turns,
     which varies less than the rollout's own (GAE, arXiv 1506.02438, with that mean as the value)."""
+    attempts: int | None = Field(default=None, ge=1)
+    """advantage = best_of_k: k, the number of attempts of which the best counts, below rollout.group_size; 4 if not given."""
     overlong: Literal["train", "mask"] = "train"
     """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
 
@@ -216,6 +218,11 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if config.attempts and recipe.advantage != "best_of_k":
+        yield (
+            f"algo.attempts is k of algo.advantage = best_of_k, and algo.advantage = {recipe.advantage} has none; use algo.name = pass@k_training, or "
+            "remove it"
+        )
     spread = recipe.advantage in ADVANTAGES and ADVANTAGES[recipe.advantage].spread
     if config.gamma < 1 and config.credit != "turn" and not spread:
         yield (
@@ -352,6 +359,12 @@ def group_problems(config: AlgoConfig, group_size: int, forks: bool) -> Iterator
             "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
         )
     subset = config.recipe.subset
+    compared, attempts = subset.size(group_size), config.attempts or ATTEMPTS
+    if config.recipe.advantage == "best_of_k" and compared <= attempts:
+        yield (
+            f"algo.attempts = {attempts} takes the best of as many of the {compared} rollouts that are compared (rollout.group_size), and all sets "
+            "would be one; raise rollout.group_size (4 times as many is usual), or lower algo.attempts"
+        )
     if subset.kind == "none":
         return
     if subset.size(group_size) < config.min_rollouts or subset.keep >= group_size:

@@ -290,6 +290,13 @@ RECIPES: dict[str, Recipe] = {
     "pass@k": Recipe(
         "pass@k", PPOClip(), "token_mean", about="only the best rollout is pushed", papers=("2503.19595",)
     ),
+    "pass@k_training": Recipe(
+        "best_of_k",
+        PPOClip(),
+        "token_mean",
+        about="the best of every k rollouts counts, k = `algo.attempts`, 4 if not given",
+        papers=("2508.10751", "2505.15201"),
+    ),
     "pods": Recipe("group_norm", PPOClip(), "token_mean", subset=Subset("max_variance"), papers=("2504.13818",)),
     "gfpo": Recipe("group_norm", PPOClip(), "token_mean", subset=Subset("shortest"), papers=("2508.09726",)),
     "gspo": Recipe("group_norm", GSPO(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)),
@@ -458,6 +465,7 @@ REFERENCES: dict[str, str] = {
     "opo": f"paper; {_VERL}opo_outcome_advantage`",
     "gdpo": "paper",
     "pass@k": f"paper; {_VERL}grpo_passk_outcome_advantage` with `norm_adv_by_std_in_grpo` off",
+    "pass@k_training": "papers, by trying every set; RUCAIBox/Passk_Training, `calc_adv`, for rewards of 0 and 1",
     "pods": "paper, by trying every subset",
     "gfpo": "paper",
     "gspo": "paper, eq. 5",
