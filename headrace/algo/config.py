@@ -255,8 +255,8 @@ def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         if paired or recipe.aggregation == "pair_mean":
             setting = f"advantage = {recipe.advantage}" if paired else "aggregation = pair_mean"
             yield (
-                f"algo.{setting} is about pairs of rollouts, and algo.loss = {recipe.loss} about tokens; use algo.name = dpo, ipo_pairs or "
-                "simpo, or remove it"
+                f"algo.{setting} is about pairs of rollouts, and algo.loss = {recipe.loss} about tokens; use algo.name = dpo or "
+                "another of preferences, or remove it"
             )
         return
     if not paired or recipe.aggregation != "pair_mean":

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass as settings_dataclass
 
 from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
-from headrace.algo.policy.pairs import DPO, IdentityPreference, SimPO
+from headrace.algo.policy.pairs import CPO, DPO, ORPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.weighted import CISPO, TOPR, VESPO, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.rules import OPSM, RULES, KPop, Rule, Veto, with_thresholds
@@ -431,6 +431,20 @@ RECIPES: dict[str, Recipe] = {
     "simpo": Recipe(
         "best_against_worst", SimPO(), "pair_mean", about="preferences, without a reference", papers=("2405.14734",)
     ),
+    "cpo": Recipe(
+        "every_pair",
+        CPO(),
+        "pair_mean",
+        about="preferences, near what is preferred, without a reference",
+        papers=("2401.08417",),
+    ),
+    "orpo": Recipe(
+        "every_pair",
+        ORPO(),
+        "pair_mean",
+        about="preferences as odds, beside supervised learning of what is preferred",
+        papers=("2403.07691",),
+    ),
     "opd": Recipe(
         "zero",
         Reinforce(),
@@ -497,9 +511,11 @@ REFERENCES: dict[str, str] = {
     "kpop": "AReaL's rule of this name",
     "opsm": "paper",
     "ce": "the definition of cross-entropy",
-    "dpo": "paper, eq. 7",
+    "dpo": "paper, eq. 7; its constants: Mitchell 2023, arXiv 2403.00409 and 2404.19733",
     "ipo_pairs": "paper, eq. 17",
     "simpo": "paper, eq. 6",
+    "cpo": "paper, eq. 5, with TRL's mean over tokens",
+    "orpo": "paper, eq. 6 and 7",
     "opd": "paper, with the gradient of the reverse KL on the sampled token",
     "opd_topk": "paper, eq. 1, over the teacher's most probable tokens",
 }

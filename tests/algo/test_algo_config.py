@@ -68,7 +68,9 @@ def test_constants_are_those_of_the_papers():
         "dppo_tv_quadratic": {"delta": 0.2, "penalty": 1e-3},
         "ipo": {"delta": 0.3, "penalty": 0.0},
         "kl_cov": {"penalty": 1.0},
-        "dpo": {"pair_beta": 0.1},
+        "dpo": {"pair_beta": 0.1, "pair_smoothing": 0.0, "pair_flips": 0.0, "pair_nll": 0.0},
+        "cpo": {"pair_beta": 0.1, "pair_nll": 1.0},
+        "orpo": {"pair_beta": 0.1},
         "ipo_pairs": {"pair_beta": 0.1},
         "simpo": {"pair_beta": 2.0, "pair_margin": 1.0},
     }

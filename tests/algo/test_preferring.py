@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from headrace.algo import recipes
 from headrace.algo.config import AlgoConfig
-from headrace.algo.policy.pairs import DPO, IdentityPreference, PairLoss, SimPO
+from headrace.algo.policy.pairs import CPO, DPO, ORPO, IdentityPreference, PairLoss, Side, SimPO
 from headrace.algo.policy.tokens import Tokens
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group
@@ -29,7 +29,7 @@ from headrace.trainer.step.whole_step import numbers_of, pairs_of
 from support.trainer_calls import V, model_dir, near  # noqa: F401
 
 Array = np.ndarray
-NAMES = ("dpo", "ipo_pairs", "simpo")
+NAMES = ("dpo", "ipo_pairs", "simpo", "cpo", "orpo")
 
 
 # -- the formulas, in float64 numpy ------------------------------------------------------------------------------------------
@@ -40,18 +40,38 @@ def by_formula(loss: PairLoss, chosen: Array, rejected: Array, ref_chosen: Array
     if isinstance(loss, SimPO):
         x = loss.pair_beta * (chosen.mean() - rejected.mean()) - loss.pair_margin
         return math.log1p(math.exp(-x))
+    if isinstance(loss, CPO):
+        won = 1 / (1 + math.exp(-loss.pair_beta * (chosen.sum() - rejected.sum())))
+        return -math.log(won) - loss.pair_nll * chosen.mean()
+    if isinstance(loss, ORPO):
+        p, q = math.exp(chosen.mean()), math.exp(rejected.mean())
+        odds = (p / (1 - p)) / (q / (1 - q))
+        return -math.log(p) - loss.pair_beta * math.log(odds / (1 + odds))  # σ(log x) = x / (1 + x)
     h = (chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum())
     if isinstance(loss, DPO):
-        return -math.log(1 / (1 + math.exp(-loss.pair_beta * h)))
+        right, wrong = (-math.log(1 / (1 + math.exp(-sign * loss.pair_beta * h))) for sign in (1, -1))
+        if loss.pair_flips:
+            right = ((1 - loss.pair_flips) * right - loss.pair_flips * wrong) / (1 - 2 * loss.pair_flips)
+        else:
+            right = (1 - loss.pair_smoothing) * right + loss.pair_smoothing * wrong
+        return right - loss.pair_nll * chosen.mean()
     return (h - 1 / (2 * loss.pair_beta)) ** 2
 
 
-LOSSES = [DPO(pair_beta=0.3), IdentityPreference(pair_beta=0.2), SimPO(pair_beta=2.5, pair_margin=0.7)]
+LOSSES = [
+    DPO(pair_beta=0.3),
+    IdentityPreference(pair_beta=0.2),
+    SimPO(pair_beta=2.5, pair_margin=0.7),
+    DPO(pair_beta=0.4, pair_smoothing=0.2),
+    DPO(pair_beta=0.4, pair_flips=0.15, pair_nll=0.7),
+    CPO(pair_beta=0.3, pair_nll=0.6),
+    ORPO(pair_beta=0.5),
+]
 LENGTHS = (3, 1, 4, 2, 5)
 
 
 def test_every_loss_of_pairs_has_a_formula() -> None:
-    assert {loss.name for loss in LOSSES} == {name for name, loss in recipes.LOSSES.items() if loss.pairs}
+    assert {loss.name for loss in LOSSES} == set(NAMES) == {name for name, loss in recipes.LOSSES.items() if loss.pairs}
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
@@ -84,6 +104,16 @@ def tokens_of(logprob: Array, rollouts: Array, reference: Array | None, pairs: S
     chosen, rejected = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
     referred = None if reference is None else torch.tensor(reference)
     return Tokens(given, none, none, torch.tensor(rollouts), none, reference=referred, pairs=(chosen, rejected))
+
+
+def test_wrong_preferences_are_answered_by_a_target_or_by_weights_that_cancel_them() -> None:
+    """With ε = 0.2, conservative DPO stops where σ(β·h) = 0.8, and the mean of the robust loss over flips is the loss without them."""
+    h, one = torch.tensor([math.log(4)], dtype=torch.float64, requires_grad=True), torch.ones(1).double()
+    reach = lambda loss, h: loss.of_pairs(Side(h, 0 * one, one), Side(0 * one, 0 * one, one))  # noqa: E731
+    (slope,) = torch.autograd.grad(reach(DPO(pair_beta=1.0, pair_smoothing=0.2), h).sum(), h)
+    assert slope.item() == pytest.approx(0.0, abs=1e-12)
+    robust, plain = DPO(pair_beta=1.0, pair_flips=0.2), DPO(pair_beta=1.0)
+    assert (0.8 * reach(robust, h) + 0.2 * reach(robust, -h)).item() == pytest.approx(reach(plain, h).item())
 
 
 def test_a_rollout_without_tokens_takes_its_pairs_out_of_the_mean():
@@ -171,6 +201,14 @@ def plain(
             if isinstance(loss, SimPO):
                 x = loss.pair_beta * (chosen.mean() - rejected.mean()) - loss.pair_margin
                 losses.append(-torch.nn.functional.logsigmoid(x))
+                continue
+            if isinstance(loss, CPO):
+                won = torch.nn.functional.logsigmoid(loss.pair_beta * (chosen.sum() - rejected.sum()))
+                losses.append(-won - loss.pair_nll * chosen.mean())
+                continue
+            if isinstance(loss, ORPO):
+                odds = [(one.mean() - torch.log(1 - one.mean().exp())) for one in (chosen, rejected)]
+                losses.append(-chosen.mean() - loss.pair_beta * torch.nn.functional.logsigmoid(odds[0] - odds[1]))
                 continue
             h = chosen.sum() - ref_chosen.sum() - rejected.sum() + ref_rejected.sum()
             if isinstance(loss, DPO):
@@ -300,6 +338,9 @@ def test_other_algorithms_have_no_pairs():
         ({"name": "dpo", "pair_margin": 1.0}, "pair_margin has no meaning"),
         ({"name": "grpo", "pair_beta": 1.0}, "pair_beta has no meaning"),
         ({"name": "dpo", "pair_beta": 0.0}, "greater than 0"),
+        ({"name": "dpo", "pair_smoothing": 0.1, "pair_flips": 0.1}, "remove one of them"),
+        ({"name": "orpo", "pair_nll": 0.5}, "pair_nll has no meaning"),
+        ({"name": "dpo", "pair_flips": 0.5}, "less than 0.5"),
     ],
 )
 def test_what_has_no_meaning_with_pairs_is_refused(given, words):
@@ -309,5 +350,5 @@ def test_what_has_no_meaning_with_pairs_is_refused(given, words):
 
 def test_a_loss_of_pairs_says_whether_it_needs_a_reference():
     assert AlgoConfig("dpo").reference_in_loss and AlgoConfig("ipo_pairs").reference_in_loss
-    assert not AlgoConfig("simpo").reference_in_loss
+    assert not any(AlgoConfig(name).reference_in_loss for name in ("simpo", "cpo", "orpo"))
     assert AlgoConfig("dpo").min_rollouts == 2

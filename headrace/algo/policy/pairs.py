@@ -16,7 +16,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.policy.loss import Loss, Reach
-from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
+from headrace.algo.policy.tokens import MIN_REST, TokenLoss, Tokens, unclipped
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PairBeta = Annotated[float, Field(gt=0)]
 PairMargin = Annotated[float, Field(ge=0)]
+PairNLL = Annotated[float, Field(ge=0)]
+Flips = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class Side(NamedTuple):
@@ -42,6 +44,11 @@ class Side(NamedTuple):
         """[K] log π - log π_ref"""
         assert self.reference is not None, "the trainer scores the reference where AlgoConfig.reference_in_loss"
         return self.logprob - self.reference
+
+    @property
+    def mean(self) -> Float[Tensor, " K"]:
+        """[K] log π, a mean over the tokens."""
+        return self.logprob / self.tokens
 
 
 class Compared(NamedTuple):
@@ -102,17 +109,36 @@ class PairLoss(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPO(PairLoss):
-    """-log σ(β·h): the preferred rollout gains more on the reference than the rejected one (DPO, arXiv 2305.18290, eq. 7)."""
+    """-log σ(β·h): the preferred rollout gains more on the reference than the rejected one (DPO, arXiv 2305.18290, eq. 7).
+
+    For a share of preferences that are wrong, conservative DPO takes the mean of both losses, (1 - ε)·L(h) + ε·L(-h) (Mitchell 2023), and robust DPO the
+    unbiased ((1 - ε)·L(h) - ε·L(-h)) / (1 - 2ε) (arXiv 2403.00409). α·(-mean lc) beside it is RPO (arXiv 2404.19733, eq. 1; α = 1 there).
+    """
 
     name: ClassVar[str] = "dpo"
     needs_reference: ClassVar[bool] = True
     pair_beta: PairBeta = 0.1
     """β: how soon a margin is enough, and so how near the policy stays to the reference."""
+    pair_smoothing: Flips = 0.0
+    """ε of conservative DPO: the share of preferences that may be wrong. The margin then has a target."""
+    pair_flips: Flips = 0.0
+    """ε of robust DPO: the share of preferences that are known to be wrong."""
+    pair_nll: PairNLL = 0.0
+    """α: the weight of the preferred rollout's negative log-likelihood, a mean over its tokens (RPO: 1)."""
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         from torch.nn.functional import softplus
 
-        return softplus(-self.pair_beta * self.margin(chosen, rejected))
+        won = self.pair_beta * self.margin(chosen, rejected)
+        lean = self.pair_smoothing - self.pair_flips / (1 - 2 * self.pair_flips)  # L(-h) is L(h) + β·h
+        return softplus(-won) + lean * won - self.pair_nll * chosen.mean
+
+    def problems(self) -> Iterator[str]:
+        if self.pair_smoothing and self.pair_flips:
+            yield "algo.pair_smoothing and algo.pair_flips are two answers to wrong preferences; remove one of them"
+
+    def words(self) -> Iterator[str]:
+        yield from (f"{name} = {value:.6g}" for name, value in self.constants().items() if value)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -151,4 +177,52 @@ class SimPO(PairLoss):
         return softplus(self.pair_margin - self.pair_beta * self.margin(chosen, rejected))
 
     def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
-        return chosen.logprob / chosen.tokens - rejected.logprob / rejected.tokens
+        return chosen.mean - rejected.mean
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CPO(PairLoss):
+    """-log σ(β·(lc - lr)) - α·mean lc: DPO with a reference that is the same everywhere, held by the likelihood of the preferred rollout instead (CPO,
+    arXiv 2401.08417, eq. 5).
+
+    Choice: that likelihood is a mean over tokens, as in the authors' code (fe1ixxu/ALMA) and TRL; each preferred rollout's own.
+    """
+
+    name: ClassVar[str] = "cpo"
+    holds: ClassVar[bool] = False
+    pair_beta: PairBeta = 0.1
+    """β: how soon a margin is enough."""
+    pair_nll: PairNLL = 1.0
+    """α: the weight of the preferred rollout's negative log-likelihood."""
+
+    def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
+        from torch.nn.functional import softplus
+
+        return softplus(-self.pair_beta * self.margin(chosen, rejected)) - self.pair_nll * chosen.mean
+
+    def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
+        return chosen.logprob - rejected.logprob
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ORPO(PairLoss):
+    """-mean lc - λ·log σ(log odds(c) - log odds(r)), with odds = p/(1 - p) and p = exp of the mean over tokens: supervised learning of the preferred
+    rollout, and a penalty where the other is as likely (ORPO, arXiv 2403.07691, eq. 6 and 7). Without a reference."""
+
+    name: ClassVar[str] = "orpo"
+    holds: ClassVar[bool] = False
+    pair_beta: PairBeta = 0.1
+    """λ: the weight of the odds."""
+
+    def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
+        from torch.nn.functional import softplus
+
+        return self.pair_beta * softplus(-self.margin(chosen, rejected)) - chosen.mean
+
+    def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
+        return _log_odds(chosen.mean) - _log_odds(rejected.mean)
+
+
+def _log_odds(mean: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
+    inside = mean.clamp(max=-MIN_REST)
+    return inside - (-inside.expm1()).log()
