@@ -165,6 +165,7 @@ class ASPO(Clipped):
     """
 
     name: ClassVar[str] = "aspo"
+    weighs: ClassVar[bool] = False  # an inverted ratio corrects for nothing
     dual_clip: DualClip = 3.0
     """The largest weight of a token, good or bad."""
 
