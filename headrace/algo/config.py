@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.algo.advantages import ADVANTAGES, ATTEMPTS, PER_TURN
 from headrace.algo.policy.loss import Loss, settings_of
-from headrace.algo.policy.user import UserLoss
+from headrace.algo.policy.user import UserLoss, UserPairLoss
 from headrace.algo.recipes import (
     LOSSES,
     RECIPES,
@@ -50,8 +50,8 @@ class AlgoConfig:
     """The advantage, computed from the rewards of a group: a name, or `file.py:name` of your function GroupRewards ->
     one number per rollout."""
     loss: str | None = None
-    """The policy loss per token: a name, or `file.py:name` of your function Tokens -> Tensor [M]. A loss other than the
-    recipe's comes with its own constants."""
+    """The policy loss per token: a name, or `file.py:name` of your function Tokens -> Tensor [M]; with an advantage that makes pairs, of your function
+    (chosen, rejected) -> Tensor [K]. A loss other than the recipe's comes with its own constants."""
     aggregation: Aggregation | None = None
     """How the losses of all tokens of the optimizer step become one number."""
     denominator: Denominator = "all"
@@ -119,12 +119,13 @@ class AlgoConfig:
         if nested["kl"].place == "reward" and self.kl.estimator is None:
             nested["kl"] = replace(nested["kl"], estimator="k1")
         replaced = {name: value for name, value in given.items() if value is not None}
-        return replace(row, loss=self._loss(row.loss), **nested, **replaced)
+        return replace(row, loss=self._loss(row.loss, self.advantage or row.advantage), **nested, **replaced)
 
-    def _loss(self, of_recipe: Loss) -> Loss:
+    def _loss(self, of_recipe: Loss, advantage: str) -> Loss:
         """Returns the named loss with the constants that were given."""
         if self.loss is not None and is_user_function(self.loss):
-            return UserLoss(self.loss)
+            paired = advantage in ADVANTAGES and ADVANTAGES[advantage].pairs
+            return UserPairLoss(self.loss) if paired else UserLoss(self.loss)
         loss = of_recipe if self.loss in (None, of_recipe.name) else LOSSES[self.loss]()
         return replace(loss, **{name: value for name, value in self.constants.items() if name in loss.reads()})
 
@@ -262,7 +263,7 @@ def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     if not paired or recipe.aggregation != "pair_mean":
         yield (
             f"algo.loss = {recipe.loss} compares pairs of rollouts: it needs algo.advantage = {named} and algo.aggregation = pair_mean; use "
-            f"algo.name = {recipe.loss}, and remove what replaces them"
+            f"algo.name = {recipe.loss if recipe.loss.name in LOSSES else 'dpo'}, and remove what replaces them"
         )
     idle = {
         "kl.coef": recipe.kl.coef > 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from msgspec.structs import replace
 
 from headrace.algo import recipes
 from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import objective_of
 from headrace.algo.policy.pairs import CPO, DPO, ORPO, IdentityPreference, PairLoss, Side, SimPO
 from headrace.algo.policy.tokens import Tokens
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group
+from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
@@ -28,6 +31,7 @@ from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import numbers_of, pairs_of
 from support.trainer_calls import V, model_dir, near  # noqa: F401
 
+ROOT = Path(__file__).resolve().parents[2]
 Array = np.ndarray
 NAMES = ("dpo", "ipo_pairs", "simpo", "cpo", "orpo")
 
@@ -266,6 +270,63 @@ def test_a_pair_shares_its_prompt(model_dir):  # noqa: F811
     plan = make(model_dir("llama"), algo)._plan(given)
     rows = [row for row in given.rows if any(row.mask)]
     assert sum(len(pack.tokens) for pack in plan.packs) <= sum(len(row.tokens) for row in rows) + 4 + 5 + 6
+
+
+# -- a user's own loss of pairs --------------------------------------------------------------------------------------------------
+
+
+def own_loss(tmp_path: Path, body: str, **more: Any) -> AlgoConfig:
+    (tmp_path / "mine.py").write_text(f"import torch\nfrom torch.nn.functional import softplus\n\n{body}\n")
+    return AlgoConfig("dpo", loss=f"{tmp_path / 'mine.py'}:loss", **more)
+
+
+OWN = "def loss(chosen, rejected):\n    return softplus(-0.1 * (chosen.gain - rejected.gain))"
+
+
+def test_a_users_loss_of_pairs_is_used_like_one_of_the_table(model_dir, tmp_path):  # noqa: F811
+    algo = own_loss(tmp_path, OWN)
+    assert algo.reference_in_loss and isinstance(algo.recipe.loss, PairLoss)
+    split = lambda algo: gradient_after_a_step(make(model_dir("llama"), algo, budget=20))  # noqa: E731
+    loss, expected, packs, numbers = split(AlgoConfig("dpo"))
+    own, found, _, again = split(algo)
+    assert packs > 1 and own == pytest.approx(loss, rel=1e-6) and again == numbers
+    near(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "def loss(chosen, rejected):\n    return chosen.gain.mean()",
+            "for 2 pairs; return a tensor of shape \\(2,\\), one loss a pair",
+        ),
+        ("def loss(chosen, rejected):\n    return 0.5", "returned a float"),
+        (
+            "def loss(chosen, rejected):\n    return chosen.gain.detach()",
+            "compute it from chosen.logprob and rejected.logprob",
+        ),
+        ("def loss(chosen, rejected):\n    return chosen.gain / (chosen.tokens - 1)", "not finite"),
+    ],
+)
+def test_a_users_wrong_result_for_pairs_is_refused_at_the_first_call(tmp_path, body, words):
+    tokens = tokens_of(np.array([-1.0, -2.0, -3.0]), np.arange(3), np.zeros(3), ((0, 1), (0, 2)))
+    with pytest.raises(ConfigError, match=words):
+        objective_of(own_loss(tmp_path, body))(tokens)
+
+
+def test_a_users_loss_of_pairs_is_not_called_without_pairs(tmp_path):
+    objective = objective_of(own_loss(tmp_path, "def loss(chosen, rejected):\n    return chosen.gain / 0"))
+    tokens = tokens_of(np.array([-1.0]), np.arange(1), np.zeros(1), ((0, 1),))
+    assert objective(tokens).loss.tolist() == [0.0]
+
+
+def test_a_users_loss_of_pairs_that_takes_one_argument_is_refused_at_start(tmp_path):
+    with pytest.raises(ConfigError, match="loss cannot be called with two arguments"):
+        objective_of(own_loss(tmp_path, "def loss(tokens): ..."))
+    with pytest.raises(ValueError, match="use algo.name = dpo, and remove what replaces them"):
+        own_loss(tmp_path, OWN, aggregation="token_mean")
+    with pytest.raises(ValueError, match="pair_beta has no meaning"):
+        own_loss(tmp_path, OWN, pair_beta=0.2)
 
 
 # -- which pairs there are ---------------------------------------------------------------------------------------------------

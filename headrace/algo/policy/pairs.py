@@ -9,7 +9,7 @@ trained, and r the reference's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -37,7 +37,7 @@ class Side(NamedTuple):
     reference: Float[Tensor, " K"] | None
     """[K] the same under the reference; None for a loss without one."""
     tokens: Float[Tensor, " K"]
-    """[K] how many they are."""
+    """[K] how many they are; 1 or more."""
 
     @property
     def gain(self) -> Float[Tensor, " K"]:
@@ -49,6 +49,10 @@ class Side(NamedTuple):
     def mean(self) -> Float[Tensor, " K"]:
         """[K] log π, a mean over the tokens."""
         return self.logprob / self.tokens
+
+
+PairFunction = Callable[[Side, Side], "Tensor"]
+"""(chosen, rejected) -> [K] the loss of each pair"""
 
 
 class Compared(NamedTuple):
@@ -98,9 +102,12 @@ class PairLoss(Loss):
         return Compared(chosen, rejected, counts, *sides)
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        return self.spread(tokens, self.of_pairs)
+
+    def spread(self, tokens: Tokens, of_pairs: PairFunction) -> TokenLoss:
         """Spreads half of the loss of each pair over the tokens of either rollout: the sum over the step is the mean over pairs."""
         found = self.compared(tokens)
-        half = self.of_pairs(found.better, found.worse) / (2 * max(len(found.chosen), 1))
+        half = of_pairs(found.better, found.worse) / (2 * max(len(found.chosen), 1))
         of_rollouts = half.new_zeros(len(found.counts))
         for numbers in (found.chosen, found.rejected):
             of_rollouts = of_rollouts.index_put((numbers,), half, accumulate=True)
