@@ -259,11 +259,17 @@ def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
                 f"algo.{setting} is about pairs of rollouts, and algo.loss = {recipe.loss} about tokens; use algo.name = dpo or "
                 "another of preferences, or remove it"
             )
-        return
-    if not paired or recipe.aggregation != "pair_mean":
+    elif not paired or recipe.aggregation != "pair_mean":
         yield (
             f"algo.loss = {recipe.loss} compares pairs of rollouts: it needs algo.advantage = {named} and algo.aggregation = pair_mean; use "
             f"algo.name = {recipe.loss if recipe.loss.name in LOSSES else 'dpo'}, and remove what replaces them"
+        )
+    if not recipe.loss.whole:
+        return
+    if not recipe.loss.pairs and recipe.aggregation != "seq_mean_token_sum":
+        yield (
+            f"algo.loss = {recipe.loss} is a mean over rollouts, whose losses lie on their tokens: it needs algo.aggregation = seq_mean_token_sum; use "
+            f"algo.name = {recipe.loss}, and remove what replaces it"
         )
     idle = {
         "kl.coef": recipe.kl.coef > 0,
@@ -480,7 +486,7 @@ def trusts_a_region(algo: AlgoConfig) -> bool:
     """Whether a bound on the ratio to the sampler, or a correction, keeps the policy near the one that sampled. A
     user's own loss is assumed to."""
     recipe, correction = algo.recipe, algo.recipe.correction
-    if recipe.loss.pairs:  # which of two rollouts is better does not depend on who sampled them
+    if recipe.loss.whole:  # which rollouts are better does not depend on who sampled them
         return True
     bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
     corrects = correction.mode != "none" or bool(correction.rules)

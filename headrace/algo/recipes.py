@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass as settings_dataclass
 
 from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
-from headrace.algo.policy.pairs import CPO, DPO, ORPO, IdentityPreference, SimPO
+from headrace.algo.policy.pairs import CPO, DPO, KTO, ORPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.weighted import CISPO, TOPR, VESPO, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.rules import OPSM, RULES, KPop, Rule, Veto, with_thresholds
@@ -445,6 +445,13 @@ RECIPES: dict[str, Recipe] = {
         about="preferences as odds, beside supervised learning of what is preferred",
         papers=("2403.07691",),
     ),
+    "kto": Recipe(
+        "raw",
+        KTO(),
+        "seq_mean_token_sum",
+        about="right and wrong rollouts, without pairs, near a reference: a reward above 0 is right",
+        papers=("2402.01306",),
+    ),
     "opd": Recipe(
         "zero",
         Reinforce(),
@@ -516,6 +523,7 @@ REFERENCES: dict[str, str] = {
     "simpo": "paper, eq. 6",
     "cpo": "paper, eq. 5, with TRL's mean over tokens",
     "orpo": "paper, eq. 6 and 7",
+    "kto": "paper, eq. 8, with the divergence of the rollouts themselves",
     "opd": "paper, with the gradient of the reverse KL on the sampled token",
     "opd_topk": "paper, eq. 1, over the teacher's most probable tokens",
 }

@@ -71,6 +71,7 @@ def test_constants_are_those_of_the_papers():
         "dpo": {"pair_beta": 0.1, "pair_smoothing": 0.0, "pair_flips": 0.0, "pair_nll": 0.0},
         "cpo": {"pair_beta": 0.1, "pair_nll": 1.0},
         "orpo": {"pair_beta": 0.1},
+        "kto": {"pair_beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
         "ipo_pairs": {"pair_beta": 0.1},
         "simpo": {"pair_beta": 2.0, "pair_margin": 1.0},
     }
@@ -102,7 +103,7 @@ def test_constants_are_those_of_the_papers():
     assert (of["opd"].distill.kind, of["opd"].distill.coef, of["opd_topk"].distill.kind) == ("sampled", 1.0, "reverse")
 
 
-@pytest.mark.parametrize("loss", sorted(name for name, loss in LOSSES.items() if not loss.pairs))
+@pytest.mark.parametrize("loss", sorted(name for name, loss in LOSSES.items() if not loss.whole))
 def test_a_loss_brings_the_constants_of_its_own_recipe(loss):
     own = next(recipe for recipe in RECIPES.values() if recipe.loss.name == loss)
     select = {"kind": "kl_cov"} if loss == "kl_cov" else {}
@@ -125,7 +126,7 @@ def test_a_setting_is_taken_by_the_losses_that_have_the_constant_and_refused_by_
     base = {"select": {"kind": "kl_cov"}} if loss == "kl_cov" else {}
     for name in {name for one in LOSSES.values() for name in one.reads()}:
         value = 3.0 if name in ("dual_clip", "clip_high_most", "cap") else 0.123
-        chosen = {"name": loss} if LOSSES[loss].pairs else {"loss": loss, **base}
+        chosen = {"name": loss} if LOSSES[loss].whole else {"loss": loss, **base}
         if name in LOSSES[loss].reads():
             assert AlgoConfig(**chosen, **{name: value}).recipe.loss.constants()[name] == value
         else:
@@ -188,7 +189,7 @@ def test_length_constant_is_filled_in_once():
 
 def test_what_a_group_needs():
     assert AlgoConfig().compares and AlgoConfig().min_rollouts == 2
-    for name in ("reinforce", "reinforce++", "opd", "ce"):
+    for name in ("reinforce", "reinforce++", "opd", "ce", "kto"):
         assert not AlgoConfig(name).compares and AlgoConfig(name).min_rollouts == 1
     assert not AlgoConfig(distill={"kind": "sampled"}).compares  # the teacher teaches where rewards are equal
     assert AlgoConfig("opd").teacher_top == 0 and AlgoConfig("opd_topk", distill={"k": 8}).teacher_top == 8

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss, settings_of
+from headrace.algo.policy.pairs import KTO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.policy.weighted import CISPO, TOPR, VESPO, CrossEntropy, Importance, Reinforce, TOPRToken
@@ -213,6 +214,21 @@ def ref_vespo(lp, sg, old, adv, seq, c):
     return [-weight(t) * a * x for t, (x, a) in enumerate(zip(lp, adv, strict=True))]
 
 
+def ref_kto(lp, sg, old, adv, seq, c):
+    """The reference has the log-probs `old`."""
+    rollouts = {int(number): np.flatnonzero(seq == number) for number in np.unique(seq)}
+    z = max(0.0, np.mean([sum(sg[places] - old[places]) for places in rollouts.values()]))
+
+    def one_of(t: int) -> float:
+        places = rollouts[int(seq[t])]
+        gain = sum(lp[places] - old[places])
+        if adv[t] > 0:
+            return c["desirable_weight"] * (1 - 1 / (1 + math.exp(-c["pair_beta"] * (gain - z)))) / len(places)
+        return c["undesirable_weight"] * (1 - 1 / (1 + math.exp(-c["pair_beta"] * (z - gain)))) / len(places)
+
+    return [one_of(t) for t in range(len(lp))]
+
+
 def ref_ce(lp, sg, old, adv, seq, c):
     return [-a * x for x, a in zip(lp, adv, strict=True)]
 
@@ -249,6 +265,7 @@ CASES: list[tuple[Loss, Callable[..., list[float]]]] = [  # constants such that 
     (DCPO(clip_low=0.05, clip_high=0.1, cap=1.4), ref_dcpo),
     (KLCov(penalty=0.7), ref_kl_cov),
     (CrossEntropy(), ref_ce),
+    (KTO(pair_beta=0.7, desirable_weight=1.3, undesirable_weight=0.6), ref_kto),
 ]
 BY_NAME = {loss.name: loss for loss, _ in CASES}
 
@@ -269,7 +286,8 @@ def numbers(seed: int, spread: float = 0.4) -> tuple[Array, Array, Array]:
 def tokens_of(lp: Any, old: Array, adv: Array) -> Tokens:
     keep = torch.tensor(np.arange(len(adv)) % 3 > 0)
     lag = torch.zeros(len(adv))
-    return Tokens(lp, torch.tensor(old), torch.tensor(adv), torch.tensor(SEQUENCE), lag, keep=keep)
+    reference = torch.tensor(old)
+    return Tokens(lp, torch.tensor(old), torch.tensor(adv), torch.tensor(SEQUENCE), lag, keep=keep, reference=reference)
 
 
 def test_every_loss_has_a_reference():
@@ -500,3 +518,17 @@ def test_dcpo_leaves_a_rare_token_room_and_a_likely_one_little():
     signs = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0])
     tokens = Tokens(torch.tensor(lp), torch.tensor(old), signs, torch.arange(6), torch.zeros(6))
     assert DCPO()(tokens, tokens.sampled).clipped.tolist() == [False, True] * 3
+
+
+def test_kto_stops_at_a_gain_that_is_enough_and_never_judges_against_less_than_the_reference():
+    """A rollout far above the divergence from the reference teaches nothing more; below the reference, that divergence counts as 0."""
+    slopes = []
+    for gap in (0.0, 20.0, -20.0):
+        lp = torch.full((13,), -30.0).double()
+        lp[SEQUENCE == 0] += gap / 4
+        lp.requires_grad_()
+        out = run(KTO(pair_beta=1.0), lp, np.full(13, -30.0), np.where(SEQUENCE == 0, 1.0, -1.0))
+        slopes.append(torch.autograd.grad(out.loss.sum(), lp)[0])
+    assert slopes[0].tolist() == pytest.approx([-0.25] * 4 + [0.25] * 9)  # at the reference: β·σ(0)·(1 - σ(0))
+    assert (slopes[1][:4].abs() < 1e-6).all() and (slopes[1][4:] > 0).all()  # z = 20 / 4 rollouts
+    assert slopes[2][4:].tolist() == pytest.approx([0.25] * 9)

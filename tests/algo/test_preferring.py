@@ -293,6 +293,16 @@ def test_a_users_loss_of_pairs_is_used_like_one_of_the_table(model_dir, tmp_path
     near(found, expected, 1e-6)
 
 
+def test_the_example_of_the_page_is_the_loss_that_it_names(tmp_path):
+    (example,) = re.findall(
+        r"```python\n([^`]*def loss\(chosen[^`]*)```", (ROOT / "docs" / "algorithms.md").read_text()
+    )
+    tokens = tokens_of(np.array([-1.0, -2.0, -3.0, -0.5]), np.array([0, 0, 1, 1]), np.zeros(4), ((1, 0),))
+    found = objective_of(own_loss(tmp_path, example))(tokens).loss.sum()
+    simpo = SimPO(pair_beta=2.0, pair_margin=1.0)(tokens, tokens.sampled).loss.sum()
+    assert found.item() == pytest.approx(simpo.item() + (3.0 + 0.5) / 2)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -399,6 +409,11 @@ def test_other_algorithms_have_no_pairs():
         ({"name": "dpo", "pair_margin": 1.0}, "pair_margin has no meaning"),
         ({"name": "grpo", "pair_beta": 1.0}, "pair_beta has no meaning"),
         ({"name": "dpo", "pair_beta": 0.0}, "greater than 0"),
+        ({"name": "kto", "correction": {"mode": "truncate"}}, "algo.correction"),
+        ({"name": "kto", "credit": "turn"}, "algo.credit"),
+        ({"name": "kto", "aggregation": "token_mean"}, "use algo.name = kto"),
+        ({"name": "grpo", "loss": "kto"}, "use algo.name = kto"),
+        ({"name": "kto", "advantage": "every_pair"}, "about pairs of rollouts"),
         ({"name": "dpo", "pair_smoothing": 0.1, "pair_flips": 0.1}, "remove one of them"),
         ({"name": "orpo", "pair_nll": 0.5}, "pair_nll has no meaning"),
         ({"name": "dpo", "pair_flips": 0.5}, "less than 0.5"),
@@ -409,7 +424,24 @@ def test_what_has_no_meaning_with_pairs_is_refused(given, words):
         AlgoConfig(**given)
 
 
+def test_kto_learns_from_groups_of_one_and_from_rewards_that_are_all_alike(model_dir):  # noqa: F811
+    """At the reference its loss is a half of every rollout; then what is right gains on it, and what is wrong loses."""
+    algo = AlgoConfig("kto", pair_beta=1.0)
+    algorithm, made, rng = algorithm_of(algo, 8), [], random.Random(0)
+    for ticket, reward in enumerate((1.0, 0.0, 0.0)):
+        prompt = Prompt(f"p{ticket}", "", (1, 2, 3 + ticket))
+        scored = Scored(Episode((Turn(prompt.tokens, completion(rng, 2 + ticket)),)), reward, {"r": reward})
+        rows = algorithm.rows(prompt, [scored])
+        assert not algorithm.barren(rows)
+        made.append(Group(ticket, prompt, (scored,), rows))
+    one = make(model_dir("llama"), algo, budget=4)
+    reports = [one.step(Batch(step, tuple(made))) for step in range(4)]
+    assert reports[0].microbatches > 1 and reports[0].loss == pytest.approx(0.5, rel=1e-5)
+    assert all(not report.skipped for report in reports) and reports[-1].loss < 0.45
+
+
 def test_a_loss_of_pairs_says_whether_it_needs_a_reference():
+    assert AlgoConfig("kto").reference_in_loss
     assert AlgoConfig("dpo").reference_in_loss and AlgoConfig("ipo_pairs").reference_in_loss
     assert not any(AlgoConfig(name).reference_in_loss for name in ("simpo", "cpo", "orpo"))
     assert AlgoConfig("dpo").min_rollouts == 2

@@ -1,4 +1,5 @@
-"""Losses of preferences: functions of two rollouts of one prompt, of which the first is preferred. Imports no torch at the top.
+"""Losses of preferences: functions of two rollouts of one prompt, of which the first is preferred, or of single rollouts that are right or wrong
+(`KTO`). Imports no torch at the top.
 
 A pair's loss depends on the log-likelihoods of both of its rollouts, and they may lie in different microbatches. So it is a loss of the whole
 step (`trainer/step/whole_step.py`). All agents of a rollout make one sequence here.
@@ -16,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.policy.loss import Loss, Reach
-from headrace.algo.policy.tokens import MIN_REST, TokenLoss, Tokens, unclipped
+from headrace.algo.policy.tokens import MIN_REST, TokenLoss, Tokens, sequence_sum, unclipped
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 PairBeta = Annotated[float, Field(gt=0)]
 PairMargin = Annotated[float, Field(ge=0)]
 PairNLL = Annotated[float, Field(ge=0)]
+RolloutWeight = Annotated[float, Field(gt=0)]
 Flips = Annotated[float, Field(ge=0, lt=0.5)]
 
 
@@ -71,6 +73,7 @@ class PairLoss(Loss):
     """A loss of preferred and rejected rollouts. It needs no importance weight: which rollout is better does not depend on who sampled it."""
 
     pairs: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
     reach: ClassVar[Reach] = "step"
     anchored: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
@@ -209,6 +212,39 @@ class CPO(PairLoss):
 
     def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         return chosen.logprob - rejected.logprob
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class KTO(Loss):
+    """λ_D·(1 - σ(β·(g - z))) for a desirable rollout, of positive advantage, and λ_U·(1 - σ(β·(z - g))) for any other, with g = l - l_ref and z the mean of
+    g over the rollouts of the step, at least 0, without its gradient: the divergence from the reference (KTO, arXiv 2402.01306, eq. 8).
+
+    Choice: z is over the rollouts themselves, since the policy sampled them: that mean is an estimate of KL(policy ‖ reference). The authors and TRL have
+    given completions, and take those of other prompts instead. A rollout's loss lies in equal parts on its tokens.
+    """
+
+    name: ClassVar[str] = "kto"
+    reach: ClassVar[Reach] = "step"
+    anchored: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+    whole: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
+    pair_beta: PairBeta = 0.1
+    """β: how soon a gain on the reference is enough."""
+    desirable_weight: RolloutWeight = 1.0
+    """λ_D: the weight of desirable rollouts. With n_D and n_U of each kind, λ_D·n_D / (λ_U·n_U) of 1 to 4/3 is recommended."""
+    undesirable_weight: RolloutWeight = 1.0
+    """λ_U: the weight of the others."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        assert tokens.reference is not None, "the trainer scores the reference where AlgoConfig.reference_in_loss"
+        count = sequence_sum(tokens.logprob.detach() * 0 + 1, tokens.sequence)
+        gain = sequence_sum(tokens.logprob - tokens.reference, tokens.sequence)
+        share = 1 / count  # of a rollout, on each of its tokens
+        divergence = ((share * gain.detach()).sum() / share.sum()).clamp(min=0)
+        desired = self.desirable_weight * (self.pair_beta * (divergence - gain)).sigmoid()
+        other = self.undesirable_weight * (self.pair_beta * (gain - divergence)).sigmoid()
+        return unclipped(share * desired.where(tokens.advantage > 0, other))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
