@@ -40,12 +40,12 @@ class GroupRewards(NamedTuple):
     attempts: int = ATTEMPTS
     """k of `best_of_k`."""
 
-    def chosen(self, kind: str, keep: int) -> list[int]:
+    def chosen(self, kind: str, keep: int, by: str = "") -> list[int]:
         """Returns the places of the rollouts that are trained, in their order; of equals the first ones.
 
         max_variance (PODS, arXiv 2504.13818): the `keep` rollouts whose rewards have the largest variance. They are some of the lowest and some of
         the highest, so that `keep` + 1 sets are compared; of equal ones that with the most of the highest. shortest, efficient (GFPO, arXiv
-        2508.09726): those with the fewest sampled tokens, or with the most reward for a token.
+        2508.09726): those with the fewest sampled tokens, or with the most reward for a token. cleanest: see `_cleanest`.
         """
         places = range(len(self.rewards))
         if keep >= len(places):
@@ -63,9 +63,31 @@ class GroupRewards(NamedTuple):
             return sorted(
                 next(one for one, spread in zip(sets, spreads, strict=True) if spread >= most * (1 - ROUNDING))
             )
+        if kind == "cleanest":
+            return self._cleanest(keep, by)
         if kind == "shortest":
             return sorted(sorted(places, key=lambda place: (lengths[place], place))[:keep])
         return sorted(sorted(places, key=lambda place: (-rewards[place] / max(1, lengths[place]), place))[:keep])
+
+    def _cleanest(self, keep: int, by: str) -> list[int]:
+        """Resampling on correct (GRPO-RoC of rStar2-Agent, arXiv 2508.20722; microsoft/rStar, `resample_of_correct`): as many right rollouts (of a reward
+        above 0) and wrong ones as their shares of the group give, at least one of either that there is. Of the right ones the cleanest: those with
+        the most of the reward `by`, or with the fewest sampled tokens. Of the wrong ones any, so that what can go wrong stays diverse.
+
+        Choice: no draw, so that a step can be replayed. The first of the wrong ones, which stand in no order; the cleanest right ones, as in the authors'
+        code (the paper draws them, clean ones more often). Raises ConfigError if no reward is called `by`.
+        """
+        if by and by not in self.named:
+            raise ConfigError(
+                f"algo.subset.by = {by} is the name of no reward; there are {', '.join(self.named)}. Use one of them, or remove algo.subset.by"
+            )
+        right = [place for place, reward in enumerate(self.rewards) if reward > 0]
+        wrong = [place for place, reward in enumerate(self.rewards) if not reward > 0]
+        count = round(len(right) * keep / len(self.rewards))
+        if right and wrong:
+            count = min(max(count, 1, keep - len(wrong)), keep - 1, len(right))
+        dirt = [math.inf if math.isnan(value) else -value for value in self.named[by]] if by else self.lengths
+        return sorted([*sorted(right, key=lambda place: (dirt[place], place))[:count], *wrong[: keep - count]])
 
     def of(self, places: Sequence[int]) -> GroupRewards:
         """Returns the input for these rollouts alone."""

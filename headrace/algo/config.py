@@ -343,9 +343,11 @@ def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 def _subsets(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     subset = recipe.subset
+    if subset.by and subset.kind != "cleanest":
+        yield "algo.subset.by needs algo.subset.kind = cleanest; set it, or remove algo.subset.by"
     if subset.kind == "none":
         if subset.keep:
-            yield "algo.subset.keep needs algo.subset.kind = max_variance, shortest or efficient; set it, or remove algo.subset.keep"
+            yield "algo.subset.keep needs algo.subset.kind = max_variance, shortest, efficient or cleanest; set it, or remove algo.subset.keep"
         return
     if config.credit != "rollout":
         yield f'algo.subset.kind = {subset.kind} chooses whole rollouts; set algo.credit = "rollout", or algo.subset.kind = "none"'

@@ -32,7 +32,7 @@ Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
 SelectKind = Literal["none", "second_moment", "clip_cov", "kl_cov", "entropy"]
-SubsetKind = Literal["none", "max_variance", "shortest", "efficient"]
+SubsetKind = Literal["none", "max_variance", "shortest", "efficient", "cleanest"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +121,7 @@ class Subset:
 
     kind: SubsetKind = "none"
     keep: int = 0
+    by: str = ""
 
     def size(self, rollouts: int) -> int:
         """The number of rollouts that are trained of a group of so many."""
@@ -133,9 +134,13 @@ class SubsetConfig:
 
     kind: SubsetKind | None = None
     """none: all. max_variance: those whose rewards differ most (PODS, arXiv 2504.13818). shortest: those with the fewest sampled tokens;
-    efficient: those with the most reward for a token (GFPO, arXiv 2508.09726)."""
+    efficient: those with the most reward for a token (GFPO, arXiv 2508.09726). cleanest: wrong and right ones (of a reward above 0) in the shares that they have
+    in the group, and of the right ones the cleanest (GRPO-RoC, arXiv 2508.20722)."""
     keep: int | None = Field(default=None, ge=1)
     """Number of rollouts of a group that are trained; half of them, rounded up, if not given."""
+    by: str | None = None
+    """cleanest: the name of the reward by which right rollouts are clean, of any weight, 0 too; that with the most is the cleanest. If not given, that with the
+    fewest sampled tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,6 +304,14 @@ RECIPES: dict[str, Recipe] = {
     ),
     "pods": Recipe("group_norm", PPOClip(), "token_mean", subset=Subset("max_variance"), papers=("2504.13818",)),
     "gfpo": Recipe("group_norm", PPOClip(), "token_mean", subset=Subset("shortest"), papers=("2508.09726",)),
+    "grpo_roc": Recipe(
+        "group_norm",
+        PPOClip(clip_high=0.28),
+        "token_mean",
+        subset=Subset("cleanest"),
+        about="the cleanest right rollouts and any wrong ones",
+        papers=("2508.20722",),
+    ),
     "gspo": Recipe("group_norm", GSPO(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)),
     "gspo_token": Recipe(
         "group_norm", GSPOToken(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)
@@ -489,6 +502,7 @@ REFERENCES: dict[str, str] = {
     "pass@k_training": "papers, by trying every set; RUCAIBox/Passk_Training, `calc_adv`, for rewards of 0 and 1",
     "pods": "paper, by trying every subset",
     "gfpo": "paper",
+    "grpo_roc": "microsoft/rStar, `resample_of_correct`, with one as the least number of either kind",
     "gspo": "paper, eq. 5",
     "gspo_token": f"paper, eq. 13; {_VERL}policy_loss_gspo`",
     "cispo": f"paper; {_VERL}policy_loss_cispo`",

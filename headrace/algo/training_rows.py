@@ -330,7 +330,7 @@ class Algorithm:
         subset, count = self._recipe.subset, len(group.rewards)
         if subset.size(count) == count:
             return self._advantage.function(group), range(count)
-        places = group.chosen(subset.kind, subset.size(count))
+        places = group.chosen(subset.kind, subset.size(count), subset.by)
         advantages = [0.0] * count
         for place, advantage in zip(places, self._advantage.function(group.of(places)), strict=True):
             advantages[place] = advantage

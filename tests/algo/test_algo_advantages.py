@@ -582,6 +582,44 @@ def test_the_shortest_and_the_most_efficient_are_chosen_the_first_of_equals():
     assert of_four.chosen("efficient", 4) == [0, 1, 2, 3]
 
 
+def roc_by_the_authors(rewards: list[float], penalty: list[float], keep: int) -> tuple[int, list[int]]:
+    """How many wrong rollouts their `resample_of_correct` takes, at least one of either kind; and which right ones."""
+    right = sorted((weight, place) for place, weight in enumerate(penalty) if rewards[place] > 0)
+    wrong = [place for place, reward in enumerate(rewards) if reward <= 0]
+    zero, other = (round(len(kind) * keep / len(rewards)) for kind in (wrong, right))
+    if zero <= min(1, len(wrong)):
+        zero = min(1, len(wrong))
+        other = keep - zero
+    if other <= min(1, len(right)):
+        other = min(1, len(right))
+        zero = keep - other
+    return zero, sorted(place for _, place in right[:other])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0, -0.5, 0.3]), st.integers(0, 3)), min_size=3, max_size=10), st.data()
+)
+def test_the_cleanest_right_rollouts_and_wrong_ones_in_their_share(rollouts, data):
+    rewards, penalty = (list(column) for column in zip(*rollouts, strict=True))
+    keep = data.draw(st.integers(2, len(rewards) - 1))
+    group = GroupRewards(tuple(rewards), tuple(penalty), {"tidy": tuple(-float(value) for value in penalty)})
+    places = group.chosen("cleanest", keep, "tidy")
+    assert places == group.chosen("cleanest", keep), "by the fewest tokens, which are as many"
+    assert len(set(places)) == keep and places == sorted(places)
+    zero, right = roc_by_the_authors(rewards, penalty, keep)
+    if zero + len(right) == keep:  # theirs rounds both counts, and fails where these do not add up
+        assert [place for place in places if rewards[place] > 0] == right
+
+
+def test_a_reward_of_weight_zero_says_what_is_clean_and_one_that_is_not_there_is_refused():
+    four = [scored(1.0, 2, tidy=0.0), scored(1.0, 9, tidy=1.0), scored(0.0, 3, tidy=1.0), scored(0.0, 8, tidy=1.0)]
+    trained = lambda **subset: [any(row.mask) for row in rows_by(AlgoConfig("grpo_roc", subset=subset), *four)]  # noqa: E731
+    assert trained() == [True, False, True, False] and trained(by="tidy") == [False, True, True, False]
+    with pytest.raises(ConfigError, match="algo.subset.by = tdy is the name of no reward; there are tidy"):
+        trained(by="tdy")
+    assert GroupRewards((1.0, 1.0, 0.0), (1, 1, 1), {"a": (math.nan, 0.0, 0.0)}).chosen("cleanest", 2, "a") == [1, 2]
+
+
 @pytest.mark.parametrize("name", ["gfpo", "pods"])
 def test_chosen_rollouts_are_compared_among_themselves_and_the_others_are_in_no_loss(name):
     four = [scored(1.0, 9), scored(1.0, 2), scored(0.0, 3), scored(0.0, 8)]

@@ -45,6 +45,7 @@ def test_constants_are_those_of_the_papers():
     plain = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
     assert {name: own for name, own in constants.items() if own not in ({}, plain)} == {
         "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
+        "grpo_roc": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
         "gspo": {"clip_low": 0.05, "clip_high": 0.05},
         "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},
         "cispo": {"clip_low": 1.0, "clip_high": 4.0},
@@ -261,6 +262,7 @@ def test_bad_settings_are_refused(wrong):
         ({"select": {"tau": 0.1}}, "needs algo.select.kind = second_moment"),
         ({"name": "second_moment", "select": {"fraction": 0.1}}, "clip_cov, kl_cov or entropy"),
         ({"subset": {"keep": 3}}, "algo.subset.keep needs algo.subset.kind"),
+        ({"name": "gfpo", "subset": {"by": "tidy"}}, "algo.subset.by needs algo.subset.kind = cleanest"),
         ({"name": "gfpo", "credit": "turn"}, 'set algo.credit = "rollout"'),
         ({"name": "dpo", "subset": {"kind": "shortest"}}, "chooses its own pairs"),
         ({"name": "pods", "subset": {"keep": 1}}, "raise it to 2 or more"),
@@ -298,6 +300,7 @@ def test_bad_pairs_are_refused_with_the_remedy(given, words):
         {"gamma": 0.9, "name": "reinforce++"},
         {"lam": 0.9, "credit": "turn"},
         {"attempts": 2, "name": "pass@k_training"},
+        {"name": "gfpo", "subset": {"by": "tidy", "kind": "cleanest"}},
         {"entropy": {"change": 0.1, "target": 0.3}},
         {"select": {"kind": "entropy", "fraction": 0.1}},
         {"name": "bapo", "clip_low": 0.05, "clip_low_least": 0.05},

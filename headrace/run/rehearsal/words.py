@@ -60,6 +60,7 @@ _SUBSETS = {
     "none": "all rollouts of a group",
     "max_variance": "{keep} of a group's rollouts: those whose rewards differ most (algo.subset)",
     "shortest": "{keep} of a group's rollouts: those with the fewest tokens (algo.subset)",
+    "cleanest": "{keep} of a group's rollouts: right and wrong ones in their shares, of the right ones the cleanest (algo.subset)",
     "efficient": "{keep} of a group's rollouts: those with the most reward for a token (algo.subset)",
 }
 _ANCHORS = {
