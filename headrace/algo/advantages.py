@@ -211,9 +211,8 @@ def best_of_k(group: GroupRewards) -> list[float]:
     k = min(group.attempts, count - 1)
     if k < 1 or _alike(rewards[k - 1], rewards[-1]):  # the least and the largest best reward of k
         return [0.0] * count
-    chance = [
-        math.comb(place, k - 1) / math.comb(count, k) for place in range(count)
-    ]  # that this one is the best of its set
+    # The chance that a rollout is the best of a set: the others of the set lie before it.
+    chance = [math.comb(place, k - 1) / math.comb(count, k) for place in range(count)]
     mean = sum(share * reward for share, reward in zip(chance, rewards, strict=True))
     std = sum(share * (reward - mean) ** 2 for share, reward in zip(chance, rewards, strict=True)) ** 0.5
     return [(_best_beside(rewards, own, k) - mean) / (std + EPSILON) for own in group.rewards]
