@@ -20,6 +20,8 @@ from headrace.core.types import Scored
 from headrace.settings.user_code import one_line
 
 EPSILON = 1e-6
+ATTEMPTS = 4
+"""k of `best_of_k`, if `algo.attempts` is not given."""
 ROUNDING = 1e-9
 """Rewards that differ by less than this share are equal: sums of floats in another order differ as much."""
 
@@ -35,13 +37,15 @@ class GroupRewards(NamedTuple):
     """Each reward by the name of its function, [G], unweighted. NaN where the function does not apply."""
     weights: Mapping[str, float] = {}
     """Weights of the named rewards; 1 if missing."""
+    attempts: int = ATTEMPTS
+    """k of `best_of_k`."""
 
-    def chosen(self, kind: str, keep: int) -> list[int]:
+    def chosen(self, kind: str, keep: int, by: str = "") -> list[int]:
         """Returns the places of the rollouts that are trained, in their order; of equals the first ones.
 
         max_variance (PODS, arXiv 2504.13818): the `keep` rollouts whose rewards have the largest variance. They are some of the lowest and some of
         the highest, so that `keep` + 1 sets are compared; of equal ones that with the most of the highest. shortest, efficient (GFPO, arXiv
-        2508.09726): those with the fewest sampled tokens, or with the most reward for a token.
+        2508.09726): those with the fewest sampled tokens, or with the most reward for a token. cleanest: see `_cleanest`.
         """
         places = range(len(self.rewards))
         if keep >= len(places):
@@ -59,9 +63,31 @@ class GroupRewards(NamedTuple):
             return sorted(
                 next(one for one, spread in zip(sets, spreads, strict=True) if spread >= most * (1 - ROUNDING))
             )
+        if kind == "cleanest":
+            return self._cleanest(keep, by)
         if kind == "shortest":
             return sorted(sorted(places, key=lambda place: (lengths[place], place))[:keep])
         return sorted(sorted(places, key=lambda place: (-rewards[place] / max(1, lengths[place]), place))[:keep])
+
+    def _cleanest(self, keep: int, by: str) -> list[int]:
+        """Resampling on correct (GRPO-RoC of rStar2-Agent, arXiv 2508.20722; microsoft/rStar, `resample_of_correct`): as many right rollouts (of a reward
+        above 0) and wrong ones as their shares of the group give, at least one of either that there is. Of the right ones the cleanest: those with
+        the most of the reward `by`, or with the fewest sampled tokens. Of the wrong ones any, so that what can go wrong stays diverse.
+
+        Choice: no draw, so that a step can be replayed. The first of the wrong ones, which stand in no order; the cleanest right ones, as in the authors'
+        code (the paper draws them, clean ones more often). Raises ConfigError if no reward is called `by`.
+        """
+        if by and by not in self.named:
+            raise ConfigError(
+                f"algo.subset.by = {by} is the name of no reward; there are {', '.join(self.named)}. Use one of them, or remove algo.subset.by"
+            )
+        right = [place for place, reward in enumerate(self.rewards) if reward > 0]
+        wrong = [place for place, reward in enumerate(self.rewards) if not reward > 0]
+        count = round(len(right) * keep / len(self.rewards))
+        if right and wrong:
+            count = min(max(count, 1, keep - len(wrong)), keep - 1, len(right))
+        dirt = [math.inf if math.isnan(value) else -value for value in self.named[by]] if by else self.lengths
+        return sorted([*sorted(right, key=lambda place: (dirt[place], place))[:count], *wrong[: keep - count]])
 
     def of(self, places: Sequence[int]) -> GroupRewards:
         """Returns the input for these rollouts alone."""
@@ -70,6 +96,7 @@ class GroupRewards(NamedTuple):
             tuple(self.lengths[place] for place in places) if self.lengths else (),
             {name: tuple(values[place] for place in places) for name, values in self.named.items()},
             self.weights,
+            self.attempts,
         )
 
 
@@ -173,6 +200,34 @@ def pass_at_k(group: GroupRewards) -> list[float]:
     return [gain if i == first else 0.0 for i in range(len(rewards))]
 
 
+def best_of_k(group: GroupRewards) -> list[float]:
+    """Pass@k training (arXiv 2508.10751; RUCAIBox/Passk_Training, `calc_adv`): all sets of k rollouts of the group are scored by their best reward,
+    these scores are z-scored, and a rollout gets the mean over the sets that it is in. With rewards of 0 and 1 this is the paper's closed form; here
+    any rewards are counted, as in PKPO (arXiv 2505.15201). Once every k contain a best rollout, nothing is left to learn: zeros.
+
+    Choice: deviation over all sets (ddof=0), +1e-6, as in the authors' code. k is at most G - 1: one set has nothing to be compared with.
+    """
+    rewards, count = sorted(group.rewards), len(group.rewards)
+    k = min(group.attempts, count - 1)
+    if k < 1 or _alike(rewards[k - 1], rewards[-1]):  # the least and the largest best reward of k
+        return [0.0] * count
+    # The chance that a rollout is the best of a set: the others of the set lie before it.
+    chance = [math.comb(place, k - 1) / math.comb(count, k) for place in range(count)]
+    mean = sum(share * reward for share, reward in zip(chance, rewards, strict=True))
+    std = sum(share * (reward - mean) ** 2 for share, reward in zip(chance, rewards, strict=True)) ** 0.5
+    return [(_best_beside(rewards, own, k) - mean) / (std + EPSILON) for own in group.rewards]
+
+
+def _best_beside(rewards: list[float], own: float, k: int) -> float:
+    """Mean of the best reward over the sets of k that contain a rollout with the reward `own`. `rewards`: those of the group, ascending."""
+    if k == 1:
+        return own
+    others = rewards.copy()
+    others.remove(own)
+    sets = math.comb(len(others), k - 1)
+    return sum(math.comb(place, k - 2) / sets * max(own, other) for place, other in enumerate(others))
+
+
 def raw(group: GroupRewards) -> list[float]:
     """REINFORCE (Williams 1992): the reward itself, without a baseline.
 
@@ -250,6 +305,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "opo": Advantage(opo),
     "gdpo": Advantage(gdpo, reads_sum=False, whitened=True),
     "pass@k": Advantage(pass_at_k),
+    "best_of_k": Advantage(best_of_k),
     "group_baseline": Advantage(centred, whitened=True),  # REINFORCE++ with baseline, arXiv 2501.03262
     "raw": Advantage(raw, compares=False),
     "return_to_go": Advantage(raw, compares=False, whitened=True, spread=True),  # REINFORCE++, the same paper

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.advantages import ADVANTAGES, PER_TURN
+from headrace.algo.advantages import ADVANTAGES, ATTEMPTS, PER_TURN
 from headrace.algo.policy.loss import Loss, settings_of
-from headrace.algo.policy.user import UserLoss
+from headrace.algo.policy.user import UserLoss, UserPairLoss
 from headrace.algo.recipes import (
     LOSSES,
     RECIPES,
@@ -50,8 +50,8 @@ class AlgoConfig:
     """The advantage, computed from the rewards of a group: a name, or `file.py:name` of your function GroupRewards ->
     one number per rollout."""
     loss: str | None = None
-    """The policy loss per token: a name, or `file.py:name` of your function Tokens -> Tensor [M]. A loss other than the
-    recipe's comes with its own constants."""
+    """The policy loss per token: a name, or `file.py:name` of your function Tokens -> Tensor [M]; with an advantage that makes pairs, of your function
+    (chosen, rejected) -> Tensor [K]. A loss other than the recipe's comes with its own constants."""
     aggregation: Aggregation | None = None
     """How the losses of all tokens of the optimizer step become one number."""
     denominator: Denominator = "all"
@@ -85,6 +85,8 @@ class AlgoConfig:
     lam: float = Field(default=1.0, ge=0, le=1)
     """credit = turn: λ of the returns. Below 1, a turn's return counts what follows in part by the mean return of the group's next turns,
     which varies less than the rollout's own (GAE, arXiv 1506.02438, with that mean as the value)."""
+    attempts: int | None = Field(default=None, ge=1)
+    """advantage = best_of_k: k, the number of attempts of which the best counts, below rollout.group_size; 4 if not given."""
     overlong: Literal["train", "mask"] = "train"
     """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
 
@@ -117,12 +119,13 @@ class AlgoConfig:
         if nested["kl"].place == "reward" and self.kl.estimator is None:
             nested["kl"] = replace(nested["kl"], estimator="k1")
         replaced = {name: value for name, value in given.items() if value is not None}
-        return replace(row, loss=self._loss(row.loss), **nested, **replaced)
+        return replace(row, loss=self._loss(row.loss, self.advantage or row.advantage), **nested, **replaced)
 
-    def _loss(self, of_recipe: Loss) -> Loss:
+    def _loss(self, of_recipe: Loss, advantage: str) -> Loss:
         """Returns the named loss with the constants that were given."""
         if self.loss is not None and is_user_function(self.loss):
-            return UserLoss(self.loss)
+            paired = advantage in ADVANTAGES and ADVANTAGES[advantage].pairs
+            return UserPairLoss(self.loss) if paired else UserLoss(self.loss)
         loss = of_recipe if self.loss in (None, of_recipe.name) else LOSSES[self.loss]()
         return replace(loss, **{name: value for name, value in self.constants.items() if name in loss.reads()})
 
@@ -216,6 +219,11 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if config.attempts and recipe.advantage != "best_of_k":
+        yield (
+            f"algo.attempts is k of algo.advantage = best_of_k, and algo.advantage = {recipe.advantage} has none; use algo.name = pass@k_training, or "
+            "remove it"
+        )
     spread = recipe.advantage in ADVANTAGES and ADVANTAGES[recipe.advantage].spread
     if config.gamma < 1 and config.credit != "turn" and not spread:
         yield (
@@ -248,14 +256,20 @@ def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         if paired or recipe.aggregation == "pair_mean":
             setting = f"advantage = {recipe.advantage}" if paired else "aggregation = pair_mean"
             yield (
-                f"algo.{setting} is about pairs of rollouts, and algo.loss = {recipe.loss} about tokens; use algo.name = dpo, ipo_pairs or "
-                "simpo, or remove it"
+                f"algo.{setting} is about pairs of rollouts, and algo.loss = {recipe.loss} about tokens; use algo.name = dpo or "
+                "another of preferences, or remove it"
             )
-        return
-    if not paired or recipe.aggregation != "pair_mean":
+    elif not paired or recipe.aggregation != "pair_mean":
         yield (
             f"algo.loss = {recipe.loss} compares pairs of rollouts: it needs algo.advantage = {named} and algo.aggregation = pair_mean; use "
-            f"algo.name = {recipe.loss}, and remove what replaces them"
+            f"algo.name = {recipe.loss if recipe.loss.name in LOSSES else 'dpo'}, and remove what replaces them"
+        )
+    if not recipe.loss.whole:
+        return
+    if not recipe.loss.pairs and recipe.aggregation != "seq_mean_token_sum":
+        yield (
+            f"algo.loss = {recipe.loss} is a mean over rollouts, whose losses lie on their tokens: it needs algo.aggregation = seq_mean_token_sum; use "
+            f"algo.name = {recipe.loss}, and remove what replaces it"
         )
     idle = {
         "kl.coef": recipe.kl.coef > 0,
@@ -329,9 +343,11 @@ def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 def _subsets(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     subset = recipe.subset
+    if subset.by and subset.kind != "cleanest":
+        yield "algo.subset.by needs algo.subset.kind = cleanest; set it, or remove algo.subset.by"
     if subset.kind == "none":
         if subset.keep:
-            yield "algo.subset.keep needs algo.subset.kind = max_variance, shortest or efficient; set it, or remove algo.subset.keep"
+            yield "algo.subset.keep needs algo.subset.kind = max_variance, shortest, efficient or cleanest; set it, or remove algo.subset.keep"
         return
     if config.credit != "rollout":
         yield f'algo.subset.kind = {subset.kind} chooses whole rollouts; set algo.credit = "rollout", or algo.subset.kind = "none"'
@@ -352,6 +368,12 @@ def group_problems(config: AlgoConfig, group_size: int, forks: bool) -> Iterator
             "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
         )
     subset = config.recipe.subset
+    compared, attempts = subset.size(group_size), config.attempts or ATTEMPTS
+    if config.recipe.advantage == "best_of_k" and compared <= attempts:
+        yield (
+            f"algo.attempts = {attempts} takes the best of as many of the {compared} rollouts that are compared (rollout.group_size), and all sets "
+            "would be one; raise rollout.group_size (4 times as many is usual), or lower algo.attempts"
+        )
     if subset.kind == "none":
         return
     if subset.size(group_size) < config.min_rollouts or subset.keep >= group_size:
@@ -466,7 +488,7 @@ def trusts_a_region(algo: AlgoConfig) -> bool:
     """Whether a bound on the ratio to the sampler, or a correction, keeps the policy near the one that sampled. A
     user's own loss is assumed to."""
     recipe, correction = algo.recipe, algo.recipe.correction
-    if recipe.loss.pairs:  # which of two rollouts is better does not depend on who sampled them
+    if recipe.loss.whole:  # which rollouts are better does not depend on who sampled them
         return True
     bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
     corrects = correction.mode != "none" or bool(correction.rules)

@@ -13,9 +13,9 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as settings_dataclass
 
-from headrace.algo.policy.clipped import CEGPPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
-from headrace.algo.policy.pairs import DPO, IdentityPreference, SimPO
+from headrace.algo.policy.pairs import CPO, DPO, KTO, ORPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.weighted import CISPO, TOPR, VESPO, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.rules import OPSM, RULES, KPop, Rule, Veto, with_thresholds
@@ -32,7 +32,7 @@ Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
 SelectKind = Literal["none", "second_moment", "clip_cov", "kl_cov", "entropy"]
-SubsetKind = Literal["none", "max_variance", "shortest", "efficient"]
+SubsetKind = Literal["none", "max_variance", "shortest", "efficient", "cleanest"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +121,7 @@ class Subset:
 
     kind: SubsetKind = "none"
     keep: int = 0
+    by: str = ""
 
     def size(self, rollouts: int) -> int:
         """The number of rollouts that are trained of a group of so many."""
@@ -133,9 +134,13 @@ class SubsetConfig:
 
     kind: SubsetKind | None = None
     """none: all. max_variance: those whose rewards differ most (PODS, arXiv 2504.13818). shortest: those with the fewest sampled tokens;
-    efficient: those with the most reward for a token (GFPO, arXiv 2508.09726)."""
+    efficient: those with the most reward for a token (GFPO, arXiv 2508.09726). cleanest: wrong and right ones (of a reward above 0) in the shares that they have
+    in the group, and of the right ones the cleanest (GRPO-RoC, arXiv 2508.20722)."""
     keep: int | None = Field(default=None, ge=1)
     """Number of rollouts of a group that are trained; half of them, rounded up, if not given."""
+    by: str | None = None
+    """cleanest: the name of the reward by which right rollouts are clean, of any weight, 0 too; that with the most is the cleanest. If not given, that with the
+    fewest sampled tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +295,23 @@ RECIPES: dict[str, Recipe] = {
     "pass@k": Recipe(
         "pass@k", PPOClip(), "token_mean", about="only the best rollout is pushed", papers=("2503.19595",)
     ),
+    "pass@k_training": Recipe(
+        "best_of_k",
+        PPOClip(),
+        "token_mean",
+        about="the best of every k rollouts counts, k = `algo.attempts`, 4 if not given",
+        papers=("2508.10751", "2505.15201"),
+    ),
     "pods": Recipe("group_norm", PPOClip(), "token_mean", subset=Subset("max_variance"), papers=("2504.13818",)),
     "gfpo": Recipe("group_norm", PPOClip(), "token_mean", subset=Subset("shortest"), papers=("2508.09726",)),
+    "grpo_roc": Recipe(
+        "group_norm",
+        PPOClip(clip_high=0.28),
+        "token_mean",
+        subset=Subset("cleanest"),
+        about="the cleanest right rollouts and any wrong ones",
+        papers=("2508.20722",),
+    ),
     "gspo": Recipe("group_norm", GSPO(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)),
     "gspo_token": Recipe(
         "group_norm", GSPOToken(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)
@@ -334,6 +354,19 @@ RECIPES: dict[str, Recipe] = {
         "token_mean",
         about="one bound for the step, from the second moment of harmful tokens",
         papers=("2510.01161",),
+    ),
+    "bapo": Recipe(
+        "group_norm",
+        BAPO(),
+        "token_mean",
+        about="bounds of the step move until good tokens have their share",
+        papers=("2510.18927",),
+    ),
+    "aspo": Recipe(
+        "group_norm", ASPO(), "token_mean", about="the ratio of good tokens is inverted", papers=("2510.06062",)
+    ),
+    "dcpo": Recipe(
+        "group_norm", DCPO(), "seq_mean_token_mean", about="wider bounds for rarer tokens", papers=("2509.02333",)
     ),
     "second_moment": Recipe(
         "group_norm",
@@ -411,6 +444,27 @@ RECIPES: dict[str, Recipe] = {
     "simpo": Recipe(
         "best_against_worst", SimPO(), "pair_mean", about="preferences, without a reference", papers=("2405.14734",)
     ),
+    "cpo": Recipe(
+        "every_pair",
+        CPO(),
+        "pair_mean",
+        about="preferences, near what is preferred, without a reference",
+        papers=("2401.08417",),
+    ),
+    "orpo": Recipe(
+        "every_pair",
+        ORPO(),
+        "pair_mean",
+        about="preferences as odds, beside supervised learning of what is preferred",
+        papers=("2403.07691",),
+    ),
+    "kto": Recipe(
+        "raw",
+        KTO(),
+        "seq_mean_token_sum",
+        about="right and wrong rollouts, without pairs, near a reference: a reward above 0 is right",
+        papers=("2402.01306",),
+    ),
     "opd": Recipe(
         "zero",
         Reinforce(),
@@ -445,8 +499,10 @@ REFERENCES: dict[str, str] = {
     "opo": f"paper; {_VERL}opo_outcome_advantage`",
     "gdpo": "paper",
     "pass@k": f"paper; {_VERL}grpo_passk_outcome_advantage` with `norm_adv_by_std_in_grpo` off",
+    "pass@k_training": "papers, by trying every set; RUCAIBox/Passk_Training, `calc_adv`, for rewards of 0 and 1",
     "pods": "paper, by trying every subset",
     "gfpo": "paper",
+    "grpo_roc": "microsoft/rStar, `resample_of_correct`, with one as the least number of either kind",
     "gspo": "paper, eq. 5",
     "gspo_token": f"paper, eq. 13; {_VERL}policy_loss_gspo`",
     "cispo": f"paper; {_VERL}policy_loss_cispo`",
@@ -462,6 +518,9 @@ REFERENCES: dict[str, str] = {
     "ce_gppo": "Kwai-Klear/CE-GPPO, `compute_gppo_loss_general_beta`, without its dual clip",
     "vespo": "paper, by TRL's `get_gamma_weights`",
     "m2po": "Infini-AI-Lab/M2PO, `core_algos.compute_m2po_policy_loss`",
+    "bapo": "WooooDyy/BAPO, `compute_policy_loss_bapo`, without its dual clip",
+    "aspo": "wizard-III/Archer2.0, `core_algos.compute_policy_loss_archer`, with one pair of bounds",
+    "dcpo": "lime-RL/DCPO, `core_algos.compute_policy_loss_dcpo` with `clip_type = dynamic`",
     "second_moment": "AReaL, `get_m2po_loss_mask`",
     "clip_cov": "paper, without its draw",
     "kl_cov": f"paper; {_VERL}policy_loss_kl_cov`",
@@ -473,9 +532,12 @@ REFERENCES: dict[str, str] = {
     "kpop": "AReaL's rule of this name",
     "opsm": "paper",
     "ce": "the definition of cross-entropy",
-    "dpo": "paper, eq. 7",
+    "dpo": "paper, eq. 7; its constants: Mitchell 2023, arXiv 2403.00409 and 2404.19733",
     "ipo_pairs": "paper, eq. 17",
     "simpo": "paper, eq. 6",
+    "cpo": "paper, eq. 5, with TRL's mean over tokens",
+    "orpo": "paper, eq. 6 and 7",
+    "kto": "paper, eq. 8, with the divergence of the rollouts themselves",
     "opd": "paper, with the gradient of the reverse KL on the sampled token",
     "opd_topk": "paper, eq. 1, over the teacher's most probable tokens",
 }

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from headrace.algo.advantages import (
+    ATTEMPTS,
     Advantage,
     GroupRewards,
     Pair,
@@ -288,6 +289,7 @@ class Algorithm:
     def __init__(self, algo: AlgoConfig, advantage: Advantage, longest: int, weights: Mapping[str, float]) -> None:
         self._algo, self._recipe = algo, algo.recipe
         self._advantage, self._longest, self._weights = advantage, longest, weights
+        self._attempts = algo.attempts or ATTEMPTS
         self._weighs = self._recipe.loss.weighs_rollouts
         self._spreads = advantage.spread
         self._kl_in_reward = (
@@ -328,7 +330,7 @@ class Algorithm:
         subset, count = self._recipe.subset, len(group.rewards)
         if subset.size(count) == count:
             return self._advantage.function(group), range(count)
-        places = group.chosen(subset.kind, subset.size(count))
+        places = group.chosen(subset.kind, subset.size(count), subset.by)
         advantages = [0.0] * count
         for place, advantage in zip(places, self._advantage.function(group.of(places)), strict=True):
             advantages[place] = advantage
@@ -406,7 +408,7 @@ class Algorithm:
         if self._algo.length_penalty:
             rewards = penalised(rewards, lengths, self._algo.length_penalty, self._longest, mean=mean)
         named = _by_name([branch.rewards for branch in rollout.branches])
-        return self._advantage.function(GroupRewards(rewards, lengths, named, self._weights))
+        return self._advantage.function(GroupRewards(rewards, lengths, named, self._weights, self._attempts))
 
     def barren(self, rows: Sequence[Row]) -> str:
         """Returns the reason why nothing can be learned from these rows of a group, which is then dropped; empty if
@@ -440,7 +442,8 @@ class Algorithm:
                 fmean(_branch_lengths(rollout)) if rollout.branches else rollout.episode.sampled for rollout in scored
             ]
             rewards = penalised(rewards, paths, self._algo.length_penalty, self._longest)
-        return GroupRewards(rewards, lengths, _by_name([rollout.rewards for rollout in scored]), self._weights)
+        named = _by_name([rollout.rewards for rollout in scored])
+        return GroupRewards(rewards, lengths, named, self._weights, self._attempts)
 
     def _kl(self, rollout: Scored) -> float:
         """coef · Σ_t of the rollout's divergence from the reference."""

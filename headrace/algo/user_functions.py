@@ -10,13 +10,14 @@ from headrace.core.errors import ConfigError
 from headrace.settings import user_code
 
 
-def load_function(spec: str, setting: str) -> Callable[[Any], Any]:
+def load_function(spec: str, setting: str, arguments: int = 1) -> Callable[..., Any]:
     """Runs the file and returns the function. Raises ConfigError, naming `algo.<setting>`, if it has no such function
-    of one argument."""
+    of so many arguments."""
     what = f"algo.{setting} = {spec}"
     function = user_code.load_function(spec, what)
     try:
-        inspect.signature(function).bind(None)
+        inspect.signature(function).bind(*[None] * arguments)
     except TypeError as error:
-        raise ConfigError(f"{what}: {spec.rpartition(':')[2]} cannot be called with one argument: {error}") from None
+        many = {1: "one argument", 2: "two arguments"}[arguments]
+        raise ConfigError(f"{what}: {spec.rpartition(':')[2]} cannot be called with {many}: {error}") from None
     return function

@@ -311,7 +311,7 @@ def check(config: RunConfig) -> list[str]:
 
 def _fork_problems(config: RunConfig) -> Iterator[str]:
     algo = config.algo
-    whole = algo.recipe.loss.weighs_rollouts or algo.recipe.loss.pairs
+    whole = algo.recipe.loss.weighs_rollouts or algo.recipe.loss.whole
     one_weight = whole or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
     return fork_problems(
         config.rollout.forks,
@@ -405,7 +405,7 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
             'reward.functions or reward.services, or algo.credit = "rollout"'
         )
-    if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
+    if config.algo.recipe.loss.whole and config.staleness.overdue == "trim":
         yield (
             f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
             'or "drop"'

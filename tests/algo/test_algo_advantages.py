@@ -17,6 +17,7 @@ from headrace.algo.advantages import (
     GroupRewards,
     agent_advantages,
     agent_returns,
+    best_of_k,
     centred,
     gae,
     gdpo,
@@ -63,6 +64,16 @@ def maxrl_by_hand(r: np.ndarray) -> np.ndarray:
     return advantages * min(1.0, (len(r) - 1) / np.abs(advantages).max())
 
 
+def best_of_k_by_hand(r: np.ndarray, k: int) -> np.ndarray:
+    """By trying every set."""
+    sets = list(itertools.combinations(range(len(r)), min(k, len(r) - 1)))
+    best = np.array([r[list(one)].max() for one in sets])
+    scores = (best - best.mean()) / (best.std() + 1e-6) if np.ptp(best) > 0 else 0 * best
+    return np.array(
+        [np.mean([score for score, one in zip(scores, sets, strict=True) if i in one]) for i in range(len(r))]
+    )
+
+
 @given(rewards)
 def test_advantages_against_numpy(values):
     r, n = np.array(values), np.arange(1, len(values) + 1)
@@ -80,6 +91,7 @@ def test_advantages_against_numpy(values):
             "opo": r - (n * r).sum() / n.sum(),
             "gdpo": z,
             "pass@k": np.where(np.arange(len(r)) == r.argmax(), best - second, 0.0),
+            "best_of_k": best_of_k_by_hand(r, 4),
             "every_pair": np.sign(r[:, None] - r[None, :]).sum(1),
             "best_against_worst": 1.0 * (np.arange(len(r)) == r.argmax()) - (np.arange(len(r)) == r.argmin()),
         }
@@ -111,6 +123,34 @@ def test_known_values():
     assert maxrl(group(1, 0, 0, 0)) == [3, -1, -1, -1] and maxrl(group(-1, 0)) == [0, 0]
     assert opo(group(1, 0, lengths=(3, 1))) == [0.25, -0.75]
     assert pass_at_k(group(0.5, 2, 1.5)) == [0, 0.5, 0] and pass_at_k(group(1, 1, 0)) == [0, 0, 0]
+
+
+def passk_training_by_the_authors(n: int, right: int, k: int) -> tuple[float, float]:
+    """The advantage of a right and of a wrong answer in their closed form."""
+    rho = 1 - math.comb(n - right, k) / math.comb(n, k)
+    sigma = math.sqrt(rho * (1 - rho)) + 1e-6
+    return (1 - rho) / sigma, (1 - rho - math.comb(n - right - 1, k - 1) / math.comb(n - 1, k - 1)) / sigma
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize("right", range(1, 8))
+def test_the_best_of_k_is_the_closed_form_of_pass_at_k_training(right, k):
+    found = best_of_k(GroupRewards((1.0,) * right + (0.0,) * (8 - right), attempts=k))
+    good, bad = passk_training_by_the_authors(8, right, k)
+    assert found == pytest.approx([good] * right + [bad] * (8 - right), abs=1e-6)
+    assert any(found) == (8 - right >= k), "once every k contain a right one, there is nothing to learn"
+
+
+def test_k_is_a_setting_and_lower_in_a_group_of_which_few_came_through():
+    rewards = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    for k, there in ((2, 6), (3, 6), (5, 4)):
+        rows = rows_by(AlgoConfig("pass@k_training", attempts=k), *map(scored, rewards[:there]))
+        good, bad = passk_training_by_the_authors(there, 1, min(k, there - 1))
+        assert [row.advantages[0] for row in rows] == pytest.approx([good] + [bad] * (there - 1))
+    chosen = AlgoConfig("pass@k_training", attempts=2, subset={"kind": "shortest", "keep": 3})
+    rows = rows_by(chosen, *(scored(reward, length) for length, reward in enumerate(rewards, 1)))
+    good, bad = passk_training_by_the_authors(3, 1, 2)
+    assert [row.advantages[0] for row in rows][:3] == pytest.approx([good, bad, bad])
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=12))
@@ -540,6 +580,44 @@ def test_the_shortest_and_the_most_efficient_are_chosen_the_first_of_equals():
     assert of_four.chosen("shortest", 2) == [1, 3] and of_four.chosen("shortest", 3) == [1, 2, 3]
     assert of_four.chosen("efficient", 2) == [1, 3], "0.1, 0.25, 0 and 0.25 for a token"
     assert of_four.chosen("efficient", 4) == [0, 1, 2, 3]
+
+
+def roc_by_the_authors(rewards: list[float], penalty: list[float], keep: int) -> tuple[int, list[int]]:
+    """How many wrong rollouts their `resample_of_correct` takes, at least one of either kind; and which right ones."""
+    right = sorted((weight, place) for place, weight in enumerate(penalty) if rewards[place] > 0)
+    wrong = [place for place, reward in enumerate(rewards) if reward <= 0]
+    zero, other = (round(len(kind) * keep / len(rewards)) for kind in (wrong, right))
+    if zero <= min(1, len(wrong)):
+        zero = min(1, len(wrong))
+        other = keep - zero
+    if other <= min(1, len(right)):
+        other = min(1, len(right))
+        zero = keep - other
+    return zero, sorted(place for _, place in right[:other])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0, -0.5, 0.3]), st.integers(0, 3)), min_size=3, max_size=10), st.data()
+)
+def test_the_cleanest_right_rollouts_and_wrong_ones_in_their_share(rollouts, data):
+    rewards, penalty = (list(column) for column in zip(*rollouts, strict=True))
+    keep = data.draw(st.integers(2, len(rewards) - 1))
+    group = GroupRewards(tuple(rewards), tuple(penalty), {"tidy": tuple(-float(value) for value in penalty)})
+    places = group.chosen("cleanest", keep, "tidy")
+    assert places == group.chosen("cleanest", keep), "by the fewest tokens, which are as many"
+    assert len(set(places)) == keep and places == sorted(places)
+    zero, right = roc_by_the_authors(rewards, penalty, keep)
+    if zero + len(right) == keep:  # theirs rounds both counts, and fails where these do not add up
+        assert [place for place in places if rewards[place] > 0] == right
+
+
+def test_a_reward_of_weight_zero_says_what_is_clean_and_one_that_is_not_there_is_refused():
+    four = [scored(1.0, 2, tidy=0.0), scored(1.0, 9, tidy=1.0), scored(0.0, 3, tidy=1.0), scored(0.0, 8, tidy=1.0)]
+    trained = lambda **subset: [any(row.mask) for row in rows_by(AlgoConfig("grpo_roc", subset=subset), *four)]  # noqa: E731
+    assert trained() == [True, False, True, False] and trained(by="tidy") == [False, True, True, False]
+    with pytest.raises(ConfigError, match="algo.subset.by = tdy is the name of no reward; there are tidy"):
+        trained(by="tdy")
+    assert GroupRewards((1.0, 1.0, 0.0), (1, 1, 1), {"a": (math.nan, 0.0, 0.0)}).chosen("cleanest", 2, "a") == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["gfpo", "pods"])

@@ -45,11 +45,15 @@ def test_constants_are_those_of_the_papers():
     plain = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
     assert {name: own for name, own in constants.items() if own not in ({}, plain)} == {
         "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
+        "grpo_roc": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
         "gspo": {"clip_low": 0.05, "clip_high": 0.05},
         "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},
         "cispo": {"clip_low": 1.0, "clip_high": 4.0},
         "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
         "m2po": {"clip_low": 0.3, "clip_high": 0.5, "tau": 0.04},
+        "bapo": {"clip_low": 0.4, "clip_high": 0.2, "clip_low_least": 0.1, "clip_high_most": 2.0, "good_share": 0.4},
+        "aspo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+        "dcpo": {"clip_low": 0.16, "clip_high": 0.2, "cap": 10.0},
         "sapo": {"tau": 1.0, "tau_negative": 1.05},
         "ce_gppo": {"clip_low": 0.2, "clip_high": 0.2, "beyond_low": 0.75, "beyond_high": 1.0},
         "vespo": {
@@ -65,7 +69,10 @@ def test_constants_are_those_of_the_papers():
         "dppo_tv_quadratic": {"delta": 0.2, "penalty": 1e-3},
         "ipo": {"delta": 0.3, "penalty": 0.0},
         "kl_cov": {"penalty": 1.0},
-        "dpo": {"pair_beta": 0.1},
+        "dpo": {"pair_beta": 0.1, "pair_smoothing": 0.0, "pair_flips": 0.0, "pair_nll": 0.0},
+        "cpo": {"pair_beta": 0.1, "pair_nll": 1.0},
+        "orpo": {"pair_beta": 0.1},
+        "kto": {"pair_beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
         "ipo_pairs": {"pair_beta": 0.1},
         "simpo": {"pair_beta": 2.0, "pair_margin": 1.0},
     }
@@ -97,7 +104,7 @@ def test_constants_are_those_of_the_papers():
     assert (of["opd"].distill.kind, of["opd"].distill.coef, of["opd_topk"].distill.kind) == ("sampled", 1.0, "reverse")
 
 
-@pytest.mark.parametrize("loss", sorted(name for name, loss in LOSSES.items() if not loss.pairs))
+@pytest.mark.parametrize("loss", sorted(name for name, loss in LOSSES.items() if not loss.whole))
 def test_a_loss_brings_the_constants_of_its_own_recipe(loss):
     own = next(recipe for recipe in RECIPES.values() if recipe.loss.name == loss)
     select = {"kind": "kl_cov"} if loss == "kl_cov" else {}
@@ -119,8 +126,8 @@ def test_a_setting_is_taken_by_the_losses_that_have_the_constant_and_refused_by_
     """Every constant of every loss, tried with this one: none is ignored."""
     base = {"select": {"kind": "kl_cov"}} if loss == "kl_cov" else {}
     for name in {name for one in LOSSES.values() for name in one.reads()}:
-        value = 3.0 if name == "dual_clip" else 0.123
-        chosen = {"name": loss} if LOSSES[loss].pairs else {"loss": loss, **base}
+        value = 3.0 if name in ("dual_clip", "clip_high_most", "cap") else 0.123
+        chosen = {"name": loss} if LOSSES[loss].whole else {"loss": loss, **base}
         if name in LOSSES[loss].reads():
             assert AlgoConfig(**chosen, **{name: value}).recipe.loss.constants()[name] == value
         else:
@@ -183,7 +190,7 @@ def test_length_constant_is_filled_in_once():
 
 def test_what_a_group_needs():
     assert AlgoConfig().compares and AlgoConfig().min_rollouts == 2
-    for name in ("reinforce", "reinforce++", "opd", "ce"):
+    for name in ("reinforce", "reinforce++", "opd", "ce", "kto"):
         assert not AlgoConfig(name).compares and AlgoConfig(name).min_rollouts == 1
     assert not AlgoConfig(distill={"kind": "sampled"}).compares  # the teacher teaches where rewards are equal
     assert AlgoConfig("opd").teacher_top == 0 and AlgoConfig("opd_topk", distill={"k": 8}).teacher_top == 8
@@ -235,6 +242,10 @@ def test_bad_settings_are_refused(wrong):
         ),
         ({"old": "trainer", "clip_high": 0.1}, "no effect with algo.old = trainer"),
         ({"dual_clip": 0.5}, "use more than 1"),
+        ({"name": "aspo", "dual_clip": 0.0}, "use more than 1 (3 is usual)"),
+        ({"name": "dcpo", "cap": 0.9}, "use more than 1 (10 is usual)"),
+        ({"name": "bapo", "clip_low": 0.05}, "set the first no smaller than the second"),
+        ({"name": "bapo", "clip_high": 3.0}, "the third no larger than the fourth"),
         ({"name": "kimi", "old": "trainer"}, "use algo.old = sampler"),
         ({"denominator": "kept"}, "no rule takes anything out"),
         ({"correction": {"mode": "truncate"}}, "twice"),
@@ -251,11 +262,13 @@ def test_bad_settings_are_refused(wrong):
         ({"select": {"tau": 0.1}}, "needs algo.select.kind = second_moment"),
         ({"name": "second_moment", "select": {"fraction": 0.1}}, "clip_cov, kl_cov or entropy"),
         ({"subset": {"keep": 3}}, "algo.subset.keep needs algo.subset.kind"),
+        ({"name": "gfpo", "subset": {"by": "tidy"}}, "algo.subset.by needs algo.subset.kind = cleanest"),
         ({"name": "gfpo", "credit": "turn"}, 'set algo.credit = "rollout"'),
         ({"name": "dpo", "subset": {"kind": "shortest"}}, "chooses its own pairs"),
         ({"name": "pods", "subset": {"keep": 1}}, "raise it to 2 or more"),
         ({"entropy": {"coef": 0.1, "change": 0.1}}, "needs algo.entropy.target"),
         ({"name": "dpo", "entropy": {"coef": 0.1}}, "algo.entropy weighs single tokens"),
+        ({"attempts": 2}, "use algo.name = pass@k_training, or remove it"),
         ({"gamma": 0.9}, 'set algo.credit = "turn", or algo.name = "reinforce++"'),
         ({"name": "reinforce++", "lam": 0.9}, 'set algo.credit = "turn", or remove algo.lam'),
         ({"loss": "kl_cov"}, "belong together"),
@@ -286,8 +299,12 @@ def test_bad_pairs_are_refused_with_the_remedy(given, words):
         {"gamma": 0.9, "credit": "turn"},
         {"gamma": 0.9, "name": "reinforce++"},
         {"lam": 0.9, "credit": "turn"},
+        {"attempts": 2, "name": "pass@k_training"},
+        {"name": "gfpo", "subset": {"by": "tidy", "kind": "cleanest"}},
         {"entropy": {"change": 0.1, "target": 0.3}},
         {"select": {"kind": "entropy", "fraction": 0.1}},
+        {"name": "bapo", "clip_low": 0.05, "clip_low_least": 0.05},
+        {"name": "bapo", "clip_high": 3.0, "clip_high_most": 3.0},
     ],
 )
 def test_remedies_can_be_followed(followed):

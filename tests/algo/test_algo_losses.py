@@ -16,8 +16,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from headrace.algo.policy.clipped import CEGPPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss, settings_of
+from headrace.algo.policy.pairs import KTO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.policy.weighted import CISPO, TOPR, VESPO, CrossEntropy, Importance, Reinforce, TOPRToken
@@ -162,6 +163,47 @@ def ref_ce_gppo(lp, sg, old, adv, seq, c):
     return [one_of(*token) for token in zip(lp, sg, old, adv, strict=True)]
 
 
+def ref_aspo(lp, sg, old, adv, seq, c):
+    """Whose values are those of the authors' gradient: theirs is -A·(r/sg(r))·sg(1/r) for a good token."""
+
+    def one_of(x: float, s: float, o: float, a: float) -> float:
+        now = math.exp(s - o)
+        if a > 0:
+            return 0.0 if now > 1 + c["clip_high"] else -a * min(1 / now, c["dual_clip"]) * x
+        return 0.0 if now < 1 - c["clip_low"] else -a * min(now, c["dual_clip"]) * x
+
+    return [one_of(*token) for token in zip(lp, sg, old, adv, strict=True)]
+
+
+def ref_bapo(lp, sg, old, adv, seq, c):
+    """The first of all pairs of bounds, in the order in which the authors' code tries them, that gives good tokens their share; or the last."""
+
+    def share(low: float, high: float) -> float:
+        good = sum(a * min(math.exp(s - o), high) for s, o, a in zip(sg, old, adv, strict=True) if a > 0)
+        bad = sum(-a * max(math.exp(s - o), low) for s, o, a in zip(sg, old, adv, strict=True) if a < 0)
+        return good / (good + bad)
+
+    begin, end = 1 - c["clip_low"], 1 - c["clip_low_least"]
+    lows = [*np.arange(begin, end, 0.02), end]
+    begin, top = 1 + c["clip_high"], 1 + c["clip_high_most"]
+    highs = [*np.arange(begin, top, 0.05), top]
+    tried = [*((low, highs[0]) for low in lows), *((lows[-1], high) for high in highs)]
+    low, high = next((pair for pair in tried if share(*pair) >= c["good_share"]), tried[-1])
+    return [ppo(x, o, a, 1 - low, high - 1) for x, o, a in zip(lp, old, adv, strict=True)]
+
+
+def ref_dcpo(lp, sg, old, adv, seq, c):
+    """The bounds are the roots of |(p/q - 1)·p| = ε in p/q, by which the paper defines them."""
+
+    def one_of(x: float, o: float, a: float) -> float:
+        q = math.exp(o)
+        low = max(np.roots([1, -1, c["clip_low"] / q]).real)
+        high = min(max(np.roots([1, -1, -c["clip_high"] / q]).real), c["cap"])
+        return ppo(x, o, a, 1 - low, high - 1, c["cap"])
+
+    return [one_of(*token) for token in zip(lp, old, adv, strict=True)]
+
+
 def ref_vespo(lp, sg, old, adv, seq, c):
     def weight(t: int) -> float:
         w = math.exp(sum(sg[u] - old[u] for u in members(seq, t)))
@@ -170,6 +212,21 @@ def ref_vespo(lp, sg, old, adv, seq, c):
         return w**power * math.exp(rate * (1 - w))
 
     return [-weight(t) * a * x for t, (x, a) in enumerate(zip(lp, adv, strict=True))]
+
+
+def ref_kto(lp, sg, old, adv, seq, c):
+    """The reference has the log-probs `old`."""
+    rollouts = {int(number): np.flatnonzero(seq == number) for number in np.unique(seq)}
+    z = max(0.0, np.mean([sum(sg[places] - old[places]) for places in rollouts.values()]))
+
+    def one_of(t: int) -> float:
+        places = rollouts[int(seq[t])]
+        gain = sum(lp[places] - old[places])
+        if adv[t] > 0:
+            return c["desirable_weight"] * (1 - 1 / (1 + math.exp(-c["pair_beta"] * (gain - z)))) / len(places)
+        return c["undesirable_weight"] * (1 - 1 / (1 + math.exp(-c["pair_beta"] * (z - gain)))) / len(places)
+
+    return [one_of(t) for t in range(len(lp))]
 
 
 def ref_ce(lp, sg, old, adv, seq, c):
@@ -203,8 +260,12 @@ CASES: list[tuple[Loss, Callable[..., list[float]]]] = [  # constants such that 
     (GMPO(clip_low=0.2, clip_high=0.3), ref_gmpo),
     (CEGPPO(clip_low=0.2, clip_high=0.28, beyond_low=0.5, beyond_high=0.8), ref_ce_gppo),
     (VESPO(), ref_vespo),
+    (BAPO(clip_low=0.3, clip_low_least=0.11, clip_high_most=0.55, good_share=0.48), ref_bapo),
+    (ASPO(clip_low=0.2, clip_high=0.28, dual_clip=1.3), ref_aspo),
+    (DCPO(clip_low=0.05, clip_high=0.1, cap=1.4), ref_dcpo),
     (KLCov(penalty=0.7), ref_kl_cov),
     (CrossEntropy(), ref_ce),
+    (KTO(pair_beta=0.7, desirable_weight=1.3, undesirable_weight=0.6), ref_kto),
 ]
 BY_NAME = {loss.name: loss for loss, _ in CASES}
 
@@ -225,7 +286,8 @@ def numbers(seed: int, spread: float = 0.4) -> tuple[Array, Array, Array]:
 def tokens_of(lp: Any, old: Array, adv: Array) -> Tokens:
     keep = torch.tensor(np.arange(len(adv)) % 3 > 0)
     lag = torch.zeros(len(adv))
-    return Tokens(lp, torch.tensor(old), torch.tensor(adv), torch.tensor(SEQUENCE), lag, keep=keep)
+    reference = torch.tensor(old)
+    return Tokens(lp, torch.tensor(old), torch.tensor(adv), torch.tensor(SEQUENCE), lag, keep=keep, reference=reference)
 
 
 def test_every_loss_has_a_reference():
@@ -416,3 +478,57 @@ def test_m2po_is_never_tighter_than_its_least_bounds():
         True,
         True,
     ]  # log 1.5 = 0.405, log 0.7 = -0.357
+
+
+def bapo_ratios(gaps: list[float], advantage: list[float]) -> tuple[float, float]:
+    """The effective ratio of the first token, which is good, and of the second, which is bad: the bounds, where both lie far beyond them."""
+    old, signs = np.full(len(gaps), -2.0), np.array(advantage)
+    tokens = Tokens(
+        torch.tensor(old + gaps),
+        torch.tensor(old),
+        torch.tensor(signs),
+        torch.arange(len(gaps)),
+        torch.zeros(len(gaps)),
+    )
+    found = BAPO()(tokens, tokens.sampled).loss
+    return -found[0].item() / advantage[0], -found[1].item() / advantage[1]
+
+
+def test_bapo_moves_its_bounds_where_good_tokens_fall_short_and_no_further_than_they_need():
+    far = [3.0, -3.0]
+    assert bapo_ratios(far, [1.0, -1.0]) == pytest.approx((1.2, 0.6))  # good tokens have two thirds
+    assert bapo_ratios(far, [1.0, -3.9]) == pytest.approx((2.35, 0.9))  # 0.4 of 2.34 + 0.9 * 3.9 is 2.34
+    assert bapo_ratios(far, [1.0, -9.0]) == pytest.approx((3.0, 0.9))  # never enough
+
+
+def test_aspo_counts_a_good_token_more_the_less_probable_it_has_become():
+    lp, old = np.full(13, -1.0), np.full(13, -1.0)
+    lp[:3] = -1.5, -3.0, -0.5
+    moving = torch.tensor(lp, requires_grad=True)
+    out = ASPO()(tokens_of(moving, old, np.ones(13)), torch.tensor(old))
+    (slope,) = torch.autograd.grad(out.loss.sum(), moving)
+    assert slope[:4].tolist() == pytest.approx([-math.exp(0.5), -3.0, 0.0, -1.0])
+    assert out.clipped[:4].tolist() == [False, False, True, False]
+
+
+def test_dcpo_leaves_a_rare_token_room_and_a_likely_one_little():
+    """By the table of the authors' README: 0.01 may grow to 0.05 and fall to 0.005, and 0.9 may fall to 0.69."""
+    old = np.log([0.01, 0.01, 0.01, 0.01, 0.9, 0.9])
+    lp = np.log([0.049, 0.051, 0.0051, 0.0049, 0.70, 0.68])
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0])
+    tokens = Tokens(torch.tensor(lp), torch.tensor(old), signs, torch.arange(6), torch.zeros(6))
+    assert DCPO()(tokens, tokens.sampled).clipped.tolist() == [False, True] * 3
+
+
+def test_kto_stops_at_a_gain_that_is_enough_and_never_judges_against_less_than_the_reference():
+    """A rollout far above the divergence from the reference teaches nothing more; below the reference, that divergence counts as 0."""
+    slopes = []
+    for gap in (0.0, 20.0, -20.0):
+        lp = torch.full((13,), -30.0).double()
+        lp[SEQUENCE == 0] += gap / 4
+        lp.requires_grad_()
+        out = run(KTO(pair_beta=1.0), lp, np.full(13, -30.0), np.where(SEQUENCE == 0, 1.0, -1.0))
+        slopes.append(torch.autograd.grad(out.loss.sum(), lp)[0])
+    assert slopes[0].tolist() == pytest.approx([-0.25] * 4 + [0.25] * 9)  # at the reference: β·σ(0)·(1 - σ(0))
+    assert (slopes[1][:4].abs() < 1e-6).all() and (slopes[1][4:] > 0).all()  # z = 20 / 4 rollouts
+    assert slopes[2][4:].tolist() == pytest.approx([0.25] * 9)

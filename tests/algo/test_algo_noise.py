@@ -90,7 +90,7 @@ def test_a_bound_inside_rounding_is_said_once_with_its_cost(name):
 def test_no_default_lies_inside_the_rounding_of_bfloat16(name):
     """`mis` multiplies the ratios of a whole sequence, whose noise grows with its length: `AlgoConfig.caveats` says so."""
     algo = AlgoConfig(name)
-    if algo.teacher_top or algo.recipe.distill.kind != "none" or algo.recipe.loss.pairs:
+    if algo.teacher_top or algo.recipe.distill.kind != "none" or algo.recipe.loss.whole:
         return
     assert NoiseWatch(algo).check(report_of(algo)) == [] == inside_rounding(algo, TOKEN_RMS, LENGTH)
 

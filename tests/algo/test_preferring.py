@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from msgspec.structs import replace
 
 from headrace.algo import recipes
 from headrace.algo.config import AlgoConfig
-from headrace.algo.policy.pairs import DPO, IdentityPreference, PairLoss, SimPO
+from headrace.algo.objective import objective_of
+from headrace.algo.policy.pairs import CPO, DPO, ORPO, IdentityPreference, PairLoss, Side, SimPO
 from headrace.algo.policy.tokens import Tokens
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group
+from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
@@ -28,8 +31,9 @@ from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import numbers_of, pairs_of
 from support.trainer_calls import V, model_dir, near  # noqa: F401
 
+ROOT = Path(__file__).resolve().parents[2]
 Array = np.ndarray
-NAMES = ("dpo", "ipo_pairs", "simpo")
+NAMES = ("dpo", "ipo_pairs", "simpo", "cpo", "orpo")
 
 
 # -- the formulas, in float64 numpy ------------------------------------------------------------------------------------------
@@ -40,18 +44,38 @@ def by_formula(loss: PairLoss, chosen: Array, rejected: Array, ref_chosen: Array
     if isinstance(loss, SimPO):
         x = loss.pair_beta * (chosen.mean() - rejected.mean()) - loss.pair_margin
         return math.log1p(math.exp(-x))
+    if isinstance(loss, CPO):
+        won = 1 / (1 + math.exp(-loss.pair_beta * (chosen.sum() - rejected.sum())))
+        return -math.log(won) - loss.pair_nll * chosen.mean()
+    if isinstance(loss, ORPO):
+        p, q = math.exp(chosen.mean()), math.exp(rejected.mean())
+        odds = (p / (1 - p)) / (q / (1 - q))
+        return -math.log(p) - loss.pair_beta * math.log(odds / (1 + odds))  # σ(log x) = x / (1 + x)
     h = (chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum())
     if isinstance(loss, DPO):
-        return -math.log(1 / (1 + math.exp(-loss.pair_beta * h)))
+        right, wrong = (-math.log(1 / (1 + math.exp(-sign * loss.pair_beta * h))) for sign in (1, -1))
+        if loss.pair_flips:
+            right = ((1 - loss.pair_flips) * right - loss.pair_flips * wrong) / (1 - 2 * loss.pair_flips)
+        else:
+            right = (1 - loss.pair_smoothing) * right + loss.pair_smoothing * wrong
+        return right - loss.pair_nll * chosen.mean()
     return (h - 1 / (2 * loss.pair_beta)) ** 2
 
 
-LOSSES = [DPO(pair_beta=0.3), IdentityPreference(pair_beta=0.2), SimPO(pair_beta=2.5, pair_margin=0.7)]
+LOSSES = [
+    DPO(pair_beta=0.3),
+    IdentityPreference(pair_beta=0.2),
+    SimPO(pair_beta=2.5, pair_margin=0.7),
+    DPO(pair_beta=0.4, pair_smoothing=0.2),
+    DPO(pair_beta=0.4, pair_flips=0.15, pair_nll=0.7),
+    CPO(pair_beta=0.3, pair_nll=0.6),
+    ORPO(pair_beta=0.5),
+]
 LENGTHS = (3, 1, 4, 2, 5)
 
 
 def test_every_loss_of_pairs_has_a_formula() -> None:
-    assert {loss.name for loss in LOSSES} == {name for name, loss in recipes.LOSSES.items() if loss.pairs}
+    assert {loss.name for loss in LOSSES} == set(NAMES) == {name for name, loss in recipes.LOSSES.items() if loss.pairs}
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
@@ -84,6 +108,16 @@ def tokens_of(logprob: Array, rollouts: Array, reference: Array | None, pairs: S
     chosen, rejected = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
     referred = None if reference is None else torch.tensor(reference)
     return Tokens(given, none, none, torch.tensor(rollouts), none, reference=referred, pairs=(chosen, rejected))
+
+
+def test_wrong_preferences_are_answered_by_a_target_or_by_weights_that_cancel_them() -> None:
+    """With ε = 0.2, conservative DPO stops where σ(β·h) = 0.8, and the mean of the robust loss over flips is the loss without them."""
+    h, one = torch.tensor([math.log(4)], dtype=torch.float64, requires_grad=True), torch.ones(1).double()
+    reach = lambda loss, h: loss.of_pairs(Side(h, 0 * one, one), Side(0 * one, 0 * one, one))  # noqa: E731
+    (slope,) = torch.autograd.grad(reach(DPO(pair_beta=1.0, pair_smoothing=0.2), h).sum(), h)
+    assert slope.item() == pytest.approx(0.0, abs=1e-12)
+    robust, plain = DPO(pair_beta=1.0, pair_flips=0.2), DPO(pair_beta=1.0)
+    assert (0.8 * reach(robust, h) + 0.2 * reach(robust, -h)).item() == pytest.approx(reach(plain, h).item())
 
 
 def test_a_rollout_without_tokens_takes_its_pairs_out_of_the_mean():
@@ -172,6 +206,14 @@ def plain(
                 x = loss.pair_beta * (chosen.mean() - rejected.mean()) - loss.pair_margin
                 losses.append(-torch.nn.functional.logsigmoid(x))
                 continue
+            if isinstance(loss, CPO):
+                won = torch.nn.functional.logsigmoid(loss.pair_beta * (chosen.sum() - rejected.sum()))
+                losses.append(-won - loss.pair_nll * chosen.mean())
+                continue
+            if isinstance(loss, ORPO):
+                odds = [(one.mean() - torch.log(1 - one.mean().exp())) for one in (chosen, rejected)]
+                losses.append(-chosen.mean() - loss.pair_beta * torch.nn.functional.logsigmoid(odds[0] - odds[1]))
+                continue
             h = chosen.sum() - ref_chosen.sum() - rejected.sum() + ref_rejected.sum()
             if isinstance(loss, DPO):
                 losses.append(-torch.nn.functional.logsigmoid(loss.pair_beta * h))
@@ -228,6 +270,73 @@ def test_a_pair_shares_its_prompt(model_dir):  # noqa: F811
     plan = make(model_dir("llama"), algo)._plan(given)
     rows = [row for row in given.rows if any(row.mask)]
     assert sum(len(pack.tokens) for pack in plan.packs) <= sum(len(row.tokens) for row in rows) + 4 + 5 + 6
+
+
+# -- a user's own loss of pairs --------------------------------------------------------------------------------------------------
+
+
+def own_loss(tmp_path: Path, body: str, **more: Any) -> AlgoConfig:
+    (tmp_path / "mine.py").write_text(f"import torch\nfrom torch.nn.functional import softplus\n\n{body}\n")
+    return AlgoConfig("dpo", loss=f"{tmp_path / 'mine.py'}:loss", **more)
+
+
+OWN = "def loss(chosen, rejected):\n    return softplus(-0.1 * (chosen.gain - rejected.gain))"
+
+
+def test_a_users_loss_of_pairs_is_used_like_one_of_the_table(model_dir, tmp_path):  # noqa: F811
+    algo = own_loss(tmp_path, OWN)
+    assert algo.reference_in_loss and isinstance(algo.recipe.loss, PairLoss)
+    split = lambda algo: gradient_after_a_step(make(model_dir("llama"), algo, budget=20))  # noqa: E731
+    loss, expected, packs, numbers = split(AlgoConfig("dpo"))
+    own, found, _, again = split(algo)
+    assert packs > 1 and own == pytest.approx(loss, rel=1e-6) and again == numbers
+    near(found, expected, 1e-6)
+
+
+def test_the_example_of_the_page_is_the_loss_that_it_names(tmp_path):
+    (example,) = re.findall(
+        r"```python\n([^`]*def loss\(chosen[^`]*)```", (ROOT / "docs" / "algorithms.md").read_text()
+    )
+    tokens = tokens_of(np.array([-1.0, -2.0, -3.0, -0.5]), np.array([0, 0, 1, 1]), np.zeros(4), ((1, 0),))
+    found = objective_of(own_loss(tmp_path, example))(tokens).loss.sum()
+    simpo = SimPO(pair_beta=2.0, pair_margin=1.0)(tokens, tokens.sampled).loss.sum()
+    assert found.item() == pytest.approx(simpo.item() + (3.0 + 0.5) / 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "def loss(chosen, rejected):\n    return chosen.gain.mean()",
+            "for 2 pairs; return a tensor of shape \\(2,\\), one loss a pair",
+        ),
+        ("def loss(chosen, rejected):\n    return 0.5", "returned a float"),
+        (
+            "def loss(chosen, rejected):\n    return chosen.gain.detach()",
+            "compute it from chosen.logprob and rejected.logprob",
+        ),
+        ("def loss(chosen, rejected):\n    return chosen.gain / (chosen.tokens - 1)", "not finite"),
+    ],
+)
+def test_a_users_wrong_result_for_pairs_is_refused_at_the_first_call(tmp_path, body, words):
+    tokens = tokens_of(np.array([-1.0, -2.0, -3.0]), np.arange(3), np.zeros(3), ((0, 1), (0, 2)))
+    with pytest.raises(ConfigError, match=words):
+        objective_of(own_loss(tmp_path, body))(tokens)
+
+
+def test_a_users_loss_of_pairs_is_not_called_without_pairs(tmp_path):
+    objective = objective_of(own_loss(tmp_path, "def loss(chosen, rejected):\n    return chosen.gain / 0"))
+    tokens = tokens_of(np.array([-1.0]), np.arange(1), np.zeros(1), ((0, 1),))
+    assert objective(tokens).loss.tolist() == [0.0]
+
+
+def test_a_users_loss_of_pairs_that_takes_one_argument_is_refused_at_start(tmp_path):
+    with pytest.raises(ConfigError, match="loss cannot be called with two arguments"):
+        objective_of(own_loss(tmp_path, "def loss(tokens): ..."))
+    with pytest.raises(ValueError, match="use algo.name = dpo, and remove what replaces them"):
+        own_loss(tmp_path, OWN, aggregation="token_mean")
+    with pytest.raises(ValueError, match="pair_beta has no meaning"):
+        own_loss(tmp_path, OWN, pair_beta=0.2)
 
 
 # -- which pairs there are ---------------------------------------------------------------------------------------------------
@@ -300,6 +409,14 @@ def test_other_algorithms_have_no_pairs():
         ({"name": "dpo", "pair_margin": 1.0}, "pair_margin has no meaning"),
         ({"name": "grpo", "pair_beta": 1.0}, "pair_beta has no meaning"),
         ({"name": "dpo", "pair_beta": 0.0}, "greater than 0"),
+        ({"name": "kto", "correction": {"mode": "truncate"}}, "algo.correction"),
+        ({"name": "kto", "credit": "turn"}, "algo.credit"),
+        ({"name": "kto", "aggregation": "token_mean"}, "use algo.name = kto"),
+        ({"name": "grpo", "loss": "kto"}, "use algo.name = kto"),
+        ({"name": "kto", "advantage": "every_pair"}, "about pairs of rollouts"),
+        ({"name": "dpo", "pair_smoothing": 0.1, "pair_flips": 0.1}, "remove one of them"),
+        ({"name": "orpo", "pair_nll": 0.5}, "pair_nll has no meaning"),
+        ({"name": "dpo", "pair_flips": 0.5}, "less than 0.5"),
     ],
 )
 def test_what_has_no_meaning_with_pairs_is_refused(given, words):
@@ -307,7 +424,24 @@ def test_what_has_no_meaning_with_pairs_is_refused(given, words):
         AlgoConfig(**given)
 
 
+def test_kto_learns_from_groups_of_one_and_from_rewards_that_are_all_alike(model_dir):  # noqa: F811
+    """At the reference its loss is a half of every rollout; then what is right gains on it, and what is wrong loses."""
+    algo = AlgoConfig("kto", pair_beta=1.0)
+    algorithm, made, rng = algorithm_of(algo, 8), [], random.Random(0)
+    for ticket, reward in enumerate((1.0, 0.0, 0.0)):
+        prompt = Prompt(f"p{ticket}", "", (1, 2, 3 + ticket))
+        scored = Scored(Episode((Turn(prompt.tokens, completion(rng, 2 + ticket)),)), reward, {"r": reward})
+        rows = algorithm.rows(prompt, [scored])
+        assert not algorithm.barren(rows)
+        made.append(Group(ticket, prompt, (scored,), rows))
+    one = make(model_dir("llama"), algo, budget=4)
+    reports = [one.step(Batch(step, tuple(made))) for step in range(4)]
+    assert reports[0].microbatches > 1 and reports[0].loss == pytest.approx(0.5, rel=1e-5)
+    assert all(not report.skipped for report in reports) and reports[-1].loss < 0.45
+
+
 def test_a_loss_of_pairs_says_whether_it_needs_a_reference():
+    assert AlgoConfig("kto").reference_in_loss
     assert AlgoConfig("dpo").reference_in_loss and AlgoConfig("ipo_pairs").reference_in_loss
-    assert not AlgoConfig("simpo").reference_in_loss
+    assert not any(AlgoConfig(name).reference_in_loss for name in ("simpo", "cpo", "orpo"))
     assert AlgoConfig("dpo").min_rollouts == 2

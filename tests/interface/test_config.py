@@ -319,6 +319,7 @@ def test_a_dump_spells_out_every_setting():
         (["rollout.temperature=0"], "use 1.0 for training"),
         (["rollout.group_size=1"], "use at least 2"),
         (["rollout.group_size=1", "algo.name=rloo"], "gives rloo nothing to compare"),
+        (["rollout.group_size=4", "algo.name=pass@k_training"], "all sets would be one"),
         (["rollout.group_size=2", "algo.name=gfpo"], "algo.subset trains half of the 2 rollouts"),
         (["rollout.group_size=8", "algo.name=gfpo", "algo.subset.keep=8"], "with 2 to 7 it means something"),
         (["algo.name=gfpo", "rollout.forks.alternatives=2"], "rollout.forks compares their branches"),

@@ -151,7 +151,7 @@ def test_the_summary_says_which_two_policies_were_compared():
 
 # --- what corrects for it ----------------------------------------------------------------------------------------------
 
-UNCORRECTED = {"kimi", "topr", "topr_token", "ce", "dpo", "ipo_pairs", "simpo"}
+UNCORRECTED = {"kimi", "topr", "topr_token", "aspo", "ce", "dpo", "ipo_pairs", "simpo", "cpo", "orpo", "kto"}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.loss import ClipHigh, ClipLow, Loss, Reach, Tau
+from headrace.algo.policy.loss import Cap, ClipHigh, ClipLow, Loss, Reach, Tau
 from headrace.algo.policy.tokens import MAX_LOG_RATIO, TokenLoss, Tokens, log_ratio, ratio_of, sequence_mean
 from headrace.settings.strict import STRICT
 
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+DualClip = Annotated[float, Field(ge=0)]
+
 BEYOND = 1e-12
 """Taken off the square of M2PO's bound, as in the authors' code, so that the token that gives the bound lies beyond it and loses its gradient."""
+STEP = 0.05
+"""The step in which BAPO raises its upper bound, as in the paper."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -42,9 +46,17 @@ class Clipped(Loss):
         yield f"ratio within [{1 - self.clip_low:.6g}, {1 + self.clip_high:.6g}]"
 
 
-def _clipped(ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"], low: float, high: float) -> TokenLoss:
+def _clipped(ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"], low: Any, high: Any) -> TokenLoss:
+    """`low` and `high`: numbers, or [M] one for each token."""
     loss = -(ratio * advantage).minimum(ratio.clamp(low, high) * advantage)
     return TokenLoss(loss, (ratio > high).where(advantage > 0, (advantage < 0) & (ratio < low)))
+
+
+def _dual(found: TokenLoss, ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"], most: float) -> TokenLoss:
+    """The loss of a bad token is at most its advantage times `most` (dual clip, arXiv 1912.09729)."""
+    bad = advantage < 0
+    loss = found.loss.minimum(-advantage * most).where(bad, found.loss)
+    return TokenLoss(loss, found.clipped | (bad & (ratio > most)))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -55,17 +67,13 @@ class PPOClip(Clipped):
     """
 
     name: ClassVar[str] = "ppo_clip"
-    dual_clip: Annotated[float, Field(ge=0)] = 0.0
+    dual_clip: DualClip = 0.0
     """The loss of a bad token is at most its advantage times this, however large the ratio (3 is usual); 0 is off."""
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage
-        loss, clipped, _ = self.clipped(ratio, advantage)
-        if self.dual_clip:
-            bad = advantage < 0
-            loss = loss.minimum(-advantage * self.dual_clip).where(bad, loss)
-            clipped = clipped | (bad & (ratio > self.dual_clip))
-        return TokenLoss(loss, clipped)
+        found = self.clipped(ratio, advantage)
+        return _dual(found, ratio, advantage, self.dual_clip) if self.dual_clip else found
 
     def problems(self) -> Iterator[str]:
         if 0 < self.dual_clip <= 1:
@@ -145,6 +153,134 @@ class M2PO(Clipped):
     def words(self) -> Iterator[str]:
         yield f"tau = {self.tau:.6g}"
         yield f"ratio bounds no tighter than [{1 - self.clip_low:.6g}, {1 + self.clip_high:.6g}]"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ASPO(Clipped):
+    """-keep·sg(w)·A·logprob, where w = min(1/r, c) for a good token and min(r, c) for a bad one, and `keep` is 0 for the tokens that PPO's clip stops
+    (ASPO, arXiv 2510.06062; the authors' `compute_policy_loss_archer`, wizard-III/Archer2.0). A good token counts more the less probable it has become,
+    as a bad one does; beyond c, the dual clip, a token keeps its gradient at this weight.
+
+    Choice: one pair of bounds. The authors' code has another pair for the tokens of largest entropy.
+    """
+
+    name: ClassVar[str] = "aspo"
+    weighs: ClassVar[bool] = False  # an inverted ratio corrects for nothing
+    dual_clip: DualClip = 3.0
+    """The largest weight of a token, good or bad."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        ratio, advantage = ratio_of(tokens.logprob, old).detach(), tokens.advantage
+        stopped = self.clipped(ratio, advantage).clipped
+        weight = (1 / ratio).where(advantage > 0, ratio).clamp(max=self.dual_clip)
+        return TokenLoss(-weight * advantage * tokens.logprob * ~stopped, stopped)
+
+    def problems(self) -> Iterator[str]:
+        if self.dual_clip <= 1:
+            yield f"algo.dual_clip = {self.dual_clip} is the largest weight of algo.loss = aspo; use more than 1 (3 is usual)"
+
+    def words(self) -> Iterator[str]:
+        yield from super().words()
+        yield f"weight at most {self.dual_clip:.6g}, inverted for good tokens"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BAPO(Clipped):
+    """-min(r·A, clip(r, low, high)·A) with one pair of bounds for the whole step (BAPO, arXiv 2510.18927; the authors' `compute_policy_loss_bapo`,
+    WooooDyy/BAPO). They are 1 - clip_low and 1 + clip_high where good tokens make up a share ρ of Σ|min(r·A, clip(r, low, high)·A)|. Where they make
+    up less, `low` is 1 - clip_low_least, and `high` rises in steps of 0.05 until they do, or to 1 + clip_high_most.
+
+    Choice: order and sums are the code's, which raises `low` in steps as well; but a bad token beyond `low` counts as much as `low` itself, so that these
+    steps never end before its last value. (The paper raises `high` first, and weighs each token by its probability.) Constants are the paper's, the
+    code's ρ is 0.5; no dual clip, which the code has at 3.
+    """
+
+    name: ClassVar[str] = "bapo"
+    reach: ClassVar[Reach] = "step"
+    clip_low: ClipLow = 0.4
+    """The lower bound of the ratio is 1 - clip_low, where good tokens have their share."""
+    clip_high: ClipHigh = 0.2
+    """The upper bound of the ratio is 1 + clip_high, where good tokens have their share."""
+    clip_low_least: ClipLow = 0.1
+    """The lower bound of the ratio is 1 - clip_low_least where good tokens fall short of their share."""
+    clip_high_most: ClipHigh = 2.0
+    """The upper bound of the ratio rises to 1 + clip_high_most at most."""
+    good_share: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    """ρ: the share of good tokens that is aimed at; the larger, the more is learned from what is right."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        ratio = ratio_of(tokens.logprob, old)
+        return _clipped(ratio, tokens.advantage, *self._bounds(ratio.detach(), tokens.advantage))
+
+    def _bounds(self, ratio: Float[Tensor, " M"], advantage: Float[Tensor, " M"]) -> tuple[float, float]:
+        good, bad = advantage > 0, advantage < 0
+        gains, losses = advantage[good], -advantage[bad]
+
+        def short(low: float, high: float) -> bool:
+            gained, lost = (ratio[good].clamp(max=high) * gains).sum(), (ratio[bad].clamp(min=low) * losses).sum()
+            return bool(gained < self.good_share * (gained + lost))
+
+        low, high = 1 - self.clip_low, 1 + self.clip_high
+        if short(low, high):
+            low = 1 - self.clip_low_least
+        while high < 1 + self.clip_high_most and short(low, high):
+            high = min(high + STEP, 1 + self.clip_high_most)
+        return low, high
+
+    def problems(self) -> Iterator[str]:
+        if self.clip_low_least > self.clip_low or self.clip_high_most < self.clip_high:
+            yield (
+                f"algo.loss = bapo moves the bounds from clip_low = {self.clip_low:g} to clip_low_least = {self.clip_low_least:g}, and from clip_high = "
+                f"{self.clip_high:g} to clip_high_most = {self.clip_high_most:g}; set the first no smaller than the second, and the third no larger than "
+                "the fourth"
+            )
+
+    def log_bounds(self) -> tuple[float, float]:
+        return math.log(1 - self.clip_low_least) if self.clip_low_least < 1 else -math.inf, math.log1p(self.clip_high)
+
+    def words(self) -> Iterator[str]:
+        low, high = (1 - self.clip_low, 1 - self.clip_low_least), (1 + self.clip_high, 1 + self.clip_high_most)
+        yield f"lower bound of the ratio {low[0]:.6g} or {low[1]:.6g}, upper in [{high[0]:.6g}, {high[1]:.6g}]"
+        yield f"good_share = {self.good_share:.6g}"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DCPO(Clipped):
+    """-min(r·A, clip(r, low, high)·A) with bounds for each token from its old probability q = exp(old), low = ½ + ½√max(1 - 4·clip_low/q, 0) and
+    high = ½ + ½√(1 + 4·clip_high/q), and dual clip (DCPO, arXiv 2509.02333; the authors' `compute_policy_loss_dcpo`, lime-RL/DCPO): a rare token may
+    grow far more than by PPO's bounds, and less where it is already likely.
+
+    Choice: the clip alone. The paper's other half, advantages that are smoothed over the steps, needs the rewards that a prompt had in earlier
+    steps, which a group here does not carry.
+    """
+
+    name: ClassVar[str] = "dcpo"
+    clip_low: ClipLow = 0.16
+    """ε of the lower bound."""
+    clip_high: ClipHigh = 0.2
+    """ε of the upper bound."""
+    cap: Cap = 10.0
+    """The largest upper bound, and the dual clip: the loss of a bad token is at most its advantage times this."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage
+        rarity = (-old).clamp(max=MAX_LOG_RATIO).exp()
+        low = 0.5 + 0.5 * (1 - 4 * self.clip_low * rarity).clamp(min=0).sqrt()
+        high = (0.5 + 0.5 * (1 + 4 * self.clip_high * rarity).sqrt()).clamp(max=self.cap)
+        return _dual(_clipped(ratio, advantage, low, high), ratio, advantage, self.cap)
+
+    def problems(self) -> Iterator[str]:
+        if self.cap <= 1:
+            yield f"algo.cap = {self.cap} would clip ratios of 1 under algo.loss = dcpo; use more than 1 (10 is usual)"
+
+    def log_bounds(self) -> tuple[float, float]:
+        """Those of a token of probability 1, the narrowest."""
+        high = min(0.5 + 0.5 * math.sqrt(1 + 4 * self.clip_high), self.cap)
+        return math.log(0.5 + 0.5 * math.sqrt(max(1 - 4 * self.clip_low, 0))), math.log(high)
+
+    def words(self) -> Iterator[str]:
+        low, high = (math.exp(bound) for bound in self.log_bounds())
+        yield f"ratio within [{low:.6g}, {high:.6g}] for a token of probability 1, wider for rarer ones, up to {self.cap:.6g}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

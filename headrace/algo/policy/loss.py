@@ -101,6 +101,8 @@ class Loss:
     """Whether every token's gradient is weighted by a function of its ratio to `old`, as importance sampling does."""
     pairs: ClassVar[bool] = False
     """Whether it is a function of pairs of rollouts (`policy/pairs.py`)."""
+    whole: ClassVar[bool] = False
+    """Whether it is a function of whole rollouts, so that weights of single tokens or turns have no meaning beside it."""
     needs_reference: ClassVar[bool] = False
     """Whether it compares the policy with the reference model."""
     rejects: ClassVar[bool] = False

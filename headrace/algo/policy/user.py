@@ -1,5 +1,5 @@
-"""A user's own loss: `algo.loss = "my.py:name"`. The function runs in the trainer; settings know its name without
-torch."""
+"""A user's own loss: `algo.loss = "my.py:name"`, of tokens or, with pairs of rollouts as the advantage, of pairs. The function runs in the trainer;
+settings know its name without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.policy.loss import Loss, LossFunction, Reach
+from headrace.algo.policy.pairs import PairLoss, Side
 from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
 from headrace.algo.user_functions import load_function
 from headrace.core.errors import ConfigError
@@ -55,32 +56,76 @@ class UserLoss(Loss):
         return loss
 
 
+@dataclass(frozen=True, config=STRICT)
+class UserPairLoss(PairLoss):
+    """A function (chosen, rejected) -> Tensor [K], each a `pairs.Side` of K rollouts. The reference is held for it, whether it reads it or not."""
+
+    name: ClassVar[str] = "file.py:name"
+    needs_reference: ClassVar[bool] = True
+    spec: str
+    """`file.py:name`. It has no constants."""
+
+    @classmethod
+    def reads(cls) -> tuple[str, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def ready(self) -> LossFunction:
+        """Raises ConfigError if the function cannot be loaded; at its first call, if its result cannot be used."""
+        function, tried = load_function(self.spec, "loss", arguments=2), False
+
+        def of_pairs(chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
+            nonlocal tried
+            if not len(chosen.tokens):
+                return chosen.logprob
+            found = _of_shape(self.spec, function(chosen, rejected), chosen.logprob, "pairs")
+            if not tried and not found.isfinite().all() and (chosen.logprob + rejected.logprob).isfinite().all():
+                raise _not_finite(self.spec)
+            tried = True
+            return found
+
+        return lambda tokens, old: self.spread(tokens, of_pairs)
+
+
 def _finite(spec: str, result: TokenLoss, tokens: Tokens) -> None:
     if not result.loss.isfinite().all() and tokens.logprob.isfinite().all():
-        raise ConfigError(
-            f"algo.loss = {spec} returned a loss that is not finite for log-probs that are; guard what divides, takes a "
-            "logarithm, or an exponential (the log ratio: clamp it)"
-        )
+        raise _not_finite(spec)
+
+
+def _not_finite(spec: str) -> ConfigError:
+    return ConfigError(
+        f"algo.loss = {spec} returned a loss that is not finite for log-probs that are; guard what divides, takes a "
+        "logarithm, or an exponential (the log ratio: clamp it)"
+    )
 
 
 def _checked(spec: str, result: Any, tokens: Tokens) -> TokenLoss:
-    """Raises ConfigError if the result is not one number per token that the gradient can flow through."""
     import torch
 
-    given = result.loss if isinstance(result, TokenLoss) else result
-    if not isinstance(given, torch.Tensor) or given.shape != tokens.logprob.shape:
+    given = _of_shape(spec, result.loss if isinstance(result, TokenLoss) else result, tokens.logprob, "tokens")
+    if isinstance(result, TokenLoss):
+        masks = list(result.masked.values())
+        return result._replace(masked={RULE: torch.stack(masks).any(0)} if masks else {})
+    return unclipped(given)
+
+
+def _of_shape(spec: str, given: Any, like: Tensor, what_for: str) -> Tensor:
+    """Raises ConfigError if the result is not one number per token, or pair, that the gradient can flow through."""
+    import torch
+
+    if not isinstance(given, torch.Tensor) or given.shape != like.shape:
         what = (
             f"a tensor of shape {tuple(given.shape)}"
             if isinstance(given, torch.Tensor)
             else f"a {type(given).__name__}"
         )
         raise ConfigError(
-            f"algo.loss = {spec} returned {what} for {len(tokens.logprob)} tokens; return a tensor of shape "
-            f"({len(tokens.logprob)},), one loss a token, not their sum or mean"
+            f"algo.loss = {spec} returned {what} for {len(like)} {what_for}; return a tensor of shape ({len(like)},), one loss a "
+            f"{what_for.removesuffix('s')}, not their sum or mean"
         )
-    if tokens.logprob.requires_grad and not given.requires_grad:
-        raise ConfigError(f"algo.loss = {spec} has no gradient; compute it from tokens.logprob without detaching it")
-    if isinstance(result, TokenLoss):
-        masks = list(result.masked.values())
-        return result._replace(masked={RULE: torch.stack(masks).any(0)} if masks else {})
-    return unclipped(given)
+    if like.requires_grad and not given.requires_grad:
+        source = "tokens.logprob" if what_for == "tokens" else "chosen.logprob and rejected.logprob"
+        raise ConfigError(f"algo.loss = {spec} has no gradient; compute it from {source} without detaching it")
+    return given

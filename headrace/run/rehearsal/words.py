@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from headrace.algo.advantages import ATTEMPTS
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
 from headrace.native.resources import gib
@@ -25,7 +26,7 @@ def algorithm(algo: AlgoConfig) -> Lines:
         ("recipe", algo.name),
         ("loss", _loss(recipe)),
         ("anchor", _ANCHORS[recipe.old]),
-        ("advantage", recipe.advantage + _penalties(algo)),
+        ("advantage", recipe.advantage + _attempts(algo) + _penalties(algo)),
         ("trained", _SUBSETS[recipe.subset.kind].format(keep=recipe.subset.keep or "half")),
         ("credit", f"every {algo.credit} of a group has its own advantage"),
         ("correction", _correction(recipe)),
@@ -60,6 +61,7 @@ _SUBSETS = {
     "none": "all rollouts of a group",
     "max_variance": "{keep} of a group's rollouts: those whose rewards differ most (algo.subset)",
     "shortest": "{keep} of a group's rollouts: those with the fewest tokens (algo.subset)",
+    "cleanest": "{keep} of a group's rollouts: right and wrong ones in their shares, of the right ones the cleanest (algo.subset)",
     "efficient": "{keep} of a group's rollouts: those with the most reward for a token (algo.subset)",
 }
 _ANCHORS = {
@@ -81,6 +83,10 @@ _OVERLONG = {"train": "are trained on", "mask": "are left out of the loss and it
 def _loss(recipe: Recipe) -> str:
     constants = ", ".join(recipe.loss.words())
     return f"{recipe.loss}: {constants}" if constants else str(recipe.loss)
+
+
+def _attempts(algo: AlgoConfig) -> str:
+    return f", k = {algo.attempts or ATTEMPTS}" if algo.recipe.advantage == "best_of_k" else ""
 
 
 def _penalties(algo: AlgoConfig) -> str:
