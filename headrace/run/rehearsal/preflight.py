@@ -246,7 +246,7 @@ def _accepts(files: ModelFiles, *roles: str) -> bool:
 
 
 def _left_out(files: ModelFiles, system: bool) -> Iterator[Finding]:
-    """What the template accepts, and writes nothing of."""
+    """Yields what the template accepts and writes nothing of."""
     asked = [{"role": "user", "content": QUESTION}]
     with suppress(ConfigError):
         if QUESTION not in _opened(files, asked)[0]:
