@@ -139,8 +139,8 @@ class SubsetConfig:
     keep: int | None = Field(default=None, ge=1)
     """Number of rollouts of a group that are trained; half of them, rounded up, if not given."""
     by: str | None = None
-    """cleanest: the name of the reward by which right rollouts are clean, of any weight, 0 too; that with the most is the cleanest. If not given, that with the
-    fewest sampled tokens."""
+    """cleanest: the name of the reward by which right rollouts are clean, the most being the cleanest; a function's weight may be 0. If not given, those
+    with the fewest sampled tokens are."""
 
 
 @dataclasses.dataclass(frozen=True)
