@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import random
+import re
 import shutil
 import typing
 from collections.abc import Iterator
@@ -14,11 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from headrace.algo import training_rows
 from headrace.core.errors import ConfigError
 from headrace.core.types import RolloutKey
 from headrace.durable.journal import read_steps
 from headrace.facts.facts import GroupEnded, RunEnded, Warned
 from headrace.loop.checkpoints import load_controller
+from headrace.run import resume_rules
 from headrace.run.config import RunConfig, dump_config, load_config, read_config
 from headrace.run.resume_rules import CONTENTS, RULES, rule_of
 from support.few import few
@@ -355,6 +359,14 @@ def test_every_setting_has_a_rule_and_no_rule_is_idle() -> None:
     for rule in RULES:
         for pattern in rule.settings.split():
             assert any(fnmatchcase(name, pattern) for name in names), f"{pattern} fits no setting"
+
+
+def test_whatever_makes_rows_drops_finished_groups_when_it_changes() -> None:
+    """Every attribute of the algorithm that the making of rows reads is among the values that are compared."""
+    made, compared = inspect.getsource(training_rows), inspect.getsource(resume_rules._rows)
+    read = set(re.findall(r"self\._(?:algo|recipe)\.(\w+)", made))
+    assert {"gamma", "lam", "credit", "overlong", "kl"} <= read
+    assert {name for name in read if not re.search(rf"\.{name}\b", compared)} == set()
 
 
 def test_what_is_not_kept_is_never_behind_a_checkpoint() -> None:
