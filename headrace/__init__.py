@@ -79,7 +79,8 @@ def train(
     """
     from headrace.run.python_inputs import settings_of, with_python_inputs
 
-    resolved, inputs = with_python_inputs(settings_of(config, resume), sets, reward, dataset, resume)
+    goes_on = resume if config is not None else None  # the run's own settings have its choices
+    resolved, inputs = with_python_inputs(settings_of(config, resume), sets, reward, dataset, goes_on)
     from headrace.run import run
     from headrace.run.run import Callbacks
 
