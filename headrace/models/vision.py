@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,8 +227,9 @@ def copy_others(source: Path, to: Path) -> None:
             shutil.copyfile(path, to / path.name)
 
 
-def join(directory: Path, source: Path, dtype: torch.dtype) -> None:
-    """Puts the trained language part in `directory` back into the whole model of `source`: `directory` then holds that, in `dtype`."""
+def join(directory: Path, source: Path, dtype: torch.dtype, kept: Iterable[tuple[str, Tensor]] = ()) -> None:
+    """Puts the trained language part in `directory` back into the whole model of `source`: `directory` then holds that, in `dtype`, and the tensors
+    `kept`, which transformers does not load."""
     from transformers import AutoModelForCausalLM
 
     part = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
@@ -240,7 +241,7 @@ def join(directory: Path, source: Path, dtype: torch.dtype) -> None:
     for path in directory.iterdir():
         if path.is_file():
             path.unlink()
-    whole.to(dtype).save_pretrained(directory)
+    whole.to(dtype).save_pretrained(directory, state_dict={**whole.state_dict(), **dict(kept)})
     copy_others(source, directory)
 
 

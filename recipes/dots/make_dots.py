@@ -1,25 +1,39 @@
-"""Draws the images of this recipe, and makes the model: a tiny SmolVLM with random weights, of which the language part learns to count.
+"""Draws the images of this recipe, and makes the model: a tiny SmolVLM or Qwen2.5-VL with random weights, of which the language part learns to count.
 
-python make_dots.py            writes images/, dots.jsonl and model/ beside this file
+python make_dots.py                 writes images/, dots.jsonl and model/ beside this file
+python make_dots.py qwen2_5_vl
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, SmolVLMConfig, SmolVLMImageProcessorPil
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2VLImageProcessorPil,
+    SmolVLMConfig,
+    SmolVLMImageProcessorPil,
+)
 
 HERE = Path(__file__).parent
 SIDE, CELL, MOST, COUNT = 32, 8, 5, 2000
 """Pixels of an image and of a cell, the most dots, and the number of images."""
-SPECIAL = ["<end>", "<fake_token_around_image>", "<image>", "<global-img>"]
+SPECIAL = {
+    "smolvlm": ["<end>", "<fake_token_around_image>", "<image>", "<global-img>"],
+    "qwen2_5_vl": ["<end>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"],
+}
+SHOWN = {"smolvlm": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 TEMPLATE = (
-    "{% for message in messages %}{{ message.role[0] }}:{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}"
+    "{% for message in messages %}{{ message.role[0] }}:{% for part in message.content %}{{ 'SHOWN' if part.type == 'image' else part.text }}"
     "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -45,15 +59,34 @@ def make_images() -> None:
     (HERE / "dots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_model() -> None:
+def make_model(kind: str) -> None:
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     words = Tokenizer(models.BPE(letters, []))
     words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<end>", pad_token="<pad>", additional_special_tokens=SPECIAL
+        tokenizer_object=words, eos_token="<end>", pad_token="<pad>", additional_special_tokens=SPECIAL[kind]
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TEMPLATE.replace("SHOWN", SHOWN[kind])
     torch.manual_seed(0)
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 128,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    config, processor = (_qwen if kind == "qwen2_5_vl" else _smolvlm)(tokenizer, text)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(HERE / "model")
+    tokenizer.save_pretrained(HERE / "model")
+    processor.save_pretrained(HERE / "model")
+
+
+def _smolvlm(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any, Any]:
     config = SmolVLMConfig(
         vision_config={
             "hidden_size": 64,
@@ -63,30 +96,39 @@ def make_model() -> None:
             "image_size": SIDE,
             "patch_size": CELL,
         },
-        text_config={
-            "model_type": "llama",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": len(tokenizer),
-            "max_position_embeddings": 128,
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "bos_token_id": None,
-        },
+        text_config={"model_type": "llama", **text},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=1,
     )
-    AutoModelForImageTextToText.from_config(config).save_pretrained(HERE / "model")
-    tokenizer.save_pretrained(HERE / "model")
-    SmolVLMImageProcessorPil(
-        size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
-    ).save_pretrained(HERE / "model")
+    sizes = {"size": {"longest_edge": SIDE}, "max_image_size": {"longest_edge": SIDE}, "do_image_splitting": False}
+    return config, SmolVLMImageProcessorPil(**sizes)
+
+
+def _qwen(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any, Any]:
+    number = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "depth": 1,
+            "num_heads": 4,
+            "patch_size": CELL // 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": text["hidden_size"],
+            "fullatt_block_indexes": [0],
+        },
+        text_config={
+            **text,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+        },
+        image_token_id=number("<|image_pad|>"),
+        vision_start_token_id=number("<|vision_start|>"),
+        vision_end_token_id=number("<|vision_end|>"),
+    )
+    return config, Qwen2VLImageProcessorPil(patch_size=CELL // 2, merge_size=2, min_pixels=SIDE**2, max_pixels=SIDE**2)
 
 
 if __name__ == "__main__":
     make_images()
-    make_model()
+    make_model(sys.argv[1] if len(sys.argv) > 1 else "smolvlm")

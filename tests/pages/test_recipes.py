@@ -104,7 +104,9 @@ def test_a_recipe_starts(name: str, model: Path, tmp_path: Path, monkeypatch: py
             (folder / "teacher").symlink_to(model)
         if name == "dots":  # its model sees, and its images are drawn
             monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-            runpy.run_path(str(folder / "make_dots.py"), run_name="__main__")
+            made = runpy.run_path(str(folder / "make_dots.py"))
+            made["make_images"]()
+            made["make_model"]("smolvlm")
             model = folder / "model"
         found = started(folder, model)
     assert found.problems == [] and {"Run", "Prompts", "Algorithm", "Memory"} <= {

@@ -16,7 +16,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.models.images import FOLDER, ROWS, KnownImages, source_of
 from headrace.models.vision import FAMILIES as FAMILIES_OF
-from headrace.models.vision import _prove, language_part, load_whole, save_language
+from headrace.models.vision import _prove, language_part, load_whole, make, save_language
 from headrace.trainer.model.causal_lm import export_model, load_model
 from headrace.trainer.step.reference import frozen
 from headrace.trainer.step.trainer import residual_stream
@@ -246,6 +246,20 @@ def test_the_language_part_has_the_dtype_of_its_files_where_that_loses_nothing(t
         model, expected = load_model(tmp_path / f"{family}-part", torch.device("cpu")), load_whole(tmp_path / family)
         tokens = torch.arange(12)[None]
         assert (model(input_ids=tokens).logits - expected(input_ids=tokens).logits).abs().max() < TOLERANCE
+
+
+def test_an_export_keeps_the_heads_that_predict_further_tokens(tmp_path):
+    given, heads = tmp_path / "given", {"mtp.fc.weight": torch.randn(3, 4)}
+    seeing("qwen3_5").save_pretrained(given)
+    save_file({**load_file(given / "model.safetensors"), **heads}, given / "model.safetensors", {"format": "pt"})
+    tiny_seeing.tokenizer("qwen3_5").save_pretrained(given)
+    directory = tmp_path / "work" / "model"
+    (directory / FOLDER).mkdir(parents=True)
+    make(given, tmp_path, directory, {})
+    model = load_model(directory, torch.device("cpu"))
+    export_model(model, directory, tmp_path / "out", dtype="float32", whole=model.state_dict().__getitem__)
+    before, after = (load_file(path / "model.safetensors") for path in (given, tmp_path / "out"))
+    assert before.keys() == after.keys() and all(after[name].equal(before[name]) for name in before)
 
 
 @pytest.mark.parametrize("family", EACH)

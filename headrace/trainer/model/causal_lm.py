@@ -169,7 +169,7 @@ def export_model(
     if (seeing := source_of(source)) is not None:
         from headrace.models.vision import join
 
-        join(directory, seeing, getattr(torch, dtype))
+        join(directory, seeing, getattr(torch, dtype), prediction_heads(seeing))
     name_all(directory)
 
 
