@@ -96,8 +96,8 @@ MEANINGS: dict[str, Meaning] = {
     "ppo_mini_batch_size": Meaning("verl", "", f"{_ONE_UPDATE}, of staleness.groups_per_step groups"),
     "entropy_coeff": Meaning("verl", "algo.entropy.coef"),
     "entropy_coef": Meaning("TRL", "algo.entropy.coef"),
-    "gamma": Meaning("PPO", "algo.gamma", 'over turns, or over tokens with algo.name = "reinforce++"'),
-    "lam": Meaning("PPO", "algo.lam", "over turns, because there is no critic"),
+    "gamma": Meaning("PPO", "algo.gamma", 'over turns, or over tokens with algo.name = "ppo" or "reinforce++"'),
+    "lam": Meaning("PPO", "algo.lam", 'over tokens with algo.name = "ppo", else over turns'),
     # the optimizer
     "lr": Meaning("several libraries", "train.learning_rate"),
     "actor_learning_rate": Meaning("OpenRLHF", "train.learning_rate"),

@@ -133,7 +133,7 @@ def test_a_config_of_verl_starts_with_its_own_reward_function(
     assert tree["algo"]["advantage"] == "centred" and tree["algo"]["aggregation"] == "seq_mean_token_mean"
     assert (tree["algo"]["clip_low"], tree["algo"]["clip_high"]) == (0.2, 0.28)
     assert tree["train"]["steps"] == 39 and tree["train"]["warmup_steps"] == 20, "three epochs of thirteen steps"
-    assert "there is no critic: critic.optim.lr" in capsys.readouterr().out
+    assert "this estimator has no critic: critic.optim.lr" in capsys.readouterr().out
     assert main(["train", str(tmp_path / "mine.toml"), "--dry-run"]) == 0
     assert "Ready: start it with" in capsys.readouterr().out
 
