@@ -98,6 +98,12 @@ MEANINGS: dict[str, Meaning] = {
     "entropy_coef": Meaning("TRL", "algo.entropy.coef"),
     "gamma": Meaning("PPO", "algo.gamma", 'over turns, or over tokens with algo.name = "ppo" or "reinforce++"'),
     "lam": Meaning("PPO", "algo.lam", 'over tokens with algo.name = "ppo", else over turns'),
+    "vf_coef": Meaning("TRL", "algo.critic.trunk", "the head itself has a learning rate of its own"),
+    "cliprange_value": Meaning("verl", "", "every batch gets exactly one update, in which no value has moved yet"),
+    "critic_warmup": Meaning("verl", "algo.critic.alone_steps"),
+    "critic_learning_rate": Meaning(
+        "OpenRLHF", "algo.critic.learning_rate", "of another scale: in units of the reward"
+    ),
     # the optimizer
     "lr": Meaning("several libraries", "train.learning_rate"),
     "actor_learning_rate": Meaning("OpenRLHF", "train.learning_rate"),
