@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from test_trajectories import HEAD, LOGITS, STATES, batch_of, step_of
+from transformers import AutoModelForCausalLM
 
 from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group
@@ -103,7 +104,7 @@ def test_loss_and_gradient_are_those_of_the_papers(settings, cut):
 # -- a real trainer ---------------------------------------------------------------------------------------------------------
 
 
-def made(algo: AlgoConfig | None = None, **train: Any) -> TorchTrainer:
+def made(algo: AlgoConfig | None = None, model: str = "llama", **train: Any) -> TorchTrainer:
     given = {
         "device": "cpu",
         "dtype": "float32",
@@ -112,7 +113,7 @@ def made(algo: AlgoConfig | None = None, **train: Any) -> TorchTrainer:
         "microbatch_tokens": 16,
         **train,
     }
-    return TorchTrainer(tiny_models.saved("llama"), TrainConfig(**given), algo or AlgoConfig("ppo"), seed=0)
+    return TorchTrainer(tiny_models.saved(model), TrainConfig(**given), algo or AlgoConfig("ppo"), seed=0)
 
 
 def batch(step: int) -> Batch:
@@ -132,6 +133,32 @@ def head(trainer: TorchTrainer) -> torch.Tensor:
     critic = trainer._learners[""].critic
     assert critic is not None
     return torch.cat([p.detach().clone().flatten() for p in critic.parameters])
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2"], ids=["packed trees", "row by row"])
+def test_a_value_is_that_of_the_state_which_predicts_the_token(model):
+    """Against transformers' hidden states of each row by itself, the last token before the first sampled one included."""
+    trainer, given = made(model=model), batch(0)
+    critic = trainer._learners[""].critic
+    assert critic is not None
+    generator = torch.Generator().manual_seed(3)
+    critic.weight.data.copy_(torch.randn(critic.weight.shape, generator=generator))
+    critic.bias.data += 0.5
+    plain = AutoModelForCausalLM.from_pretrained(tiny_models.saved(model)).base_model.eval()
+    expected = []
+    for row in given.rows:
+        with torch.no_grad():
+            states = plain(torch.tensor([row.prompt + row.tokens])).last_hidden_state[0]
+        own = [states[len(row.prompt) + place - 1] for place, kept in enumerate(row.mask) if kept]
+        expected.append([float(h @ critic.weight.detach() / h.norm() / len(h) ** 0.5 + 0.5) for h in own])
+    plan = trainer._plan(given)
+    assert len(plan.packs) > 1
+    for pack in plan.packs:
+        with torch.no_grad():
+            value = trainer._forward.logprobs(pack, 1.0, torch.float32, critic).value
+        assert value is not None
+        for number in pack.row.unique().tolist():
+            np.testing.assert_allclose(value[pack.row == number], expected[number], rtol=1e-4, atol=1e-5)
 
 
 def test_a_resumed_critic_goes_on_bit_for_bit_and_neither_export_nor_publish_knows_it(tmp_path):
