@@ -132,7 +132,7 @@ def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
 def head(trainer: TorchTrainer) -> torch.Tensor:
     critic = trainer._learners[""].critic
     assert critic is not None
-    return torch.cat([p.detach().clone().flatten() for p in critic.parameters])
+    return torch.cat([p.detach().clone().flatten() for p in critic.parameters()])
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2"], ids=["packed trees", "row by row"])

@@ -69,7 +69,7 @@ def step_of(batch: Batch, algo: AlgoConfig, budget: int, placement: Any) -> tupl
     """(loss, gradient of logits, states and value head, microbatches of this rank, its report's sums)"""
     model, reference = Unigram(LOGITS), OTHER.log_softmax(0)
     critic = head_of_algo(algo)
-    trained = [model.logits, *([model.states, *critic.parameters] if critic else [])]
+    trained = [model.logits, *([model.states, *critic.parameters()] if critic else [])]
     learner = SimpleNamespace(
         algo=algo,
         objective=objective_of(algo),

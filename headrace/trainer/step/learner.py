@@ -85,7 +85,7 @@ class Learner:
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that a step has gradients of: the critic's too."""
-        return [*self.parameters.values(), *(self.critic.parameters if self.critic else [])]
+        return [*self.parameters.values(), *(self.critic.parameters() if self.critic else [])]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -111,7 +111,7 @@ class Learner:
             return float("nan")
         if self.critic and self.critic.alone(self.version):
             self.optimizer.zero_grad(set_to_none=True)
-            norm, unless_zero = float(self.placement.norm(self.critic.parameters)), False
+            norm, unless_zero = float(self.placement.norm(list(self.critic.parameters()))), False
         else:
             norm = apply(
                 self.optimizer,

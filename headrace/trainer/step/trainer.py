@@ -125,8 +125,11 @@ class TorchTrainer:
         self._forward = self._compilation.forward
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
+        heads = [learner.critic for learner in self._learners.values() if learner.critic]
         self._resting = Resting(
-            models, lambda: [one for learner in self._learners.values() for one in learner.optimizers], self._device
+            [*models, *heads],
+            lambda: [one for learner in self._learners.values() for one in learner.optimizers],
+            self._device,
         )
         self._copies = {name: HostCopy(lambda: available() // beside) for name in self._learners}
         self._reading = threading.Lock()

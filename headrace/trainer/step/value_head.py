@@ -44,18 +44,17 @@ class JudgedPack:
     """[M] the weight of each token's negative log-likelihood."""
 
 
-class ValueHead:
+class ValueHead(torch.nn.Module):
     def __init__(self, width: int, algo: AlgoConfig, device: torch.device) -> None:
         """`width`: of the hidden states."""
+        super().__init__()
         recipe = algo.recipe.critic
         self._recipe, self._discounts = recipe, Discounts(algo.gamma, algo.lam, recipe)
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
-        self._named = {"weight": self.weight, "bias": self.bias}
-        self.parameters = list(self._named.values())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=recipe.learning_rate, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)
 
-    def __call__(self, hidden: Float[Tensor, "M H"]) -> Float[Tensor, " M"]:
+    def forward(self, hidden: Float[Tensor, "M H"]) -> Float[Tensor, " M"]:
         """[M] values, in float32 or wider. Their gradient by the hidden states is scaled by `algo.critic.trunk`."""
         own, trunk = hidden.to(torch.promote_types(hidden.dtype, torch.float32)), self._recipe.trunk
         own = trunk * own + (1 - trunk) * own.detach() if trunk else own.detach()
@@ -104,8 +103,8 @@ class ValueHead:
 
     def state(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, where they lie."""
-        found = {f"{PREFIX}{name}": parameter.detach() for name, parameter in self._named.items()}
-        for name, parameter in self._named.items():
+        found = {f"{PREFIX}{name}": parameter.detach() for name, parameter in self.named_parameters()}
+        for name, parameter in self.named_parameters():
             moments = self.optimizer.state.get(parameter, {})
             found |= {f"{PREFIX}{key}/{name}": tensor for key, tensor in moments.items()}
         return found
@@ -122,11 +121,11 @@ class ValueHead:
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Restores what `state` gave; without a critic in the checkpoint it begins anew."""
-        for name, parameter in self._named.items():
+        for name, parameter in self.named_parameters():
             parameter.copy_(saved.get(f"{PREFIX}{name}", torch.zeros_like(parameter)))
         state = {
             number: {key: saved[f"{PREFIX}{key}/{name}"] for key in _MOMENTS}
-            for number, name in enumerate(self._named)
+            for number, name in enumerate(name for name, _ in self.named_parameters())
             if f"{PREFIX}step/{name}" in saved
         }
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
