@@ -6,6 +6,7 @@ policy/            the policy losses, each a value
 rules.py           the rules by which a correction takes tokens out, each a value
 advantages.py      one number per rollout from the rewards of its group; credit within a rollout and across a batch
 training_rows.py   from scored groups to the trainer's batch
+critic.py          advantages of tokens by a value function, over a whole step
 objective.py       the loss that the trainer computes on every microbatch, and its parts
 diagnostics.py     sampler against trainer, by lag
 tinker.py          the losses that clients of the Tinker API choose by name

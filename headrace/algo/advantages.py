@@ -293,6 +293,8 @@ class Advantage(NamedTuple):
     """Whether it is whitened over the valid tokens of the whole batch."""
     spread: bool = False
     """Whether `training_rows.Algorithm` turns it into a return for every token."""
+    critic: bool = False
+    """Whether rows have the rewards of tokens in its place, of which the trainer makes advantages by a value function (`algo/critic.py`)."""
     pairs: Callable[[GroupRewards], list[Pair]] | None = None
     """The pairs of rollouts, chosen and rejected, that a loss of preferences compares; None for numbers alone."""
 
@@ -309,6 +311,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "group_baseline": Advantage(centred, whitened=True),  # REINFORCE++ with baseline, arXiv 2501.03262
     "raw": Advantage(raw, compares=False),
     "return_to_go": Advantage(raw, compares=False, whitened=True, spread=True),  # REINFORCE++, the same paper
+    "gae": Advantage(raw, compares=False, critic=True),  # arXiv 1506.02438
     "every_pair": Advantage(every_pair, pairs=preferences),
     "best_against_worst": Advantage(best_against_worst, pairs=extremes),
     "zero": Advantage(zero, compares=False, reads_sum=False),
@@ -394,26 +397,6 @@ def return_to_go(rewards: Sequence[float], mask: Sequence[bool], gamma: float = 
         running = rewards[t] + (gamma * running if mask[t] else running)
         returns[t] = running
     return returns
-
-
-def gae(
-    rewards: Sequence[float], values: Sequence[float], mask: Sequence[bool], gamma: float = 1.0, lam: float = 0.95
-) -> list[float]:
-    """[T] Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ·V_{t+1} - V_t (GAE, arXiv 1506.02438); zero for tokens that were not
-    sampled.
-
-    Tokens that were not sampled are skipped: the next value and the trace are carried across them. Needs a critic's
-    values.
-    """
-    advantages, trace, following, pending = [0.0] * len(rewards), 0.0, 0.0, 0.0
-    for t in reversed(range(len(rewards))):
-        if not mask[t]:
-            pending += rewards[t]  # belongs to the last action before it
-            continue
-        delta = rewards[t] + pending + gamma * following - values[t]
-        trace = delta + gamma * lam * trace
-        advantages[t], following, pending = trace, values[t], 0.0
-    return advantages
 
 
 def turn_advantages(

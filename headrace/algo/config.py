@@ -19,6 +19,7 @@ from headrace.algo.recipes import (
     Aggregation,
     Correction,
     CorrectionConfig,
+    CriticConfig,
     Denominator,
     DistillConfig,
     EntropyConfig,
@@ -69,6 +70,7 @@ class AlgoConfig:
     kl: KLConfig = Field(default_factory=KLConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     entropy: EntropyConfig = Field(default_factory=EntropyConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     length_constant: int = Field(default=0, ge=0)
     """The number of tokens that `token_sum` divides by; 0 means the longest completion possible (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
@@ -81,10 +83,11 @@ class AlgoConfig:
     of one step of a process reward (`reward.services.segments`), whose return (`form`) is compared with the same step's in the others."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """The discount of rewards: of a later turn's by every turn before it (credit = turn), or of all rewards by every sampled token (advantage =
-    return_to_go)."""
+    return_to_go or gae)."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """credit = turn: λ of the returns. Below 1, a turn's return counts what follows in part by the mean return of the group's next turns,
-    which varies less than the rollout's own (GAE, arXiv 1506.02438, with that mean as the value)."""
+    """λ of the returns. credit = turn: below 1, a turn's return counts what follows in part by the mean return of the group's next turns,
+    which varies less than the rollout's own (GAE, arXiv 1506.02438, with that mean as the value). advantage = gae: over sampled tokens, with the
+    critic's values; 1 is the return of the rollout itself."""
     attempts: int | None = Field(default=None, ge=1)
     """advantage = best_of_k: k, the number of attempts of which the best counts, below rollout.group_size; 4 if not given."""
     overlong: Literal["train", "mask"] = "train"
@@ -146,6 +149,12 @@ class AlgoConfig:
         return 2 if self.compares else 1
 
     @property
+    def has_critic(self) -> bool:
+        """Whether the trainer has a value function."""
+        advantage = ADVANTAGES.get(self.recipe.advantage)
+        return advantage is not None and advantage.critic
+
+    @property
     def reference_in_loss(self) -> bool:
         """Whether the trainer needs the reference model."""
         recipe = self.recipe
@@ -168,7 +177,7 @@ class AlgoConfig:
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-_NESTED = ("lag", "select", "subset", "kl", "distill", "entropy")
+_NESTED = ("lag", "select", "subset", "kl", "distill", "entropy", "critic")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
 """Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
@@ -215,6 +224,7 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _subsets(config, recipe)
     yield from _divergences(config, recipe)
     yield from _credits(config, recipe)
+    yield from _critics(config, recipe)
     yield from _preferences(config, recipe)
 
 
@@ -225,17 +235,23 @@ def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
             "remove it"
         )
     spread = recipe.advantage in ADVANTAGES and ADVANTAGES[recipe.advantage].spread
-    if config.gamma < 1 and config.credit != "turn" and not spread:
+    if config.gamma < 1 and config.credit != "turn" and not (spread or config.has_critic):
         yield (
             f"algo.gamma = {config.gamma:g} discounts rewards over turns or tokens, and algo.credit = {config.credit} with algo.advantage = "
-            f'{recipe.advantage} has neither; set algo.credit = "turn", or algo.name = "reinforce++", or remove algo.gamma'
+            f'{recipe.advantage} has neither; set algo.credit = "turn", or algo.name = "reinforce++" or "ppo", or remove algo.gamma'
         )
-    if config.lam < 1 and config.credit != "turn":
+    if config.lam < 1 and config.credit != "turn" and not config.has_critic:
         yield (
-            f"algo.lam = {config.lam:g} needs values of what follows, and these are the mean returns of turns; set algo.credit = "
-            '"turn", or remove algo.lam'
+            f"algo.lam = {config.lam:g} needs values of what follows: a critic's, or the mean returns of turns; set algo.name = "
+            '"ppo" or algo.credit = "turn", or remove algo.lam'
         )
     if config.credit == "rollout":
+        return
+    if config.has_critic:
+        yield (
+            f'algo.credit = "{config.credit}" compares {config.credit}s, and a critic (algo.advantage = gae) gives every token its own credit; '
+            'remove algo.credit, or use algo.name = "grpo"'
+        )
         return
     if recipe.advantage not in PER_TURN:
         yield (
@@ -246,6 +262,24 @@ def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield f'algo.loss = {recipe.loss} weighs whole rollouts; set algo.credit = "rollout"'
     if config.length_penalty:
         yield 'algo.length_penalty compares whole rollouts; set algo.credit = "rollout", or algo.length_penalty = 0'
+
+
+def _critics(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    given = _given(config.critic)
+    if not config.has_critic:
+        if given:
+            yield (
+                f"algo.critic.{next(iter(given))} is about a value function, which algo.advantage = {recipe.advantage} has none of; use "
+                'algo.name = "ppo" or "vapo", or remove it'
+            )
+        return
+    if recipe.loss.weighs_rollouts:
+        yield f"algo.loss = {recipe.loss} weighs whole rollouts, and a critic single tokens; remove algo.loss"
+    if recipe.critic.length_rate and config.lam < 1:
+        yield (
+            f"algo.lam = {config.lam:g} is fixed, and algo.critic.length_rate = {recipe.critic.length_rate:g} makes λ from each length; remove "
+            "algo.lam, or set algo.critic.length_rate = 0"
+        )
 
 
 def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -385,6 +419,23 @@ def group_problems(config: AlgoConfig, group_size: int, forks: bool) -> Iterator
         yield (
             f"algo.subset.kind = {subset.kind} chooses whole rollouts, and rollout.forks compares their branches; "
             'set rollout.forks.alternatives = 0, or algo.subset.kind = "none"'
+        )
+
+
+def step_problems(config: AlgoConfig, steps: int, minutes: float) -> Iterator[str]:
+    """Yields a sentence if a run of `steps`, or of fewer if it has a limit in minutes, would end before the policy is trained."""
+    alone = config.recipe.critic.alone_steps
+    if not config.has_critic or not alone:
+        return
+    if steps <= alone:
+        yield (
+            f"algo.critic.alone_steps = {alone} trains the critic alone in all of train.steps = {steps}, and the policy in none; raise "
+            "train.steps, or lower algo.critic.alone_steps"
+        )
+    elif minutes:
+        yield (
+            f"train.minutes = {minutes:g} may lower train.steps below the {alone} steps in which the critic is trained alone "
+            "(algo.critic.alone_steps); set one of the two to 0"
         )
 
 

@@ -220,6 +220,37 @@ class DistillConfig:
     """jsd: the teacher's share of the mixture."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Critic:
+    """The value function of `advantage = gae`, and how it is trained (`algo/critic.py`)."""
+
+    learning_rate: float = 0.05
+    trunk: float = 0.0
+    lam: float | None = None
+    length_rate: float = 0.0
+    alone_steps: int = 0
+    imitation: float = 0.0
+
+
+@settings_dataclass(frozen=True, config=STRICT)
+class CriticConfig:
+    """The critic of PPO: a linear value head on the model's last hidden states, trained beside the policy."""
+
+    learning_rate: float | None = Field(default=None, gt=0)
+    """The constant learning rate of the value head: a value moves by about this much in a step, in units of the reward. It has an AdamW of its own."""
+    trunk: float | None = Field(default=None, ge=0)
+    """The share of the value loss whose gradient goes on into the model (0.1 is what others call a coefficient of 0.1). 0: the head alone learns
+    from it, and the policy's gradient is that of its own loss."""
+    lam: float | None = Field(default=None, ge=0, le=1)
+    """λ of the returns that the critic learns; `algo.lam` if not given (VAPO: 1, so that it learns without a bias)."""
+    length_rate: float | None = Field(default=None, ge=0)
+    """Above 0, the policy's λ depends on the length l of each trajectory: 1 - 1/(length_rate · l), at least 0 (VAPO: 0.05)."""
+    alone_steps: int | None = Field(default=None, ge=0)
+    """Number of first steps in which the critic is trained alone, and the policy's weights stay (VAPO: 50)."""
+    imitation: float | None = Field(default=None, ge=0)
+    """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0, added to the loss (VAPO: 0.1)."""
+
+
 # --- recipes ------------------------------------------------------------
 
 
@@ -240,6 +271,8 @@ class Recipe:
     kl: KL = KL()
     distill: Distill = Distill()
     entropy: Entropy = Entropy()
+    critic: Critic = Critic()
+    """Only `advantage = gae` has one."""
     about: str = field(default="", compare=False)
     """The special feature of the recipe, for docs/algorithms.md."""
     papers: tuple[str, ...] = field(default=(), compare=False)
@@ -432,6 +465,21 @@ RECIPES: dict[str, Recipe] = {
         about="drops tokens of negative advantage in sequences that have drifted by more than the bound",
         papers=("2512.02556",),
     ),
+    "ppo": Recipe(
+        "gae",
+        PPOClip(),
+        "token_mean",
+        about="a critic: GAE over tokens, whitened over the batch; groups of one can be trained",
+        papers=("1707.06347", "1506.02438"),
+    ),
+    "vapo": Recipe(
+        "gae",
+        PPOClip(clip_high=0.28),
+        "token_mean",
+        critic=Critic(lam=1.0, length_rate=0.05, alone_steps=50, imitation=0.1),
+        about="a critic that is trained alone first; λ by length for the policy, 1 for the critic; successes are imitated",
+        papers=("2504.05118",),
+    ),
     "ce": Recipe("raw", CrossEntropy(), "token_mean", about="cross-entropy with the reward as weight"),
     "dpo": Recipe("every_pair", DPO(), "pair_mean", about="preferences, near a reference", papers=("2305.18290",)),
     "ipo_pairs": Recipe(
@@ -531,6 +579,8 @@ REFERENCES: dict[str, str] = {
     "mis_geometric": "Liu et al. 2025",
     "kpop": "AReaL's rule of this name",
     "opsm": "paper",
+    "ppo": f"papers; {_VERL}gae_advantage_return` and `compute_value_loss`, without its clip of values",
+    "vapo": "paper",
     "ce": "the definition of cross-entropy",
     "dpo": "paper, eq. 7; its constants: Mitchell 2023, arXiv 2403.00409 and 2404.19733",
     "ipo_pairs": "paper, eq. 17",

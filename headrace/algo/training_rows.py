@@ -291,7 +291,7 @@ class Algorithm:
         self._advantage, self._longest, self._weights = advantage, longest, weights
         self._attempts = algo.attempts or ATTEMPTS
         self._weighs = self._recipe.loss.weighs_rollouts
-        self._spreads = advantage.spread
+        self._spreads, self._judged = advantage.spread, advantage.critic
         self._kl_in_reward = (
             algo.reference_in_reward
         )  # read for every rollout, and a property that is computed at each access
@@ -319,6 +319,8 @@ class Algorithm:
                 rows += [replace(row, mask=(False,) * len(row.mask)) for _, row in own]
             elif self._spreads:
                 rows += self._spread(own, rollout, advantage)
+            elif self._judged:
+                rows += self._rewarded(own, rollout, advantage)
             elif idle and not advantage:  # cross-entropy: its own denominator
                 rows += [replace(row, mask=(False,) * len(row.mask)) for _, row in own]
             else:
@@ -451,7 +453,7 @@ class Algorithm:
 
     def _kl_of_turns(self, rollout: Scored) -> list[float]:
         """The same for each turn; zeros if the divergence is not part of the reward, or is spread over tokens instead."""
-        if not self._kl_in_reward or self._spreads:
+        if not self._kl_in_reward or self._spreads or self._judged:
             return [0.0] * len(rollout.episode.turns)
         _needs_references(rollout)
         turns = zip(rollout.episode.turns, rollout.references, strict=True)
@@ -484,6 +486,70 @@ class Algorithm:
             pieces = _pieces(rollout.episode, path)
             values = [of_turns[p.turn][: len(p.tokens)] if p.sampled else [0.0] * len(p.tokens) for p in pieces]
             yield replace(row, advantages=tuple(value for of_piece in values for value in of_piece))
+
+    def _rewarded(self, rows: Sequence[tuple[tuple[int, ...], Row]], rollout: Scored, reward: float) -> Iterator[Row]:
+        """Puts the rewards of a rollout at the tokens where they were given (`_token_rewards`), in the place of advantages, and names the turns. What
+        falls on a token that is not in the loss belongs to the last one before it of the same agent: its consequence."""
+        episode = rollout.episode
+        in_loss = _tokens_in_loss(episode, rows)
+        placed = [[0.0] * len(turn.completion.tokens) for turn in episode.turns]
+        last: dict[str, tuple[int, int]] = {}
+        for number, of_turn in enumerate(self._token_rewards(rollout, reward)):
+            agent = episode.turns[number].agent
+            penalties = self._token_penalties(rollout, number) if in_loss[number] else []
+            for place, value in enumerate(of_turn):
+                if place in in_loss[number]:
+                    last[agent] = number, place
+                    placed[number][place] -= penalties[place]
+                if value and agent in last:
+                    turn, token = last[agent]
+                    placed[turn][token] += value
+        for path, row in rows:
+            pieces = list(_pieces(episode, path))
+            values = [placed[p.turn] if p.sampled else [0.0] * len(p.tokens) for p in pieces]
+            turns = (path[0],) if len(path) == 1 else tuple(p.turn for p in pieces for _ in p.tokens)
+            yield replace(row, advantages=tuple(value for of_piece in values for value in of_piece), turns=turns)
+
+    def _token_rewards(self, rollout: Scored, reward: float) -> list[list[float]]:
+        """Returns, for each turn, the rewards of its tokens (of one that has none: a single number). A turn's reward counts at its last token, that of a
+        step of a process reward at the step's last one, and the rest of `reward`, which the rollout got at its end, at the last token of every agent."""
+        turns = rollout.episode.turns
+        found = [[0.0] * max(len(turn.completion.tokens), 1) for turn in turns]
+        steps = [(number, end, value) for number, of_turn in enumerate(rollout.segments) for end, _, value in of_turn]
+        given = steps[0][2] if steps else 0.0
+        for step, (number, end, value) in enumerate(steps):
+            following = steps[step + 1][2] if step + 1 < len(steps) else 0.0
+            found[number][max(end, 1) - 1] += value - following
+        for of_turn, rewards in zip(found, rollout.turn_rewards, strict=False):
+            of_turn[-1] += sum(rewards.values())
+            given += sum(rewards.values())
+        for number in {turn.agent: number for number, turn in enumerate(turns)}.values():
+            found[number][-1] += reward - given
+        return found
+
+    def _token_penalties(self, rollout: Scored, number: int) -> list[float]:
+        """[T] the divergence of each token of a turn, where it is part of the reward."""
+        sampled = rollout.episode.turns[number].completion.logprobs
+        if not self._kl_in_reward:
+            return [0.0] * len(sampled)
+        _needs_references(rollout)
+        return self._penalties(sampled, rollout.references[number])
+
+
+def _tokens_in_loss(episode: Episode, rows: Sequence[tuple[tuple[int, ...], Row]]) -> list[set[int]]:
+    """Returns the places of each turn's tokens in the loss: with a finite log-prob of the sampler, in the row that trains the turn."""
+    found: list[set[int]] = [set() for _ in episode.turns]
+    for path, row in rows:
+        start = 0
+        for piece in _pieces(episode, path):
+            if piece.sampled:
+                found[piece.turn] |= {
+                    place
+                    for place in range(len(piece.tokens))
+                    if row.mask[start + place] and math.isfinite(row.logprobs[start + place])
+                }
+            start += len(piece.tokens)
+    return found
 
 
 def _in_loss(episode: Episode, path: Sequence[int], row: Row) -> Iterator[int]:

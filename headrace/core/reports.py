@@ -47,6 +47,23 @@ class Noise(Struct, frozen=True):
     """Root of the mean square over these sequences of each one's mean difference, nats."""
 
 
+class CriticNumbers(Struct, frozen=True):
+    """The critic of a step in numbers (`algo/critic.py`), as it was before the update. Means are over loss tokens.
+
+    >>> critic = CriticNumbers(value_loss=0.11, value_mean=0.4, return_mean=0.5, explained_variance=0.25, advantage_std=0.45)
+    """
+
+    value_loss: float
+    """½ (V - target)². It is not part of `TrainReport.loss`."""
+    value_mean: float
+    return_mean: float
+    """Mean of the discounted rewards that follow a token."""
+    explained_variance: float
+    """1 - Var(return - V) / Var(return): 1 for perfect values, 0 for a constant, below 0 for misleading ones; 0 where returns do not differ."""
+    advantage_std: float
+    """Standard deviation of the advantages before they are whitened."""
+
+
 class TokenNumbers(Struct, frozen=True):
     """The trainer's numbers of the tokens of one training row, as they were before the update. Both are [T] float32 over `Row.tokens`, NaN
     for tokens that are not in the loss.
@@ -128,6 +145,8 @@ class TrainReport(Struct, frozen=True):
     """Share of them whose margin was positive before the update: the policy prefers what was preferred."""
     pair_margin: float = 0.0
     """Mean of their margins, in nats (SimPO: per token)."""
+    critic: CriticNumbers | None = None
+    """None without a critic."""
     token_numbers: tuple[TokenNumbers, ...] | None = None
     """Numbers of single tokens, for some rows of the step (`trainer/packing/plan.py`). Only the journal keeps them; None in journals from before
     2026-11-23."""

@@ -211,7 +211,7 @@ def fork_problems(
     config: ForksConfig, *, turns: int, credit: str, kl_in_reward: bool, per_rollout: str
 ) -> Iterator[str]:
     """Returns a sentence for each setting that cannot follow episodes that branch. `turns`: the most of a rollout; `credit`:
-    `algo.credit`; `per_rollout`: an algorithm that gives a rollout's tokens one weight by its whole reward; empty if it does not."""
+    `algo.credit`; `per_rollout`: an algorithm that knows rollouts as a whole, or as one chain of tokens; empty if it does not."""
     if not config.alternatives:
         return
     message = f"rollout.forks.alternatives = {config.alternatives}"
@@ -222,7 +222,7 @@ def fork_problems(
     if kl_in_reward:
         yield f'{message} compares rollouts that branch, whose divergences have no one sum: set algo.kl.place = "loss"'
     if per_rollout:
-        yield f"{message} gives turns their own advantages, and {per_rollout} takes one for a rollout: choose another algo.name"
+        yield f"{message} compares branches, and {per_rollout} takes a rollout as a whole: choose another algo.name"
 
 
 def pivot_of(episode: Episode, config: ForksConfig, seed: int) -> int:

@@ -353,10 +353,12 @@ TITLES = {
     "time/step_seconds": "A step of the trainer, seconds",
     "time/train_tokens_per_second": "Trained tokens a second, while it trains",
     "time/wait_seconds": "Trainer waited for rollouts, seconds",
+    "train/advantage_std": "Critic: standard deviation of advantages, before whitening",
     "train/clip_fraction": "Tokens beyond a bound of the ratio, share",
     "train/dropped_tokens": "Tokens without a log-prob of the sampler, left out",
     "train/entropy": "Entropy of the policy, nats a token",
     "train/grad_norm": "Norm of the gradient, before it is scaled down",
+    "train/explained_variance": "Critic: variance of returns that values explain, share",
     "train/graphs": "Shapes that were compiled",
     "train/kl": "Trainer against sampler: KL, nats a token",
     "train/loss": "Loss",
@@ -369,8 +371,11 @@ TITLES = {
     "train/ratio_max": "Largest ratio to the sampler",
     "train/ratio_mean": "Mean ratio to the sampler",
     "train/reference_kl": "Policy against reference: KL, nats a token",
+    "train/return_mean": "Critic: mean return of a token",
     "train/routing_conflicts": "Tokens whose siblings went to other experts",
     "train/teacher_kl": "Policy against teacher: KL, nats a token",
+    "train/value_loss": "Critic: loss of values",
+    "train/value_mean": "Critic: mean value of a token",
 }
 _OF_LAG = {
     "clipped": "beyond a bound of the ratio, share",
@@ -419,6 +424,15 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         "graphs",
     )
     values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
+    of_critic = (
+        "value_loss",
+        "value_mean",
+        "return_mean",
+        "explained_variance",
+        "advantage_std",
+    )
+    if report.critic:
+        values |= {f"train/{name}": getattr(report.critic, name) for name in of_critic}
     for stats in report.lags:
         numbers = {"kl": stats.kl, "ratio": stats.ratio, "ess": stats.ess, "clipped": stats.clipped, **stats.gaps}
         values |= {f"by_lag_{stats.name}/{name}": value for name, value in numbers.items()}

@@ -68,7 +68,9 @@ class TurnView(Struct, frozen=True, kw_only=True):
     stop: str
     rewards: dict[str, float]
     advantage: float
-    """The mean over the tokens in the loss; NaN if none is."""
+    """The mean over the tokens in the loss; NaN if none is, or if a critic made them."""
+    judged: bool
+    """Whether it is in the loss with advantages of a critic, which are not recorded."""
 
     @property
     def sampled(self) -> int:
@@ -98,6 +100,7 @@ def view_turns(step: JournalStep, group: Group, rollout: int) -> tuple[TurnView,
             stop=turn.completion.stop,
             rewards=given[number],
             advantage=advantages.get(number, math.nan),
+            judged=number in advantages and math.isnan(advantages[number]),
         )
         for number, turn in enumerate(turns)
     )
@@ -186,6 +189,8 @@ def _advantages(group: Group, rollout: int) -> dict[int, float]:
 
 
 def _mean(row: Row, start: int, end: int) -> float:
+    if row.turns:  # a critic's, of which only the rewards are recorded
+        return math.nan
     kept = [value for value, kept in zip(row.advantages[start:end], row.mask[start:end], strict=True) if kept]
     return sum(kept) / len(kept)
 
@@ -232,7 +237,9 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     mixed: tuple[bool, ...]
     """Sampled while an update was streamed in."""
     advantages: tuple[float, ...]
-    """Empty if the rollout was not trained."""
+    """Empty if the rollout was not trained, or if a critic made them."""
+    judged: bool
+    """Whether it was trained with advantages of a critic, which are not recorded."""
     left_out: tuple[str, ...]
     """The reason why each token is not in the loss; an empty string if it is."""
     trainer: tuple[float, ...] = ()
@@ -263,6 +270,12 @@ class RolloutView(Struct, frozen=True, kw_only=True):
         """Mean over the sampled tokens; NaN if the rollout was not trained."""
         known = [self.advantages[place] for place in self.sampled] if self.advantages else []
         return sum(known) / len(known) if known else math.nan
+
+    @property
+    def advantage_words(self) -> str:
+        if self.judged:
+            return "by a critic"
+        return "not trained" if math.isnan(self.advantage) else f"{self.advantage:+.3f}"
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -312,7 +325,8 @@ def view_rollout(
         logprobs=row.logprobs if row else done.logprobs,
         lags=tuple(step.step - version for version in (row.versions if row else done.versions())),
         mixed=tuple(mixed for piece in path for mixed in _mixed(piece)),
-        advantages=row.advantages if row else (),
+        advantages=row.advantages if row and not row.turns else (),
+        judged=bool(row and row.turns),
         left_out=_left_out(path, row, oldest),
         trainer=tuple(trainer) or (_floats(numbers.logprobs) if numbers else ()),
         entropies=_floats(numbers.entropies) if numbers else (),

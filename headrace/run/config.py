@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.config import AlgoConfig, as_it_was, group_problems
+from headrace.algo.config import AlgoConfig, as_it_was, group_problems, step_problems
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
@@ -274,7 +274,7 @@ def check(config: RunConfig) -> list[str]:
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *_parity_problems(config.train, config.engine, config.rollout, config.lora),
         *quantised_problems(config.engine, config.algo, config.train, config.watch),
-        *parallel_problems(config.train, config.lora, itself=itself),
+        *parallel_problems(config.train, config.lora, itself=itself, critic=config.algo.has_critic),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
         *waiting_problems(config.reward, group=group, stop_after=config.watch.stop_after),
@@ -312,7 +312,7 @@ def check(config: RunConfig) -> list[str]:
 def _fork_problems(config: RunConfig) -> Iterator[str]:
     algo = config.algo
     whole = algo.recipe.loss.weighs_rollouts or algo.recipe.loss.whole
-    one_weight = whole or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
+    one_weight = whole or algo.has_critic or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
     return fork_problems(
         config.rollout.forks,
         turns=config.environment.turns,
@@ -411,6 +411,7 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             'or "drop"'
         )
     yield from group_problems(config.algo, config.rollout.group_size, config.rollout.forks.alternatives > 0)
+    yield from step_problems(config.algo, config.train.steps, config.train.minutes)
     if config.train.minutes and config.staleness.window > 1:
         yield (
             f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "

@@ -96,8 +96,14 @@ MEANINGS: dict[str, Meaning] = {
     "ppo_mini_batch_size": Meaning("verl", "", f"{_ONE_UPDATE}, of staleness.groups_per_step groups"),
     "entropy_coeff": Meaning("verl", "algo.entropy.coef"),
     "entropy_coef": Meaning("TRL", "algo.entropy.coef"),
-    "gamma": Meaning("PPO", "algo.gamma", 'over turns, or over tokens with algo.name = "reinforce++"'),
-    "lam": Meaning("PPO", "algo.lam", "over turns, because there is no critic"),
+    "gamma": Meaning("PPO", "algo.gamma", 'over turns, or over tokens with algo.name = "ppo" or "reinforce++"'),
+    "lam": Meaning("PPO", "algo.lam", 'over tokens with algo.name = "ppo", else over turns'),
+    "vf_coef": Meaning("TRL", "algo.critic.trunk", "the head itself has a learning rate of its own"),
+    "cliprange_value": Meaning("verl", "", "every batch gets exactly one update, in which no value has moved yet"),
+    "critic_warmup": Meaning("verl", "algo.critic.alone_steps"),
+    "critic_learning_rate": Meaning(
+        "OpenRLHF", "algo.critic.learning_rate", "of another scale: in units of the reward"
+    ),
     # the optimizer
     "lr": Meaning("several libraries", "train.learning_rate"),
     "actor_learning_rate": Meaning("OpenRLHF", "train.learning_rate"),

@@ -122,7 +122,9 @@ class Simulated:
         for parameter in work.parameters:
             given = [tensor for tensor in self._exchange("gradient", parameter.grad) if tensor is not None]
             if given:
-                parameter.grad = self._own(torch.stack(given).sum(0))
+                total = torch.stack(given).sum(0)
+                lies_in_parts = any(parameter is held for held in self._held)
+                parameter.grad = self._own(total) if lies_in_parts else total
 
     def sum(self, values: Tensor) -> Tensor:
         return torch.stack(self._exchange("sum", values)).sum(0)

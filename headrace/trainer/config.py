@@ -116,8 +116,9 @@ class TrainConfig:
         return self
 
 
-def parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool) -> Iterator[str]:
-    """Yields the settings that several ranks exclude, each with its remedy. `itself`: whether a teacher is the student's older self."""
+def parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool, critic: bool = False) -> Iterator[str]:
+    """Yields the settings that several ranks exclude, each with its remedy. `itself`: whether a teacher is the student's older self. `critic`:
+    whether the algorithm has one."""
     parallel, ranks = train.parallel, train.parallel.ranks
     if parallel.gathering == 1:
         for name in ("reshard", "gather", "reduce", *(["expert", "schedule"] if ranks == 1 else [])):
@@ -129,6 +130,11 @@ def parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool) -> 
     yield from _mesh_problems(parallel)
     asks = f"train.parallel asks for {ranks} ranks"
     yield from _pipeline_problems(train)
+    if parallel.pipeline > 1 and critic:
+        yield (
+            f"train.parallel.pipeline = {parallel.pipeline} leaves the last hidden states to one stage, and a critic (algo.name = ppo, vapo) reads them on "
+            "every rank; set train.parallel.shard instead, or use an algorithm without a critic"
+        )
     if train.parity == "bitwise":
         yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'
     if train.compile is True:

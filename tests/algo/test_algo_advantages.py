@@ -19,7 +19,6 @@ from headrace.algo.advantages import (
     agent_returns,
     best_of_k,
     centred,
-    gae,
     gdpo,
     group_norm,
     has_contrast,
@@ -95,7 +94,7 @@ def test_advantages_against_numpy(values):
             "every_pair": np.sign(r[:, None] - r[None, :]).sum(1),
             "best_against_worst": 1.0 * (np.arange(len(r)) == r.argmax()) - (np.arange(len(r)) == r.argmin()),
         }
-    expected |= {"raw": r, "return_to_go": r, "zero": 0 * r}
+    expected |= {"raw": r, "return_to_go": r, "gae": r, "zero": 0 * r}
     assert set(expected) == set(ADVANTAGES)
     for name, (function, *_) in ADVANTAGES.items():
         np.testing.assert_allclose(function(group(*values)), expected[name], rtol=1e-6, atol=1e-9, err_msg=name)
@@ -207,24 +206,6 @@ def test_returns_are_carried_through_what_was_not_sampled():
     assert return_to_go([0, 0, 0, 0, 1.0], mask) == [1, 1, 1, 1, 1]
     out = return_to_go([1.0, 0, 0, 0, 2.0], mask, gamma=0.5)
     assert out[4] == 2 and out[3] == out[2] == 2 and out[1] == 1 and out[0] == 1.5
-
-
-@given(
-    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1), st.booleans()), max_size=12),
-    st.floats(0.5, 1),
-    st.floats(0, 1),
-)
-def test_gae_is_the_sum_of_the_definition_over_sampled_tokens(steps, gamma, lam):
-    reward, value, mask = ([step[i] for step in steps] for i in range(3))
-    sampled = [t for t, m in enumerate(mask) if m]
-    ends = [*sampled[1:], len(steps)]
-    r = [sum(reward[a:b]) for a, b in zip(sampled, ends, strict=False)]  # what an action earned until the next one
-    v = [value[t] for t in sampled] + [0.0]
-    delta = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
-    expected = [sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(r))) for i in range(len(r))]
-    out = gae(reward, value, mask, gamma, lam)
-    np.testing.assert_allclose([out[t] for t in sampled], expected, atol=1e-9)
-    assert all(out[t] == 0 for t in range(len(steps)) if not mask[t])
 
 
 def test_turns_are_compared_with_their_like():

@@ -44,6 +44,7 @@ def test_constants_are_those_of_the_papers():
     constants = {name: recipe.loss.constants() for name, recipe in of.items()}
     plain = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
     assert {name: own for name, own in constants.items() if own not in ({}, plain)} == {
+        "vapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
         "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
         "grpo_roc": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
         "gspo": {"clip_low": 0.05, "clip_high": 0.05},
@@ -99,7 +100,7 @@ def test_constants_are_those_of_the_papers():
         "gdpo",
     }
     alone = {name for name, advantage in ADVANTAGES.items() if not advantage.compares}
-    assert alone == {"raw", "return_to_go", "zero"}
+    assert alone == {"raw", "return_to_go", "gae", "zero"}
     assert {name for name, advantage in ADVANTAGES.items() if not advantage.reads_sum} == {"gdpo", "zero"}
     assert (of["opd"].distill.kind, of["opd"].distill.coef, of["opd_topk"].distill.kind) == ("sampled", 1.0, "reverse")
 
@@ -270,7 +271,7 @@ def test_bad_settings_are_refused(wrong):
         ({"name": "dpo", "entropy": {"coef": 0.1}}, "algo.entropy weighs single tokens"),
         ({"attempts": 2}, "use algo.name = pass@k_training, or remove it"),
         ({"gamma": 0.9}, 'set algo.credit = "turn", or algo.name = "reinforce++"'),
-        ({"name": "reinforce++", "lam": 0.9}, 'set algo.credit = "turn", or remove algo.lam'),
+        ({"name": "reinforce++", "lam": 0.9}, 'set algo.name = "ppo" or algo.credit = "turn", or remove algo.lam'),
         ({"loss": "kl_cov"}, "belong together"),
         ({"select": {"kind": "clip_cov"}, "distill": {"kind": "sampled"}}, "remove one of them"),
         ({"kl": {"coef": 0.1, "estimator": "k1"}}, "expected gradient of zero on policy"),

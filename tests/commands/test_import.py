@@ -114,6 +114,18 @@ def test_a_script_of_verl_is_translated_and_says_what_is_missing(
     )
 
 
+def test_ppo_of_verl_has_its_critic_here_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = YAML.format(data=tmp_path / "rows.jsonl", model=tmp_path, reward=tmp_path / "theirs.py")
+    text = text.replace("adv_estimator: grpo, norm_adv_by_std_in_grpo: false", "adv_estimator: gae, lam: 0.95")
+    tree, _ = imported(tmp_path, "ppo.yaml", text)
+    assert (tree["algo"]["name"], tree["algo"]["lam"]) == ("ppo", 0.95)
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "the critic is a value head on the policy (algo.critic): critic.optim.lr" in said
+        and "algorithm.lam" not in said
+    )
+
+
 def test_a_config_of_verl_starts_with_its_own_reward_function(
     tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,7 +145,7 @@ def test_a_config_of_verl_starts_with_its_own_reward_function(
     assert tree["algo"]["advantage"] == "centred" and tree["algo"]["aggregation"] == "seq_mean_token_mean"
     assert (tree["algo"]["clip_low"], tree["algo"]["clip_high"]) == (0.2, 0.28)
     assert tree["train"]["steps"] == 39 and tree["train"]["warmup_steps"] == 20, "three epochs of thirteen steps"
-    assert "there is no critic: critic.optim.lr" in capsys.readouterr().out
+    assert "this estimator has no critic: critic.optim.lr" in capsys.readouterr().out
     assert main(["train", str(tmp_path / "mine.toml"), "--dry-run"]) == 0
     assert "Ready: start it with" in capsys.readouterr().out
 

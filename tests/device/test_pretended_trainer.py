@@ -24,6 +24,7 @@ WAYS: dict[str, tuple[dict[str, Any], AlgoConfig, LoraConfig | None]] = {
     "low": ({"dtype": "bfloat16", "weights": "bfloat16"}, AlgoConfig(), None),
     "reference": ({}, AlgoConfig(kl=KLConfig(coef=0.1)), None),
     "selecting": ({}, AlgoConfig(name="dapo"), None),
+    "critic": ({"microbatch_tokens": 16}, AlgoConfig(name="vapo", critic={"trunk": 0.1, "alone_steps": 1}), None),
     "lora": ({}, AlgoConfig(kl=KLConfig(coef=0.1)), LoraConfig(rank=2)),
     "dora": ({}, AlgoConfig(), LoraConfig(rank=2, dora=True)),
 }
@@ -96,9 +97,10 @@ def test_every_way_of_training_is_that_of_the_cpu(
 
 def on_device(made: TorchTrainer) -> list[torch.Tensor]:
     """What lies on the device, of weights and of optimizer state."""
-    states = [learner.optimizer.state for learner in made._learners.values()]
+    states = [one.state for learner in made._learners.values() for one in learner.optimizers]
     kept = [value for state in states for of_one in state.values() for value in of_one.values()]
     models = [made._model, *([made._reference.forward.model] if made._reference else [])]
+    models += [learner.critic for learner in made._learners.values() if learner.critic]
     kept += [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     return [tensor for tensor in kept if isinstance(tensor, OnDevice) and tensor.is_cuda]
 

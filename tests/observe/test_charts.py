@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report import report
 
-from headrace.core.reports import EngineStats
+from headrace.core.reports import CriticNumbers, EngineStats
 from headrace.facts import number_tables
 from headrace.facts.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
 from headrace.facts.group_numbers import NO_CONTRAST
@@ -321,3 +321,17 @@ def test_every_number_has_a_title_that_says_what_it_is() -> None:
     }, "nothing else"
     assert title_of("train/kl") == "Trainer against sampler: KL, nats a token" and title_of("of/later") == "of/later"
     assert title_of("by_lag_3+/masked_veto") == "Tokens of lag 3+: taken out by veto, share"
+
+
+def test_numbers_of_a_critic_are_there_where_there_is_one_zeros_too():
+    """It begins with a value of 0 that explains nothing."""
+    fact = next(fact for fact in FactStream(steps=2).facts() if isinstance(fact, StepTrained))
+    row = summarise(fact)
+    state = RunState()
+    state.fold(row)
+    assert not [name for name in scalars(row, state)[1] if "value" in name or "variance" in name]
+    critic = CriticNumbers(0.125, 0.0, 0.25, 0.0, 0.5)
+    judged = msgspec.structs.replace(row, report=msgspec.structs.replace(row.report, critic=critic))
+    found = scalars(judged, state)[1]
+    named = {f"train/{name}": getattr(critic, name) for name in critic.__struct_fields__}
+    assert len(named) == 5 and {name: found[name] for name in named} == named and all(map(TITLES.get, named))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import AGGREGATIONS, EntropyFactor, objective_of, reach_of
@@ -30,6 +30,7 @@ from headrace.trainer.forward.forward import TokenScores
 from headrace.trainer.packing import Pack, StepRows, pack_rows
 from headrace.trainer.placement.port import Single
 from headrace.trainer.step.gradient import Gradient
+from headrace.trainer.step.value_head import ValueHead
 from headrace.trainer.step.whole_step import pairs_of
 from support.few import few
 from support.trainer_calls import own_plan
@@ -37,30 +38,46 @@ from support.trainer_calls import own_plan
 V = 120
 """More than the tokens of a batch, which are all different: a selection may not have to choose between equal ones."""
 LOGITS, OTHER = torch.tensor(np.random.default_rng(0).normal(0, 1, (2, V)))
+STATES = torch.tensor(np.random.default_rng(1).normal(0, 1, (V, 4)))
+HEAD = torch.tensor([0.8, -1.1, 0.4, 0.3, 0.2], dtype=torch.float64)
+"""Weights and bias of a value head."""
 
 
 class Unigram:
-    """The `Forward` of a model that has one logit for every token."""
+    """The `Forward` of a model that has one logit, and one hidden state, for every token."""
 
     def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = torch.nn.Parameter(logits.clone())
+        self.logits, self.states = torch.nn.Parameter(logits.clone()), torch.nn.Parameter(STATES.clone())
 
-    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
+    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Any = None) -> TokenScores:
         log_p = self.logits.log_softmax(0)
         entropy = -(log_p.exp() * log_p).sum().expand(len(pack.target))
         top = None if pack.top_ids is None else log_p[pack.top_ids]
-        return TokenScores(log_p[pack.target], entropy, top)
+        value = critic(self.states[pack.target]) if critic else None
+        return TokenScores(log_p[pack.target], entropy, top, value=value)
+
+
+def head_of_algo(algo: AlgoConfig) -> ValueHead | None:
+    if not algo.has_critic:
+        return None
+    head = ValueHead(4, algo, torch.device("cpu"))
+    head.weight.data, head.bias.data = HEAD[:4].clone(), HEAD[4:].clone()
+    return head
 
 
 def step_of(batch: Batch, algo: AlgoConfig, budget: int, placement: Any) -> tuple[float, np.ndarray, int, Any]:
-    """(loss, gradient [V], microbatches of this rank, its report's sums)"""
+    """(loss, gradient of logits, states and value head, microbatches of this rank, its report's sums)"""
     model, reference = Unigram(LOGITS), OTHER.log_softmax(0)
+    critic = head_of_algo(algo)
+    trained = [model.logits, *([model.states, *critic.parameters()] if critic else [])]
     learner = SimpleNamespace(
         algo=algo,
         objective=objective_of(algo),
         reach=reach_of(algo),
         entropy=EntropyFactor(algo.recipe.entropy),
         parameters={"logits": model.logits},
+        critic=critic,
+        trained=trained,
         version=9,
     )
     rows = StepRows(
@@ -84,8 +101,8 @@ def step_of(batch: Batch, algo: AlgoConfig, budget: int, placement: Any) -> tupl
     gradient._precision = nullcontext  # type: ignore[method-assign]
     plan = own_plan(rows, placement)
     sums = gradient.fill(_wide(plan))
-    model.logits.grad = torch.zeros(V, dtype=torch.float64) if model.logits.grad is None else model.logits.grad
-    return sums.loss, placement.whole(model.logits.grad).numpy().copy(), len(plan.packs), sums
+    found = [torch.zeros_like(p) if p.grad is None else placement.whole(p.grad) for p in trained]
+    return sums.loss, torch.cat([gradient.flatten() for gradient in found]).numpy().copy(), len(plan.packs), sums
 
 
 def _wide(plan: Any) -> Any:
@@ -123,7 +140,8 @@ def batch_of(algo: AlgoConfig, seed: int, cut: bool) -> Batch:
                 for number, completion in enumerate(completions)
             ]
             reward = (1.0, 0.0, 0.5)[place] + ticket
-            scored.append(Scored(Episode(tuple(turns)), reward, {"exact": reward}))
+            given = tuple({"turn": 0.25 * number - 0.25} for number in range(len(turns)))
+            scored.append(Scored(Episode(tuple(turns)), reward, {"exact": reward}, turn_rewards=given))
         algorithm = algorithm_of(algo, 16)
         rows, pairs = algorithm.rows(prompt, scored), algorithm.pairs(scored)
         groups.append(Group(ticket, prompt, tuple(scored), rows, pairs=pairs))
@@ -152,6 +170,11 @@ ALGORITHMS = [
     AlgoConfig("grpo", entropy={"coef": 0.3}, select={"kind": "entropy"}),
     AlgoConfig("clip_cov", select={"fraction": 0.2}, denominator="kept", aggregation="seq_mean_token_mean"),
     AlgoConfig("second_moment", loss="ppo_clip", select={"tau": 0.1}, lag={"kind": "trim", "maximum": 1}),
+    AlgoConfig("ppo", gamma=0.9, lam=0.8, critic={"trunk": 0.3}, loss="gspo", aggregation="seq_mean_token_mean"),
+    AlgoConfig(
+        "ppo", critic={"trunk": 1.0, "imitation": 0.2, "lam": 0.9}, correction={"opsm": 0.05}, denominator="kept"
+    ),
+    AlgoConfig("vapo", critic={"alone_steps": 0, "trunk": 0.1}),
 ]
 
 
@@ -160,6 +183,8 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
     np.testing.assert_allclose(one[1], other[1], rtol=1e-9, atol=1e-12)
     assert one[3].idle == other[3].idle and one[3].clipped == other[3].clipped
     assert one[3].pairs == pytest.approx(other[3].pairs)
+    numbers = [found[3].critic and astuple(found[3].critic) for found in (one, other)]
+    assert numbers[0] == pytest.approx(numbers[1])
 
 
 @pytest.mark.parametrize(
@@ -170,6 +195,7 @@ def test_rows_microbatches_and_ranks_change_neither_loss_nor_gradient(algo):
     assert len(pieces.rows) > len(whole.rows) == 6
     expected = step_of(whole, algo, 1000, Single())
     assert np.abs(expected[1]).max() > 1e-4 and expected[2] == 1
+    assert (expected[3].critic is not None) == algo.has_critic
     for batch, budget in ((whole, 12), (pieces, 1000), (pieces, 8)):
         found = step_of(batch, algo, budget, Single())
         assert (found[2] > 1) == (budget < 1000)

@@ -24,6 +24,7 @@ BASES = ("ppo_trainer", "ppo_megatron_trainer")
 PLACEMENT = "memory, devices and processes, which headrace fits to the machine (docs/auto.md, docs/scale.md)"
 
 ESTIMATORS = {
+    "gae": "ppo",
     "grpo": "grpo",
     "grpo_passk": "pass@k",
     "rloo": "rloo",
@@ -194,11 +195,7 @@ def _batches(t: Translation) -> int:
 def _algorithm(t: Translation) -> None:
     estimator = t.value("algorithm.adv_estimator", default="gae")
     if estimator not in ESTIMATORS:
-        t.to_do["algo.name"] = (
-            "verl's default is PPO with a critic, and here is none: grpo, rloo or another one of docs/choosing.md"
-            if estimator == "gae"
-            else f"{estimator} has no counterpart: docs/choosing.md"
-        )
+        t.to_do["algo.name"] = f"{estimator} has no counterpart: docs/choosing.md"
     mode = t.value(f"{ACTOR}policy_loss.loss_mode", default="vanilla")
     if estimator in ESTIMATORS:
         t.put("algo.name", LOSSES.get(mode, "") if estimator == "grpo" and mode in LOSSES else ESTIMATORS[estimator])
@@ -218,10 +215,12 @@ def _algorithm(t: Translation) -> None:
         _bounds(t, mode)
     if coef := t.number(f"{ACTOR}entropy_coeff", default=0):
         t.put("algo.entropy.coef", coef)
-    if estimator != "reinforce_plus_plus":
+    if estimator not in ("reinforce_plus_plus", "gae"):
         t.leave("verl discounts nothing with this estimator", "algorithm.gamma")
     elif (gamma := t.number("algorithm.gamma", default=1.0)) != 1.0:
         t.put("algo.gamma", gamma)
+    if estimator == "gae" and (lam := t.number("algorithm.lam", default=1.0)) != 1.0:
+        t.put("algo.lam", lam)
     if t.value("algorithm.use_pf_ppo"):
         t.also.append(
             "verl drew rollouts again by their rewards (algorithm.use_pf_ppo); algo.subset chooses some (docs/algorithms.md)"
@@ -383,7 +382,9 @@ def _lora(t: Translation) -> None:
 
 
 def _left_out(t: Translation) -> None:
-    t.leave_all("there is no critic", ("critic.", "trainer.critic_", "algorithm.lam"))
+    judged = t.value("algorithm.adv_estimator", default="gae") == "gae"
+    why = "the critic is a value head on the policy (algo.critic)" if judged else "this estimator has no critic"
+    t.leave_all(why, ("critic.", "trainer.critic_", "algorithm.lam"))
     t.leave_all(
         "columns with images are named in task.images (docs/vision.md)",
         ("data.image_key", "data.video_key", "data.return_multi_modal"),

@@ -69,6 +69,8 @@ class Path:
     """[M]"""
     trajectory: NDArray[np.int32]
     """[M] trajectories, as numbers within the step"""
+    turn: NDArray[np.int32]
+    """[M] the order of a trajectory's turns; 0 where it does not matter"""
     unmixed: NDArray[np.bool_]
     """[M] sampled over cache entries of the token's own version alone"""
     swapped: bool
@@ -111,7 +113,8 @@ def path_of(row: Row, number: int, trajectories: Sequence[int]) -> Path | None:
         sampled=logprobs[loss].astype(np.float32),
         advantage=_at(loss, row.advantages, np.float32),
         version=version,
-        trajectory=_thin(of_tokens[loss]) if len(of_tokens) > 1 else np.broadcast_to(of_tokens, len(loss)),
+        trajectory=_of_losses(of_tokens, loss),
+        turn=_of_losses(np.array(row.turns or (0,), np.int32), loss),
         unmixed=_thin(version == kv_version),
         swapped=_is_swapped(row, mask),
         temperature=row.temperature,
@@ -119,6 +122,11 @@ def path_of(row: Row, number: int, trajectories: Sequence[int]) -> Path | None:
         kept=None if row.sampling_mask is None else _kept_of(row.sampling_mask, loss),
         teacher=None if row.teacher is None else _teacher_of(row.teacher, loss),
     )
+
+
+def _of_losses(numbers: NDArray[T], loss: Ints) -> NDArray[T]:
+    """[M] a column of a row at its loss tokens, from one number for all tokens, or [T]."""
+    return _thin(numbers[loss]) if len(numbers) > 1 else np.broadcast_to(numbers, len(loss))
 
 
 def _mask_of(row: Row) -> NDArray[np.bool_]:

@@ -101,6 +101,8 @@ class RowBlock(Struct, frozen=True, kw_only=True):
     """int32"""
     trajectory: Column
     """int32"""
+    turn: Column
+    """int32"""
     unmixed: bytes
     """bits; empty if all are"""
     routing: list[RoutingTrace | None] = []
@@ -262,7 +264,7 @@ def _beginning(path: Path, end: int) -> Path:
     """A row that lends its first tokens to others and is trained elsewhere."""
     none: dict[str, Any] = {
         name: getattr(path, name)[:0]
-        for name in ("loss", "target", "sampled", "advantage", "version", "trajectory", "unmixed")
+        for name in ("loss", "target", "sampled", "advantage", "version", "trajectory", "turn", "unmixed")
     }
     return replace(path, tokens=path.tokens[:end], kept=None, teacher=None, **none)
 
@@ -289,6 +291,7 @@ def _block(rows: Sequence[Path]) -> RowBlock:
         advantage=_column(rows, lambda row: row.advantage),
         version=_column(rows, lambda row: row.version),
         trajectory=_column(rows, lambda row: row.trajectory),
+        turn=_column(rows, lambda row: row.turn),
         unmixed=b"" if unmixed.all() else _bits(unmixed),
         routing=_some([_recorded(row) for row in rows]),
         kept=_some([_kept_block(row.kept) for row in rows]),
@@ -307,7 +310,7 @@ def _rows(block: RowBlock) -> Iterator[Path]:
     in_loss = _unpacked_bits(block.in_loss, int(places.sum()))
     tokens, sampled = np.frombuffer(block.tokens, np.int32), np.frombuffer(block.sampled, np.float32)
     advantage, version = _unpacked(block.advantage, np.float32, total), _unpacked(block.version, np.int32, total)
-    trajectory = _unpacked(block.trajectory, np.int32, total)
+    trajectory, turn = (_unpacked(column, np.int32, total) for column in (block.trajectory, block.turn))
     unmixed = _unpacked_bits(block.unmixed, total) if block.unmixed else np.broadcast_to(np.ones(1, bool), total)
     starts = zip(*(np.cumsum([0, *column])[:-1].tolist() for column in (lengths, losses, places)), strict=True)
     for row, (start, first, place) in enumerate(starts):
@@ -325,6 +328,7 @@ def _rows(block: RowBlock) -> Iterator[Path]:
             advantage=advantage[mine],
             version=version[mine],
             trajectory=trajectory[mine],
+            turn=turn[mine],
             unmixed=unmixed[mine],
             swapped=bool(swapped[row]),
             temperature=float(temperatures[row]),

@@ -31,6 +31,9 @@ from headrace.trainer.packing import ROOT, Kept, Pack, Segment
 
 T = TypeVar("T")
 
+Values = Callable[[Tensor], Tensor]
+"""[M, H] hidden states -> [M] values of a critic, float32 with gradient."""
+
 
 def within(module: Any, function: Callable[[], T]) -> T:
     """Calls `module`, hooks included, with `function` in place of its forward, and returns the function's result.
@@ -66,6 +69,8 @@ class TokenScores(NamedTuple):
     """[M, k] with gradient: log-probs of `Pack.top_ids` over the whole vocabulary."""
     outside: int = 0
     """Number of loss tokens outside their sampling mask; their log-prob is over the whole vocabulary."""
+    value: Tensor | None = None
+    """[M] with gradient: the critic's value of what each loss token is predicted from."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +101,20 @@ class Forward:
         way = f"{kind}, {'chunked' if self.chunked_head else 'own'} head"
         return way + (", compiled" if self.backend else "")
 
-    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
-        """The log-probs of the pack's targets."""
+    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Values | None = None) -> TokenScores:
+        """The log-probs of the pack's targets, and the values of a critic, for which the head must be a chunked one."""
         if not self.chunked_head:
+            assert critic is None, "the model shows its logits only"
             return self._own_logprobs(pack, temperature)
-        return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype))
+        return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype, critic))
 
     def hidden(self, pack: Pack) -> Tensor:
         """[N, H] hidden states of a pack."""
         return within(self.model, lambda: self._hidden(pack).clone())  # FSDP2 warns of a view
 
-    def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
+    def _chunked_logprobs(
+        self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Values | None
+    ) -> TokenScores:
         hidden = self._hidden(pack)
         head = self.model.get_output_embeddings()
         if head.weight.is_meta:  # another rank has it (placement/staged.py)
@@ -131,6 +139,9 @@ class Forward:
             )
 
         found = within(head, of_head)
+        if critic is not None:
+            places, which = torch.unique(predictor, return_inverse=True)  # sums of gradients have an order then (C8)
+            found = found._replace(value=critic(hidden.index_select(0, places))[which])
         return _scores(pack, found if self.context is None else _of_all(self.context, found, asked[0], asked[2]))
 
     def _hidden(self, pack: Pack) -> Tensor:
@@ -180,15 +191,17 @@ def _asked_here(
 
 def _of_all(context: Context, found: Head, predictor: Tensor, kept: Kept | None) -> Head:
     """The numbers of all loss tokens, from those of this rank's. `predictor` and `kept`: of all."""
-    values = torch.stack([found.logprob, found.entropy])
-    logprob, entropy = context.collected(values, context.places(predictor), len(predictor))
-    return Head(logprob, entropy, found.outside if kept is None else context.added(found.outside))
+    given = [found.logprob, found.entropy, *([] if found.value is None else [found.value])]
+    logprob, entropy, *value = context.collected(torch.stack(given), context.places(predictor), len(predictor))
+    outside = found.outside if kept is None else context.added(found.outside)
+    return Head(logprob, entropy, outside, value[0] if value else None)
 
 
 def _scores(pack: Pack, head: Head) -> TokenScores:
     count = len(pack.target)
     top = None if pack.top_ids is None else head.logprob[count:].view(pack.top_ids.shape)
-    return TokenScores(head.logprob[:count], head.entropy[:count], top, head.outside)
+    value = None if head.value is None else head.value[:count]
+    return TokenScores(head.logprob[:count], head.entropy[:count], top, head.outside, value)
 
 
 def _unknown(pack: Pack) -> TokenScores:

@@ -43,6 +43,8 @@ class Head(NamedTuple):
     """[M] float32, in nats, of the whole vocabulary; with gradient, which costs nothing where it is not used"""
     outside: int
     """Targets that lie outside their kept set: their log-prob is that of the whole vocabulary."""
+    value: Tensor | None = None
+    """[M] the critic's, with gradient (`forward.py` fills it in)"""
 
 
 class Scale(NamedTuple):

@@ -91,6 +91,8 @@ class Pack:
     """[M] int64: which of the pack's trajectories, from 0 on. Those of several rows may be anywhere among the others."""
     trajectory: Tensor
     """[M] int64: which trajectory of the step."""
+    turn: Tensor
+    """[M] int64: the order of a trajectory's turns (`Row.turns`). The tokens of a turn follow each other."""
     row: Tensor
     """[M] int64: which row of the step."""
     lag: Tensor

@@ -38,6 +38,7 @@ def pack_trees(
         weight=_joined([weights[path.trajectory] for path in rows]),
         sequence=_numbered(trajectory),
         trajectory=trajectory,
+        turn=_joined([path.turn.astype(np.int64) for path in rows]),
         row=_joined([np.full(len(path.loss), path.number) for path in rows]),
         lag=_joined([step - path.version.astype(np.float32) for path in rows]),
         swapped=_joined([np.full(len(path.loss), path.swapped) for path in rows]),

@@ -123,6 +123,7 @@ def _empty_pack(routed: tuple[int, int] | None) -> Pack:
         weight=floats,
         sequence=ints,
         trajectory=ints,
+        turn=ints,
         row=ints,
         lag=floats,
         swapped=swapped,

@@ -123,6 +123,7 @@ def _pack(rows: Sequence[ExampleRow]) -> Pack:
         weight=torch.ones(count),
         sequence=sequence,
         trajectory=sequence,
+        turn=torch.zeros_like(sequence),
         row=sequence,
         lag=torch.zeros(count),
         swapped=torch.zeros(count, dtype=torch.bool),

@@ -3,7 +3,8 @@
     model.safetensors       trained parameters by name, tied ones once, and buffers that are part of the model; float32 (the masters,
                             where weights are offloaded), or bfloat16 where nothing more exact is kept. For an adapter it is
                             `adapter_model.safetensors`, beside peft's `adapter_config.json`
-    optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>
+    optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>; of a critic critic/weight, critic/bias and their
+                            moments, critic/exp_avg/weight, ... (a checkpoint without them begins a critic anew)
     trainer.json            format, version, seed; the entropy's factor and last mean; for an adapter, the fingerprint of the base it
                             belongs to; the ranks that wrote files, where several did
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,8 @@ class Contents:
     """The trained parameters, by the names under which their optimizer state is saved."""
     base: str = ""
     """Fingerprint of the frozen weights that they were trained with."""
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of a critic, which are no part of the model: they lie with the optimizer's state."""
 
 
 def save(
@@ -165,6 +168,12 @@ def entropy_of(directory: Path) -> tuple[float, float] | None:
     return None if saved is None else (float(saved[0]), float(saved[1]))
 
 
+def beside_of(directory: Path, prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors beside the model whose names begin so; none in a checkpoint without any. Raises CheckpointError."""
+    saved = _saved(directory, OPTIMIZER, _read_facts(directory))
+    return {name: saved.read(name) for name in saved if name.startswith(prefix)}
+
+
 def all_weights(model: Any) -> Contents:
     """Parameters in canonical order, tied ones once, then the buffers that `state_dict` would save."""
     parameters, saved = dict(model.named_parameters()), model.state_dict()
@@ -182,12 +191,12 @@ def _trained(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def _moments(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by parameter name. A parameter that never had a gradient has no state."""
+    """AdamW's state by parameter name, and what is kept beside. A parameter that never had a gradient has no state."""
     return {
         f"{key}/{name}": tensor
         for name, parameter in contents.parameters.items()
         for key, tensor in optimizer.state.get(parameter, {}).items()
-    }
+    } | dict(contents.beside)
 
 
 def _optimizer_state(
@@ -211,7 +220,7 @@ def _optimizer_state(
         if found:  # `step` is a scalar, and every rank has it
             moments = {key: placement.part(partial(rest.read, f"{key}/{name}"), like=parameter) for key in found[:2]}
             state[number] = {**moments, "step": rest.read(f"step/{name}")}
-    strangers = [name for name in rest if name not in known and not name.startswith("rng/")]
+    strangers = [name for name in rest if name not in known and not name.startswith(("rng/", "critic/"))]
     if strangers:
         raise _foreign(directory, f"{OPTIMIZER} holds {strangers[0]}, which the model does not have")
     return state

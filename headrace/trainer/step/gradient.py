@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from headrace.algo.diagnostics import Diagnostics
 from headrace.algo.objective import COUNTS, KeptCounts, kl_estimate, with_bonus
 from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
+from headrace.core.reports import CriticNumbers
 from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.forward.routing import Replayed, no_replay
 from headrace.trainer.model.causal_lm import computed_in
@@ -26,6 +27,7 @@ from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.reference import Reference
+from headrace.trainer.step.value_head import JudgedPack
 from headrace.trainer.step.whole_step import PairNumbers, StepPairs, StepPart, numbers_of, parts_of
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class Sums:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     pairs: PairNumbers = PairNumbers()
     """Numbers of the whole step, the same on all ranks."""
+    critic: CriticNumbers | None = None
+    """Those of the critic, the same on all ranks; None without one."""
 
     def count(self, plan: StepPlan) -> None:
         self.forward_tokens += sum(len(pack.tokens) for pack in plan.packs)
@@ -121,7 +125,7 @@ class Sums:
         return self.cut > 0 and self.idle == self.tokens
 
 
-_ADDED = [name for name in Sums.__dataclass_fields__ if name not in ("ratio_max", "diagnostics", "pairs")]
+_ADDED = [name for name in Sums.__dataclass_fields__ if name not in ("ratio_max", "diagnostics", "pairs", "critic")]
 
 
 # --- gradient ------------------------------------------------------------
@@ -129,6 +133,13 @@ _ADDED = [name for name in Sums.__dataclass_fields__ if name not in ("ratio_max"
 
 Replay = Callable[[Pack], AbstractContextManager[Replayed]]
 """Forces the recorded experts of a pack while it is forwarded (and backwarded)."""
+
+
+class Ahead(NamedTuple):
+    """The part of a microbatch in numbers of the whole step that are known before it is forwarded for its gradient; None where its own pass gives them."""
+
+    judged: JudgedPack | None = None
+    part: StepPart | None = None
 
 
 @dataclass(kw_only=True)
@@ -172,16 +183,18 @@ class Gradient:
         packs = [pack.to(self.device) for pack in plan.packs]
         references = [self._referred(pack) for pack in packs]
         reach = self.learner.reach
-        at_once = reach == "step" or (reach == "sequence" and plan.split)
-        parts: Sequence[StepPart | None] = self._ahead(packs, references) if at_once else [None] * len(packs)
+        # what is kept is then known in advance: the critic's part of the gradient has a denominator of its own
+        kept = self.learner.critic is not None and self.learner.algo.denominator == "kept"
+        at_once = reach == "step" or kept or (reach == "sequence" and plan.split)
+        ahead = self._ahead(packs, references, at_once)
         self.kept = None if at_once else self._counts()
         self.sums.count(plan)
         work = Microbatches(
             packs=packs,
-            loss=lambda number: self._microbatch(packs[number], references[number], parts[number], at_once),
+            loss=lambda number: self._microbatch(packs[number], references[number], ahead[number], at_once),
             body=lambda number: self._body(packs[number]),
             precision=self._precision,
-            parameters=list(self.learner.parameters.values()),
+            parameters=self.learner.trained,
         )
         self.placement.accumulate(work)
 
@@ -200,17 +213,28 @@ class Gradient:
         return KeptCounts(algo.recipe.aggregation) if algo.denominator == "kept" else None
 
     def _ahead(
-        self, packs: Sequence[Pack], references: Sequence[Float[Tensor, " _"] | None]
-    ) -> Sequence[StepPart | None]:
-        """Returns the parts of the packs in a loss that is computed on the whole step. Left to the microbatch if there is only one, whose
-        own forward pass has all numbers."""
-        if len(packs) == 1:
-            return [None]
+        self, packs: Sequence[Pack], references: Sequence[Float[Tensor, " _"] | None], at_once: bool
+    ) -> Sequence[Ahead]:
+        """Returns what the packs need to know of the whole step: their parts in a loss that is computed on it at once, and what the critic found.
+        Left to the microbatch if there is only one, whose own forward pass has all numbers."""
+        if len(packs) == 1 or not (at_once or self.learner.critic):
+            return [Ahead()] * len(packs)
         with torch.no_grad():
-            tokens = [
-                _tokens(pack, self._scores(pack), reference) for pack, reference in zip(packs, references, strict=True)
-            ]
-        return self._step_parts(packs, tokens)
+            scores = [self._scores(pack) for pack in packs]
+        judged = self._judged(packs, scores)
+        packs = [_advised(pack, own) for pack, own in zip(packs, judged, strict=True)]
+        if not at_once:
+            return [Ahead(own) for own in judged]
+        tokens = [_tokens(*one) for one in zip(packs, scores, references, strict=True)]
+        return [Ahead(*one) for one in zip(judged, self._step_parts(packs, tokens), strict=True)]
+
+    def _judged(self, packs: Sequence[Pack], scores: Sequence[TokenScores]) -> Sequence[JudgedPack | None]:
+        critic = self.learner.critic
+        if critic is None:
+            return [None] * len(packs)
+        values = [score.value for score in scores if score.value is not None]
+        found, self.sums.critic = critic.judged(packs, values, self.placement)
+        return found
 
     def _step_parts(self, packs: Sequence[Pack], tokens: Sequence[Tokens]) -> Sequence[StepPart]:
         algo = self.learner.algo
@@ -239,18 +263,25 @@ class Gradient:
 
     def _scores(self, pack: Pack) -> TokenScores:
         with self._precision(), self.replay(pack):
-            return self.forward.logprobs(pack, pack.temperature or self.temperature, self.dtype)
+            return self._forwarded(pack)
+
+    def _forwarded(self, pack: Pack) -> TokenScores:
+        given = (pack, pack.temperature or self.temperature, self.dtype)
+        critic = self.learner.critic
+        return self.forward.logprobs(*given, critic) if critic else self.forward.logprobs(*given)
 
     @contextmanager
     def _microbatch(
-        self, pack: Pack, reference: Float[Tensor, " M"] | None, part: StepPart | None, at_once: bool
+        self, pack: Pack, reference: Float[Tensor, " M"] | None, ahead: Ahead, at_once: bool
     ) -> Iterator[Float[Tensor, ""]]:
         """Yields the loss. The recorded experts stay forced during its backward pass: checkpointed layers are forwarded again in it."""
         with self.replay(pack) as replayed:
-            scores = self.forward.logprobs(pack, pack.temperature or self.temperature, self.dtype)
+            scores = self._forwarded(pack)
             if self.bitwise:
                 self.sums.bitwise += compare(pack, scores.logprob, self.learner.version)
-            tokens, algo = _tokens(pack, scores, reference), self.learner.algo
+            judged = ahead.judged or self._judged([pack], [scores])[0]
+            pack = _advised(pack, judged)
+            tokens, algo, part = _tokens(pack, scores, reference), self.learner.algo, ahead.part
             if at_once:
                 part = part or self._step_parts([pack], [tokens])[0]
                 result, pack = part.of(tokens), replace(pack, weight=part.weight)
@@ -262,11 +293,19 @@ class Gradient:
                 pack = replace(pack, weight=pack.weight * factors)
             if self.pairs and part:  # what pushes a token is its slope
                 tokens = tokens._replace(advantage=-part.slopes["logprob"])
-            yield (result.loss * pack.weight).sum()
+            loss = (result.loss * pack.weight).sum()
+            if self.learner.critic and judged and scores.value is not None:
+                loss = self.learner.critic.loss(loss, tokens, scores.value, judged, self.learner.version)
+            yield loss
         self.sums.missing_routes += replayed.missing
         self.sums.add(pack, tokens, scores, result)
         if self.picked:
             self.picked.add(pack, scores.logprob, scores.entropy)
+
+
+def _advised(pack: Pack, judged: JudgedPack | None) -> Pack:
+    """The pack with the critic's advantages in the place of rewards."""
+    return pack if judged is None else replace(pack, advantage=judged.advantage)
 
 
 def _tokens(pack: Pack, scores: TokenScores, reference: Float[Tensor, " M"] | None) -> Tokens:

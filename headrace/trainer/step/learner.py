@@ -14,6 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig, learning_rate
 from headrace.trainer.placement.port import Placement
+from headrace.trainer.step.value_head import ValueHead
 
 # --- One update with a clipped gradient.
 
@@ -59,6 +60,7 @@ class Learner:
     parameters: Mapping[str, torch.nn.Parameter]
     """The trained parameters by name, in canonical order."""
     placement: Placement
+    critic: ValueHead | None = None
     version: int = 0
     optimizer: torch.optim.Optimizer = field(init=False)
     objective: Objective = field(init=False)
@@ -80,6 +82,15 @@ class Learner:
     def aggregation(self) -> AggregationFunction:
         return AGGREGATIONS[self.algo.recipe.aggregation]
 
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that a step has gradients of: the critic's too."""
+        return [*self.parameters.values(), *(self.critic.parameters() if self.critic else [])]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer, *([self.critic.optimizer] if self.critic else [])]
+
     def lr(self, steps: int = 0) -> float:
         """The learning rate of the next step, in a run of `steps` (0: of `train.steps`)."""
         return learning_rate(self.version, self.config, steps)
@@ -87,6 +98,8 @@ class Learner:
     def forget(self) -> None:
         """The gradients so far."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.forget()
 
     def update(self, loss: float, lr: float, unless_zero: bool = False) -> float:
         """Updates parameters and version unless loss or gradient is not finite. Returns the norm of the gradient before clipping.
@@ -96,13 +109,20 @@ class Learner:
         if not torch.isfinite(torch.tensor(loss)):
             self.forget()
             return float("nan")
-        norm = apply(
-            self.optimizer,
-            self.placement,
-            lr=lr,
-            max_norm=self.config.max_grad_norm,
-            unless_zero=unless_zero,
-        )
+        if self.critic and self.critic.alone(self.version):
+            self.optimizer.zero_grad(set_to_none=True)
+            norm, unless_zero = float(self.placement.norm(list(self.critic.parameters()))), False
+        else:
+            norm = apply(
+                self.optimizer,
+                self.placement,
+                lr=lr,
+                max_norm=self.config.max_grad_norm,
+                unless_zero=unless_zero,
+            )
         if norm < float("inf") and not (unless_zero and norm == 0):
             self.version += 1
+            if self.critic:
+                self.critic.update()
+        self.forget()
         return norm

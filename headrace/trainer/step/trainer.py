@@ -63,6 +63,7 @@ from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
+from headrace.trainer.step.value_head import PREFIX, ValueHead
 from headrace.trainer.step.whole_step import StepPairs, pairs_of
 
 if TYPE_CHECKING:
@@ -124,8 +125,11 @@ class TorchTrainer:
         self._forward = self._compilation.forward
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
+        heads = [learner.critic for learner in self._learners.values() if learner.critic]
         self._resting = Resting(
-            models, lambda: [learner.optimizer for learner in self._learners.values()], self._device
+            [*models, *heads],
+            lambda: [one for learner in self._learners.values() for one in learner.optimizers],
+            self._device,
         )
         self._copies = {name: HostCopy(lambda: available() // beside) for name in self._learners}
         self._reading = threading.Lock()
@@ -204,7 +208,18 @@ class TorchTrainer:
     def _learner(self, name: str, assignment: Assignment) -> Learner:
         adapters = self._adapters
         trained = adapters.parameters(name) if adapters else dict(self._model.named_parameters())
-        return Learner(config=assignment.train, algo=assignment.algo, parameters=trained, placement=self._placement)
+        algo = assignment.algo
+        critic = self._critic(algo) if algo.has_critic else None
+        return Learner(config=assignment.train, algo=algo, parameters=trained, placement=self._placement, critic=critic)
+
+    def _critic(self, algo: AlgoConfig) -> ValueHead:
+        """Raises ConfigError for a model whose hidden states are not to be had."""
+        if not self._forward.chunked_head:
+            raise ConfigError(
+                f"algo.name = {algo.name} reads values from the last hidden states, and {type(self._model).__name__} shows its logits only; use an "
+                'algorithm without a critic, such as algo.name = "grpo"'
+            )
+        return ValueHead(self._model.get_output_embeddings().weight.shape[1], algo, self._device)
 
     @property
     def version(self) -> int:
@@ -253,7 +268,8 @@ class TorchTrainer:
             learner.forget()
             raise
         lr = learner.lr(batch.steps)
-        norm = learner.update(sums.loss, lr, unless_zero=sums.all_cut and batch.skippable)
+        loss = sums.loss + (sums.critic.value_loss if sums.critic else 0.0)
+        norm = learner.update(loss, lr, unless_zero=sums.all_cut and batch.skippable)
         if learner.version > batch.step:
             learner.entropy.after(sums.entropy / sums.tokens)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
@@ -415,17 +431,24 @@ class TorchTrainer:
     def restore(self, directory: Path, adapter: str = "") -> None:
         """Raises CheckpointError, with nothing changed."""
         learner, contents = self._learners[adapter], self._contents(adapter)
+        critic = checkpoint.beside_of(directory, PREFIX) if learner.critic else {}
+        if learner.critic:
+            learner.critic.check(critic, directory.name)
         learner.version = checkpoint.restore(directory, contents, learner.optimizer, self._placement)
+        if learner.critic:
+            learner.critic.restore(critic)
         if saved := checkpoint.entropy_of(directory):
             learner.entropy.coef, learner.entropy.mean = (
                 saved if learner.entropy.rule.target else (learner.entropy.coef, saved[1])
             )
 
     def _contents(self, adapter: str) -> Contents:
+        learner = self._learners[adapter]
+        beside = learner.critic.state() if learner.critic else {}
         if self._adapters is None:
-            return checkpoint.all_weights(self._model)
-        state, trained = self._adapters.state(adapter), self._learners[adapter].parameters
-        return Contents(ADAPTER_MODEL, state, trained, self._adapters.base_mark)
+            return dataclasses.replace(checkpoint.all_weights(self._model), beside=beside)
+        state, base = self._adapters.state(adapter), self._adapters.base_mark
+        return Contents(ADAPTER_MODEL, state, learner.parameters, base, beside)
 
     def export(
         self,
@@ -529,6 +552,7 @@ def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
         pairs=sums.pairs.pairs,
         pairs_agreed=sums.pairs.agreed,
         pair_margin=sums.pairs.margin,
+        critic=sums.critic,
     )
 
 

@@ -75,7 +75,8 @@ def _graph_row(view: RolloutView, place: int, colours: dict[str, str]) -> str:
     head += [f'<span class="{colour} who">{escape(turn.agent)}</span>'] * bool(turn.agent)
     head.append(f"{turn.sampled} tokens{', cut off' if turn.stop == 'length' else ''}")
     head += ["<em>begins anew: earlier messages were rewritten</em>"] * turn.rewritten
-    head.append("not in the loss" if math.isnan(turn.advantage) else f"advantage {turn.advantage:+.3f}")
+    unknown = "advantages by a critic" if turn.judged else "not in the loss"
+    head.append(unknown if math.isnan(turn.advantage) else f"advantage {turn.advantage:+.3f}")
     chips = "".join(
         f'<span class="chip {"good" if value > 0 else "bad" if value < 0 else "plain"}">{escape(name)} {number(value)}</span>'
         for name, value in turn.rewards.items()
@@ -213,7 +214,7 @@ def _row(view: RolloutView) -> tuple[str, ...]:
         + (_tokens(view) if view.decoded else _text(view.text))
         + (f"<small>{escape(seen)}</small>" if seen else ""),
         f"{number(view.reward)}{parts}",
-        "not trained" if math.isnan(view.advantage) else f"{view.advantage:+.3f}",
+        view.advantage_words,
         f"{len(view.sampled)}<small>{escape(view.stop)}</small>{left_out}",
         f'<span data-tip="{escape(span_list(view))}">{shown}</span>',
         str(max(view.lags, default=0)),

@@ -127,7 +127,8 @@ def _justified(cells: Sequence[str], widths: Sequence[int]) -> str:
 def rollout(view: RolloutView) -> RenderableType:
     """Shows one rollout token by token."""
     rewards = ", ".join(f"{name} {number(value)}" for name, value in view.rewards.items())
-    advantage = "not trained" if math.isnan(view.advantage) else f"advantage {view.advantage:+.3f}"
+    advantage = "" if math.isnan(view.advantage) and not view.judged else "advantage "
+    advantage += view.advantage_words
     turns = f" · {view.turns} turns" if view.turns > 1 else ""
     head = Text(f"\nticket {view.ticket}, rollout {view.rollout}", style="bold")
     head.append(

@@ -92,11 +92,16 @@ def gradients(trainer: TorchTrainer, case: Case) -> Gradients:
     given = case.batch(0)
     if "lora" in case:
         shifted(trainer._learners[""].parameters.values())
+    if critic := trainer._learners[""].critic:
+        shifted(critic.parameters())
     plan = trainer._plan(given)
     pairs = pairs_of(head_of(given)) if "pairs" in case else None
     sums = trainer._gradients(plan, given.temperature, pairs=pairs)
     parameters = trainer._learners[""].parameters
     found = {name: trainer._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+    found |= {
+        f"critic.{n}": p.grad.clone() for n, p in enumerate(critic.parameters() if critic else []) if p.grad is not None
+    }
     norm = trainer._placement.norm([p for p in parameters.values() if p.grad is not None])
     trainer._learners[""].forget()
     return sums.loss, float(norm), found, len(plan.packs)

@@ -56,6 +56,7 @@ CASES = {
     ),
     "m2po": Case(model="llama", algo={"name": "m2po", "tau": 0.05}),
     "a reference": Case(model="gemma3_text", algo={"kl": {"coef": 0.1}}),
+    "a critic": Case(model="qwen3", algo={"name": "ppo", "lam": 0.9, "critic": {"trunk": 0.5}}),
     "preferences": Case(model="qwen3", algo={"name": "dpo"}, pairs=((0, 1), (0, 3), (4, 2), (5, 8), (9, 6))),
     "LoRA": Case(model="qwen3", lora={"rank": 4}),
     "DoRA": Case(model="llama", lora={"rank": 4, "dora": True}),

@@ -66,6 +66,7 @@ MORE = {
         parallel=TENSOR,
     ),
     "m2po": Case(model="llama", algo={"name": "m2po", "tau": 0.05}, parallel=TENSOR),
+    "a critic": Case(model="qwen3", algo={"name": "ppo", "lam": 0.9, "critic": {"trunk": 0.5}}, parallel=TENSOR),
     "preferences": Case(
         model="qwen3", algo={"name": "dpo"}, pairs=((0, 1), (0, 3), (4, 2), (5, 8), (9, 6)), parallel=TENSOR
     ),
