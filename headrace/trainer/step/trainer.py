@@ -113,8 +113,7 @@ class TorchTrainer:
             enable_checkpointing(self._model, contexts)
         if config.weights == "bfloat16":
             lower_weights(self._model, self._dtype)
-        reference = self._reference
-        # under LoRA they are one
+        reference = self._reference  # under LoRA the model itself
         models = [self._model, *([reference.forward.model] if reference and reference.bytes else [])]
         for model in models:
             self._placement.spread(model)
@@ -125,9 +124,8 @@ class TorchTrainer:
         self._forward = self._compilation.forward
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
-        heads = [learner.critic for learner in self._learners.values() if learner.critic]
         self._resting = Resting(
-            [*models, *heads],
+            [*models, *(learner.critic for learner in self._learners.values() if learner.critic)],
             lambda: [one for learner in self._learners.values() for one in learner.optimizers],
             self._device,
         )
