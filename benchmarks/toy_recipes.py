@@ -1,8 +1,9 @@
-"""Recipes on a toy task, with fresh and with stale tokens: does a loss learn, and what does lag cost it? (docs/algorithms.md)
+"""Recipes on a toy task, with fresh and with stale tokens: does a loss learn, and what does lag cost it? (docs/algorithms.md, docs/choosing.md)
 
-A random model of two layers, whose reward is the share of one letter; a run takes some ten seconds of one core.
+A random model of two layers, whose reward is the share of one letter; a run of 20 steps takes some ten seconds of one core.
 
     python benchmarks/toy_recipes.py grpo ce_gppo vespo --lags 1 4 --seeds 0 1
+    python benchmarks/toy_recipes.py grpo dapo gspo tis --lags 0 1 4 --seeds 0 1 2 --steps 40 --errors
 """
 
 from __future__ import annotations
@@ -10,20 +11,33 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
+from typing import NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
+from headrace.facts.records import StepRow, read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from conftest import CHARACTERS, SPECIAL, save_tokenizer
 
 from support.tiny_run import tiny_config
 
-STEPS, ENDS = 20, 4
+ENDS = 4
+"""Steps at the beginning and at the end of a run whose mean reward is given."""
+
+
+class ToyRun(NamedTuple):
+    rewards: list[float]
+    """Mean reward of each step."""
+    stopped: float
+    """Share of the loss tokens without a gradient of the policy loss: beyond a bound of the ratio, or masked by a rule."""
+    norms: list[float]
+    """Norm of the gradient of each step."""
 
 
 def make_model(directory: Path) -> Path:
@@ -46,21 +60,32 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def rewards(place: Path, model: Path, recipe: str, lag: int, seed: int) -> list[float]:
-    """The mean reward of each step."""
+def trained(place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps: int) -> ToyRun:
     place.mkdir()
-    found: list[float] = []
     settings = tiny_config(
         place,
         model,
         seed=seed,
         algo={"name": recipe},
-        train={"steps": STEPS, "learning_rate": 3e-3},
+        train={"steps": steps, "learning_rate": 3e-3},
         staleness={"max_lag": lag},
         checkpoint={"every": 0},
     )
-    headrace.train(settings, on_step=lambda step: found.append(step.reward))
-    return found
+    run = headrace.train(settings).directory
+    rows = [fact for fact in read_metrics(run) if isinstance(fact, StepRow)]
+    tokens = sum(row.report.loss_tokens for row in rows)
+    stopped = sum(lag.tokens * (lag.clipped + sum(lag.masked.values())) for row in rows for lag in row.report.lags)
+    return ToyRun([row.reward_drawn for row in rows], stopped / tokens, [row.report.grad_norm for row in rows])
+
+
+def cell(runs: Sequence[ToyRun], errors: bool) -> str:
+    """The mean reward of the last steps: of each seed, or the mean with its standard error, the spread from step to step and what was stopped."""
+    last = [fmean(run.rewards[-ENDS:]) for run in runs]
+    if not errors:
+        return ", ".join(f"{value:.3f}" for value in last)
+    error = stdev(last) / len(last) ** 0.5
+    spread = fmean(stdev(run.norms[len(run.norms) // 2 :]) / fmean(run.norms[len(run.norms) // 2 :]) for run in runs)
+    return f"{fmean(last):.3f} ± {error:.3f}; {spread:.2f}; {100 * fmean(run.stopped for run in runs):.1f} %"
 
 
 def main() -> None:
@@ -68,6 +93,8 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--lags", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--errors", action="store_true", help="means with standard errors, of two seeds or more")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         model = make_model(Path(name) / "model")
@@ -76,12 +103,13 @@ def main() -> None:
         for recipe in told.recipes:
             cells = []
             for lag in told.lags:
-                curves = [
-                    rewards(Path(name) / f"{recipe}-{lag}-{seed}", model, recipe, lag, seed) for seed in told.seeds
+                runs = [
+                    trained(Path(name) / f"{recipe}-{lag}-{seed}", model, recipe, lag=lag, seed=seed, steps=told.steps)
+                    for seed in told.seeds
                 ]
-                cells.append(", ".join(f"{fmean(curve[-ENDS:]):.3f}" for curve in curves))
-                begun = ", ".join(f"{fmean(curve[:ENDS]):.3f}" for curve in curves)
-                print(f"{recipe}, max_lag {lag}: first {ENDS} steps {begun}", file=sys.stderr)
+                cells.append(cell(runs, told.errors))
+                begun = ", ".join(f"{fmean(run.rewards[:ENDS]):.3f}" for run in runs)
+                print(f"{recipe}, max_lag {lag}: {cells[-1]} (first {ENDS} steps {begun})", file=sys.stderr, flush=True)
             print(f"| `{recipe}` | {' | '.join(cells)} |", flush=True)
 
 
