@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import astuple
 from rank_processes import RankProcesses
 from sharded_case import CPU, Case, shifted, trainer_of_rank
 from torch import Tensor
@@ -137,6 +138,9 @@ def compare_steps(ranks: RankProcesses, case: Case, share: float, near: float = 
                 (other.kl, other.entropy, other.ratio_max, other.reference_kl), rel=1e-3, abs=1e-6
             )
             same_numbers(report, other)
+            assert (report.critic is None) == (other.critic is None)
+            if report.critic and other.critic:
+                assert astuple(report.critic) == pytest.approx(astuple(other.critic), rel=1e-3, abs=1e-5)
         for key, tensor in weights(one).items():  # Adam makes ±lr of the rounding of a gradient near zero
             assert (found[key] - tensor).abs().max() <= near, key
         assert score == pytest.approx(one.score([3, 1, 4, 1, 5]), abs=1e-4)

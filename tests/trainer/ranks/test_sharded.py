@@ -143,6 +143,7 @@ STEPS = {
         parallel={"expert": 2},
     ),
     "LoRA": Case(model="gemma3_text", lora={"rank": 4}),
+    "a critic": Case(model="qwen3", algo={"name": "ppo", "critic": {"trunk": 0.5, "alone_steps": 1}}),
     "microbatches together": Case(
         model="nine-heads",
         masks=True,
@@ -160,6 +161,7 @@ def test_three_steps_end_at_the_weights_of_one_device(name: str, two: RankProces
 
 RESUMED = {
     "qwen3": Case(model="qwen3"),
+    "a critic": Case(model="qwen3", algo={"name": "ppo", "critic": {"trunk": 0.5}}),
     "bfloat16": Case(model="llama", train={"weights": "bfloat16", "dtype": "bfloat16", "learning_rate": 1e-2}),
     "whole experts": Case(model="qwen3_moe", parallel={"expert": 2}),
     "LoRA": Case(model="qwen3", lora={"rank": 4}),
