@@ -169,9 +169,10 @@ def writes_parts_alone(tokenizer: Any) -> bool:
 
     def writes(content: Any) -> bool:
         try:
-            return QUESTION in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+            text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
         except Exception:  # a template may raise anything
             return False
+        return QUESTION in text and "'type'" not in text  # which printed a list instead of reading its parts
 
     alone = bool(getattr(tokenizer, "chat_template", None)) and not writes(QUESTION)
     return alone and writes([{"type": "text", "text": QUESTION}])

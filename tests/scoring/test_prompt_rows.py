@@ -221,7 +221,7 @@ CALL: dict[str, Any] = {"role": "assistant", "content": ""}
         ([{"from": "humn", "value": "a"}], "message 1 is from humn; did you mean human"),
         (
             [{"role": "user", "content": [IMAGE]}],
-            "has a message 1 that is not text: a part of a message is of type image",
+            "has a message 1 that is not text: a part of it holds an image of its own (image)",
         ),
         ([{"role": "user", "content": ["a"]}], "has a list in message 1 that holds no parts"),
         ([{"role": "user"}], "is a list with something else than messages"),
