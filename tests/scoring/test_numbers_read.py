@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.types import Completion
+from headrace.core.batches import Failure
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.extract import Extractor, last_number
+from headrace.episodes.scoring.reward_scorer import RewardScorer
 
 VALUES = {
     "": "", "none": "", "so 1,234.": "1234", "a\n12\n": "12", "The answer is 1,234.": "1234", "$1,234.00": "1234.00", "1,234,567": "1234567",
@@ -130,3 +134,38 @@ def test_what_is_considered_in_thinking_is_no_answer(kind: Any, said: str) -> No
     assert read(f"<think>\n{three}\n</think>\nI cannot say.") == ""
     assert read(f"<think>\n{three}\n") == "", "it has not ended"
     assert read(five) == "5"
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "counts"),
+    [
+        ("<think>\n", "so 5", 0.0),
+        ("<think>\n", "or 3 </think>\n5", 1.0),
+        ("", "so 5", 1.0),
+        ("<think> </think>", "5", 1.0),
+    ],
+)
+def test_a_thought_that_the_template_has_opened_ends_before_there_is_an_answer(
+    end: str, said: str, counts: float, tmp_path: Path
+) -> None:
+    """A completion that ends within its thinking has no answer, although nothing in its own text says so."""
+    (tmp_path / "exact.py").write_text(
+        "def exact(completions, **columns):\n    return [float(c == '5') for c in completions]\n"
+    )
+    spec = RewardConfig(function=f"{tmp_path / 'exact.py'}:exact", extract="last_number")
+    asked = tuple(f"2 + 3? {end}".encode()[-8:])
+    episode = Episode(
+        (Turn(asked, Completion((1,), (-0.1,), (VersionSpan(start=0, version=1, kv_version=1),), "stop", said)),)
+    )
+
+    async def score() -> Scored | Failure:
+        scorer = RewardScorer(spec, decode=lambda tokens: bytes(tokens).decode())
+        try:
+            (found,) = await scorer.score(Prompt(id="sums/0", text="2 + 3?", tokens=asked), [episode])
+            return found
+        finally:
+            await scorer.close()
+
+    found = asyncio.run(score())
+    assert isinstance(found, Scored) and found.reward == counts
+    assert found.extracted == {"exact": "5" if counts else ""}

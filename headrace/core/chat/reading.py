@@ -38,9 +38,10 @@ def is_open_in(text: str) -> bool:
     return text.rfind(OPENING) > text.rfind(CLOSING)
 
 
-def behind_thinking(text: str) -> str:
-    """Returns what a completion says when it has thought: all of it if it does not think, nothing if its thinking has no end."""
-    return "" if is_open_in(text) else text.rpartition(CLOSING)[2]
+def behind_thinking(text: str, begun: bool = False) -> str:
+    """Returns what a completion says when it has thought: all of it if it does not think, nothing if its thinking has no end. `begun`: whether the
+    prompt ends within the thinking."""
+    return "" if is_open_in(text) or (begun and CLOSING not in text) else text.rpartition(CLOSING)[2]
 
 
 def is_opened_by(prompt: str) -> bool:

@@ -93,8 +93,9 @@ class Extractor:
     of_truncated: bool = False
     """Whether to look for an answer in completions that were cut off: the last number of an unfinished sentence is not its answer."""
 
-    def __call__(self, completion: Completion) -> str:
+    def __call__(self, completion: Completion, begun: bool = False) -> str:
+        """`begun`: whether the completion begins within the model's thinking, which its template has opened."""
         if not self.kind:
             return completion.text
         cut = completion.stop == "length" and not self.of_truncated
-        return "" if cut else _EXTRACTORS[self.kind](behind_thinking(completion.text))
+        return "" if cut else _EXTRACTORS[self.kind](behind_thinking(completion.text, begun))

@@ -229,6 +229,14 @@ def _out_of_range(value: Any) -> str:
 # --- part ------------------------------------------------------------
 
 
+Begun = Callable[[Episode], bool]
+"""Whether the last completion of an episode begins within the model's thinking, which its template has opened."""
+
+
+def _never(episode: Episode) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardPart:
     name: str
@@ -243,12 +251,12 @@ class RewardPart:
     kept: bool = False
     """Whether its scores are recorded, so that a resumed run does not ask for them again."""
 
-    def job(self, prompt: Prompt, episodes: Sequence[Episode]) -> ScoringJob:
+    def job(self, prompt: Prompt, episodes: Sequence[Episode], begun: Begun = _never) -> ScoringJob:
         talks = tuple(transcript_of(episode) for episode in episodes)
         steps = [segmented(episode, self.segments) for episode in episodes] if self.segments else []
         return ScoringJob(
             prompt=prompt.text,
-            completions=tuple(self.extract(episode.last) for episode in episodes),
+            completions=tuple(self.extract(episode.last, begun(episode)) for episode in episodes),
             completion_tokens=tuple(episode.last.tokens for episode in episodes),
             columns=prompt.columns,
             chat=prompt.chat,
@@ -260,11 +268,11 @@ class RewardPart:
 class PartCaller:
     """Calls the parts of a run: names the wait, records what it took, and keeps the scores that cost something."""
 
-    def __init__(self, telemetry: Telemetry | None = None, log: ScoreLog | None = None) -> None:
-        self._telemetry, self._log = telemetry, log
+    def __init__(self, telemetry: Telemetry | None = None, log: ScoreLog | None = None, begun: Begun = _never) -> None:
+        self._telemetry, self._log, self._begun = telemetry, log, begun
 
     async def call(self, part: RewardPart, prompt: Prompt, episodes: Sequence[Episode]) -> Values:
-        job = part.job(prompt, episodes)
+        job = part.job(prompt, episodes, self._begun)
         log = self._log if part.kept else None
         if log and (known := log.find(part.name, job)) is not None:
             return known

@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.core.batches import Failure
+from headrace.core.chat.reading import is_opened_by
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Scorer
 from headrace.core.rewards import usable
@@ -73,6 +74,10 @@ def punished(config: OverlongConfig, longest: int, scorer: Scorer) -> Scorer:
 # --- reward scorer ------------------------------------------------------------
 
 
+_END = 8
+"""Tokens at the end of a prompt among which a template may open the model's thinking."""
+
+
 class RewardScorer:
     """Protocol `Scorer`. Functions run in processes; `callables`, which replace them, in threads or on the running loop."""
 
@@ -93,7 +98,7 @@ class RewardScorer:
     ) -> None:
         """Loads the functions once, if neither `begun` nor `loaded` (see `FunctionPools`) says what they are. Raises ConfigError if one cannot be loaded, or a token cannot be had.
 
-        `log` receives what functions print; `sandbox` is used by those that run code; `decode` is needed for scores of segments; `scores`
+        `log` receives what functions print; `sandbox` is used by those that run code; `decode` is needed for scores of segments, and tells whether a template has opened the model's thinking; `scores`
         records what services and judges say; `poster` is the client of services, over HTTP by default; `sites`: the machines on which
         functions run."""
         self._pools = FunctionPools(config, callables, log, sandbox, sites, begun=begun, loaded=loaded)
@@ -105,7 +110,7 @@ class RewardScorer:
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"), or pass reward= '
                 "to headrace.train"
             )
-        self._caller = PartCaller(telemetry, scores)
+        self._caller = PartCaller(telemetry, scores, self._begun)
         self._decode = decode
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
@@ -115,6 +120,9 @@ class RewardScorer:
         return [
             self._combined(episode, given) for episode, given in zip(episodes, zip(*values, strict=True), strict=True)
         ]
+
+    def _begun(self, episode: Episode) -> bool:
+        return self._decode is not None and is_opened_by(self._decode(episode.turns[-1].context[-_END:]))
 
     async def close(self) -> None:
         """Kills the processes and ends the connections. Abandoned threads keep running."""
@@ -146,7 +154,9 @@ class RewardScorer:
         if not rewards:
             return Failure("reward_none", "no reward function applies to this row: all of them returned None for it")
         total = sum(part.weight * rewards[part.name] for part in self._parts if part.name in rewards)
-        extracted = {part.name: part.extract(episode.last) for part in self._parts if part.extract.kind}
+        extracted = {
+            part.name: part.extract(episode.last, self._begun(episode)) for part in self._parts if part.extract.kind
+        }
         return usable(Scored(episode, total, rewards, extracted=extracted, **steps))
 
     def _one(
