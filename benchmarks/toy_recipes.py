@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -71,7 +72,8 @@ def trained(place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps
         staleness={"max_lag": lag},
         checkpoint={"every": 0},
     )
-    run = headrace.train(settings).directory
+    with redirect_stdout(sys.stderr):  # the summary of the run
+        run = headrace.train(settings).directory
     rows = [fact for fact in read_metrics(run) if isinstance(fact, StepRow)]
     tokens = sum(row.report.loss_tokens for row in rows)
     stopped = sum(lag.tokens * (lag.clipped + sum(lag.masked.values())) for row in rows for lag in row.report.lags)
