@@ -141,7 +141,9 @@ def front_parser() -> Parser:
     add_import(commands)
     train_command.add_train(commands)
     add_sweep(commands)
-    starting.add_demo_arguments(add_command(commands, "demo", starting.demo(train_command.train), starting.DEMO_IS))
+    starting.add_demo_arguments(
+        add_command(commands, "demo", starting.demo(train_command.train_line), starting.DEMO_IS)
+    )
     starting.add_recipes_arguments(add_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))
     train_command.add_eval(commands)
     add_preflight(commands)

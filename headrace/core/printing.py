@@ -98,7 +98,12 @@ class PrintableBytes:
 
 
 def guard_streams() -> None:
-    """Guards the standard output and error of this process from here on."""
+    """Guards the standard output and error of this process from here on, and tells libraries to draw no progress bars.
+
+    A bar is redrawn by CR, which a guarded stream shows as a picture. The libraries read these variables when they are imported.
+    """
+    for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(bars, "1")
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, PrintableStream):

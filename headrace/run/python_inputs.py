@@ -54,7 +54,7 @@ def with_python_inputs(
     tree = read_tree(source, sets)
     rows = rows_of(dataset, _images(tree)) if dataset is not None else None
     if rewards:
-        table = [{"function": spec.function, "weight": spec.weight} for spec, _ in rewards]
+        table = _with_extracts([{"function": spec.function, "weight": spec.weight} for spec, _ in rewards], tree)
         tree = _without_own_rewards(_replaced(tree, "reward", {"functions": table}))
     if rows is not None:
         _refuse_own_tasks(tree)
@@ -99,6 +99,24 @@ def _replaced(tree: Tree, section: str, table: Tree) -> Tree:
         return tree
     kept = {name: value for name, value in old.items() if name not in _REPLACED[section]}
     return {**tree, section: {**kept, **table}}
+
+
+def _with_extracts(table: list[Tree], tree: Tree) -> list[Tree]:
+    """Gives the function that takes the place of `reward.function` what `reward.extract` leaves of a completion, and on a resume each
+    function what it was given before. Raises ConfigError for several functions in the place of one with an extract."""
+    old = tree.get("reward")
+    if not isinstance(old, dict):  # the validation reports it
+        return table
+    if extract := old.get("extract"):
+        if len(table) > 1:
+            raise ConfigError(
+                f"reward.extract = {extract!r} is for one function, and reward= passes {len(table)}: leave it out of the settings, "
+                "and let each function find its part of the completion"
+            )
+        return [{**table[0], "extract": extract}]
+    entries = [entry for entry in old.get("functions") or () if isinstance(entry, dict)]
+    before = {entry.get("function"): entry["extract"] for entry in entries if entry.get("extract")}
+    return [{**row, "extract": before[name]} if (name := row["function"]) in before else row for row in table]
 
 
 def _images(tree: Tree) -> list[str]:

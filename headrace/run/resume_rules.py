@@ -69,9 +69,10 @@ def _rows(config: RunConfig) -> Any:
 
 
 def _functions(config: RunConfig) -> Any:
-    """A single function from Python with weight 1 counts as nothing: earlier versions recorded nothing of it."""
+    """A single function from Python with weight 1 and whole completions counts as nothing: earlier versions recorded nothing of it."""
     reward = config.reward
-    only = len(reward.specs) == 1 and reward.specs[0].from_python and reward.specs[0].weight == 1.0
+    plain = [spec.from_python and spec.weight == 1.0 and not spec.extract for spec in reward.specs]
+    only = plain == [True]
     specs = [] if only else [dataclasses.asdict(spec) for spec in reward.specs]
     return {"functions": specs, "extract_truncated": reward.extract_truncated}
 

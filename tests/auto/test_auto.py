@@ -193,7 +193,7 @@ def test_our_own_children_are_no_others(monkeypatch):
 
 def test_the_share_of_a_busy_machine():
     assert share_of(2, 0, 0).cores == 2 and share_of(2, 0, 0).words == ""
-    assert share_of(2, 2, 0).cores == 1 and "about 1 cores" in share_of(2, 2, 0).words
+    assert share_of(2, 2, 0).cores == 1 and "about 1 core free" in share_of(2, 2, 0).words
     assert share_of(2, 0, 0.5).of_each == 0.5 and share_of(2, 1000, 0.9).of_each == 0.05
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import headrace
 from headrace import cli
 from headrace.commands.finding import run_directory
 from headrace.commands.installed import doctor
+from headrace.commands.running import demo_command as starting
 from headrace.core.errors import CheckpointError, ConfigError, TrainingError, WorkerDied
 from headrace.run.config import load_config
 
@@ -84,6 +86,7 @@ def test_a_bug_keeps_its_traceback():
         (["train", "mine.toml", "--set", "reward.function="], "nothing gives rewards: set reward.function"),
         (["train", "--resume", "runs/absent"], "there is no run runs/absent"),
         (["train", "--resume", "."], "is not the directory of a run: it has no config.toml"),
+        (["demo", "--set", "train.stesp=1"], "did you mean train.steps?"),
         (["eval", "absent.toml"], "there is no file absent.toml"),
         (["eval", "absent"], "there is no run absent"),
         (["report", "absent"], "there is no run absent"),
@@ -94,6 +97,16 @@ def test_bad_input_is_code_2_and_a_sentence(config, capsys, arguments, words):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert words in err and out == "" and "Traceback" not in err
+
+
+def test_the_demo_is_a_line_of_train_with_all_that_train_reads():
+    heard: list[Sequence[str]] = []
+    parser = cli.front_parser()
+    asked = parser.parse_args(["demo", "--name", "first", "--board", "--set", "train.minutes=3", "--set", "seed=-1"])
+    starting.demo(lambda words: heard.append(words) or 0)(asked)
+    line = parser.parse_args(["train", *heard[0]])
+    assert (Path(line.config).name, line.name, line.set) == ("demo.toml", "first", ["train.minutes=3", "seed=-1"])
+    assert line.board and not line.settings and not line.dry_run
 
 
 @pytest.mark.parametrize(

@@ -430,6 +430,24 @@ def test_functions_take_the_place_of_those_of_the_settings():
     assert [spec.function for spec in config.reward.specs] == ["python:brief"] and config.reward.timeout == 7
 
 
+def test_a_function_in_the_place_of_one_with_an_extract_gets_that_part_of_a_completion_on_a_resume_too():
+    settings = {**CONFIG, "reward": {"function": "a.py:b", "extract": "last_number"}}
+    config, _ = with_python_inputs(settings, (), brief, ROWS)
+    assert [(spec.function, spec.extract) for spec in config.reward.specs] == [("python:brief", "last_number")]
+    again, _ = with_python_inputs(asdict(config), (), brief, ROWS)
+    assert again.reward == config.reward
+
+
+def test_several_functions_in_the_place_of_one_with_an_extract_are_refused():
+    settings = {**CONFIG, "reward": {"function": "a.py:b", "extract": "last_number"}}
+    with pytest.raises(
+        ConfigError, match="reward.extract = 'last_number' is for one function, and reward= passes 2: leave it"
+    ):
+        with_python_inputs(settings, (), [brief, share_of_e], ROWS)
+    del settings["reward"]["extract"]
+    assert len(with_python_inputs(settings, (), [brief, share_of_e], ROWS)[0].reward.specs) == 2
+
+
 @pytest.mark.parametrize(
     "reward, said",
     [

@@ -84,6 +84,20 @@ def test_what_is_replaced_is_still_seen() -> None:
     assert printable("a\x1b[2J\rb\x07\x7f\u202e\x9b\ud800") == "a␛[2J␍b␇␡���"
 
 
+def test_no_progress_bar_is_drawn_on_a_guarded_stream() -> None:
+    """A bar would be a line of pictures: its CR does not lead back."""
+    draw = """
+from headrace.core.printing import guard_streams
+guard_streams()
+from huggingface_hub.utils import tqdm as of_the_hub
+from transformers.utils.logging import tqdm as of_transformers
+for bar in (of_the_hub, of_transformers):
+    list(bar(range(3), desc="Loading weights"))
+"""
+    done = subprocess.run([sys.executable, "-c", draw], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @given(ANY)
 def test_json_stays_the_same_value(text: str) -> None:
     shown = printable_json(json.dumps({text: [text]}, ensure_ascii=False, indent=1))

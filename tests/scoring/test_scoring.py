@@ -315,6 +315,12 @@ def test_one_function_may_see_an_extract(file: Path) -> None:
     assert rewards(score(RewardConfig(function=f"{file}:exact", extract="last_number"), "is 4.", "is")) == [1.0, 0.0]
 
 
+def test_a_function_of_python_may_see_an_extract_too() -> None:
+    config = RewardConfig(functions=(RewardSpec("python:longest", extract="last_number"),))
+    (one,) = run(RewardScorer(config, [lambda completions: [float(text) for text in completions]]), "41 + 1 is 42.")
+    assert isinstance(one, Scored) and one.reward == 42.0 and one.extracted == {"longest": "42"}
+
+
 @pytest.mark.parametrize("extract", ["last_number", "answer_tag"])
 def test_what_was_cut_off_has_no_answer_unless_asked_for(file: Path, extract: str) -> None:
     """`9 - 2 - 3 = 4 + 3 ...`, cut off behind the 4, is not the answer 4."""

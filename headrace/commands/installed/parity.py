@@ -287,7 +287,6 @@ def report(model: str, dtypes: Sequence[Dtype] = DTYPES, console: Console | None
         Path(model) if (Path(model) / "config.json").is_file() else resolve_model(model)
     )  # no tokenizer is needed
     found: list[ParityRow] = []
-    _silence_progress_bars()
     with console.status(Text(f"{Path(model).name}: publishing, sampling, scoring ...")) as status:
         for row in measure(directory, dtypes):
             found.append(row)
@@ -297,13 +296,6 @@ def report(model: str, dtypes: Sequence[Dtype] = DTYPES, console: Console | None
     )
     console.print(table(found))
     return _verdict(found, console)
-
-
-def _silence_progress_bars() -> None:
-    """transformers draws a progress bar for every model that it loads, over our own status line."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def _progress(status: Status, found: Sequence[ParityRow]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import headrace
@@ -38,15 +38,18 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
 
 
-def demo(train: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Returns the command, which is `train` with the demo's recipe and a directory of its own for every run."""
+def demo(train: Callable[[Sequence[str]], int]) -> Callable[[argparse.Namespace], int]:
+    """Returns the command, which is `train` with the demo's recipe and a directory of its own for every run.
+
+    `train` takes the words that follow `headrace train`.
+    """
 
     def run(arguments: argparse.Namespace) -> int:
         if not is_installed("reasoning_gym"):
             raise ConfigError(f"headrace demo takes its problems from reasoning-gym: {install('tasks')}")
-        arguments.config, arguments.resume, arguments.dry_run = str(recipe(DEMO)), None, False
-        arguments.name = arguments.name or time.strftime("demo-%Y%m%d-%H%M%S")
-        return train(arguments)
+        name = arguments.name or time.strftime("demo-%Y%m%d-%H%M%S")
+        sets = [f"--set={text}" for text in arguments.set]
+        return train([str(recipe(DEMO)), f"--name={name}", *sets, *(["--board"] if arguments.board else [])])
 
     return run
 

@@ -16,7 +16,7 @@ QUESTIONS = {
         "smollm2-135m-instruct",
     ),
     "data": (
-        "Which prompts? A file of JSON lines, a Parquet file, a directory saved by datasets, or a family of reasoning-gym",
+        "Which prompts? A file of JSON lines or CSV, a Parquet file, a directory saved by datasets, or a family of reasoning-gym",
         "chain_sum",
     ),
     "reward": (

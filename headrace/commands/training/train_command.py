@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def add_train(commands: Commands) -> None:
-    parser = add_command(commands, "train", train, "train a model")
+    _add_arguments(add_command(commands, "train", train, "train a model"))
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="may be left out with --resume")
     add_set(parser)
     parser.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
@@ -34,6 +37,13 @@ def add_train(commands: Commands) -> None:
     parser.add_argument(
         "--settings", action="store_true", help="with --dry-run: print every setting, not the changed ones"
     )
+
+
+def train_line(words: Sequence[str]) -> int:
+    """Does what `headrace train` and these words do, for a command that is a short name of such a line."""
+    parser = argparse.ArgumentParser(prog="headrace train")
+    _add_arguments(parser)
+    return train(parser.parse_args(words))
 
 
 def train(arguments: argparse.Namespace) -> int:

@@ -162,6 +162,5 @@ def _part(spec: RewardSpec, name: str, call: _Call, config: RewardConfig) -> Rew
         return await call(job)
 
     how: Ask = compared(ask) if spec.compares else ask
-    # What Python passed is not extracted from: it gets the whole text.
-    extract = Extractor() if spec.from_python else Extractor(spec.extract, config.extract_truncated)
+    extract = Extractor(spec.extract, config.extract_truncated)
     return RewardPart(name=name, weight=spec.weight, ask=how, extract=extract, segments=spec.segments, form=spec.form)

@@ -41,7 +41,8 @@ class Share(NamedTuple):
 
     @property
     def words(self) -> str:
-        return "" if self.of_each > 0.95 else f"; other processes leave about {self.cores:.2g} cores free"
+        cores = f"{self.cores:.2g} core" + ("" if f"{self.cores:.2g}" == "1" else "s")
+        return "" if self.of_each > 0.95 else f"; other processes leave about {cores} free"
 
 
 def share_of(cores: int, busy: float, stolen: float) -> Share:
