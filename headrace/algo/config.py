@@ -280,6 +280,11 @@ def _critics(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
             f"algo.lam = {config.lam:g} is fixed, and algo.critic.length_rate = {recipe.critic.length_rate:g} makes λ from each length; remove "
             "algo.lam, or set algo.critic.length_rate = 0"
         )
+    if recipe.critic.imitation and config.reference_in_reward:
+        yield (
+            f"algo.critic.imitation = {recipe.critic.imitation:g} imitates rollouts whose rewards sum to more than 0, and with algo.kl.place = reward "
+            'those are less a divergence, of either sign; set algo.kl.place = "loss", or algo.critic.imitation = 0'
+        )
 
 
 def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -304,6 +309,11 @@ def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield (
             f"algo.loss = {recipe.loss} is a mean over rollouts, whose losses lie on their tokens: it needs algo.aggregation = seq_mean_token_sum; use "
             f"algo.name = {recipe.loss}, and remove what replaces it"
+        )
+    if advantage is not None and (advantage.spread or advantage.critic):
+        yield (
+            f"algo.advantage = {recipe.advantage} gives every token its own, and algo.loss = {recipe.loss} asks whether a whole rollout is right; use "
+            f"algo.name = {recipe.loss}, and remove algo.advantage"
         )
     idle = {
         "kl.coef": recipe.kl.coef > 0,

@@ -233,7 +233,7 @@ def _teacher_top(rollout: Scored, pieces: Sequence[_Piece]) -> TopLogprobs | Non
 def with_trajectories(rows: Sequence[Row], scored: Sequence[Scored], *, whole: bool) -> Iterator[Row]:
     """Yields the rows of a group, in the order of its rollouts and their paths, with the numbers of their trajectories.
 
-    `whole`: all agents of a rollout make one trajectory, whose number is the rollout's place in `scored`, as losses of pairs need it."""
+    `whole`: all agents of a rollout make one trajectory, whose number is the rollout's place in `scored`, as losses of whole rollouts need it."""
     numbers: dict[tuple[int, str], int] = {}
     paths = [(place, path) for place, rollout in enumerate(scored) for path in paths_of(rollout.episode)]
     for (place, path), row in zip(paths, rows, strict=True):
@@ -301,7 +301,7 @@ class Algorithm:
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories."""
-        return tuple(with_trajectories(self._rows(prompt, scored), scored, whole=self._advantage.pairs is not None))
+        return tuple(with_trajectories(self._rows(prompt, scored), scored, whole=self._recipe.loss.whole))
 
     def _rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         if self._algo.credit == "segment":

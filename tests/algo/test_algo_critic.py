@@ -60,6 +60,14 @@ def test_lambda_of_the_policy_may_depend_on_the_length_and_that_of_the_critic_is
     assert judged.succeeded.all() and judged.numbers.advantage_std == pytest.approx(np.std(policy))
 
 
+def test_rewards_that_cancel_are_no_success():
+    """0.3 - 0.2 - 0.1 is 7.5e-9 in float32. Imitation would take such a rollout for a right one."""
+    reward = np.array([0.3, -0.2, -0.1, 0.3, -0.2, -0.1 + 1e-5]).astype(np.float32).astype(float)
+    assert reward[:3].sum() > 0
+    tokens = StepTokens(np.zeros(6), reward, np.array([0] * 3 + [1] * 3), np.zeros(6, int))
+    assert judge(tokens, Discounts(1.0, 1.0, Critic())).succeeded.tolist() == [False] * 3 + [True] * 3
+
+
 def test_tokens_of_a_trajectory_are_ordered_by_their_turns_wherever_they_stand():
     """Two trajectories, whose turns come in two orders."""
     tokens = StepTokens(
@@ -184,6 +192,7 @@ def test_groups_of_one_and_groups_without_contrast_are_trained():
         ({"name": "vapo", "lam": 0.95}, "set algo.critic.length_rate = 0"),
         ({"name": "grpo", "lam": 0.95}, 'set algo.name = "ppo"'),
         ({"name": "ppo", "loss": "ce"}, "remove algo.loss"),
+        ({"name": "vapo", "kl": {"coef": 0.1, "place": "reward"}}, "or algo.critic.imitation = 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_with_what_to_do(settings, message):
@@ -194,6 +203,7 @@ def test_settings_that_mean_nothing_are_refused_with_what_to_do(settings, messag
         "credit": {"name": "ppo"},
         "lam": {"name": settings["name"].replace("grpo", "ppo"), "lam": 0.95, "critic": {"length_rate": 0}},
         "loss": {"name": "ppo"},
+        "kl": settings | {"critic": {"imitation": 0.0}},
     }
     AlgoConfig(**followed[next(name for name in settings if name != "name")])
 

@@ -414,6 +414,8 @@ def test_other_algorithms_have_no_pairs():
         ({"name": "kto", "aggregation": "token_mean"}, "use algo.name = kto"),
         ({"name": "grpo", "loss": "kto"}, "use algo.name = kto"),
         ({"name": "kto", "advantage": "every_pair"}, "about pairs of rollouts"),
+        ({"name": "kto", "advantage": "gae"}, "remove algo.advantage"),
+        ({"name": "kto", "advantage": "return_to_go"}, "remove algo.advantage"),
         ({"name": "dpo", "pair_smoothing": 0.1, "pair_flips": 0.1}, "remove one of them"),
         ({"name": "orpo", "pair_nll": 0.5}, "pair_nll has no meaning"),
         ({"name": "dpo", "pair_flips": 0.5}, "less than 0.5"),

@@ -117,9 +117,12 @@ def test_a_script_of_verl_is_translated_and_says_what_is_missing(
 def test_ppo_of_verl_has_its_critic_here_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = YAML.format(data=tmp_path / "rows.jsonl", model=tmp_path, reward=tmp_path / "theirs.py")
     text = text.replace("adv_estimator: grpo, norm_adv_by_std_in_grpo: false", "adv_estimator: gae, lam: 0.95")
-    tree, _ = imported(tmp_path, "ppo.yaml", text)
+    tree, _ = imported(tmp_path, "ppo.yaml", text.replace("total_epochs: 3", "total_epochs: 3, critic_warmup: 5"))
     assert (tree["algo"]["name"], tree["algo"]["lam"]) == ("ppo", 0.95)
+    assert tree["algo"]["critic"] == {"alone_steps": 4}, "verl trains the policy in its fifth batch"
     said = " ".join(capsys.readouterr().out.split())
+    (cold := tmp_path / "cold").mkdir()
+    assert "critic" not in imported(cold, "ppo.yaml", text)[0]["algo"]
     assert (
         "the critic is a value head on the policy (algo.critic): critic.optim.lr" in said
         and "algorithm.lam" not in said

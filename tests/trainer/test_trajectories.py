@@ -256,5 +256,6 @@ def test_agents_of_one_rollout_are_trajectories_of_their_own_in_a_row_too():
         pack.row == 1
     ].tolist() == [2, 2]
     assert pack.weight.unique().tolist() == pytest.approx([1 / 3])
-    paired = algorithm_of(AlgoConfig("simpo"), 16).rows(Prompt("p", "", (1, 2)), scored)
-    assert [row.trajectories for row in paired] == [(0,), (1,)], "a preference is between whole rollouts"
+    for name in ("simpo", "kto"):
+        whole = algorithm_of(AlgoConfig(name), 16).rows(Prompt("p", "", (1, 2)), scored)
+        assert [row.trajectories for row in whole] == [(0,), (1,)], "what is preferred, or right, is a whole rollout"

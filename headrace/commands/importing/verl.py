@@ -73,6 +73,7 @@ def translate(t: Translation) -> None:
     _rollouts(t)
     per_batch = _batches(t)
     _algorithm(t)
+    _critic(t, per_batch)
     _divergence(t)
     _optimizer(t, per_batch)
     _reward(t)
@@ -231,6 +232,14 @@ def _algorithm(t: Translation) -> None:
             "headrace leaves out every group without contrast, and draws on until the step is full",
             "algorithm.filter_groups.enable",
         )
+
+
+def _critic(t: Translation, per_batch: int) -> None:
+    """verl updates the policy from batch `critic_warmup` on, counted from 1 (`RayPPOTrainer.fit`)."""
+    if t.value("algorithm.adv_estimator", default="gae") != "gae":
+        return
+    if (alone := (t.number("trainer.critic_warmup", default=0) - 1) * per_batch) > 0:
+        t.put("algo.critic.alone_steps", alone, "verl's first update of the policy is in batch critic_warmup")
 
 
 def _bounds(t: Translation, mode: str) -> None:

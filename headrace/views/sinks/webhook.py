@@ -3,6 +3,7 @@ take, with the facts beside it for programs."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -41,15 +42,22 @@ def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], No
 
 def address_of(env: Mapping[str, str]) -> str:
     """Returns the address that `HEADRACE_WEBHOOK` holds. Raises `ConfigError` without one. It is a secret, so no message has it."""
-    address = env.get(ADDRESS, "")
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    address = env.get(ADDRESS, "").strip()
+    if not _is_address(address):
         found = "is not set" if not address else "is no http(s) address"
         raise ConfigError(
             f"observe.webhook = true posts to the address in {ADDRESS}, which {found}: "
             f"export {ADDRESS}=https://..., or set observe.webhook = false"
         )
     return address
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and len(text.split()) == 1
+    except ValueError:  # of a port that is no number, or a bracket that is not closed
+        return False
 
 
 class Alert(NamedTuple):
@@ -163,12 +171,12 @@ class _Unmoved(urllib.request.HTTPRedirectHandler):
 
 def post(address: str, body: bytes) -> None:
     """Sends one message. Raises `HeadraceError` without the address, which is a secret."""
-    request = urllib.request.Request(address, body, {"Content-Type": "application/json", "User-Agent": "headrace"})
     try:
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json", "User-Agent": "headrace"})
         with urllib.request.build_opener(_Unmoved).open(request, timeout=TIMEOUT) as answer:
             answer.read(1 << 16)
     except urllib.error.HTTPError as error:
         raise HeadraceError(f"its server answered {error.code}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # whose own words may have the address
         reason = getattr(error, "reason", error)
         raise HeadraceError(f"its server was not reached ({type(reason).__name__})") from None

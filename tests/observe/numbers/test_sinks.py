@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.facts.facts import Fact, RunStarted, StepTrained, Warned
 from headrace.facts.health import Health, health
 from headrace.facts.number_tables import scalars
@@ -31,7 +31,7 @@ from headrace.views.config import ObserveConfig, check_installed
 from headrace.views.sinks import queued
 from headrace.views.sinks.queued import Dashboard, QueuedSink
 from headrace.views.sinks.wandb import chosen_mode
-from headrace.views.sinks.webhook import EVERY, HELD, AlertChoice, Webhook
+from headrace.views.sinks.webhook import EVERY, HELD, AlertChoice, Webhook, address_of, post
 from support.fact_stream import FactStream, standing
 from support.runs.beside import until
 
@@ -334,6 +334,18 @@ def test_a_message_is_tried_three_times_and_its_loss_is_said_without_the_address
     assert (
         arrives or f"lacks 1 messages: HeadraceError: its server answered {answers[-1] if answers else ''}" in said[0]
     )
+
+
+@pytest.mark.parametrize("wrong", ["/hooks/ a-secret", ":a-secret/hooks", "[::1/a-secret"])
+def test_an_address_that_no_request_can_go_to_is_refused_at_start_and_never_said(wrong: str, inbox: str) -> None:
+    """http.client names the address in the error that it raises for these."""
+    address = f"http://{wrong}" if wrong.startswith("[") else f"http://127.0.0.1{wrong}"
+    with pytest.raises(ConfigError, match="is no http") as refused:
+        address_of({"HEADRACE_WEBHOOK": address})
+    with pytest.raises(HeadraceError) as failed:
+        post(address, b"{}")
+    assert "a-secret" not in f"{refused.value} {failed.value}"
+    assert address_of({"HEADRACE_WEBHOOK": f"{inbox}\r\n"}) == inbox
 
 
 def test_a_verdict_is_sent_when_it_has_turned_and_stayed() -> None:
