@@ -273,6 +273,8 @@ class Recipe:
     entropy: Entropy = Entropy()
     critic: Critic = Critic()
     """Only `advantage = gae` has one."""
+    shown: Literal["", "more", "sibling"] = ""
+    """The thing that its teacher is shown beside the policy's prompt (`episodes/scoring/teacher/own_prompt.py`)."""
     about: str = field(default="", compare=False)
     """The special feature of the recipe, for docs/algorithms.md."""
     papers: tuple[str, ...] = field(default=(), compare=False)
@@ -529,6 +531,24 @@ RECIPES: dict[str, Recipe] = {
         about="divergence over the teacher's most probable tokens",
         papers=("2306.13649",),
     ),
+    "opsd": Recipe(
+        "zero",
+        Reinforce(),
+        "token_mean",
+        distill=Distill("jsd"),
+        shown="more",
+        about="self-distillation: the student is taught by itself, which is shown a solution",
+        papers=("2601.18734",),
+    ),
+    "sdpo": Recipe(
+        "zero",
+        Reinforce(),
+        "token_mean",
+        distill=Distill("jsd"),
+        shown="sibling",
+        about="self-distillation: the student is taught by itself, which is shown another rollout that was right",
+        papers=("2601.20802",),
+    ),
 }
 
 LOSSES: dict[str, type[Loss]] = {recipe.loss.name: type(recipe.loss) for recipe in RECIPES.values()}
@@ -590,5 +610,7 @@ REFERENCES: dict[str, str] = {
     "kto": "paper, eq. 8, with the divergence of the rollouts themselves",
     "opd": "paper, with the gradient of the reverse KL on the sampled token",
     "opd_topk": "paper, eq. 1, over the teacher's most probable tokens",
+    "opsd": "siyan-zhao/OPSD with `beta = 0.5` and `top_k_loss`, with a bucket for the rest",
+    "sdpo": "lasgroup/SDPO with `alpha = 0.5` and a bucket for the rest, without its importance weight; its choice of the rollout that is shown",
 }
 """Recipe -> the paper, or repository and function, whose formula the tests compute a second time and compare with, in float64."""

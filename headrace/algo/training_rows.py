@@ -301,7 +301,10 @@ class Algorithm:
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories."""
-        return tuple(with_trajectories(self._rows(prompt, scored), scored, whole=self._recipe.loss.whole))
+        rows = self._rows(prompt, scored)
+        if self._needs_teacher:  # what no teacher scored has no loss, and would only be counted in the denominator
+            rows = tuple(row if _taught(row) else replace(row, mask=(False,) * len(row.mask)) for row in rows)
+        return tuple(with_trajectories(rows, scored, whole=self._recipe.loss.whole))
 
     def _rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         if self._algo.credit == "segment":
@@ -415,12 +418,12 @@ class Algorithm:
     def barren(self, rows: Sequence[Row]) -> str:
         """Returns the reason why nothing can be learned from these rows of a group, which is then dropped; empty if
         something can."""
+        if self._needs_teacher and not any(map(_taught, rows)):
+            return "no_teacher"
         if not any(any(row.mask) for row in rows):
             return "overlong"
         if self._needs_contrast and not any(any(row.advantages) for row in rows):
             return "no_contrast"
-        if self._needs_teacher and not any(map(_taught, rows)):
-            return "no_teacher"
         return ""
 
     def assemble(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:

@@ -49,7 +49,8 @@ _BARREN = {
     "no_contrast": "All rewards of the group were equal: the task is too hard or too easy for this model; change the task, the reward, "
     "or raise rollout.group_size. ",
     "overlong": "All completions were cut off, which algo.overlong = mask leaves out: raise rollout.max_tokens. ",
-    "no_teacher": "No teacher takes such prompts, so there is nothing to learn from them: widen the route of a [[teachers]] table. ",
+    "no_teacher": "No teacher scored them, so there is nothing to learn from them: either none takes such prompts (widen the route of a [[teachers]] "
+    "table), or its prompt has {sibling} and no other completion of the group was right (lower its setting right, or show it a column of the row). ",
 }
 _FAILED = {
     "prompt_too_long": "Raise engine.context_length, lower rollout.max_tokens, or remove such rows from the task",

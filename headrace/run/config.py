@@ -27,7 +27,7 @@ from headrace.episodes.environments.kinds import LIBRARIES
 from headrace.episodes.rollout import RolloutConfig, fork_problems
 from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
-from headrace.episodes.scoring.teacher.config import TeacherConfig, teacher_problems
+from headrace.episodes.scoring.teacher.config import TeacherConfig, prompt_problems, teacher_problems
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.demonstrations import WarmStartConfig, warm_start_problems
 from headrace.loop.curriculum_config import CurriculumConfig
@@ -329,9 +329,15 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
         f"algo.name = {algo.name}",
         distils=algo.recipe.distill.kind != "none",
         reference=algo.reference_in_reward,
+        shown=algo.recipe.shown,
         temperature=rollout.temperature,
         truncates=rollout.truncates,
     )
+    played, forks = (
+        config.environment.setting if config.environment.in_processes else "",
+        rollout.forks.alternatives > 0,
+    )
+    yield from prompt_problems(config.teachers, config.task, played=played, forks=forks, group=rollout.group_size)
     for teacher in config.teachers:
         try:
             engine = teacher_engine(config.engine_beside, teacher)

@@ -75,7 +75,7 @@ from headrace.run.rehearsal.memory_needs import (
     refusals,
 )
 from headrace.run.rehearsal.preflight import preflight
-from headrace.run.rehearsal.words import Lines, algorithm, memory_lines, page
+from headrace.run.rehearsal.words import Lines, algorithm, memory_lines, page, shown_to_teacher
 from headrace.run.run_directory import CONFIG, refuse_used
 from headrace.run.seats import check_seats
 from headrace.run.teaching import PlannedTeacher, plan_teachers
@@ -88,7 +88,7 @@ from headrace.views.screen.start_line import StartSteps
 from headrace.weight_sync.cuda_ipc import NO_GPU
 from headrace.weight_sync.delta.efficiency import poor_settings
 
-_ORDER = ("Run", "Warm start", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
+_ORDER = ("Run", "Warm start", "Prompts", "Teachers", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
 
 @dataclass(kw_only=True)
@@ -328,6 +328,7 @@ async def _tried(
         )
         await _warm_start(found, config, encoder.using(config.task.rendering))
         found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
+        _shown(found, planned, prompts, encoder, most=config.rollout.max_tokens)
         episode: Episode | None = None
         if config.environment.is_handed_out:
             found.sections[f"Environment{several}"] = [("", "agents elsewhere play the rollouts: nothing was tried")]
@@ -432,6 +433,22 @@ def _prompts(
         ("the first", first),
         ("", f"({prompts[0].id})"),
     ]
+
+
+def _shown(
+    found: Rehearsal, teachers: Sequence[PlannedTeacher], prompts: Sequence[Prompt], encoder: ChatEncoder, *, most: int
+) -> None:
+    """Writes prompts as teachers with their own read them. `most`: tokens that a rollout may have."""
+    for planned in teachers:
+        taken = [prompt for prompt in prompts if planned.config.takes(prompt.columns)]
+        if planned.shows and taken:
+            name, context = planned.config.name, planned.engine.context_length
+            lines, problem, certain = shown_to_teacher(
+                name, planned.shows, taken, encoder.written, context=context, most=most
+            )
+            if problem:
+                found.doubt(problem, certain)
+            found.sections["Teachers"] = [*found.sections.get("Teachers", ()), *lines]
 
 
 def _of_images(prompts: Sequence[Prompt]) -> str:

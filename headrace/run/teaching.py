@@ -22,6 +22,7 @@ from headrace.core.types import Completion, Prompt
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.episodes.scoring.teacher.config import TeacherConfig
+from headrace.episodes.scoring.teacher.own_prompt import OwnPrompt, first_problem
 from headrace.episodes.scoring.teacher.stage import Teacher, TraceScorer, vocabulary_problem, width_of
 from headrace.episodes.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
 from headrace.episodes.tasks.config import TaskConfig
@@ -51,6 +52,8 @@ class PlannedTeacher:
     engine: EngineConfig
     encoder: ChatEncoder | None
     """The teacher's own tokenizer, if it scores text; else None."""
+    shows: OwnPrompt | None = None
+    """Writes the prompt that it reads instead of the policy's, if it has its own."""
 
 
 async def plan_teachers(
@@ -59,9 +62,15 @@ async def plan_teachers(
     """Finds the teachers' models, and fetches them if needed. Raises ConfigError for one that cannot teach this student.
 
     `encoder`: the student's. `rows`: the rows that were passed from Python, if any."""
-    if problem := await asyncio.to_thread(_prompt_without_teacher, config.teachers, config.task, rows):
+    shows = {teacher.name: _shows(config, teacher, encoder) for teacher in config.teachers}
+    if problem := await asyncio.to_thread(_problem_of_rows, config.teachers, shows, config.task, rows):
         raise ConfigError(problem)
-    return [await asyncio.to_thread(_lesson, config, teacher, encoder) for teacher in config.teachers]
+    planned = [await asyncio.to_thread(_lesson, config, teacher, encoder) for teacher in config.teachers]
+    return [dataclasses.replace(one, shows=shows[one.config.name]) for one in planned]
+
+
+def _shows(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> OwnPrompt | None:
+    return OwnPrompt(teacher, config.task, encoder.using(config.task.rendering)) if teacher.prompt else None
 
 
 def _lesson(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> PlannedTeacher:
@@ -95,17 +104,26 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> 
     return PlannedTeacher(teacher, directory, engine, None)
 
 
-def _prompt_without_teacher(planned: Sequence[TeacherConfig], task: TaskConfig, rows: Sequence[Row] | None) -> str:
-    """A sentence about the first row that no teacher takes, or an empty string. The rows of a procedural task cannot be checked before
-    the run."""
+def _problem_of_rows(
+    planned: Sequence[TeacherConfig],
+    shows: Mapping[str, OwnPrompt | None],
+    task: TaskConfig,
+    rows: Sequence[Row] | None,
+) -> str:
+    """A sentence about the first row that no teacher takes, or that cannot be shown to the one that does; else an empty string. The rows of a
+    procedural task cannot be checked before the run."""
     teachers = [teacher for teacher in planned if teacher.mode == "tokens"]
-    if (
-        not teachers
-        or not (task.facts.reads or task.facts.passed)
-        or any(teacher.route is None for teacher in teachers)
-    ):
+    all_taken = any(teacher.route is None for teacher in teachers)
+    if not (task.facts.reads or task.facts.passed) or (all_taken and not any(shows.values())):
         return ""
-    for number, row in enumerate(read_rows(task.kind, task.path) if rows is None else rows, 1):
+    given = read_rows(task.kind, task.path) if rows is None else rows
+    if problem := first_problem([(teacher, shows[teacher.name]) for teacher in teachers], given):
+        return f"{task.source}, {problem}"
+    return "" if all_taken or not teachers else _row_without_teacher(teachers, task, given)
+
+
+def _row_without_teacher(teachers: Sequence[TeacherConfig], task: TaskConfig, rows: Sequence[Row]) -> str:
+    for number, row in enumerate(rows, 1):
         if not any(teacher.takes(row) for teacher in teachers):
             columns = sorted({teacher.route.column for teacher in teachers if teacher.route})
             values = ", ".join(f"{column} = {row.get(column)!r}" for column in columns)
@@ -343,7 +361,8 @@ def _check_room(planned: PlannedTeacher, engine: Engine, student: Engine) -> Non
 
 
 def _teacher(planned: PlannedTeacher, engine: Engine, top: int) -> Teacher:
-    return Teacher(planned.config.name, engine, lambda prompt: planned.config.takes(prompt.columns), top)
+    takes = lambda prompt: planned.config.takes(prompt.columns)  # noqa: E731
+    return Teacher(planned.config.name, engine, takes, top, planned.shows)
 
 
 def _text_teacher(

@@ -484,7 +484,18 @@ def test_what_teaches_nothing_has_a_name():
     taught = replace(same[0], teacher=TeacherTrace("t", (0, 0), (-1.0, math.nan)))
     assert barren(AlgoConfig("opd"), untaught) == barren(AlgoConfig("opd"), same[0]) == "no_teacher"
     assert barren(AlgoConfig("opd"), untaught, taught) == ""
+    assert barren(AlgoConfig("opd"), replace(taught, mask=(False, False))) == "overlong"
     assert barren(AlgoConfig("reinforce", distill={"kind": "sampled"}), untaught) == ""  # learns from its reward
+
+
+def test_a_rollout_that_no_teacher_scored_is_in_no_denominator():
+    alone = TeacherTrace("t", (0, 0), (math.nan, math.nan))
+    seen = TeacherTrace("t", (4, 4), (-1.0, -2.0))
+    group = [replace(scored(1.0), teachers=(alone,)), replace(scored(0.0), teachers=(seen,))]
+    assert [row.mask for row in rows_by(AlgoConfig("sdpo"), *group)] == [(False, False), (True, True)]
+    both = AlgoConfig("grpo", distill={"kind": "sampled"})
+    assert all(all(row.mask) for row in rows_by(both, *group)), "its reward teaches it"
+    assert algorithm_of(AlgoConfig("sdpo"), 10).barren(rows_by(AlgoConfig("sdpo"), group[0], group[0])) == "no_teacher"
 
 
 def test_cross_entropy_has_its_own_denominator():

@@ -64,7 +64,7 @@ def test_constants_are_those_of_the_papers():
             "kernel_rate_negative": 2.0,
         },
         "kimi": {"tau": 0.1},
-        **{name: {"cap": 2.0} for name in ("reinforce", "opd", "opd_topk")},
+        **{name: {"cap": 2.0} for name in ("reinforce", "opd", "opd_topk", "opsd", "sdpo")},
         "dppo_tv": {"delta": 0.2, "cap": 20.0},
         "dppo_kl": {"delta": 0.05, "cap": 20.0},
         "dppo_tv_quadratic": {"delta": 0.2, "penalty": 1e-3},
@@ -103,6 +103,8 @@ def test_constants_are_those_of_the_papers():
     assert alone == {"raw", "return_to_go", "gae", "zero"}
     assert {name for name, advantage in ADVANTAGES.items() if not advantage.reads_sum} == {"gdpo", "zero"}
     assert (of["opd"].distill.kind, of["opd"].distill.coef, of["opd_topk"].distill.kind) == ("sampled", 1.0, "reverse")
+    assert [(of[name].distill.kind, of[name].distill.beta) for name in ("opsd", "sdpo")] == [("jsd", 0.5)] * 2
+    assert {name: recipe.shown for name, recipe in of.items() if recipe.shown} == {"opsd": "more", "sdpo": "sibling"}
 
 
 @pytest.mark.parametrize("loss", sorted(name for name, loss in LOSSES.items() if not loss.whole))

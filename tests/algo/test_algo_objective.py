@@ -59,6 +59,8 @@ def tokens_of(seed: int = 0, spread: float = 0.4, **more: Any) -> Tokens:
 
 OF_TOKENS = {name for name, recipe in RECIPES.items() if not recipe.loss.pairs}
 """Recipes whose loss is one of tokens. Those of pairs: `tests/algo/test_preferring.py`."""
+TAUGHT = {name for name, recipe in RECIPES.items() if recipe.distill.kind != "none"}
+"""Recipes that learn from a teacher."""
 
 
 def gradient(loss: Tensor, by: Tensor) -> np.ndarray:
@@ -72,7 +74,7 @@ def grpo(**given: Any) -> AlgoConfig:
 # -- on policy, all recipes are one ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(OF_TOKENS - {"opd", "opd_topk", "clip_cov", "kto"}))
+@pytest.mark.parametrize("name", sorted(OF_TOKENS - TAUGHT - {"clip_cov", "kto"}))
 def test_on_policy_every_recipe_is_the_policy_gradient(name):
     """With nothing to correct, clip or penalise, the step is that of REINFORCE: -A for every token of a sequence."""
     algo = AlgoConfig(name)
@@ -385,6 +387,31 @@ def test_top_k_divergences_with_a_bucket_for_the_rest(kind):
     expected = [divergence_by_hand(s, t, kind, 0.3) for s, t in zip(student, teacher, strict=True)]
     np.testing.assert_allclose(top_divergence(TopTokens(*tops), distill).detach(), expected)
     assert torch.autograd.gradcheck(lambda x: top_divergence(TopTokens(x, tops[1]), distill), (tops[0],))
+
+
+@pytest.mark.parametrize(("name", "beta"), [("opsd", 0.5), ("sdpo", 0.5), ("opsd", 0.1), ("sdpo", None)])
+def test_self_distillation_has_the_loss_and_the_gradient_of_its_paper(name, beta):
+    """Over a whole vocabulary of five tokens. By hand: with q the student, p the teacher and m = beta p + (1 - beta) q, the derivative of the
+    divergence by q is (1 - beta) log(q / m) for the JSD and log(q / p) + 1 for the reverse KL; that by a logit is q (d - sum q d)."""
+    rng = np.random.default_rng(3)
+    logits = torch.tensor(rng.normal(0, 1, (len(SEQUENCE), 5)), requires_grad=True)
+    p = rng.dirichlet(np.ones(5), len(SEQUENCE))
+    lp = torch.log_softmax(logits, 1)
+    tokens = tokens_of(top=TopTokens(lp, torch.tensor(np.log(p))))._replace(
+        advantage=torch.zeros(len(SEQUENCE)).double()
+    )
+    distill = {"beta": beta} if beta else {"kind": "reverse"}
+    result = objective_of(AlgoConfig(name, distill=distill if beta != 0.5 else {}))(tokens)
+    q = lp.detach().exp().numpy()
+    if beta:
+        m = beta * p + (1 - beta) * q
+        expected = (beta * p * np.log(p / m) + (1 - beta) * q * np.log(q / m)).sum(1)
+        by_q = (1 - beta) * np.log(q / m)
+    else:
+        expected, by_q = (q * np.log(q / p)).sum(1), np.log(q / p) + 1
+    np.testing.assert_allclose(result.loss.detach(), expected, atol=1e-9)
+    found = torch.autograd.grad(result.loss.sum(), logits)[0]
+    np.testing.assert_allclose(found, q * (by_q - (q * by_q).sum(1, keepdims=True)), atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import headrace
+from headrace.commands.replay.replay import replay
 from headrace.core.batches import Group
 from headrace.core.errors import ConfigError, WorkerDied
 from headrace.durable.journal import read_steps
 from headrace.facts.facts import Evaluated, RunEnded, WorkerLost
 from headrace.facts.records import StepRow
+from headrace.models.chat import ChatEncoder
 from support.runs.beside import until
 from support.tiny_run import Config, of, tiny_config, until_noted, when_step
 
@@ -166,6 +168,43 @@ def test_teachers_are_routed_by_row_and_compared_by_their_most_probable_tokens(
     assert names == {"evens", "odds"}
 
 
+SOLVED = "{prompt}\n\nA solution: {kind}"
+
+
+def with_solution(encoder: ChatEncoder, group: Group) -> tuple[int, ...]:
+    """What a teacher with that prompt reads before the completions of a group."""
+    words = f"{group.prompt.text}\n\nA solution: {group.prompt.columns['kind']}"
+    return encoder.encode_messages([{"role": "user", "content": words}])[1]
+
+
+def test_a_student_is_taught_by_itself_with_solutions_that_it_never_reads(
+    config: Config, tiny_llama: Path, tmp_path: Path
+) -> None:
+    config["algo"] = {"name": "opsd", "distill": {"k": 5}}
+    config["teachers"] = [{"name": "self", "path": str(tiny_llama), "prompt": SOLVED}]
+    config["train"]["steps"] = 2
+    headrace.train(config)
+    directory = tmp_path / "runs" / "taught"
+    encoder, exact, moved = ChatEncoder(tiny_llama), said_by(tiny_llama), 0.0
+    for group in groups_of(directory):
+        own = encoder.encode_messages([{"role": "user", "content": group.prompt.text}])[1]
+        shown = with_solution(encoder, group)
+        for rollout, row in zip(group.scored, group.rows, strict=True):
+            turn, trace = rollout.episode.turns[0], rollout.teachers[0]
+            assert row.prompt == turn.context == own, "the policy reads the question alone"
+            assert row.tokens == turn.completion.tokens and row.teacher == trace
+            ids = torch.tensor(turn.completion.tokens)[:, None]
+            wanted = exact(shown, turn.completion.tokens)
+            assert trace.logprobs == pytest.approx(wanted.gather(1, ids)[:, 0].tolist(), abs=1e-4)
+            assert trace.top is not None
+            tops = np.frombuffer(trace.top.logprobs, np.float32).reshape(-1, 5)
+            assert tops == pytest.approx(wanted.topk(5).values.numpy(), abs=1e-4)
+            plain = exact(own, turn.completion.tokens).gather(1, ids)[:, 0]
+            moved = max(moved, float((plain - torch.tensor(trace.logprobs)).abs().max()))
+    assert moved > 1e-3, "what the teacher is shown changes none of its numbers: the test shows nothing"
+    assert replay(directory, 1, 2) == 0, "bit for bit"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_in_the_reward_is_the_initial_model_and_its_kl_is_taken_off(
@@ -200,14 +239,15 @@ def test_the_reference_in_the_reward_is_the_initial_model_and_its_kl_is_taken_of
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prompt", ["", SOLVED])
 def test_the_student_of_some_steps_ago_teaches_itself_also_after_a_resume(
-    config: Config, tiny_llama: Path, tmp_path: Path
+    prompt: str, config: Config, tiny_llama: Path, tmp_path: Path
 ) -> None:
     def reward(prompts: list[str], completions: list[str]) -> list[float]:
         return [text.count("e") / 8 for text in completions]
 
     config["algo"] = {"name": "opd", "advantage": "centred"}
-    config["teachers"] = [{"name": "past", "student": "snapshot", "every": 3}]
+    config["teachers"] = [{"name": "past", "student": "snapshot", "every": 3, "prompt": prompt}]
     config["train"]["steps"] = 5
     config["checkpoint"] = {"every": 1, "keep": 10}
     headrace.train(config, reward=reward)
@@ -217,9 +257,10 @@ def test_the_student_of_some_steps_ago_teaches_itself_also_after_a_resume(
     students = {0: said_by(tiny_llama)}
     for version in (3, 6):
         students[version] = student_at(directory / "checkpoints" / f"step-{version:06d}", tiny_llama, tmp_path)
-    seen = set()
+    seen, encoder = set(), ChatEncoder(tiny_llama)
     for entry in read_steps(directory):
         for group in entry.groups:
+            front = with_solution(encoder, group) if prompt else group.prompt.tokens
             for rollout in group.scored:
                 turn, trace = rollout.episode.turns[0], rollout.teachers[0]
                 (version,) = set(trace.versions)
@@ -227,7 +268,7 @@ def test_the_student_of_some_steps_ago_teaches_itself_also_after_a_resume(
                 assert entry.step - version <= 3 + 2, "older than a snapshot's period and the lag of the rollout"
                 seen.add(version)
                 tokens = torch.tensor(turn.completion.tokens)
-                wanted = students[version](turn.context, turn.completion.tokens).gather(1, tokens[:, None])[:, 0]
+                wanted = students[version](front, turn.completion.tokens).gather(1, tokens[:, None])[:, 0]
                 assert trace.logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
     assert seen == {0, 3, 6}
 
@@ -258,8 +299,6 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_token_and_a_reward_by_tex
     headrace.train(config)
     directory = tmp_path / "runs" / "by-text"
     exact = said_by(stranger)
-    from headrace.models.chat import ChatEncoder
-
     encoder = ChatEncoder(stranger)
     for group in groups_of(directory):
         _, front = encoder.encode_messages([{"role": "user", "content": group.prompt.text}])

@@ -158,7 +158,7 @@ def _completion(rng: random.Random, ids: list[int]) -> Completion:
     return Completion(tokens, logprobs, (VersionSpan(0, rng.choice([7, 8, 9]), 7),), "stop")
 
 
-NAMES = sorted(set(RECIPES) - {"opd", "opd_topk"})
+NAMES = sorted(name for name, recipe in RECIPES.items() if recipe.distill.kind == "none")
 ALGORITHMS = [
     *(AlgoConfig(name).with_length(16) for name in NAMES),
     AlgoConfig("gspo", denominator="kept", correction={"opsm": 0.1}, kl={"coef": 0.1}),

@@ -58,8 +58,14 @@ def prompt_of(value: Any, config: TaskConfig) -> str | list[Message]:
 
 
 def last_user(messages: Sequence[Mapping[str, Any]]) -> str:
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    return asked[-1] if asked else messages[-1]["content"]
+    text: str = messages[place_of_question(messages)]["content"]
+    return text
+
+
+def place_of_question(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the place of the user's last message, or of the last one where no user speaks."""
+    asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    return asked[-1] if asked else len(messages) - 1
 
 
 def _message(given: Any, place: int) -> Message:

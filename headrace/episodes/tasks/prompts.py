@@ -13,7 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.protocols import Task
 from headrace.core.types import Prompt
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.conversations import Message, count_places, in_parts, last_user
+from headrace.episodes.tasks.conversations import Message, count_places, in_parts, last_user, place_of_question
 from headrace.models.images import KnownImages
 
 RESERVED = ("prompts", "completions", "completion_tokens", "transcripts")
@@ -121,9 +121,7 @@ def _with_images(messages: list[Message], count: int) -> list[Message]:
         return [in_parts(message) for message in messages]
     if not count:
         return messages
-    last = max(
-        (place for place, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1
-    )
+    last = place_of_question(messages)
     text = {"type": "text", "text": messages[last]["content"]}
     shown = {**messages[last], "content": [*({"type": "image"} for _ in range(count)), text]}
     return [*messages[:last], shown, *messages[last + 1 :]]

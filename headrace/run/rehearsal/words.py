@@ -1,15 +1,20 @@
-"""The algorithm that results from the recipe and the settings, and the page that `--dry-run` prints."""
+"""The algorithm that results from the recipe and the settings, the prompts of teachers that have their own, and the page that `--dry-run` prints."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from headrace.algo.advantages import ATTEMPTS
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
+from headrace.core.types import Prompt
+from headrace.episodes.scoring.teacher.own_prompt import OwnPrompt
 from headrace.native.resources import gib
+from headrace.run.rehearsal.first_rows import lengths
 from headrace.run.rehearsal.machine import Machine
 from headrace.run.rehearsal.memory_needs import MemoryNeed
 
@@ -126,6 +131,34 @@ def _plain(value: float) -> str:
 
 
 # --- the page ----------------------------------------------------------------------------------------------------------
+
+
+def shown_to_teacher(
+    name: str,
+    shows: OwnPrompt,
+    prompts: Sequence[Prompt],
+    written: Callable[[Sequence[int]], str],
+    *,
+    context: int,
+    most: int,
+) -> tuple[Lines, str, bool]:
+    """Returns lines about the first prompts as a teacher with its own prompt reads them, a sentence if some are too long for it, and whether all
+    are for certain. `written`: returns the text of tokens; `context`: tokens that the teacher's engine takes; `most`: those of a completion.
+    Raises ConfigError for a prompt that cannot be shown."""
+    read = [msgspec.structs.replace(prompt, tokens=shows.tokens(prompt)) for prompt in prompts]
+    behind = 2 * most if shows.reads_sibling else most
+    seen, problem = lengths(read, context - behind), ""
+    if seen.too_long:
+        which = "all" if seen.too_long == seen.looked_at else f"{seen.too_long} of {seen.looked_at}"
+        what = "the completion that is shown and the one that is scored" if shows.reads_sibling else "the completion"
+        problem = (
+            f"{which} prompts that were looked at are too long as the teacher {name} reads them ({seen.shortest} to {seen.longest} tokens): with "
+            f"{what} (rollout.max_tokens = {most}) they do not fit into its {context} tokens; set engine.context_length of its table to "
+            f"{seen.longest + behind}, show it less, or lower rollout.max_tokens"
+        )
+    message = f"{seen.shortest} to {seen.longest} tokens before the completion, median {seen.median}; there is room for {context - behind}"
+    lines = [(name, message), ("it reads", written(read[0].tokens)), ("", f"({read[0].id})")]
+    return lines, problem, seen.shortest > context - most
 
 
 def memory_lines(needs: Sequence[MemoryNeed], machine: Machine) -> Lines:

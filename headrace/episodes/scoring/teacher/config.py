@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from string import Formatter
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.episodes.tasks.config import TaskConfig
 from headrace.settings.strict import LONGEST_NAME, STRICT
+
+QUESTION, SIBLING = "prompt", "sibling"
+"""The names in a teacher's prompt that are no columns."""
+
+
+def pieces_of(prompt: str) -> list[tuple[str, str]]:
+    """Splits a teacher's prompt into pairs of a text and the name in braces behind it, empty at the end. Raises ValueError for one that
+    cannot be read."""
+    pieces = []
+    for text, name, form, conversion in Formatter().parse(prompt):
+        if name == "" or form or conversion:
+            raise ValueError(f"there is no name alone in the braces behind {text!r:.40}")
+        pieces.append((text, name or ""))
+    return pieces
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -48,6 +64,12 @@ class TeacherConfig:
     """text: its weight in the reward's sum."""
     system: str = ""
     """text: the system message before the prompt."""
+    prompt: str = ""
+    """tokens: the last question as the teacher reads it, with more in it than the policy reads: `{prompt}` is the policy's question, `{solution}` the
+    row's column of that name, and `{sibling}` another completion of the group that was right (docs/distillation.md). Empty: it reads what the policy
+    read."""
+    right: float = 1.0
+    """prompt with {sibling}: the least reward of a completion that is shown as a right one."""
     route: RouteConfig | None = None
     """The prompts that it scores; all if not given. Of several teachers with mode = "tokens", the first one that takes
     a prompt scores it."""
@@ -68,6 +90,28 @@ class TeacherConfig:
         return self
 
     @model_validator(mode="after")
+    def _says_more(self) -> TeacherConfig:
+        """Refuses a prompt that cannot be filled in, or that holds nothing that the policy does not read."""
+        if not self.prompt:
+            return self
+        try:
+            names = self.prompt_names
+        except ValueError as error:
+            raise ValueError(
+                f"the prompt of the teacher {self.name} cannot be read ({error}); names stand in braces, as in {{{QUESTION}}}, and a brace that is "
+                "text is written twice"
+            ) from None
+        if QUESTION not in names:
+            raise ValueError(
+                f"the prompt of the teacher {self.name} leaves out the question: write {{{QUESTION}}} where it is to stand"
+            )
+        if names == {QUESTION}:
+            raise ValueError(
+                f"the prompt of the teacher {self.name} shows no column of the row: add one in braces, such as {{solution}}, or {{{SIBLING}}}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nothing_idle(self) -> TeacherConfig:
         """Refuses what would have no effect."""
         for name, usual, needed in (
@@ -75,6 +119,8 @@ class TeacherConfig:
             ("system", "", "" if self.mode == "text" else 'mode = "text"'),
             ("every", 10, "" if self.student else "student"),
             ("decay", 0.99, "" if self.student == "average" else 'student = "average"'),
+            ("prompt", "", "" if self.mode == "tokens" else 'mode = "tokens" (text: give it a system message)'),
+            ("right", 1.0, "" if SIBLING in self.prompt_names else f"a prompt with {{{SIBLING}}}"),
         ):
             if needed and getattr(self, name) != usual:
                 raise ValueError(f"{name} of the teacher {self.name} needs {needed}; set it, or remove {name}")
@@ -84,9 +130,23 @@ class TeacherConfig:
         return self.route is None or self.route.takes(columns)
 
     @property
+    def prompt_names(self) -> frozenset[str]:
+        """The names in braces in its prompt. Raises ValueError for a prompt that cannot be read."""
+        return frozenset(name for _, name in pieces_of(self.prompt) if name)
+
+    @property
+    def reads_sibling(self) -> bool:
+        """Whether its prompt shows another completion of the group."""
+        return SIBLING in self.prompt_names
+
+    @property
     def asked(self) -> str:
         """The teacher's model, for messages."""
         return f"the student's {self.student}" if self.student else self.path
+
+
+Shown = Literal["", "more", "sibling"]
+"""The thing that a teacher is shown beside the policy's prompt: nothing, anything, or another completion of the group that was right."""
 
 
 def teacher_problems(
@@ -95,12 +155,14 @@ def teacher_problems(
     *,
     distils: bool,
     reference: bool,
+    shown: Shown,
     temperature: float,
     truncates: bool,
 ) -> Iterator[str]:
     """Yields a sentence with its remedy for each pair of settings that cannot work together.
 
-    `distils`: the algorithm learns from a teacher's log-probs; `reference`: the KL to the reference is part of the reward.
+    `distils`: the algorithm learns from a teacher's log-probs; `reference`: the KL to the reference is part of the reward; `shown`: what the
+    algorithm's teacher reads beside the policy's prompt.
     """
     tokens = [teacher.name for teacher in teachers if teacher.mode == "tokens"]
     if distils and not tokens:
@@ -123,9 +185,48 @@ def teacher_problems(
         yield (
             f"rollout.top_p, top_k and min_p do not go with {needs} log-probs, which are of the whole vocabulary; remove them"
         )
+    for teacher in teachers:
+        if shown and teacher.mode == "tokens" and not (teacher.prompt and (shown == "more" or teacher.reads_sibling)):
+            example = (
+                f"Another answer, which is right:\\n{{{SIBLING}}}" if shown == "sibling" else "A solution:\\n{solution}"
+            )
+            what = (
+                "another completion of the group that was right" if shown == "sibling" else "more than the policy reads"
+            )
+            yield (
+                f"{algorithm} learns from a teacher that is shown {what}, and the teacher {teacher.name} is not; give it a prompt, such as "
+                f'"{{{QUESTION}}}\\n\\n{example}", or set algo.name = opd_topk'
+            )
     names = Counter(teacher.name for teacher in teachers)
     yield from (
         f"{count} teachers are called {name}; give each a name of its own" for name, count in names.items() if count > 1
     )
     if len(selves := [teacher.name for teacher in teachers if teacher.student]) > 1:
         yield f"the teachers {' and '.join(selves)} are both the student itself; keep one of them"
+
+
+def prompt_problems(
+    teachers: Sequence[TeacherConfig], task: TaskConfig, *, played: str, forks: bool, group: int
+) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes a teacher's own prompt. `played`: the setting of an environment that writes the
+    conversation, if there is one; `forks`: whether rollouts branch; `group`: rollouts of a group."""
+    for teacher in teachers:
+        if not teacher.prompt:
+            continue
+        says = f"the prompt of the teacher {teacher.name}"
+        if played:
+            yield f"{says} words the task's question anew, and with {played} the environment writes what the policy reads; remove one of the two"
+        if task.images:
+            yield f"{says} is text, and task.images shows the policy images, which the teacher would not see; remove one of the two"
+        if task.examples:
+            yield (
+                f"{says} takes the place of the question, and task.examples = {task.examples} shows solved problems before it, which the teacher would not "
+                "see; set task.examples = 0, and write them into task.system"
+            )
+        if teacher.reads_sibling and forks:
+            yield (
+                f"{says} shows another completion of the group, and with rollout.forks.alternatives completions begin alike; set that to 0, or show a "
+                "column of the row"
+            )
+        if teacher.reads_sibling and group < 2:
+            yield f"{says} shows another completion of the group, which has one; raise rollout.group_size"

@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from headrace.core.batches import Failure
-from headrace.core.errors import PoisonedRequest
+from headrace.core.errors import ConfigError, PoisonedRequest
 from headrace.core.protocols import Engine, Scorer
 from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored, TeacherTrace, TopLogprobs
 from headrace.facts.waits import Waits
@@ -63,6 +63,15 @@ _NUMBERS = itertools.count()
 """Numbers of requests, so that ids are unique in an engine that is shared."""
 
 
+class Shows(Protocol):
+    """The part of `own_prompt.OwnPrompt` that the stage uses."""
+
+    reads_sibling: bool
+    right: float
+
+    def tokens(self, prompt: Prompt, sibling: str = "") -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True)
 class Teacher:
     name: str
@@ -70,6 +79,8 @@ class Teacher:
     takes: Takes
     top: int = 0
     """The number k of most probable tokens at every position; 0 asks for the sampled token alone."""
+    shows: Shows | None = None
+    """Writes the prompt that it reads instead of the policy's; None: it reads the policy's."""
 
 
 class TeacherScores(NamedTuple):
@@ -107,10 +118,11 @@ async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion
 
 
 async def score_episode(
-    engine: Engine, prompt: Prompt, episode: Episode, top: int = 0
+    engine: Engine, prompt: Prompt, episode: Episode, top: int = 0, front: tuple[int, ...] = ()
 ) -> tuple[TeacherScores, ...] | Failure:
-    """Scores the tokens of each turn, given the whole path before them. One request scores all turns on a path."""
-    paths = list(_paths(prompt, episode))
+    """Scores the tokens of each turn, given the whole path before them. One request scores all turns on a path. `front`: the tokens that the
+    teacher reads in the place of the prompt's, if others; the sampled ones behind them are the same (C5)."""
+    paths = list(_paths(prompt, episode, front))
     answers = await asyncio.gather(*(ask(engine, path.tokens, top) for path in paths))
     found: dict[int, TeacherScores] = {}
     for path, answer in zip(paths, answers, strict=True):
@@ -127,7 +139,7 @@ class _Path(NamedTuple):
     """The index in `tokens` at which each turn's completion begins, by turn."""
 
 
-def _paths(prompt: Prompt, episode: Episode) -> Iterator[_Path]:
+def _paths(prompt: Prompt, episode: Episode, front: tuple[int, ...] = ()) -> Iterator[_Path]:
     """Yields the fewest paths that hold every turn. A turn with several parents follows the first, as in training."""
     before = [turn.parents[0] if turn.parents else None for turn in episode.turns]
     for last in sorted(set(range(len(before))) - set(before)):
@@ -140,7 +152,7 @@ def _paths(prompt: Prompt, episode: Episode) -> Iterator[_Path]:
         starts: dict[int, int] = {}
         for place, number in enumerate(chain):
             turn = episode.turns[number]
-            tokens += turn.context if place else (turn.context or prompt.tokens)
+            tokens += turn.context if place else (front or turn.context or prompt.tokens)
             starts[number] = len(tokens)
             tokens += turn.completion.tokens
         yield _Path(tuple(tokens), starts)
@@ -155,6 +167,10 @@ def slice_of(answer: Completion, start: int, count: int) -> TeacherScores:
         row = 4 * top.k
         top = TopLogprobs(top.k, top.tokens[first * row : end * row], top.logprobs[first * row : end * row])
     return TeacherScores(answer.spans[0].version, answer.prompt_logprobs[first:end], top)
+
+
+Judging = asyncio.Future[list[Scored | Failure]]
+"""The rewards of a group, which may still be on their way."""
 
 
 class TraceScorer:
@@ -175,9 +191,10 @@ class TraceScorer:
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
         teacher = self._teacher_of(prompt)
+        judging = asyncio.ensure_future(self._inner.score(prompt, episodes))
         judged, taught, referred = await asyncio.gather(
-            self._inner.score(prompt, episodes),
-            self._traces(teacher, prompt, episodes),
+            judging,
+            self._traces(teacher, prompt, episodes, judging),
             self._references(prompt, episodes),
         )
         return [_joined(*three) for three in zip(judged, taught, referred, strict=True)]
@@ -199,18 +216,33 @@ class TraceScorer:
         return teacher
 
     async def _traces(
-        self, teacher: Teacher | None, prompt: Prompt, episodes: Sequence[Episode]
+        self, teacher: Teacher | None, prompt: Prompt, episodes: Sequence[Episode], judging: Judging
     ) -> list[tuple[TeacherTrace, ...] | Failure]:
+        """`judging`: the rewards, for which only a teacher that is shown right completions waits."""
         if teacher is None:
             return [_untaught(episode) if self._teachers else () for episode in episodes]
+        shows, siblings = teacher.shows, list[str | None]([""] * len(episodes))
+        if shows and shows.reads_sibling:
+            siblings = _siblings(await judging, shows.right)
         async with self._waits.named("scoring", f"the teacher {teacher.name}"):
-            scored = await asyncio.gather(*(score_episode(teacher.engine, prompt, e, teacher.top) for e in episodes))
-        return [
-            Failure(rollout.reason, f"{teacher.name}: {rollout.detail}")
-            if isinstance(rollout, Failure)
-            else tuple(_trace(teacher.name, turn) for turn in rollout)
-            for rollout in scored
-        ]
+            return await asyncio.gather(
+                *(self._trace(teacher, prompt, *one) for one in zip(episodes, siblings, strict=True))
+            )
+
+    async def _trace(
+        self, teacher: Teacher, prompt: Prompt, episode: Episode, sibling: str | None
+    ) -> tuple[TeacherTrace, ...] | Failure:
+        """`sibling`: the completion that the teacher is shown; None: it needs one, and there is none."""
+        if sibling is None:
+            return _untaught(episode, teacher.name)
+        try:
+            front = teacher.shows.tokens(prompt, sibling) if teacher.shows else ()
+        except ConfigError as error:
+            return Failure(REFUSED, f"{teacher.name}: {error}")
+        scored = await score_episode(teacher.engine, prompt, episode, teacher.top, front)
+        if isinstance(scored, Failure):
+            return Failure(scored.reason, f"{teacher.name}: {scored.detail}")
+        return tuple(_trace_of(teacher.name, turn) for turn in scored)
 
     async def _references(
         self, prompt: Prompt, episodes: Sequence[Episode]
@@ -227,13 +259,25 @@ class TraceScorer:
         ]
 
 
-def _trace(name: str, turn: TeacherScores) -> TeacherTrace:
+def _siblings(judged: Sequence[Scored | Failure], right: float) -> list[str | None]:
+    """Returns the text of the first other completion with at least that reward, for each of a group. None where there is none, and for a
+    rollout that has failed anyway."""
+    first_two = [place for place, one in enumerate(judged) if isinstance(one, Scored) and one.reward >= right][:2]
+    shown: list[str | None] = []
+    for place, rollout in enumerate(judged):
+        other = next((judged[right_one] for right_one in first_two if right_one != place), None)
+        shown.append(other.episode.last.text if isinstance(rollout, Scored) and isinstance(other, Scored) else None)
+    return shown
+
+
+def _trace_of(name: str, turn: TeacherScores) -> TeacherTrace:
     return TeacherTrace(name, (turn.version,) * len(turn.logprobs), turn.logprobs, turn.top)
 
 
-def _untaught(episode: Episode) -> tuple[TeacherTrace, ...]:
+def _untaught(episode: Episode, name: str = "") -> tuple[TeacherTrace, ...]:
+    """`name`: of the teacher that would have scored it, if one takes the prompt."""
     lengths = [len(turn.completion.tokens) for turn in episode.turns]
-    return tuple(TeacherTrace("", (0,) * n, (math.nan,) * n) for n in lengths)
+    return tuple(TeacherTrace(name, (0,) * n, (math.nan,) * n) for n in lengths)
 
 
 def _joined(
