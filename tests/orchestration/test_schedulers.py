@@ -157,7 +157,8 @@ def test_its_run_starts_and_a_second_pod_resumes_it(parts: dict[str, Any], tiny_
     job = fake_slurm(tmp_path) | {"POD_IP": "127.0.0.1", "ENGINES": "1"}
     words = container(parts["Deployment"])["command"]
     worker = [
-        word.replace("/token/token", f"{tmp_path}/token/token").replace("headrace-run:7400", f"127.0.0.1:{port}") for word in words
+        word.replace("/token/token", f"{tmp_path}/token/token").replace("headrace-run:7400", f"127.0.0.1:{port}")
+        for word in words
     ]
     engine = subprocess.Popen(worker, env=job, start_new_session=True)
     try:
