@@ -31,6 +31,7 @@ from headrace.durable.atomic_files import replace_file, sync_to_disk
 from headrace.episodes.tasks.demonstrations import Demonstration, Demonstrations
 from headrace.episodes.tasks.prompts import digest_of
 from headrace.facts.facts import WarmStarted, Warned
+from headrace.facts.texts import plural
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import ModelConfig
 from headrace.run.build import open_telemetry
@@ -215,7 +216,9 @@ class _Course:
             return
         lost = [await self._loss(one) for one in self.given.held_out]
         self.held_out.append(-sum(map(sum, lost)) / sum(map(len, lost)))
-        self.tell(f"warm start: held-out loss {self.held_out[-1]:.3f} nats a token after {len(self.losses)} steps")
+        self.tell(
+            f"warm start: held-out loss {self.held_out[-1]:.3f} nats a token after {plural(len(self.losses), 'step')}"
+        )
 
     async def _loss(self, one: Demonstration) -> Sequence[float]:
         return (await self.trainer.score(one.tokens, self.adapter))[-len(one.answer) :]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.facts.texts import sparkline
+from headrace.facts.texts import plural, sparkline
 from headrace.models.lora import LoraConfig
 from headrace.settings.strict import STRICT
 from headrace.trainer.parallel import ParallelConfig
@@ -302,5 +302,5 @@ def rate_remarks(train: TrainConfig, lora: LoraConfig) -> Iterator[str]:
     if train.warmup_steps > warmup_of(train):
         yield (
             f"train.warmup_steps = {train.warmup_steps} is longer than this run of train.steps = {train.steps}: the learning rate rises for "
-            f"{warmup_of(train)} steps instead"
+            f"{plural(warmup_of(train), 'step')} instead"
         )

@@ -195,7 +195,9 @@ def test_a_high_learning_rate_is_remarked_on_and_not_refused(rate: float, rank: 
     )
 
 
-@pytest.mark.parametrize(("steps", "warmup", "rises"), [(3, 5, 2), (3, 3, 2), (3, 2, 2), (1, 5, 0), (60, 5, 5)])
+@pytest.mark.parametrize(
+    ("steps", "warmup", "rises"), [(3, 5, 2), (3, 3, 2), (3, 2, 2), (2, 5, 1), (1, 5, 0), (60, 5, 5)]
+)
 def test_a_warm_up_that_is_longer_than_the_run_is_shortened_and_remarked_on(
     steps: int, warmup: int, rises: int
 ) -> None:
@@ -203,4 +205,5 @@ def test_a_warm_up_that_is_longer_than_the_run_is_shortened_and_remarked_on(
     remarks = list(rate_remarks(config.train, config.lora))
     assert learning_rate(steps - 1, config.train) == pytest.approx(1e-5), "the last step has the full rate"
     assert all(learning_rate(step, config.train) < 1e-5 for step in range(rises - 1))
-    assert [f"rises for {rises} steps instead" in remark for remark in remarks] == [True] * (rises < warmup)
+    said = f"rises for {rises} step instead" if rises == 1 else f"rises for {rises} steps instead"
+    assert [said in remark for remark in remarks] == [True] * (rises < warmup)
