@@ -246,7 +246,7 @@ class CriticConfig:
     length_rate: float | None = Field(default=None, ge=0)
     """Above 0, the policy's λ depends on the length l of each trajectory: 1 - 1/(length_rate · l), at least 0 (VAPO: 0.05)."""
     alone_steps: int | None = Field(default=None, ge=0)
-    """Number of first steps in which the critic is trained alone, and the policy's weights stay (VAPO: 50)."""
+    """Number of the critic's first steps, in which it is trained alone and the policy's weights stay (VAPO: 50)."""
     imitation: float | None = Field(default=None, ge=0)
     """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0, added to the loss (VAPO: 0.1)."""
 

@@ -188,6 +188,18 @@ def test_a_checkpoint_without_a_critic_begins_one_anew_and_one_of_another_width_
     trainer.step(batch(0))
     trainer.restore(tmp_path / "plain")
     assert not head(trainer).any() and trainer.step(batch(1)).critic.value_mean == 0
+    alone = made(AlgoConfig("ppo", critic={"alone_steps": 1}))
+    alone.restore(tmp_path / "plain")
+    changed = []
+    for step in (1, 2):
+        before = weights(alone)
+        alone.step(batch(step))
+        changed.append(
+            any(not torch.equal(old, new) for old, new in zip(before.values(), weights(alone).values(), strict=True))
+        )
+        alone.save(tmp_path / f"alone-{step}")
+        alone.restore(tmp_path / f"alone-{step}")
+    assert changed == [False, True], "its first steps are those of the critic, not of the run"
     trainer.save(tmp_path / "saved")
     file = tmp_path / "saved" / "optimizer.safetensors"
     saved = load_file(file)
@@ -199,13 +211,16 @@ def test_a_checkpoint_without_a_critic_begins_one_anew_and_one_of_another_width_
 
 
 def test_in_its_first_steps_the_critic_is_trained_alone():
-    trainer = made(AlgoConfig("ppo", critic={"alone_steps": 1}))
+    trainer = made(AlgoConfig("ppo", critic={"alone_steps": 1}, entropy={"target": 9.0, "coef": 0.01, "change": 0.1}))
     before = weights(trainer)
     first = trainer.step(batch(0))
+    entropy = trainer._learners[""].entropy
+    assert entropy.now == 0.01, "the bonus does not grow while it cannot act"
     assert (first.skipped, first.version) == ("", 1) and first.grad_norm > 0
     assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(trainer).values(), strict=True))
     assert head(trainer).any()
     second = trainer.step(batch(1))
+    assert entropy.now == pytest.approx(0.11)
     assert second.version == 2 and any(
         not torch.equal(a, b) for a, b in zip(before.values(), weights(trainer).values(), strict=True)
     )

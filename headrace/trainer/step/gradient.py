@@ -295,7 +295,7 @@ class Gradient:
                 tokens = tokens._replace(advantage=-part.slopes["logprob"])
             loss = (result.loss * pack.weight).sum()
             if self.learner.critic and judged and scores.value is not None:
-                loss = self.learner.critic.loss(loss, tokens, scores.value, judged, self.learner.version)
+                loss = self.learner.critic.loss(loss, tokens, scores.value, judged)
             yield loss
         self.sums.missing_routes += replayed.missing
         self.sums.add(pack, tokens, scores, result)

@@ -91,6 +91,11 @@ class Learner:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.optimizer, *([self.critic.optimizer] if self.critic else [])]
 
+    @property
+    def trains_critic_alone(self) -> bool:
+        """Whether the next step leaves the parameters as they are."""
+        return self.critic is not None and self.critic.alone
+
     def lr(self, steps: int = 0) -> float:
         """The learning rate of the next step, in a run of `steps` (0: of `train.steps`)."""
         return learning_rate(self.version, self.config, steps)
@@ -109,9 +114,9 @@ class Learner:
         if not torch.isfinite(torch.tensor(loss)):
             self.forget()
             return float("nan")
-        if self.critic and self.critic.alone(self.version):
+        if self.trains_critic_alone:
             self.optimizer.zero_grad(set_to_none=True)
-            norm, unless_zero = float(self.placement.norm(list(self.critic.parameters()))), False
+            norm, unless_zero = float(self.placement.norm(self.trained)), False
         else:
             norm = apply(
                 self.optimizer,

@@ -265,10 +265,10 @@ class TorchTrainer:
         except UnequalLogprobs:
             learner.forget()
             raise
-        lr = learner.lr(batch.steps)
+        lr, policy_waits = learner.lr(batch.steps), learner.trains_critic_alone
         loss = sums.loss + (sums.critic.value_loss if sums.critic else 0.0)
         norm = learner.update(loss, lr, unless_zero=sums.all_cut and batch.skippable)
-        if learner.version > batch.step:
+        if learner.version > batch.step and not policy_waits:  # its entropy follows from nothing that the factor did
             learner.entropy.after(sums.entropy / sums.tokens)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)

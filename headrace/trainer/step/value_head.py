@@ -53,6 +53,8 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)
+        self._updates = 0
+        """Its updates so far."""
 
     def forward(self, hidden: Float[Tensor, "M H"]) -> Float[Tensor, " M"]:
         """[M] values, in float32 or wider. Their gradient by the hidden states is scaled by `algo.critic.trunk`."""
@@ -61,9 +63,10 @@ class ValueHead(torch.nn.Module):
         unit = torch.nn.functional.normalize(own, dim=-1) / math.sqrt(own.shape[-1])
         return (unit * self.weight).sum(-1) + self.bias
 
-    def alone(self, version: int) -> bool:
-        """Whether the step from this version on trains the critic only."""
-        return version < self._recipe.alone_steps
+    @property
+    def alone(self) -> bool:
+        """Whether the next step trains the critic only. Its own updates count, so that one that begins in a resumed run has its first steps, too."""
+        return self._updates < self._recipe.alone_steps
 
     def judged(
         self, packs: Sequence[Pack], values: Sequence[Float[Tensor, " M"]], placement: Placement
@@ -85,17 +88,18 @@ class ValueHead(torch.nn.Module):
         return [JudgedPack(part[0], part[1], 1 / max(len(value), 1), part[2]) for part in parts], found.numbers
 
     def loss(
-        self, policy: Float[Tensor, ""], tokens: Tokens, value: Float[Tensor, " M"], judged: JudgedPack, version: int
+        self, policy: Float[Tensor, ""], tokens: Tokens, value: Float[Tensor, " M"], judged: JudgedPack
     ) -> Float[Tensor, ""]:
         """Returns the loss of a microbatch, from that of the policy. In a step of the critic alone the policy has a gradient of zero, rather than none, so
         that ranks which split a model wait for the same things as ever."""
         of_values = (value - judged.target).square().sum() * (judged.share / 2)
-        if self.alone(version):
+        if self.alone:
             return of_values + 0.0 * policy
         return policy + of_values - (judged.imitated * tokens.logprob).sum()
 
     def update(self) -> None:
         self.optimizer.step()
+        self._updates += 1
         self.forget()
 
     def forget(self) -> None:
@@ -128,6 +132,7 @@ class ValueHead(torch.nn.Module):
             for number, name in enumerate(name for name, _ in self.named_parameters())
             if f"{PREFIX}step/{name}" in saved
         }
+        self._updates = int(saved.get(f"{PREFIX}step/bias", 0))
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
 
