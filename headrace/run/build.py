@@ -197,6 +197,11 @@ def build_scorer(
     if config.environment.rewards and not given:
         return NoReward()
     if config.teachers and not given:
+        if asking := [teacher.name for teacher in config.teachers if teacher.reads_sibling]:
+            raise ConfigError(
+                f"the prompt of the teacher {asking[0]} shows another completion that was right, and nothing gives a reward; set reward.function, or show "
+                "it a column of the row"
+            )
         if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
             raise ConfigError(
                 f"eval.prompts = {config.eval.prompts} measures a reward, and nothing gives one; set reward.function (the "

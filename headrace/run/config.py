@@ -333,11 +333,8 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
         temperature=rollout.temperature,
         truncates=rollout.truncates,
     )
-    played, forks = (
-        config.environment.setting if config.environment.in_processes else "",
-        rollout.forks.alternatives > 0,
-    )
-    yield from prompt_problems(config.teachers, config.task, played=played, forks=forks, group=rollout.group_size)
+    played = config.environment.setting if config.environment.in_processes else ""
+    yield from prompt_problems(config.teachers, config.task, rollout.forks, played=played, group=rollout.group_size)
     for teacher in config.teachers:
         try:
             engine = teacher_engine(config.engine_beside, teacher)

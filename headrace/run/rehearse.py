@@ -19,6 +19,7 @@ import msgspec
 
 from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.core.errors import ConfigError
+from headrace.core.protocols import Task
 from headrace.core.reports import Finding, Sight
 from headrace.core.types import Completion, Episode, Prompt
 from headrace.durable.journal import count_steps
@@ -328,7 +329,7 @@ async def _tried(
         )
         await _warm_start(found, config, encoder.using(config.task.rendering))
         found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
-        _shown(found, planned, prompts, encoder, most=config.rollout.max_tokens)
+        await _shown(found, planned, task, encoder, most=config.rollout.max_tokens)
         episode: Episode | None = None
         if config.environment.is_handed_out:
             found.sections[f"Environment{several}"] = [("", "agents elsewhere play the rollouts: nothing was tried")]
@@ -435,10 +436,13 @@ def _prompts(
     ]
 
 
-def _shown(
-    found: Rehearsal, teachers: Sequence[PlannedTeacher], prompts: Sequence[Prompt], encoder: ChatEncoder, *, most: int
+async def _shown(
+    found: Rehearsal, teachers: Sequence[PlannedTeacher], task: Task, encoder: ChatEncoder, *, most: int
 ) -> None:
-    """Writes prompts as teachers with their own read them. `most`: tokens that a rollout may have."""
+    """Writes the first prompts as teachers with their own read them; they read none of the held-out ones. `most`: tokens that a rollout may have."""
+    if not any(planned.shows for planned in teachers):
+        return
+    prompts = await asyncio.to_thread(first_prompts, task, 0)
     for planned in teachers:
         taken = [prompt for prompt in prompts if planned.config.takes(prompt.columns)]
         if planned.shows and taken:

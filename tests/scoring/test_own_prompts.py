@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,13 @@ from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.prompts import PromptMaker
 from headrace.facts.waits import Waits
 from headrace.models.chat import ChatEncoder
+from headrace.run.build import build_scorer
 from headrace.run.config import load_config
 from headrace.run.rehearsal.words import shown_to_teacher
+from headrace.run.rehearse import Rehearsal, try_files
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
+from support.tiny_run import tiny_config
 
 SHOWN = "{prompt}\n\nA solution: {solution}"
 TASK = {"kind": "jsonl", "path": "rows.jsonl"}
@@ -222,6 +227,47 @@ def test_prompts_that_are_too_long_for_the_teacher_are_told_with_lengths_that_fi
         )
         assert not certain and "2 + 2? 4" in dict(lines)["it reads"]
         assert rehearsed(needed, prompts)[1] == "" and rehearsed(needed - behind, prompts[1:])[2]
+
+
+def rehearsed(directory: Path, model: Path, **changes: Any) -> Rehearsal:
+    teacher = {"name": "self", "path": str(model), "prompt": "{prompt} {answer}", **changes}
+    config = tiny_config(directory, model, algo={"name": "opsd"}, teachers=[teacher], eval={"prompts": 4})
+    config["task"]["held_out_path"] = str(directory / "apart.jsonl")
+    apart = [{"prompt": f"{i} + 1?"} for i in range(20)]
+    (directory / "apart.jsonl").write_text("\n".join(map(json.dumps, apart)))
+    return asyncio.run(try_files(load_config(config)))
+
+
+def test_the_rehearsal_shows_what_the_teacher_reads_and_refuses_what_it_cannot(tmp_path: Path, tiny_llama: Path):
+    found = rehearsed(tmp_path, tiny_llama)
+    assert not found.problems, "held-out rows are shown to no teacher, and need no answer"
+    first = next(text for label, text in found.sections["Prompts"] if label == "the first")
+    shown = next(text for label, text in found.sections["Teachers"] if label == "it reads")
+    question = first.removeprefix("<user>").removesuffix("<end><assistant>")
+    assert shown.startswith(f"<user>{question} ") and len(shown) > len(first)
+    (problem,) = rehearsed(tmp_path, tiny_llama, prompt="{prompt} {answers}").problems
+    assert "rows.jsonl, row 1 cannot be shown to the teacher self: there is no column answers" in problem
+    long = "{prompt} {answer} " + "so much " * 8
+    (problem,) = rehearsed(tmp_path, tiny_llama, prompt=long).problems
+    (needed,) = re.findall(r"set engine.context_length of its table to (\d+),", problem)
+    assert problem.startswith("all prompts")
+    assert not rehearsed(tmp_path, tiny_llama, prompt=long, engine={"context_length": int(needed)}).problems
+
+
+def test_completions_are_not_shown_as_right_without_a_reward():
+    changes: dict[str, Any] = {"algo": {"name": "sdpo"}, **teacher(prompt="{prompt} {sibling}")}
+    without = {name: table for name, table in BASE.items() if name != "reward"}
+    with pytest.raises(
+        ConfigError,
+        match="the teacher self shows another completion that was right, .*; set reward.function, or show it a column",
+    ):
+        build_scorer(load_config({**without, **changes}))
+    build_scorer(load_config({**without, **teacher(), "eval": {"prompts": 0}}))
+    build_scorer(load_config({**without, **changes}), [by_length])
+
+
+def by_length(prompts: list[str], completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
 
 
 # --- settings ------------------------------------------------------------------------------------------------------------------

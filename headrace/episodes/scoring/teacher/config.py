@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.episodes.rollout import ForksConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.settings.strict import LONGEST_NAME, STRICT
 
@@ -206,10 +207,10 @@ def teacher_problems(
 
 
 def prompt_problems(
-    teachers: Sequence[TeacherConfig], task: TaskConfig, *, played: str, forks: bool, group: int
+    teachers: Sequence[TeacherConfig], task: TaskConfig, forks: ForksConfig, *, played: str, group: int
 ) -> Iterator[str]:
     """Yields a sentence for each setting that excludes a teacher's own prompt. `played`: the setting of an environment that writes the
-    conversation, if there is one; `forks`: whether rollouts branch; `group`: rollouts of a group."""
+    conversation, if there is one; `group`: rollouts of a group."""
     for teacher in teachers:
         if not teacher.prompt:
             continue
@@ -223,7 +224,7 @@ def prompt_problems(
                 f"{says} takes the place of the question, and task.examples = {task.examples} shows solved problems before it, which the teacher would not "
                 "see; set task.examples = 0, and write them into task.system"
             )
-        if teacher.reads_sibling and forks:
+        if teacher.reads_sibling and forks.alternatives:
             yield (
                 f"{says} shows another completion of the group, and with rollout.forks.alternatives completions begin alike; set that to 0, or show a "
                 "column of the row"
