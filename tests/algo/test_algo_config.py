@@ -16,6 +16,7 @@ from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.user import UserLoss
 from headrace.algo.recipes import KL, LOSSES, RECIPES, Correction, Recipe
 from headrace.algo.rules import OPSM, KPop, Veto
+from headrace.core.errors import ConfigError
 from headrace.run.config import load_config
 
 MINIMAL = {
@@ -319,3 +320,14 @@ def test_k1_is_offered_in_the_reward():
 def test_the_controllers_half_imports_no_torch():
     code = "import sys, headrace.algo.training_rows, headrace.trainer.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_reward_by_which_rollouts_are_clean_must_be_there_when_a_run_begins():
+    """An environment may give rewards of names that only it knows."""
+    functions = [{"function": "reasoning_gym"}, {"function": "r.py:tidy", "weight": 0.0}]
+    rewarded = MINIMAL | {"reward": {"functions": functions}}
+    given = ["algo.name=grpo_roc", "algo.subset.by=tdy"]
+    with pytest.raises(ConfigError, match="is the name of no reward; there are reasoning_gym, tidy. Use one of them"):
+        load_config(rewarded, given)
+    for sets in (["algo.name=grpo_roc", "algo.subset.by=tidy"], [*given, "environment.function=e.py:play"]):
+        load_config(rewarded, sets)
