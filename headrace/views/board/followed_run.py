@@ -280,8 +280,10 @@ class ListedRun(Follower):
 
     def catch_up(self) -> bool:
         """Reads what was added, unless that is too much. Returns whether `state` has all facts."""
-        if self.unread > BEHIND and not self._offset and (digest := read_digest(self.run_dir / DIGEST, self.run_dir)):
-            self._go_on_from(digest)
+        if self.unread > BEHIND:
+            digest = read_digest(self.run_dir / DIGEST, self.run_dir)
+            if digest and digest.size > self._offset:
+                self._go_on_from(digest)
         if self.unread <= BEHIND:
             self.read()
         return self.unread <= BEHIND

@@ -328,20 +328,22 @@ def test_the_list_knows_the_verdict_of_a_run_while_it_grows(
     facts = list(FactStream(steps=60).facts())
     (tmp_path / "run").mkdir()
     recorder = Recorder(tmp_path / "run", index=NumbersIndex(tmp_path / "run", every=20_000))
-    listed = RunList(tmp_path, lambda path: False)
+    listed, seldom = RunList(tmp_path, lambda path: False), RunList(tmp_path, lambda path: False)
     seen = set()
     for number, fact in enumerate(facts):
         recorder.record(fact)
         if number % 40 == 0 or fact is facts[-1]:
             (line,) = listed.lines()
+            seldom.lines() if number == 40 else None
             assert (line.step, line.steps) == (recorder.state.step, recorder.state.started.steps)
             if line.verdict:
                 standing = Standing(line.words, line.mark)
                 assert line.verdict == health(recorder.state, standing=standing).kind
                 seen.add(line.verdict)
     recorder.close()
-    (line,) = RunList(tmp_path, lambda path: False).lines()
-    assert (line.life, line.verdict) == ("finished", "learning")
+    for one in (RunList(tmp_path, lambda path: False), seldom):
+        (line,) = one.lines()
+        assert (line.life, line.step, line.verdict) == ("finished", 60, "learning")
     assert behind < BEHIND or seen == {"broken", "learning"}, "an unfinished run that nobody holds has died"
 
 
