@@ -57,6 +57,7 @@ def _rows(config: RunConfig) -> Any:
     return {
         "advantage": recipe.advantage,
         "cross-entropy": recipe.loss.weighs_rollouts,
+        "agents together": recipe.loss.whole,
         "overlong": algo.overlong,
         "length": (algo.length_penalty, config.longest_rollout) if algo.length_penalty else None,
         "reference": dataclasses.asdict(recipe.kl) if algo.reference_in_reward else None,

@@ -364,9 +364,9 @@ def test_every_setting_has_a_rule_and_no_rule_is_idle() -> None:
 def test_whatever_makes_rows_drops_finished_groups_when_it_changes() -> None:
     """Every attribute of the algorithm that the making of rows reads is among the values that are compared."""
     made, compared = inspect.getsource(training_rows), inspect.getsource(resume_rules._rows)
-    read = set(re.findall(r"self\._(?:algo|recipe)\.(\w+)", made))
-    assert {"gamma", "lam", "credit", "overlong", "kl"} <= read
-    assert {name for name in read if not re.search(rf"\.{name}\b", compared)} == set()
+    read = set(re.findall(r"self\._(?:algo|recipe)\.((?:loss\.)?\w+)", made))
+    assert {"gamma", "lam", "credit", "overlong", "kl", "loss.whole"} <= read
+    assert {name for name in read if not re.search(rf"\.{re.escape(name)}\b", compared)} == set()
 
 
 def test_what_is_not_kept_is_never_behind_a_checkpoint() -> None:
