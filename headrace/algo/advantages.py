@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pvariance
 from typing import NamedTuple
 
-from headrace.algo.policy.tokens import MAX_LOG_RATIO
+from headrace.algo.policy.tokens import MAX_LOG_RATIO, RIGHT
 from headrace.algo.user_functions import load_function
 from headrace.core.errors import ConfigError
 from headrace.core.rewards import Unusable, number_of, shown
@@ -81,8 +81,8 @@ class GroupRewards(NamedTuple):
             raise ConfigError(
                 f"algo.subset.by = {by} is the name of no reward; there are {', '.join(self.named)}. Use one of them, or remove algo.subset.by"
             )
-        right = [place for place, reward in enumerate(self.rewards) if reward > 0]
-        wrong = [place for place, reward in enumerate(self.rewards) if not reward > 0]
+        right = [place for place, reward in enumerate(self.rewards) if reward > RIGHT]
+        wrong = [place for place, reward in enumerate(self.rewards) if not reward > RIGHT]
         count = round(len(right) * keep / len(self.rewards))
         if right and wrong:
             count = min(max(count, 1, keep - len(wrong)), keep - 1, len(right))

@@ -16,9 +16,10 @@ import transformers
 from msgspec.structs import replace
 
 from headrace.algo import recipes
+from headrace.algo.advantages import GroupRewards
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import objective_of
-from headrace.algo.policy.pairs import CPO, DPO, ORPO, IdentityPreference, PairLoss, Side, SimPO
+from headrace.algo.policy.pairs import CPO, DPO, KTO, ORPO, IdentityPreference, PairLoss, Side, SimPO
 from headrace.algo.policy.tokens import Tokens
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group
@@ -440,6 +441,15 @@ def test_kto_learns_from_groups_of_one_and_from_rewards_that_are_all_alike(model
     reports = [one.step(Batch(step, tuple(made))) for step in range(4)]
     assert reports[0].microbatches > 1 and reports[0].loss == pytest.approx(0.5, rel=1e-5)
     assert all(not report.skipped for report in reports) and reports[-1].loss < 0.45
+
+
+def test_rewards_that_cancel_do_not_make_a_rollout_right():
+    """0.1 + 0.2 - 0.3 is 5.6e-17. Both losses and choices of right rollouts would take it for a success."""
+    rest = 0.1 + 0.2 - 0.3
+    assert rest > 0 and GroupRewards((rest, 1.0, 0.0, rest), (1, 9, 1, 1)).chosen("cleanest", 2) == [0, 1]
+    one = torch.zeros(2, dtype=torch.float64)
+    given = Tokens(one, one, torch.tensor([rest, 1.0]), torch.arange(2), one, reference=one)
+    assert KTO(undesirable_weight=3.0)(given, one).loss.tolist() == [1.5, 0.5]
 
 
 def test_a_loss_of_pairs_says_whether_it_needs_a_reference():

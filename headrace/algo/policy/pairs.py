@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.policy.loss import Loss, Reach
-from headrace.algo.policy.tokens import MIN_REST, TokenLoss, Tokens, sequence_sum, unclipped
+from headrace.algo.policy.tokens import MIN_REST, RIGHT, TokenLoss, Tokens, sequence_sum, unclipped
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class KTO(Loss):
         divergence = ((share * gain.detach()).sum() / share.sum()).clamp(min=0)
         desired = self.desirable_weight * (self.pair_beta * (divergence - gain)).sigmoid()
         other = self.undesirable_weight * (self.pair_beta * (gain - divergence)).sigmoid()
-        return unclipped(share * desired.where(tokens.advantage > 0, other))
+        return unclipped(share * desired.where(tokens.advantage > RIGHT, other))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_LOG_RATIO = 20.0
 """A ratio beyond exp(±20) is a sign of an error; the clamp keeps it finite."""
+RIGHT = 1e-9
+"""A rollout is right if its reward is above this. Parts that cancel, such as 0.1 + 0.2 - 0.3, leave less."""
 MIN_REST = 1e-6
 """Log-probs are at most minus this, so that a binary divergence can divide by the probability of "any other token"."""
 
