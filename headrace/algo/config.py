@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -404,8 +404,9 @@ def _subsets(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         )
 
 
-def group_problems(config: AlgoConfig, group_size: int, forks: bool) -> Iterator[str]:
-    """Yields a sentence for each reason why groups of so many rollouts cannot be compared. `forks`: whether rollouts branch."""
+def group_problems(config: AlgoConfig, group_size: int, forks: bool, rewards: Collection[str] = ()) -> Iterator[str]:
+    """Yields a sentence for each reason why groups of so many rollouts cannot be compared. `forks`: whether rollouts branch; `rewards`: the names of
+    all rewards, if they are known."""
     if group_size < config.min_rollouts:
         yield (
             f"rollout.group_size = {group_size} gives {config.name} nothing to compare a rollout with, "
@@ -420,6 +421,10 @@ def group_problems(config: AlgoConfig, group_size: int, forks: bool) -> Iterator
         )
     if subset.kind == "none":
         return
+    if subset.by and rewards and subset.by not in rewards:
+        yield (
+            f"algo.subset.by = {subset.by} is the name of no reward; there are {', '.join(rewards)}. Use one of them, or remove algo.subset.by"
+        )
     if subset.size(group_size) < config.min_rollouts or subset.keep >= group_size:
         yield (
             f"algo.subset trains {subset.keep or 'half'} of the {group_size} rollouts of a group (rollout.group_size): with "

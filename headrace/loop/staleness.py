@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -146,9 +148,37 @@ def judge(group: Group, step: int, config: StalenessConfig) -> Group | None:
     if config.overdue != "trim":
         return None
     rows = tuple(_trimmed(row, oldest) for row in group.rows)
+    if any(row.turns for row in rows):  # a critic's, whose rewards lie on tokens
+        rows = _with_rewards_kept(group.rows, rows)
     return msgspec.structs.replace(group, rows=rows) if any(any(row.mask) for row in rows) else None
 
 
 def _trimmed(row: Row, oldest: int) -> Row:
     mask = tuple(kept and version >= oldest for kept, version in zip(row.mask, row.versions, strict=True))
     return row if mask == row.mask else msgspec.structs.replace(row, mask=mask)
+
+
+def _with_rewards_kept(rows: Sequence[Row], trimmed: Sequence[Row]) -> tuple[Row, ...]:
+    """Returns the rows of a group that `trimmed` is of `rows`, after tokens were taken out of the loss, with the rewards of these where there is a critic:
+    at the last token before them, in the order of their trajectory, that is left. Turns that are asked for at once are sampled by weights of any order,
+    so that the last one of a trajectory may be too old while tokens before it are not."""
+    rewards = [list(row.advantages) for row in trimmed]
+    last: dict[int, tuple[int, int]] = {}
+    for trajectory, _, number, place in sorted(_chain(rows)):
+        if trimmed[number].mask[place]:
+            last[trajectory] = number, place
+            continue
+        value, rewards[number][place] = rewards[number][place], 0.0
+        if trajectory in last:
+            row, token = last[trajectory]
+            rewards[row][token] += value
+    return tuple(msgspec.structs.replace(row, advantages=tuple(own)) for row, own in zip(trimmed, rewards, strict=True))
+
+
+def _chain(rows: Sequence[Row]) -> Iterator[tuple[int, int, int, int]]:
+    """Yields trajectory, turn, row and place of each token in the loss."""
+    for number, row in enumerate(rows):
+        for place, kept in enumerate(row.mask):
+            if kept and math.isfinite(row.logprobs[place]):
+                trajectory, turn = (column[place if len(column) > 1 else 0] for column in (row.trajectories, row.turns))
+                yield trajectory, turn, number, place

@@ -413,7 +413,9 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
             'or "drop"'
         )
-    yield from group_problems(config.algo, config.rollout.group_size, config.rollout.forks.alternatives > 0)
+    plays = config.environment.kind != "single_turn" or config.environment.function  # it may give rewards of its own
+    names = () if plays else config.reward_weights
+    yield from group_problems(config.algo, config.rollout.group_size, config.rollout.forks.alternatives > 0, names)
     yield from step_problems(config.algo, config.train.steps, config.train.minutes)
     alone = (
         config.environment.kind == "single_turn" and not config.environment.function

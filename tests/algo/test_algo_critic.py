@@ -16,8 +16,11 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.critic import Discounts, StepTokens, gae, judge
 from headrace.algo.recipes import Critic
 from headrace.algo.training_rows import algorithm_of
+from headrace.core.batches import Group
 from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.staleness import judge as judge_age
 from headrace.run.config import load_config
 
 PROMPT = Prompt("p", "?", (1, 2))
@@ -146,6 +149,21 @@ def test_what_is_given_to_a_token_outside_of_the_loss_belongs_to_the_one_before(
     (row,) = rows(AlgoConfig("ppo"), rollout)
     assert row.tokens == (10, 11, 12, 13, 5, 14, 6)
     assert row.advantages == (0, 1.0, 2.0 + 3.0 + 2.0, 0, 0, 0, 0)
+
+
+def test_the_reward_of_a_token_that_is_too_old_stays_with_what_came_before_it():
+    """Both turns are asked for at once; the second one ends early, and the first is still sampled under the next weights."""
+    first = Completion((10, 11, 12), (-1.0,) * 3, (VersionSpan(0, 0, 0), VersionSpan(1, 1, 1)), "stop")
+    turns = (Turn((1, 2), first), Turn((1, 2, 9), done(13, 14)), Turn((1, 2), done(15), agent="b"))
+    whole = Scored(Episode(turns), 1.0, {}, turn_rewards=({"form": 0.25}, {}, {}))
+    group = Group(0, PROMPT, (whole,), rows(AlgoConfig("ppo"), whole))
+    assert [row.advantages for row in group.rows] == [(0, 0, 0.25), (0, 0.75), (0.75,)]
+    kept = judge_age(group, 1, StalenessConfig(max_lag=0, overdue="trim", groups_per_step=1))
+    assert kept and [row.mask for row in kept.rows] == [(False, True, True), (False,) * 2, (False,)]
+    assert [row.advantages for row in kept.rows] == [(0, 0, 1.0), (0, 0), (0,)], (
+        "the other agent has nothing left to learn"
+    )
+    assert judge_age(group, 0, StalenessConfig(max_lag=0, overdue="trim", groups_per_step=1)) is group
 
 
 def test_every_agent_has_the_rewards_of_its_own_turns_and_that_of_the_end():
