@@ -417,13 +417,6 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
     names = () if plays else config.reward_weights
     yield from group_problems(config.algo, config.rollout.group_size, config.rollout.forks.alternatives > 0, names)
     yield from step_problems(config.algo, config.train.steps, config.train.minutes)
-    alone = (
-        config.environment.kind == "single_turn" and not config.environment.function
-    )  # another may give rewards of its own
-    if alone and (by := config.algo.recipe.subset.by) and by not in config.reward_weights:
-        yield (
-            f"algo.subset.by = {by} is the name of no reward; there are {', '.join(config.reward_weights)}. Use one of them, or remove algo.subset.by"
-        )
     if config.train.minutes and config.staleness.window > 1:
         yield (
             f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "
