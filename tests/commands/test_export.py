@@ -257,5 +257,8 @@ def test_what_a_hub_refuses_is_tried_again_and_a_directory_is_not_written_twice(
         assert code == 0 and str(made) in out
         written = made.stat().st_mtime_ns
         assert export(hub, "--follow", "--to", str(to))[0] == 0 and made.stat().st_mtime_ns == written
+        (tmp_path / "file").write_text("")
+        code, out = export(hub, "--follow", "--to", str(tmp_path / "file" / "models"))
+        assert code == 1 and "Not a directory" in out and "Traceback" not in out
     code, out = export(hub, "--follow", "--to", str(to), "--step", "2")
     assert code == 2 and "leave --step and --format gguf out" in out

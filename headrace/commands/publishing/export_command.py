@@ -101,7 +101,7 @@ def _follow(arguments: argparse.Namespace, run_dir: Path) -> int:
             try:
                 _export_step(arguments, run_dir, step)
                 done.add(step)
-            except HeadraceError as error:
+            except (HeadraceError, OSError) as error:  # a full disk, a directory that cannot be made
                 if str(error) not in told:
                     told.add(str(error))
                     echo(str(error), err=True)
