@@ -276,17 +276,32 @@ class RunLine(Struct, frozen=True, kw_only=True):
 
 
 class ListedRun(Follower):
-    """Knows the facts of a run of the list without its numbers by step."""
+    """Knows the facts of a run of the list without its numbers by step. What has not changed since the last look is neither read nor judged again:
+    a page asks for the list of all runs twice a second."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self._tried = 0
+        """Bytes of the file when its digest was read last."""
+        self._judged: tuple[tuple[int, bytes, Standing], Kind] | None = None
 
     def catch_up(self) -> bool:
         """Reads what was added, unless that is too much. Returns whether `state` has all facts."""
-        if self.unread > BEHIND:
+        if self.unread > BEHIND and self.size != self._tried:
+            self._tried = self.size
             digest = read_digest(self.run_dir / DIGEST, self.run_dir)
             if digest and digest.size > self._offset:
                 self._go_on_from(digest)
-        if self.unread <= BEHIND:
+        if 0 != self.unread <= BEHIND:
             self.read()
         return self.unread <= BEHIND
+
+    def verdict(self, standing: Standing) -> Kind:
+        """Returns whether the run learns, some milliseconds of work where anything has changed."""
+        asked = self._offset, self._seen, standing
+        if self._judged is None or self._judged[0] != asked:
+            self._judged = asked, health(self.state, standing=standing).kind
+        return self._judged[1]
 
 
 class RunList:
@@ -329,7 +344,7 @@ class RunList:
             words=status.words,
             mark=status.mark,
             living=status.live is not None and status.life in ("alive", "silent", "starting"),
-            verdict=health(state, standing=Standing(status.words, status.mark)).kind if whole else None,
+            verdict=run.verdict(Standing(status.words, status.mark)) if whole else None,
             step=state.step,
             steps=started.steps if started else 0,
             reward=run_state.recent_reward(state),

@@ -24,9 +24,10 @@ from headrace.facts.index_file import DIGEST, INDEX, IndexReader, NumbersIndex
 from headrace.facts.number_tables import MINUTES, GroupTable, Numbers, StepColumns, Wanted, merged, trailing_mean
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
+from headrace.facts.run_state import RunState
 from headrace.views.board.board_parts import PARTS
 from headrace.views.board.board_routes import FILES, _changes, make_board_app
-from headrace.views.board.followed_run import BEHIND, FollowedRun, RunList
+from headrace.views.board.followed_run import BEHIND, FollowedRun, ListedRun, RunList
 from headrace.views.board.runs_board import RunsBoard
 from headrace.views.report.side_by_side import settings_apart
 from headrace.web.server import bind
@@ -318,6 +319,14 @@ def test_the_list_knows_a_long_run_by_the_ends_of_its_file(runs: Path, tmp_path:
     (path / METRICS).write_bytes(b"".join(data[:40]) + filler + b"".join(data[40:]))
     (line,) = RunList(tmp_path, lambda path: False).lines()
     assert (line.life, line.step, line.steps, line.verdict) == ("finished", 30, 30, None)
+
+
+def test_a_verdict_is_found_once_for_what_has_not_changed(runs: Path) -> None:
+    listed, standing = ListedRun(runs / "first"), Standing("finished", "good")
+    assert listed.catch_up() and listed.verdict(standing) == "learning"
+    listed.state = RunState()
+    assert listed.catch_up() and listed.verdict(standing) == "learning"
+    assert listed.verdict(Standing("died", "bad")) == "broken", "another state of its process is another verdict"
 
 
 @pytest.mark.parametrize("behind", [BEHIND, 20_000], ids=["read whole", "read from its digest on"])
