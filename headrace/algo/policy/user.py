@@ -22,8 +22,21 @@ RULE = "mine"
 """The name under which a user's own masks are counted (`recipes.REASONS`)."""
 
 
+class _OfAFile:
+    """A loss that has its name from a file of the user's, and no constants."""
+
+    spec: str
+
+    @classmethod
+    def reads(cls) -> tuple[str, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        return self.spec
+
+
 @dataclass(frozen=True, config=STRICT)
-class UserLoss(Loss):
+class UserLoss(_OfAFile, Loss):
     """A function Tokens -> Tensor [M], or TokenLoss. It is assumed to keep the policy near the sampler's."""
 
     name: ClassVar[str] = "file.py:name"
@@ -32,14 +45,7 @@ class UserLoss(Loss):
     rejects: ClassVar[bool] = True
     reach: ClassVar[Reach] = "sequence"
     spec: str
-    """`file.py:name`. It has no constants."""
-
-    @classmethod
-    def reads(cls) -> tuple[str, ...]:
-        return ()
-
-    def __str__(self) -> str:
-        return self.spec
+    """`file.py:name`."""
 
     def ready(self) -> LossFunction:
         """Raises ConfigError if the function cannot be loaded; at its first call, if its result cannot be used."""
@@ -57,20 +63,13 @@ class UserLoss(Loss):
 
 
 @dataclass(frozen=True, config=STRICT)
-class UserPairLoss(PairLoss):
+class UserPairLoss(_OfAFile, PairLoss):
     """A function (chosen, rejected) -> Tensor [K], each a `pairs.Side` of K rollouts. The reference is held for it, whether it reads it or not."""
 
     name: ClassVar[str] = "file.py:name"
     needs_reference: ClassVar[bool] = True
     spec: str
-    """`file.py:name`. It has no constants."""
-
-    @classmethod
-    def reads(cls) -> tuple[str, ...]:
-        return ()
-
-    def __str__(self) -> str:
-        return self.spec
+    """`file.py:name`."""
 
     def ready(self) -> LossFunction:
         """Raises ConfigError if the function cannot be loaded; at its first call, if its result cannot be used."""
