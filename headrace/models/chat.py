@@ -20,7 +20,7 @@ from headrace.core.types import Completion, Constraint
 from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.images import KnownImages, known_images
 from headrace.models.resolve import resolve_model
-from headrace.models.tokenizer import Endings, decoder_of, endings_of, in_parts, load_tokenizer, writes_parts_alone
+from headrace.models.tokenizer import Endings, as_parts, decoder_of, endings_of, load_tokenizer, writes_parts_alone
 
 SpecialTokens = Literal["show", "hide"]
 Message = Mapping[str, Any]
@@ -267,7 +267,7 @@ class ChatEncoder:
     ) -> str:
         given = [dict(message) for message in messages]
         if self.images is not None or self._writes_parts_alone:
-            given = [in_parts(message) for message in given]
+            given = [as_parts(message) for message in given]
         shown = list(tools or ()) or None  # templates ask whether there are tools, and an empty list is one for some
         values = {**self._tokenizer.special_tokens_map, **arguments}
         usual = given and not continues and "documents" not in values

@@ -158,7 +158,7 @@ def name_all(directory: Path) -> None:
     path.write_text(json.dumps({**(_read(path) or {}), "eos_token_id": ends}, indent=2) + "\n", encoding="utf-8")
 
 
-def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+def as_parts(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message as the templates of models that see read it: some write nothing of a content that is a text."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
@@ -184,7 +184,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     if writes_parts_alone(tokenizer):
-        turns = [in_parts(turn) for turn in turns]
+        turns = [as_parts(turn) for turn in turns]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except (

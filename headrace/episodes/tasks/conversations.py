@@ -112,7 +112,7 @@ def count_places(prompt: str | Sequence[Message]) -> int:
     return 0 if isinstance(prompt, str) else sum(len(message.get(PLACES, ())) for message in prompt)
 
 
-def in_parts(message: Message) -> Message:
+def with_image_parts(message: Message) -> Message:
     """Returns a message with its places as parts between those of its text, as chat templates of models that see expect it."""
     shown = dict(message)
     if not (places := shown.pop(PLACES, None)):

@@ -13,7 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.protocols import Task
 from headrace.core.types import Prompt
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.conversations import Message, count_places, in_parts, last_user, place_of_question
+from headrace.episodes.tasks.conversations import Message, count_places, last_user, place_of_question, with_image_parts
 from headrace.models.images import KnownImages
 
 RESERVED = ("prompts", "completions", "completion_tokens", "transcripts")
@@ -118,7 +118,7 @@ class PromptMaker:
 def _with_images(messages: list[Message], count: int) -> list[Message]:
     """Returns the messages with places for so many images: those that they have, or else before the text of the last one of the user."""
     if count_places(messages):
-        return [in_parts(message) for message in messages]
+        return [with_image_parts(message) for message in messages]
     if not count:
         return messages
     last = place_of_question(messages)
