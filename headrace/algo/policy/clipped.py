@@ -274,7 +274,7 @@ class DCPO(Clipped):
             yield f"algo.cap = {self.cap} would clip ratios of 1 under algo.loss = dcpo; use more than 1 (10 is usual)"
 
     def log_bounds(self) -> tuple[float, float]:
-        """Those of a token of probability 1, the narrowest."""
+        """Returns the bounds of a token of probability 1, the narrowest."""
         high = min(0.5 + 0.5 * math.sqrt(1 + 4 * self.clip_high), self.cap)
         return math.log(0.5 + 0.5 * math.sqrt(max(1 - 4 * self.clip_low, 0))), math.log(high)
 

@@ -74,7 +74,7 @@ class Sums:
     pairs: PairNumbers = PairNumbers()
     """Numbers of the whole step, the same on all ranks."""
     critic: CriticNumbers | None = None
-    """Those of the critic, the same on all ranks; None without one."""
+    """The critic's numbers, the same on all ranks; None without one."""
 
     def count(self, plan: StepPlan) -> None:
         self.forward_tokens += sum(len(pack.tokens) for pack in plan.packs)

@@ -54,7 +54,7 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)
         self._updates = 0
-        """Its updates so far."""
+        """Updates of the head so far."""
 
     def forward(self, hidden: Float[Tensor, "M H"]) -> Float[Tensor, " M"]:
         """[M] values, in float32 or wider. Their gradient by the hidden states is scaled by `algo.critic.trunk`."""

@@ -113,7 +113,7 @@ class QueuedSink:
         self._patience = PATIENCE if patience is None else patience
         self.thread = OwnThread(name, last=dashboard.close, room=room)
         self._starts: list[RunStarted] = []
-        """Those that the dashboard has not taken yet."""
+        """Starts that the dashboard has not taken yet."""
         self._warned = False
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
