@@ -241,6 +241,7 @@ def test_other_weights_than_the_step_began_with_are_refused(
     assert code == 1 and "holds other weights" in out, out
 
 
+@pytest.mark.slow
 def test_a_step_is_packed_under_other_cores_than_the_run_had(
     run: Path,
     tiny_llama: Path,
