@@ -37,7 +37,7 @@ from support.fake_world import PATIENT, FakeWorld, scheduled_world, schedules
 from support.few import few
 
 
-@settings(max_examples=100)  # `test_partial.py` asserts the same in 25 more of each of seven modes
+@settings(max_examples=100)  # `test_partial.py` asserts the same in more of each of seven modes
 @given(schedules)
 def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
     world = scheduled_world(tmp_path_factory.mktemp("run"), s)
