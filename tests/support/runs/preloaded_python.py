@@ -82,6 +82,10 @@ TEMPLATE = "HEADRACE_TEMPLATE"
 
 _INHERITED = os.environ.pop(TEMPLATE, None)
 
+LATER = ("TORCHINDUCTOR_CACHE_DIR", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Variables that torch sets when a test first needs its compiler, and headrace when it first shows a screen (`core/printing.py`). With them each
+thread that trains would load all libraries anew."""
+
 SERVED = 3
 """The number of the connection in a copy of the template that forks workers."""
 
@@ -290,9 +294,9 @@ def _take_servers_from(give: Callable[[], _Server]) -> None:
     begin = forking.ForkServer.__init__
 
     def read_by_libraries(variables: Mapping[str, str]) -> dict[str, str]:
-        return {name: value for name, value in variables.items() if name not in (*OWN, "TORCHINDUCTOR_CACHE_DIR")}
+        return {name: value for name, value in variables.items() if name not in (*OWN, *LATER)}
 
-    names = read_by_libraries(environment(()))  # without that which torch sets, when a test first needs its compiler
+    names = read_by_libraries(environment(()))
 
     def adopt(server: Any, wanted: Mapping[str, str]) -> None:
         if read_by_libraries(wanted) != names:
