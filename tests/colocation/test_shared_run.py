@@ -59,6 +59,7 @@ def apart(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kv", few(["host", "drop"], keep=1))
 def test_the_weights_are_those_of_a_run_that_keeps_them_apart(tiny_llama: Path, tmp_path: Path, apart: Path, kv: str):
     headrace.train(shared(tmp_path, tiny_llama, kv, **SYNCHRONOUS))

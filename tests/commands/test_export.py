@@ -137,6 +137,7 @@ def test_arguments_that_do_not_fit_are_refused(
     assert told in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_as_a_file_for_llama_cpp(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:

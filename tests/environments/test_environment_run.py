@@ -98,6 +98,7 @@ def config_of(directory: Path, model: Path, function: str = "play", **tables: An
     )
 
 
+@pytest.mark.whole
 def test_a_function_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
     result = headrace.train(config_of(tmp_path, tiny_llama, train={"steps": 2}, eval={"prompts": 2, "samples": 1}))
     assert result.reason == "finished"
@@ -136,6 +137,7 @@ def killed_in_the_middle(config: Config) -> None:
     release(directory, 1)
 
 
+@pytest.mark.whole
 def test_a_run_killed_in_the_middle_of_episodes_goes_on_there(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "slow", train={"steps": 4})
     directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import textwrap
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from headrace.episodes.environments.workers import tools
 from headrace.episodes.episodes import Played, roll_out
 from headrace.models.chat import ChatEncoder
 from support import tool_chats
+from support.few import few
 from support.tool_chats import CALL, WrittenEngine, play_all, pool_of
 
 ENV = '''
@@ -309,21 +311,27 @@ def test_one_that_is_played_again_has_the_turns_of_its_last_life(
 
 @pytest.mark.parametrize(
     ("function", "failure", "words"),
-    [
-        ("nothing", "environment_reward", "returned None: is its return statement missing?"),
-        ("strange", "environment_reward", "the reward two is 'many' (str), which is not a number"),
-        ("interrupts", "environment_raised", "KeyboardInterrupt: inner"),
-        ("interrupts_plainly", "environment_raised", "KeyboardInterrupt: plain"),
-        ("half_a_character", "environment_raised", r"ValueError: bad \ud800 text"),
-        ("cancels_itself", "environment_raised", "CancelledError: mine"),
-        ("enormous", "environment_reward", "the reward two is 1e+300, and at most 1e+15 can be trained with"),
-        ("enormous_turn", "environment_reward", "the reward step of a turn is -1e+300, and at most"),
-        ("empty", "environment_reward", "returned no reward, and there is no reward function"),
-        ("double", "environment_raised", "two tools have one name; there are: add, add"),
-        ("needs", "environment_raised", "it needs missing, which is no column of the task; there are: prompt"),
-        ("odd", "environment_raised", "a message has the texts role and content"),
-        ("endless", "environment_turns", "cut off at its limit of turns"),
-    ],
+    few(
+        starmap(
+            pytest.param,
+            [
+                ("nothing", "environment_reward", "returned None: is its return statement missing?"),
+                ("strange", "environment_reward", "the reward two is 'many' (str), which is not a number"),
+                ("interrupts", "environment_raised", "KeyboardInterrupt: inner"),
+                ("interrupts_plainly", "environment_raised", "KeyboardInterrupt: plain"),
+                ("half_a_character", "environment_raised", r"ValueError: bad \ud800 text"),
+                ("cancels_itself", "environment_raised", "CancelledError: mine"),
+                ("enormous", "environment_reward", "the reward two is 1e+300, and at most 1e+15 can be trained with"),
+                ("enormous_turn", "environment_reward", "the reward step of a turn is -1e+300, and at most"),
+                ("empty", "environment_reward", "returned no reward, and there is no reward function"),
+                ("double", "environment_raised", "two tools have one name; there are: add, add"),
+                ("needs", "environment_raised", "it needs missing, which is no column of the task; there are: prompt"),
+                ("odd", "environment_raised", "a message has the texts role and content"),
+                ("endless", "environment_turns", "cut off at its limit of turns"),
+            ],
+        ),
+        keep=5,
+    ),
 )
 def test_what_a_function_does_wrong_is_said(
     env: Path, encoder: ChatEncoder, function: str, failure: str, words: str

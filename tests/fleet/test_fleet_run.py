@@ -94,6 +94,7 @@ def test_a_server_is_added_and_another_removed_while_a_run_goes_on(tiny_llama: P
         assert names == [two.url, three.url], "the resumed run goes on with the members that were left"
 
 
+@pytest.mark.whole
 def test_two_replicas_of_which_one_is_killed(tiny_llama: Path, tmp_path: Path) -> None:
     run, steps = tmp_path / "runs" / "tiny", 10
     config = tiny_config(tmp_path, tiny_llama, engine={"replicas": 2}, train={"steps": steps, "learning_rate": 1e-2})

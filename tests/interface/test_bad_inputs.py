@@ -18,6 +18,7 @@ import pytest
 
 from headrace import cli
 from headrace.run.rehearsal.machine import may_have_gpu
+from support.few import few
 from support.runs import preloaded_python
 from support.start_lines import without_progress
 
@@ -428,7 +429,7 @@ def test_it_is_refused_with_a_sentence_and_nothing_is_left(bad: Bad, folder: Pat
 
 
 @pytest.mark.skipif(may_have_gpu(), reason="this machine may have a GPU")
-@pytest.mark.parametrize("bad", GPU, ids=lambda bad: bad.name)
+@pytest.mark.parametrize("bad", few(GPU, keep=1), ids=lambda bad: bad.name)
 def test_a_gpu_that_is_not_there(bad: Bad, folder: Path, capsys):
     test_it_is_refused_with_a_sentence_and_nothing_is_left(bad, folder, capsys)
 

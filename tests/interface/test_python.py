@@ -191,6 +191,7 @@ def test_the_command_line_says_what_it_cannot_pass(trained, command, capsys):
 # -- stopping ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_callback_stops_a_run_and_another_one_breaks_it(tmp_path, tiny_llama):
     config = handed_config(tmp_path, tiny_llama, train={"steps": 100_000}, checkpoint={"every": 0})
 
@@ -215,6 +216,7 @@ def test_a_callback_stops_a_run_and_another_one_breaks_it(tmp_path, tiny_llama):
     assert ended.step > result.step and (result.directory / "checkpoints" / f"step-{ended.step:06d}").is_dir()
 
 
+@pytest.mark.whole
 def test_an_interrupt_in_a_running_loop_writes_a_checkpoint_and_returns(tmp_path, tiny_llama):
     config = tiny_config(tmp_path, tiny_llama, train={"steps": 100_000})
 

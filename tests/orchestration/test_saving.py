@@ -41,6 +41,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert not said(world, "checkpoint")
 
 
+@pytest.mark.slow
 def test_the_next_one_waits_for_the_one_before_and_the_remedy_is_to_make_fewer(tmp_path: Path) -> None:
     slow = FakeTrainer(**SLOW, save_seconds=15.0)  # which refuses two at once
     world = FakeWorld(tmp_path / "often", steps=12, trainer=slow, checkpoint_every=3)

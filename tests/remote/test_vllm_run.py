@@ -16,6 +16,7 @@ from support.server_processes import checked_run, config_for, serving, vllm
 from support.tiny_run import at_steps, of, until_noted
 
 
+@pytest.mark.whole
 def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(vllm(tiny_llama)) as server:
         run = tmp_path / "runs" / "tiny"

@@ -283,6 +283,7 @@ def try_some(count: int, seed: int, directory: Path, tokenizer: Path) -> list[Tr
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("seed", few(range(6), keep=1))
 def test_no_changed_setting_makes_anything_be_trained_as_what_it_is_not(
     seed: int, tmp_path: Path, tiny_tokenizer: Path

@@ -582,7 +582,7 @@ def test_cutting_sets_the_rest_aside_and_numbers_go_on(tmp_path: Path, segment: 
         assert tuple(read_journal(path)) == (*RECORDS[:position], RECORDS[0])
 
 
-@pytest.mark.parametrize("kind", ["kill", "power", "full"])
+@pytest.mark.parametrize("kind", few(["kill", "power", "full"], keep=1))
 def test_killed_at_any_operation_of_the_writing_nothing_whole_is_lost(tmp_path: Path, kind: Any) -> None:
     """Also in the middle of a write, and between the operations at which one segment ends and another begins."""
     records, count = RECORDS[:9], 0

@@ -163,6 +163,7 @@ def undisturbed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return Path(config["out"]) / "whole"
 
 
+@pytest.mark.whole
 def test_killed_anywhere_the_weights_come_out_bit_identical(
     tiny_llama: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def logprobs(model: Any) -> torch.Tensor:
     return model(torch.arange(3, 40)[None]).logits.float().log_softmax(-1)
 
 
+@pytest.mark.whole
 def test_a_lora_run_learns_publishes_its_adapter_alone_and_resumes(config: Config, tmp_path: Path) -> None:
     config["train"] |= {"steps": 25, "learning_rate": 1e-2}
     config["eval"] = {"prompts": 8, "samples": 2}

@@ -52,6 +52,7 @@ def undisturbed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return Path(config["out"]) / "two"
 
 
+@pytest.mark.whole
 def test_a_run_on_two_ranks_ends_at_the_weights_of_one(undisturbed: Path, tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "one")
     headrace.train(config)

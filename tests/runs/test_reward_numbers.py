@@ -185,6 +185,7 @@ def test_a_run_that_enormous_rewards_have_ended_goes_on(
     assert "Reward, drawn" in shown and "00000000" not in shown, "a number of three hundred digits"
 
 
+@pytest.mark.slow
 def test_a_finished_group_with_an_enormous_reward_is_dropped_by_name(
     run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def newest_step(directory: Path) -> int:
     return max(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.whole
 def test_a_run_from_python_with_a_plain_function_learns(config: Config, tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -154,6 +155,7 @@ def kill_the_engine(run: Path, noted: int) -> None:
     until_noted(run, WorkerLost, noted)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 10
@@ -248,6 +250,7 @@ def controller(config: Config, tmp_path: Path) -> Iterator[Callable[..., subproc
         process.kill()
 
 
+@pytest.mark.whole
 def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -272,6 +275,7 @@ def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
     assert_complete(directory, steps)
 
 
+@pytest.mark.slow
 def test_ctrl_c_once_leaves_cleanly_with_a_checkpoint(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -529,6 +533,7 @@ def test_a_reward_that_fails_on_half_of_the_prompts_pauses_the_run_which_goes_on
     assert len(list(read_steps(directory))) == ended.step + 2
 
 
+@pytest.mark.slow
 def test_lag_without_a_trust_region_is_warned_of_at_the_start(config: Config) -> None:
     config["train"]["steps"] = 1
     config["eval"]["prompts"] = 0

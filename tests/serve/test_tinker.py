@@ -430,6 +430,7 @@ def test_a_request_that_is_sent_twice_is_done_once_and_its_result_can_be_fetched
     )
 
 
+@pytest.mark.whole
 def test_the_death_of_the_trainer_fails_what_it_had_and_the_next_one_goes_on(
     server: Running, client: tinker.ServiceClient
 ) -> None:

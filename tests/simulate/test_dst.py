@@ -150,6 +150,7 @@ PINNED = {
 """By their names in `docs/simulation.md`."""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("chunk", few(range(CHUNKS), keep=1))
 def test_every_contract_holds_in_every_schedule(chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
     findings = fuzz(chunk * SEEDS, SEEDS, float("inf"))

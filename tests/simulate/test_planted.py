@@ -64,6 +64,7 @@ def test_the_table_covers_every_part_that_keeps_the_contracts() -> None:
     assert all(len(BY_PART[part]) >= 5 for part in PARTS)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", few(["no_window", "counted_first", "recovered_slots_kept"], keep=2))
 def test_some_are_found_at_once(name: str) -> None:
     found = hunt(BY_NAME[name], range(120))  # which one finds it drifts as the code changes

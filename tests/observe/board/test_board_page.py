@@ -361,6 +361,7 @@ def test_a_run_that_appears_grows_and_ends_is_seen_without_a_reload(browser: Hea
     browser.wait("[...document.querySelectorAll('.toast')].some((one) => one.innerText.includes('late'))")
 
 
+@pytest.mark.whole
 def test_a_toast_follows_its_warning_and_goes_with_it(browser: Headless, place: str, runs: Path):
     told = write_run(runs / "told", seed=4, end=False)
     opened(browser, place, "run=told&runs=told&tab=overview")

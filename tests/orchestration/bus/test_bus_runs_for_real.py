@@ -73,6 +73,7 @@ def warned(run: Path) -> list[str]:
     return [fact.message for fact in of(run, Warned)]
 
 
+@pytest.mark.whole
 def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llama: Path, tmp_path: Path) -> None:
     headrace.train(tiny_config(tmp_path, tiny_llama, **SYNCHRONOUS, name="local"))
     bus = f"jsonl:{tmp_path / 'bus'}"

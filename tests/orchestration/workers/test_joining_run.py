@@ -28,6 +28,7 @@ def joining(directory: Path, model: Path, port: int, **tables: Any) -> dict[str,
     return tiny_config(directory, model, orchestration={**place, **tables.pop("orchestration", {})}, **tables)
 
 
+@pytest.mark.whole
 def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
