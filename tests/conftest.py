@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,7 +24,11 @@ if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4e9:  # a containe
 
 pytest.register_assert_rewrite("support.native_calls", "support.trainer_calls")
 preloaded_python.share_with_runs()
-hypothesis.settings.register_profile("headrace", deadline=None)  # machines are up to ten times slower than others
+FULL = "full"
+"""The profile of `make test-slow`, in which properties are tested with all examples."""
+
+for profile in ("headrace", FULL):
+    hypothesis.settings.register_profile(profile, deadline=None)  # machines are up to ten times slower than others
 hypothesis.settings.load_profile("headrace")
 
 
@@ -31,9 +36,20 @@ def pytest_xdist_setupnodes() -> None:
     preloaded_python.share_with_workers_of_tests()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Those that wait come first: meanwhile others have the cores. At the end nobody would use them."""
     items.sort(key=lambda item: item.get_closest_marker("waits") is None)
+    if config.getoption("hypothesis_profile") != FULL:
+        usual = [item for item in items if isinstance(item, pytest.Function) and not item.get_closest_marker("slow")]
+        for test in {item.obj for item in usual if hypothesis.is_hypothesis_test(item.obj)}:
+            _draw_fewer(test)
+
+
+def _draw_fewer(test: Any) -> None:
+    """Lets a property be tested with a quarter of its examples. They are others in every suite."""
+    settings = test._hypothesis_internal_use_settings
+    fewer = max(settings.max_examples // 4, min(settings.max_examples, 3))
+    test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=fewer)
 
 
 def pytest_collection_finish() -> None:

@@ -181,7 +181,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize(("kv", "faults"), few(cases(), keep=20))
+@pytest.mark.parametrize(("kv", "faults"), few(cases(), keep=7))
 def test_every_contract_holds_whenever_a_worker_dies(kv: Any, faults: tuple[Fault, ...]) -> None:
     """Without lag, the weights are those of the undisturbed run: `trial` compares them."""
     for max_lag in (0, 1):

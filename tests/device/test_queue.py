@@ -19,6 +19,7 @@ from benchmarks.device.packages import missing, needed, remedy  # noqa: E402
 from benchmarks.device.run_entry import run_entry  # noqa: E402
 from headrace.commands.plan.rates.hardware import GPUS  # noqa: E402
 from headrace.run.config import load_config  # noqa: E402
+from support.few import few  # noqa: E402
 
 SLOW = ("demo", "ranks")
 """Entries that start processes."""
@@ -37,7 +38,7 @@ def rehearsed(name: str, directory: Path) -> Result:
     return result
 
 
-@pytest.mark.parametrize("name", [name for name in ORDER if name not in SLOW])
+@pytest.mark.parametrize("name", few([name for name in ORDER if name not in SLOW], keep=3))
 def test_an_entry_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     rehearsed(name, tmp_path)
 

@@ -32,6 +32,7 @@ from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import Trial, hypotheses, kind_of
 from support import tiny_models
+from support.few import few
 
 TRIAL = trial_version(0)
 
@@ -227,7 +228,7 @@ def test_the_version_of_a_trial_has_a_packed_buffer_of_its_own(version: int) -> 
 # -- what it finds ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=3))
 def test_each_kind_of_parameter_that_keeps_old_values_is_found_and_named(name: str) -> None:
     trainer, pieces = trainer_of(name), tokens_of(name)
     old = {n: one.detach().clone() for n, one in trainer.parameters()}
