@@ -39,6 +39,7 @@ from headrace.native.resources import available_cores, core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
 from headrace.run.quantised import quantised_problems
 from headrace.run.seeing import images_problems
+from headrace.run.sharing import lending_problems, sharing_problems
 from headrace.settings.extras import install, is_installed
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -268,8 +269,7 @@ def check(config: RunConfig) -> list[str]:
         *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
         *_bus_problems(config),
         *_user_code_problems(config),
-        *_placement_problems(config),
-        *_lending_problems(config.orchestration, config.engine, config.train, config.way, bool(config.teachers)),
+        *_device_problems(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *_parity_problems(config.train, config.engine, config.rollout, config.lora),
@@ -480,72 +480,16 @@ def _parity_problems(
         yield f"{asks} where the trainer knows which tokens top_p, top_k and min_p kept; set rollout.keep_mask = true"
 
 
-# --- shared and lent devices -----------------------------------------------------------------------------------------
-
-_PLACED = 'orchestration.placement = "shared"'
-_LENT = "orchestration.lend = true"
-
-
-def _placement_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`."""
-    place, engine, train, way = config.orchestration, config.engine, config.train, config.way
-    if place.placement != "shared":
-        if place.kv != "host":
-            yield f'orchestration.kv = "{place.kv}" is about an engine that sleeps; set {_PLACED} too, or remove it'
-        return
-    if place.elsewhere or place.bus:
-        what = "orchestration.bus" if place.bus else f'orchestration.kind = "{place.kind}"'
-        yield f"{_PLACED} is for one machine, and {what} brings engines of others; remove one of the two"
-    elif engine.is_server:
-        yield (
-            f'{_PLACED} puts headrace\'s own engine to sleep, and engine.kind = "{engine.kind}" is a server, whose memory the run does not manage; '
-            'use engine.kind = "native", or remove it'
-        )
-    elif not way.transport.keeps_for_sleepers:
-        yield f'{_PLACED} takes weights from shared memory when the engine wakes, and weight_sync.kind = "{way.kind}" is another way; leave it out'
-    if engine.is_fleet:
-        yield f"{_PLACED} is for one engine; remove engine.replicas, or placement"
-    if train.parallel.ranks > 1:
-        yield f"{_PLACED} is for a trainer in one process, and train.parallel makes {train.parallel.ranks}; remove one of the two"
-    if config.teachers or config.algo.reference_in_reward:
-        what = "teachers have" if config.teachers else "algo.kl.place = reward has"
-        yield f"{_PLACED} does not put the engines to sleep that {what}; remove them, or placement"
-    for name, own in (("engine", engine), ("train", train)):
-        if own.cores:
-            yield f"{name}.cores divides what {_PLACED} gives to engine and trainer in turns; remove one of the two"
-    if "auto" not in (engine.device, train.device) and engine.device != train.device:
-        yield f'{_PLACED} is for one device, and engine.device = "{engine.device}" is not train.device = "{train.device}"; leave them out'
-
-
-def _lending_problems(
-    place: OrchestrationConfig, engine: EngineConfig, train: TrainConfig, way: Way, taught: bool
-) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.lend`. `way`: how weights travel; `taught`: whether there are teachers."""
-    ranks = train.parallel.ranks
-    if not place.lend:
-        if place.give_way != type(place).give_way:
-            yield f"orchestration.give_way is about an engine on devices that the trainer lends; set {_LENT} too, or remove it"
-        return
-    if place.placement == "shared":
-        yield f"{_PLACED} gives the engine the trainer's devices whenever that waits, and so does {_LENT}; remove one of the two"
-    if place.bus:
-        yield f"{_LENT} adds an engine to the run's own, and with orchestration.bus it has none; remove one of the two"
-    elif engine.is_server:
-        yield (
-            f'{_LENT} adds an engine of headrace\'s own, and engine.kind = "{engine.kind}" is a server, which computes otherwise; use '
-            'engine.kind = "native", or remove it'
-        )
-    elif way.transport.waits_for_all:
-        yield f'{_LENT} has an engine that comes and goes, and weight_sync.kind = "{way.kind}" waits for all; leave it out, or take "tcp"'
-    if not place.trains_here:
-        yield f'{_LENT} is for a trainer of this machine, and orchestration.trainer = "elsewhere"; remove one of the two'
-    elif ranks > 1:
-        yield f"{_LENT} is for a trainer in one process, and train.parallel makes {ranks}; remove one of the two"
-    if taught:
-        yield f"{_LENT} lets the trainer sleep while it waits, and teachers may need its older weights then; remove them, or lend"
-
-
 # --- hosts elsewhere -------------------------------------------------------------------------------------------------
+
+
+def _device_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that engine and trainer on one device exclude."""
+    place, engine, train, way = config.orchestration, config.engine, config.train, config.way
+    reference = "algo.kl.place = reward has" if config.algo.reference_in_reward else ""
+    beside = "teachers have" if config.teachers else reference
+    yield from sharing_problems(place, engine, train, way, reach=config.ends.reach, beside=beside)
+    yield from lending_problems(place, engine, train, way, bool(config.teachers))
 
 
 def _user_code_problems(config: RunConfig) -> Iterator[str]:

@@ -607,7 +607,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     if config.engine.starts_server:
         fetches = config.way.transport.listens
         server = require(config.engine.kind, config.engine.python, fetches)
-        if problem := server_kind(config.engine.kind).cannot_reload(server, shape.experts):
+        if problem := server_kind(config.engine.kind).cannot_serve(server, shape.experts, sleeping=plan.shared):
             found.doubt(problem, certain=True)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
         found.sections["Where"] = [*found.sections["Where"], line]

@@ -78,8 +78,8 @@ class TransportKind(Struct, frozen=True):
     """Whether servers that it reaches can read differences."""
     waits_for_all: ClassVar[bool] = False
     """Whether one engine that is away holds all of them up."""
-    keeps_for_sleepers: ClassVar[bool] = False
-    """Whether an engine that slept finds the newest weights in its place when it wakes."""
+    keeps_for_sleepers: ClassVar[frozenset[Reach]] = frozenset()
+    """The engines that find the newest weights in their place when they wake, however long they slept."""
     keeps: ClassVar[str] = "full"
     """The copies of a whole model that the trainer's end keeps, in words."""
     device_of_buffers: ClassVar[Literal["cpu", "cuda"]] = "cpu"

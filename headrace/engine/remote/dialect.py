@@ -87,6 +87,20 @@ class Dialect(Protocol):
     async def unload(self, connection: Connection, adapter: str, seconds: float) -> None: ...
 
 
+class SleepingDialect(Dialect, Protocol):
+    """A server that can give its device up. Both calls may be repeated, and raise ConfigError for a server that cannot do it."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is awake, with weights that are known."""
+
+    async def sleep(self, connection: Connection, keeps_base: bool, seconds: float) -> None:
+        """`keeps_base`: whether the base model's weights go to the host's memory, and come back. Else they are discarded."""
+
+    async def wake(self, connection: Connection, seconds: float) -> None:
+        """Takes the device back. Where the weights were discarded, requests wait at the server until the next `load`."""
+
+
 # --- The common part of dialects whose servers carry a label for their weights
 # The common part of dialects whose servers carry a label for their weights, and report no fingerprint: vLLM and SGLang.
 #
@@ -119,6 +133,8 @@ class ServerFacts:
     """Whether requests may have a priority."""
     metrics: bool = True
     """Whether it counts its work for `/metrics`."""
+    sleeps: bool = False
+    """Whether it was started such that it can give its device up."""
 
 
 @dataclass(frozen=True)
