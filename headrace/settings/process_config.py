@@ -65,7 +65,7 @@ class WatchConfig:
     """Versions between two policy-identity probes (C3); 0 switches probes off. The fingerprint is checked at every version. A vLLM server
     has none: its checksums are compared at the versions that are probed."""
     mismatch: float = Field(default=0.05, gt=0)
-    """engine.weights = "int8": the largest mean |difference| per token, in nats, between the log-probs of the quantised policy and those of the
+    """engine.weights = "int8" or "fp8": the largest mean |difference| per token, in nats, between the log-probs of the quantised policy and those of the
     policy that is trained, on tokens that were sampled. The run measures it at every version, and ends above (docs/quantised.md)."""
     trial: bool = True
     """Whether weights of which every trained value is changed by some percent are published once before the first version: an engine that
