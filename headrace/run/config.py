@@ -52,7 +52,7 @@ from headrace.settings.process_config import (
 )
 from headrace.settings.strict import LONGEST_NAME, STRICT
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
-from headrace.trainer.config import TrainConfig, parallel_problems
+from headrace.trainer.config import TrainConfig, train_problems
 from headrace.views.config import ObserveConfig, check_installed
 from headrace.weight_sync.config import Way, WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
 
@@ -274,7 +274,7 @@ def check(config: RunConfig) -> list[str]:
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *_parity_problems(config.train, config.engine, config.rollout, config.lora),
         *quantised_problems(config.engine, config.algo, config.train, config.watch),
-        *parallel_problems(config.train, config.lora, itself=itself, critic=config.algo.has_critic),
+        *train_problems(config.train, config.lora, config.staleness.groups_per_step, itself, config.algo.has_critic),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
         *waiting_problems(config.reward, group=group, stop_after=config.watch.stop_after),
@@ -415,7 +415,7 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
     plays = config.environment.kind != "single_turn" or config.environment.function  # it may give rewards of its own
     names = () if plays else config.reward_weights
     yield from group_problems(config.algo, config.rollout.group_size, config.rollout.forks.alternatives > 0, names)
-    yield from step_problems(config.algo, config.train.steps, config.train.minutes)
+    yield from step_problems(config.algo, config.train.steps, config.train.minutes, config.train.updates)
     if config.train.minutes and config.staleness.window > 1:
         yield (
             f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "

@@ -306,10 +306,18 @@ def test_all_refusals_come_at_once_and_before_anything_is_written(tmp_path: Path
             eval_dataset=ROWS[:4],
             peft_config=object(),
             callbacks=[Listener(), Unheard()],
-            args={"fp16": True, "num_iterations": 2, "loss_type": "ppo"},
+            args={"fp16": True, "repetition_penalty": 1.1, "loss_type": "ppo"},
         )
     lines = str(refused.value).splitlines()
-    words = ["fp16=", "num_iterations=", "reward_funcs", "Unheard has on_save", "messages", "loss_type", "LoraConfig"]
+    words = [
+        "fp16=",
+        "repetition_penalty=",
+        "reward_funcs",
+        "Unheard has on_save",
+        "messages",
+        "loss_type",
+        "LoraConfig",
+    ]
     assert len(lines) == len(words) and all(any(word in line for line in lines) for word in words), lines
     assert list(tmp_path.iterdir()) == []
     rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
