@@ -5,6 +5,7 @@ config.py          the settings that replace a recipe's values; advice, and sett
 policy/            the policy losses, each a value
 rules.py           the rules by which a correction takes tokens out, each a value
 advantages.py      one number per rollout from the rewards of its group; credit within a rollout and across a batch
+turn_states.py     turns of a group that began in one state of the environment
 training_rows.py   from scored groups to the trainer's batch
 critic.py          advantages of tokens by a value function, over a whole step
 objective.py       the loss that the trainer computes on every microbatch, and its parts

@@ -33,6 +33,7 @@ Mode = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
 SelectKind = Literal["none", "second_moment", "clip_cov", "kl_cov", "entropy"]
 SubsetKind = Literal["none", "max_variance", "shortest", "efficient", "cleanest"]
+Credit = Literal["rollout", "turn", "agent", "segment", "state"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,6 +274,8 @@ class Recipe:
     entropy: Entropy = Entropy()
     critic: Critic = Critic()
     """Only `advantage = gae` has one."""
+    credit: Credit = "rollout"
+    gamma: float = 1.0
     shown: Literal["", "more", "sibling"] = ""
     """The thing that its teacher is shown beside the policy's prompt (`episodes/scoring/teacher/own_prompt.py`)."""
     about: str = field(default="", compare=False)
@@ -346,6 +349,15 @@ RECIPES: dict[str, Recipe] = {
         subset=Subset("cleanest"),
         about="the cleanest right rollouts and any wrong ones",
         papers=("2508.20722",),
+    ),
+    "gigpo": Recipe(
+        "centred",
+        PPOClip(),
+        "token_mean",
+        credit="state",
+        gamma=0.95,
+        about="turns that began in one state are compared, beside whole rollouts",
+        papers=("2505.10978",),
     ),
     "gspo": Recipe("group_norm", GSPO(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)),
     "gspo_token": Recipe(
@@ -571,6 +583,7 @@ REFERENCES: dict[str, str] = {
     "pods": "paper, by trying every subset",
     "gfpo": "paper",
     "grpo_roc": "microsoft/rStar, `resample_of_correct`, with one as the least number of either kind",
+    "gigpo": "paper, eq. 3 to 8, without the deviation; langfengQ/verl-agent, `compute_gigpo_outcome_advantage` with `mode = mean_norm`",
     "gspo": "paper, eq. 5",
     "gspo_token": f"paper, eq. 13; {_VERL}policy_loss_gspo`",
     "cispo": f"paper; {_VERL}policy_loss_cispo`",

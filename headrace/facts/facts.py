@@ -103,7 +103,8 @@ class GroupEnded(Fact, frozen=True):
     """Failed rollouts by `Failure.kind`, for example `KeyError` for the reason `reward_raised`."""
     talk: dict[str, int] = {}
     """Counts over the rollouts of an environment that talks: `turns`, those that were `forked` (on a path of their own, because the chat
-    template rewrote earlier messages), results of tools (`calls`), among them those with a problem, by its name, and messages that hold the text of control tokens
+    template rewrote earlier messages), turns behind the first of their rollout (`later`) and those of them that began in a state in which another turn of the
+    group began (`met`, see `algo.credit`), results of tools (`calls`), among them those with a problem, by its name, and messages that hold the text of control tokens
     (`specials`), which the model reads as text."""
     turns: tuple[int, ...] = ()
     """Turns of each rollout; empty if all have one. So are the next two."""

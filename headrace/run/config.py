@@ -316,7 +316,7 @@ def _fork_problems(config: RunConfig) -> Iterator[str]:
     return fork_problems(
         config.rollout.forks,
         turns=config.environment.turns,
-        credit=algo.credit,
+        credit=algo.recipe.credit,
         kl_in_reward=algo.reference_in_reward,
         per_rollout=algo.name if one_weight else "",
     )
@@ -402,7 +402,7 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
             'lora.publish = "adapter"'
         )
-    if config.algo.credit == "segment" and not config.reward.segmented:
+    if config.algo.recipe.credit == "segment" and not config.reward.segmented:
         yield (
             'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
             'reward.functions or reward.services, or algo.credit = "rollout"'
@@ -413,8 +413,8 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             'or "drop"'
         )
     plays = config.environment.kind != "single_turn" or config.environment.function  # it may give rewards of its own
-    names = () if plays else config.reward_weights
-    yield from group_problems(config.algo, config.rollout.group_size, config.rollout.forks.alternatives > 0, names)
+    names, forks = () if plays else config.reward_weights, config.rollout.forks.alternatives > 0
+    yield from group_problems(config.algo, config.rollout.group_size, forks, names, config.environment.turns)
     yield from step_problems(config.algo, config.train.steps, config.train.minutes, config.train.updates)
     if config.train.minutes and config.staleness.window > 1:
         yield (

@@ -489,7 +489,7 @@ async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) 
     first = encoder.written(played.episode.turns[0].context)
     remarks = [("", remark) for remark in kind.remarks()]
     return played.episode, [
-        *episode_lines(played, first, config.algo.credit),
+        *episode_lines(played, first, config.algo.recipe.credit),
         *remarks,
         *(("it printed", line) for line in printed[:3]),
     ]

@@ -225,6 +225,8 @@ def _talk(state: RunState) -> str:
     words = f"{total.talk['turns'] / max(total.scored, 1):.1f} turns a rollout"
     if forked:
         words += f", {percent(forked / total.talk['turns'])} on a path of their own (the agent or the chat template rewrites history)"
+    if later := total.talk["later"]:
+        words += f"; {percent(total.talk['met'] / later)} of the later turns in a state in which another turn of their group began"
     wrong = {name.removeprefix("calls: "): count for name, count in total.talk.items() if ": " in name and count}
     if calls:
         words += f"; {plural(calls, 'tool call')}{f' ({counted(wrong)})' if wrong else ''}"
