@@ -302,9 +302,9 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
             step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
             values |= _choice_scalars(state.choices) | _cost_scalars(state.costs, fact.report.loss_tokens)
         case Evaluated():
-            values = {"held_out/reward": fact.reward_mean, "held_out/length": fact.length_mean}
-            values |= {"held_out/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
-            step = fact.step
+            step, room = fact.step, f"held_out/{fact.name}" if fact.beside else "held_out"
+            values = {f"{room}/reward": fact.reward_mean, f"{room}/length": fact.length_mean}
+            values |= {f"{room}/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
         case WeightsLive():
             step = fact.update.version
             values = {"sync/publish_seconds": fact.update.seconds, "sync/swap_seconds": fact.load.swap_seconds}
@@ -396,6 +396,9 @@ def title_of(name: str) -> str:
         return TITLES[name]
     if room == "reward":
         return f"Reward {leaf}, mean of trained groups"
+    of, _, what = leaf.rpartition("/")
+    if room == "held_out" and of and (known := TITLES.get(f"held_out/{what}")):
+        return f"{known} ({of})"
     if lag := room.removeprefix("by_lag_") if room.startswith("by_lag_") else "":
         said = (
             f"taken out by {leaf.removeprefix('masked_')}, share"

@@ -289,24 +289,29 @@ def check(config: RunConfig) -> list[str]:
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
         *_learning_problems(config),
-        *warm_start_problems(
-            config.warm_start,
-            elsewhere=not config.orchestration.is_here,
-            served=bool(config.engine.urls),
-            beside=config.algo.reference_in_reward or itself,
-            quantised=bool(config.lora.quantise),
-            examples=config.task.examples,
-            timed=bool(config.train.minutes),
-        ),
+        *_warm_start_problems(config, itself),
     ]
     try:
         check_installed(config.observe)
     except ConfigError as error:
         problems.append(str(error))
-    return problems
+    return [*problems, *_set_problems(config, problems)]
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def _warm_start_problems(config: RunConfig, itself: bool) -> Iterator[str]:
+    """`itself`: whether the student is its own teacher."""
+    return warm_start_problems(
+        config.warm_start,
+        elsewhere=not config.orchestration.is_here,
+        served=bool(config.engine.urls),
+        beside=config.algo.reference_in_reward or itself,
+        quantised=bool(config.lora.quantise),
+        examples=config.task.examples,
+        timed=bool(config.train.minutes),
+    )
 
 
 def _fork_problems(config: RunConfig) -> Iterator[str]:
@@ -589,6 +594,58 @@ def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
             lines = [f"the adapter {adapter.name}: {line}" for line in str(error).splitlines()]
             raise ConfigError("\n".join(lines)) from None
     return tuple(runs)
+
+
+def set_runs(config: RunConfig) -> dict[str, RunConfig]:
+    """Returns each of `eval.sets` by its name, as a run whose held-out prompts it is. Raises ConfigError naming the set."""
+    runs = {}
+    for one in config.eval.sets:
+        base = dataclasses.asdict(config)
+        task: Tree = dict(one.task)
+        if one.task.get("kind", config.task.kind) == config.task.kind:
+            task = merge(base["task"] | ({"held_out_path": ""} if one.has_own_rows else {}), one.task)
+        if one.task:
+            task["held_out"] = max(config.eval.of(one).prompts, task.get("held_out", 0))
+        own: Tree = {"task": task} if one.task else {}
+        own |= {name: getattr(one, name) for name in ("environment", "reward") if getattr(one, name)}
+        looks = dataclasses.asdict(config.eval.of(one))
+        try:
+            runs[one.name] = build(RunConfig, {**base, **own, "eval": looks, "adapters": ()}, meaning)
+        except ConfigError as error:
+            lines = [f"the evaluation set {one.name}: {line}" for line in str(error).splitlines()]
+            raise ConfigError("\n".join(lines)) from None
+    return runs
+
+
+def _set_problems(config: RunConfig, others: Sequence[str]) -> Iterator[str]:
+    """`others`: the problems of the run without its sets."""
+    if not config.eval.sets:
+        return
+    if config.orchestration.bus:
+        yield (
+            "eval.sets are measured by the run's own engines, and with orchestration.bus rollout hosts sample everything; remove the sets, and measure "
+            "them with headrace eval on a machine of your own"
+        )
+    try:
+        runs = set_runs(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for one in config.eval.sets:
+        run = runs[one.name]
+        if strange := [name for name in ("held_out", "held_out_path", "shuffle", "rows") if name in one.task]:
+            yield (
+                f"the evaluation set {one.name}: task.{strange[0]} divides rows into those that are trained and those that are held out, and a set holds "
+                "out all rows of its path; remove it"
+            )
+        if run.environment != config.environment and run.environment.is_handed_out:
+            yield (
+                f"the evaluation set {one.name}: {run.environment.setting} hands out the rollouts of a run at one address; give the set an environment "
+                "that headrace plays itself"
+            )
+        if run.task.images != config.task.images:
+            yield f"the evaluation set {one.name}: task.images has to be that of the run, which decides what the engine loads"
+        yield from (f"the evaluation set {one.name}: {problem}" for problem in check(run) if problem not in others)
 
 
 def _adapter_problems(config: RunConfig) -> Iterator[str]:

@@ -128,7 +128,7 @@ def _has(engine: EngineConfig) -> set[str]:
 def asking_of(config: RunConfig, shape: ModelShape, prompt_tokens: int, others: tuple[float, ...] = ()) -> Asking:
     context = min(config.engine.context_length, shape.positions or config.engine.context_length)
     rollouts = sum(run.staleness.generating * run.rollout.group_size for run in config.runs)
-    evaluated = sum(run.eval.prompts * run.eval.samples for run in config.runs)
+    evaluated = sum(run.eval.prompts * run.eval.samples + run.eval.beside for run in config.runs)
     return Asking(
         context=context,
         usual=min(context, prompt_tokens + config.longest_rollout / 2),

@@ -295,8 +295,17 @@ def _of_agent(name: str, point: Bin) -> float:
 
 
 def held_out(data: ReportData) -> str:
-    """Draws every evaluation with its error, and notes prompts without a reward; nothing if there are fewer than two evaluations."""
-    evals = data.state.evals
+    """Draws every evaluation of the held-out prompts, then of each further set, with its error, and notes prompts without a reward; nothing of
+    a set that has fewer than two evaluations."""
+    state = data.state
+    first = _evaluations(data, state.evals, "Held-out reward", data.range_of_rewards)
+    return first + "".join(_evaluations(data, evals, f"Held-out reward, {name}") for name, evals in state.sets.items())
+
+
+def _evaluations(
+    data: ReportData, evals: Sequence[Evaluated], title: str, within: tuple[float, float] = (-math.inf, math.inf)
+) -> str:
+    """`within`: the least and the largest reward that there can be."""
     if len(evals) < 2:
         return ""
     low, high = of_steps(data)
@@ -305,9 +314,7 @@ def held_out(data: ReportData) -> str:
         max([high, *(evaluation.step + 0.5 for evaluation in evals)]),
     )
     sides = [evaluation.reward_mean + sign * evaluation.reward_sem for evaluation in evals for sign in (-1, 1)]
-    chart = Chart(
-        ends, extent([*sides, *(evaluation.reward_mean for evaluation in evals)], within=data.range_of_rewards)
-    )
+    chart = Chart(ends, extent([*sides, *(evaluation.reward_mean for evaluation in evals)], within=within))
     points = [(float(evaluation.step), evaluation.reward_mean) for evaluation in evals]
     chart.line(points, "c2").dots(points, "c2", [evaluation.reward_sem for evaluation in evals])
     for evaluation in evals:
@@ -318,7 +325,7 @@ def held_out(data: ReportData) -> str:
         )
     failed = [f"step {evaluation.step} on {measured_on(evaluation)}" for evaluation in evals if evaluation.failures]
     note = f"mean ± standard error; {'; '.join(failed) if failed else 'no prompt failed'}"
-    return figure("Held-out reward", chart.html("Held-out reward"), note=clip(note, MAX_NOTE))
+    return figure(title, chart.html(title), note=clip(note, MAX_NOTE))
 
 
 def _measured(evaluation: Evaluated) -> str:
