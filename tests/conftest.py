@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,40 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay: nobody needs to look for garbage among them. As in a worker (`run/worker/worker.py`)."""
     gc.freeze()
     gc.enable()
+
+
+DEAR = 3.0
+"""Seconds of CPU time from which a test is slow, or `whole`: the one that shows a whole behaviour."""
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of those that it started and that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    before = _cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu", _cpu_seconds() - before))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what the suite costs, and which tests should be cheaper. Nothing fails of it: machines differ, and others may be busy on this one."""
+    found = [
+        (dict(report.user_properties).get("cpu", 0.0), report.nodeid)
+        for report in terminalreporter.stats.get("passed", ())
+        if report.when == "call" and not {"slow", "whole"} & set(report.keywords)
+    ]
+    terminalreporter.write_line(f"{_cpu_seconds():.0f} s of CPU time")
+    for seconds, name in sorted(found, reverse=True):
+        if seconds > DEAR:
+            terminalreporter.write_line(
+                f"{seconds:5.1f} s of CPU time: {name}: make it cheaper, or mark it slow or whole"
+            )
 
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=?.,:\n"

@@ -499,7 +499,7 @@ def test_a_budget_that_holds_no_request_and_routing_without_experts_are_refused_
     driver = CoreDriver()
     driver.runner.experts = (0, 0)
     with pytest.raises(ConfigError, match="has no experts"):
-        type(driver.engine)(driver.engine._model, type(driver.engine._config)(kv_gib=1.0, routing=True))
+        type(driver.engine)(driver.engine._model, type(driver.engine._config)(kv_gib=0.01, routing=True))
 
 
 def test_draws_do_not_depend_on_the_batch():

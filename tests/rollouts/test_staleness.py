@@ -78,6 +78,7 @@ def _mean_length(world: FakeWorld) -> float:
     return sum(lengths) / len(lengths)
 
 
+@pytest.mark.slow
 def test_discarding_biases_the_run_to_short_completions_and_pacing_does_not(tmp_path: Path) -> None:
     """The mean length that the load has is 1.7."""
     policies: dict[str, dict[str, Any]] = {

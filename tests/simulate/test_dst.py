@@ -19,7 +19,7 @@ from headrace.testing.faultsim.fuzz import fuzz, problem_of, shrunk
 from headrace.testing.faultsim.lives import trial
 from support.few import few
 
-CHUNKS, SEEDS = 72, 25
+CHUNKS, SEEDS = 150, 12
 """Of `make test-slow`: fresh seeds, as `make fuzz` tries them."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # a kill leaves such

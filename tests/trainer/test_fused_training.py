@@ -31,6 +31,7 @@ from headrace.trainer.packing import Segment
 from headrace.trainer.placement.port import Single
 from headrace.trainer.step.learner import apply
 from support import tiny_models
+from support.few import few
 
 pytestmark = [
     pytest.mark.skipif(binding.library() is None, reason="no C++ compiler"),
@@ -345,7 +346,7 @@ def pair(name: str) -> tuple[Any, Any, Any, Any, tuple[str, ...]]:
     return own, own_forward, mine, my_forward, fuse(my_forward)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, keep=5))
 def test_float32_gradients_are_the_models_own(name):
     own, own_forward, mine, my_forward, kinds = pair(name)
     assert kinds == KINDS[name]

@@ -21,6 +21,7 @@ from headrace.trainer.model.causal_lm import export_model, load_model
 from headrace.trainer.step.reference import frozen
 from headrace.trainer.step.trainer import residual_stream
 from support import tiny_seeing
+from support.few import few
 from support.native_calls import drawn, greedy, make_engine, run
 from support.tiny_seeing import FAMILIES, inputs, made, picture, prompt, seeing
 from support.trainer_calls import gradients, near, trainer
@@ -56,7 +57,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "path"), WAYS)
+@pytest.mark.parametrize(("family", "path"), few(WAYS, keep=4))
 def test_the_engine_has_the_log_probs_of_the_whole_model(family, path):
     directory = directory_of(family)
     engine = make_engine(directory, path=path)
@@ -148,7 +149,7 @@ def expected_gradients(family, directory, given) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("path", ["torch", "kernels"])
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", few(EACH, keep=2))
 def test_the_trainer_has_the_gradient_of_the_whole_model(family, path):
     directory = directory_of(family)
     given = rows(family, directory, random.Random(5))
@@ -262,7 +263,7 @@ def test_an_export_keeps_the_heads_that_predict_further_tokens(tmp_path):
     assert before.keys() == after.keys() and all(after[name].equal(before[name]) for name in before)
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", few(EACH, keep=2))
 def test_an_export_is_the_whole_model_with_the_trained_language_part(family, tmp_path):
     directory = directory_of(family)
     assert source_of(directory) == tiny_seeing.saved(family)

@@ -27,6 +27,7 @@ from headrace.trainer.step.checkpoint import saved_weights
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import pairs_of
 from support import tiny_models
+from support.few import few
 from support.plain_trainer import same_numbers
 
 # -- gradients ---------------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, keep=3))
 def test_two_stages_have_the_gradient_of_one_device(name: str, two: RankProcesses) -> None:
     compare(two, CASES[name])
 
@@ -273,7 +274,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", few(STEPS, keep=1))
 def test_three_steps_end_at_the_weights_of_one_device(name: str, two: RankProcesses) -> None:
     case = STEPS[name]
     directory = tiny_models.saved(case["model"])
