@@ -317,7 +317,7 @@ def _opened(path: Path, where: str) -> Any:
         seen = ImageOps.exif_transpose(opened).convert("RGB")  # as transformers' load_image does
     except Exception as error:  # every format's reader raises its own kind
         raise ConfigError(
-            f"{where} holds an image (sha256 {path.name[:12]}...) that cannot be read as one ({type(error).__name__}); remove its row, or save it as PNG"
+            f"{where} holds an image (sha256 {path.name[:12]}...) that cannot be read as one ({type(error).__name__}); remove its row, or save it as a PNG of usual size"
         ) from None
     if opened.mode[0] in "IF":  # Pillow cuts every value above 255 off
         raise ConfigError(
