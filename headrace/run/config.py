@@ -39,7 +39,7 @@ from headrace.native.resources import available_cores, core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
 from headrace.run.quantised import quantised_problems
 from headrace.run.seeing import images_problems
-from headrace.run.sharing import lending_problems, sharing_problems
+from headrace.run.sharing import lending_problems, opening_problems, sharing_problems
 from headrace.settings.extras import install, is_installed
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -128,6 +128,7 @@ class RunConfig:
         return WeightEnds(
             server=server,
             fetches=bool(server) and server_kind(server).fetches,
+            opens=bool(server) and server_kind(server).cannot_open is not None,
             adapters=adapters,
             joined=joined,
             encrypted=encrypted,
@@ -493,7 +494,8 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
     place, engine, train, way = config.orchestration, config.engine, config.train, config.way
     reference = "algo.kl.place = reward has" if config.algo.reference_in_reward else ""
     beside = "teachers have" if config.teachers else reference
-    yield from sharing_problems(place, engine, train, way, reach=config.ends.reach, beside=beside)
+    yield from sharing_problems(place, engine, train, way, kinds=config.ends.kinds, beside=beside)
+    yield from opening_problems(engine, way)
     yield from lending_problems(place, engine, train, way, bool(config.teachers))
 
 

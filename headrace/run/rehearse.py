@@ -648,9 +648,9 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
         found.notes += gpu_notes(wanted, machine, config)
     if config.engine.starts_server:
-        fetches = config.way.transport.listens
-        server = require(config.engine.kind, config.engine.python, fetches)
-        if problem := server_kind(config.engine.kind).cannot_serve(server, shape.experts, sleeping=plan.shared):
+        server = require(config.engine.kind, config.engine.python, not config.way.transport.writes_files)
+        kind, opening = server_kind(config.engine.kind), plan.published == "cuda"
+        if problem := kind.cannot_serve(server, shape.experts, sleeping=plan.shared, opening=opening):
             found.doubt(problem, certain=True)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
         found.sections["Where"] = [*found.sections["Where"], line]

@@ -17,10 +17,16 @@ _LENT = "orchestration.lend = true"
 
 
 def sharing_problems(
-    place: OrchestrationConfig, engine: EngineConfig, train: TrainConfig, way: Way, *, reach: Reach, beside: str
+    place: OrchestrationConfig,
+    engine: EngineConfig,
+    train: TrainConfig,
+    way: Way,
+    *,
+    kinds: frozenset[Reach],
+    beside: str,
 ) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`. `way`: how weights travel, to engines of which kind
-    (`reach`); `beside`: who has further engines, in words, or empty."""
+    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`. `way`: how weights travel, to engines of which
+    `kinds`; `beside`: who has further engines, in words, or empty."""
     if place.placement != "shared":
         if place.kv != "host":
             yield f'orchestration.kv = "{place.kv}" is about an engine that sleeps; set {_PLACED} too, or remove it'
@@ -33,7 +39,7 @@ def sharing_problems(
             f'{_PLACED} puts the engine to sleep, and engine.kind = "{engine.kind}" is a server that cannot; use '
             f"{' or '.join(_sleepers())}, or remove orchestration.placement"
         )
-    elif reach not in way.transport.keeps_for_sleepers:
+    elif not kinds & way.transport.keeps_for_sleepers:
         yield (
             f'{_PLACED} has the engine find the newest weights when it wakes, and weight_sync.kind = "{way.kind}" does not keep them for it; '
             "leave it out"
@@ -53,6 +59,19 @@ def sharing_problems(
             yield f"{name}.cores divides what {_PLACED} gives to engine and trainer in turns; remove one of the two"
     if "auto" not in (engine.device, train.device) and engine.device != train.device:
         yield f'{_PLACED} is for one device, and engine.device = "{engine.device}" is not train.device = "{train.device}"; leave them out'
+
+
+def opening_problems(engine: EngineConfig, way: Way) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes a server that opens the trainer's memory. (`weight_sync_problems` refuses one that cannot.)"""
+    if not engine.is_server or way.transport.device_of_buffers != "cuda":
+        return
+    asked = f'weight_sync.kind = "{way.kind}"'
+    if elsewhere := [url for url in engine.urls if not is_here(url)]:
+        yield f"{asked} opens memory of this machine's GPU, and {elsewhere[0]} is another machine (engine.urls); leave weight_sync.kind out"
+    elif engine.is_fleet:
+        yield f"{asked} is for one server, on the trainer's GPU; leave it out, or remove engine.replicas"
+    if engine.gpus and 0 not in engine.gpus:
+        yield f"{asked} is for the trainer's GPU, which is 0, and engine.gpus = {list(engine.gpus)}; leave one of the two out"
 
 
 def _sleepers() -> Iterator[str]:

@@ -189,9 +189,10 @@ def _process(
 def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerProcess:
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
-    fetches = config.way.transport.listens
-    found, shared = require(settings.kind, settings.python, fetches), config.orchestration.placement == "shared"
-    if problem := server_kind(settings.kind).cannot_serve(found, read_shape(model_dir).experts, sleeping=shared):
+    transport, shared = config.way.transport, config.orchestration.placement == "shared"
+    fetches, opening = not transport.writes_files, transport.device_of_buffers == "cuda"
+    found, kind = require(settings.kind, settings.python, fetches), server_kind(settings.kind)
+    if problem := kind.cannot_serve(found, read_shape(model_dir).experts, sleeping=shared, opening=opening):
         raise ConfigError(problem)
     loras = [run.lora for run in config.runs]
     serves = max(settings.max_adapters, config.adapters_served) > 0

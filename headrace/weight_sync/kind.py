@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 
-Reach = Literal["child", "joined", "rollout host", "server", "fetching server"]
+Reach = Literal["child", "joined", "rollout host", "server", "fetching server", "opening server"]
 """Engines that weights may travel to: processes of the run on this machine, engines elsewhere that are connected to it, those of rollout hosts
-on a bus (which come and go), any server behind HTTP, and servers that can fetch weights."""
+on a bus (which come and go), any server behind HTTP, servers that can fetch weights, and those that can open the memory of a GPU."""
 
 
 class Encoding(Struct, frozen=True):

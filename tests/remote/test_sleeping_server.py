@@ -9,13 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from headrace.core.errors import ConfigError
-from headrace.core.reports import LoadReport
 from headrace.core.types import Completion
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
@@ -27,21 +25,13 @@ from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
 from headrace.models.chat import ChatEncoder
 from headrace.serve.serving import Serving
-from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.servers.fake_vllm import FakeVllm
 from headrace.web.limits import ServerLimits
-from support.labelled_engine import ENDS, LENGTH, request, so_far, until, update
+from support.labelled_engine import ENDS, LENGTH, Trusting, request, so_far, until, update
 from support.served import answering
 
 NAMES = "abcd"
 OWN = WeightUpdate(version=0, kind="full", fingerprint="those on the disk", nbytes=0, seconds=0.0)
-
-
-class Engine(FakeEngine):
-    """Loads what it is given: each process counts from 0, and the updates of a run do not."""
-
-    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
-        return await super().load(msgspec.structs.replace(update, fingerprint=f"fake-{update.version}"), parts)
 
 
 class Place:
@@ -61,7 +51,7 @@ class Place:
 
     def start(self) -> None:
         assert self.may_start(), "the trainer has the memory that this process would take"
-        engine = Engine(seconds_per_token=0.005, length=lambda rng: LENGTH)
+        engine = Trusting(seconds_per_token=0.005, length=lambda rng: LENGTH)
         serving = Serving(engine=engine, encoder=ChatEncoder(self._model), name="tiny", limits=ServerLimits())
         self.server = FakeVllm(serving, **self._how)
         self._app, self._reading = self.server.app(), asyncio.ensure_future(serving.load(OWN))

@@ -54,7 +54,7 @@ class Place:
     adapted: Sequence[str] = ()
     """Names of the modules that adapters may adapt, without their path."""
     fetches: bool = False
-    """Whether it fetches new weights over HTTP instead of reading files."""
+    """Whether it takes new weights by headrace's own part in it instead of reading files."""
     sleeps: bool = False
     """Whether it has to give its device up while the trainer works (`orchestration.placement = "shared"`)."""
 
@@ -110,10 +110,15 @@ class ServerKind:
     cannot_sleep: Callable[[Found], str] | None = None
     """The reason why a build of it cannot give its device up while the trainer works, with the remedy; empty if it can. None: no build can."""
 
-    def cannot_serve(self, found: Found, experts: int, sleeping: bool) -> str:
-        """Returns the reason why a build cannot serve a run, with the remedy; empty if it can. `sleeping`: whether it takes turns with the trainer."""
+    cannot_open: Callable[[Found], str] | None = None
+    """The reason why a build of it cannot open the trainer's memory on a GPU, with the remedy; empty if it can. None: no build can."""
+
+    def cannot_serve(self, found: Found, experts: int, *, sleeping: bool, opening: bool) -> str:
+        """Returns the reason why a build cannot serve a run, with the remedy; empty if it can. `sleeping`: whether it takes turns with the trainer;
+        `opening`: whether it opens the trainer's memory."""
         asleep = self.cannot_sleep(found) if sleeping and self.cannot_sleep else ""
-        return asleep or self.cannot_reload(found, experts)
+        closed = self.cannot_open(found) if opening and self.cannot_open else ""
+        return asleep or closed or self.cannot_reload(found, experts)
 
 
 def server_kind(kind: str) -> ServerKind:

@@ -7,7 +7,8 @@ Routes and fields are those of vLLM's own source: `entrypoints/scale_out/token_i
 **Versions.** vLLM reports the label of the weights in the last event of a stream only. The pause before an update aborts what is left and
 clears the prefix cache.
 
-**Weights over HTTP** are fetched by a transfer engine of ours in vLLM's processes (`weight_sync/in_vllm/`), which compares the fingerprint.
+**Weights over HTTP, or in the trainer's GPU memory**, are fetched or opened by a transfer engine of ours in vLLM's processes
+(`weight_sync/in_vllm/`), which compares the fingerprint.
 
 **Checksums.** Before new weights serve, those that vLLM reports of them are compared with the files', where there are files (`vllm.py`).
 
@@ -93,14 +94,14 @@ async def meet(connection: Connection, seconds: float) -> ServerFacts:
 
 
 async def find_transfer_engine(connection: Connection, seconds: float) -> None:
-    """Raises ConfigError for a server that cannot fetch weights (`weight_sync/in_vllm/`)."""
+    """Raises ConfigError for a server that can neither fetch weights nor open them (`weight_sync/in_vllm/`)."""
     try:
         await connection.tell("/init_weight_transfer_engine", {"init_info": {}}, seconds)
     except (ValueError, Unreachable) as error:
         if isinstance(error, Unreachable) and not error.status:
             raise
         raise ConfigError(
-            f"vLLM at {connection.url} cannot fetch weights over HTTP ({error}); install headrace in its environment and start it with "
+            f"vLLM at {connection.url} has no part of headrace that fetches weights or opens them ({error}); install headrace in its environment and start it with "
             '--weight-transfer-config \'{"backend": "headrace"}\', or set weight_sync.kind = "files"'
         ) from None
 
@@ -226,7 +227,7 @@ class VllmDialect(LabelledDialect):
 
     def __init__(self, ends: Collection[int], check_every: int, access: Mapping[str, str] | None = None) -> None:
         """`check_every`: versions between two comparisons of checksums, beside that of the first one which a process is given; 0 switches
-        them off. `access`: the fields by which the server fetches weights from the trainer; None where it reads files."""
+        them off. `access`: the fields by which the server gets weights from the trainer; None where it reads files."""
         super().__init__(ends)
         self._check_every, self._checksums, self._access = check_every, Checksums(), access or {}
         self._compared = 0
@@ -349,10 +350,10 @@ class VllmDialect(LabelledDialect):
         if self._has == "nothing":  # its weights have no memory that could be written to
             raise Unreachable(f"vLLM at {connection.url} is asleep")
         await connection.tell("/pause?mode=abort&clear_cache=true", None, seconds)
-        if "url" in update.where:
-            await self._fetch(connection, update, seconds)
-        else:
+        if "path" in update.where:
             await self._reload(connection, str(update.where["path"]), seconds)
+        else:
+            await self._fetch(connection, update, seconds)
         if (
             "path" in update.where
             and self._check_every
@@ -373,7 +374,7 @@ class VllmDialect(LabelledDialect):
         await connection.tell("/collective_rpc", reload, seconds)
 
     async def _fetch(self, connection: Connection, update: WeightUpdate, seconds: float, **more: str) -> None:
-        """Has the server fetch the update. `more`: for its transfer engine. The token is in no record."""
+        """Has the server fetch the update, or open it. `more`: for its transfer engine. The token is in no record."""
         body = msgspec.to_builtins(update)
         body["where"] |= {**self._access, **more}
         try:
@@ -387,7 +388,7 @@ class VllmDialect(LabelledDialect):
         await connection.tell("/finish_weight_update", None, seconds)
 
     async def _adapter_path(self, connection: Connection, update: WeightUpdate, name: str, seconds: float) -> str:
-        if "url" not in update.where:
+        if "path" in update.where:
             return await super()._adapter_path(connection, update, name, seconds)
         assert update.adapter
         path = f"/tmp/headrace-{self._nonce}/{update.adapter.name}/{name}"
@@ -529,6 +530,12 @@ def _cannot_sleep(found: Found) -> str:
     )
 
 
+def _cannot_open(found: Found) -> str:
+    if not found.for_cpus:
+        return ""
+    return f"vLLM for CPUs ({found.version}) cannot open the memory of a GPU; leave weight_sync.kind out"
+
+
 SERVER = ServerKind(
     words="vLLM",
     about="a vLLM server, which the run starts, unless `urls` names one",
@@ -550,4 +557,5 @@ SERVER = ServerKind(
     ),
     cannot_reload=_cannot_reload,
     cannot_sleep=_cannot_sleep,
+    cannot_open=_cannot_open,
 )
