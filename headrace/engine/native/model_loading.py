@@ -18,9 +18,10 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Decode
 from headrace.engine.native.runners import skeleton
-from headrace.engine.native.sequences import Moves
+from headrace.engine.native.sequences import Moves, SeesAhead
 from headrace.engine.sizes import Cost, Demand, Sizes, cost, fitting, longest, usable
 from headrace.models.image_axes import has_axes, moved_up
+from headrace.models.image_blocks import ahead_in, ahead_of
 from headrace.models.tokenizer import decoder_of, endings_of, load_tokenizer
 from headrace.native.memory import own_pages
 
@@ -40,6 +41,8 @@ class ServableModel:
     """Numbers of prompt tokens beyond the vocabulary, which stand for features of images."""
     moves: Moves | None = None
     """None for a model whose places are positions."""
+    ahead: SeesAhead | None = None
+    """None for a model whose tokens see back alone."""
     ends: frozenset[int]
     """Every end-of-sequence token."""
     decode: Decode | None
@@ -81,6 +84,7 @@ def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> S
         vocabulary=model.vocabulary,
         images=model.images,
         moves=partial(_moves, model.model) if has_axes(model.model) else None,
+        ahead=partial(_ahead, model.model) if ahead_in(model.model) else None,
         ends=endings_of(model_dir, tokenizer).all,
         decode=decoder_of(tokenizer) if tokenizer else None,  # with special tokens, so that they can be stop strings
         tokenizer=tokenizer,
@@ -95,6 +99,11 @@ def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> S
 def _moves(model: Any, tokens: np.ndarray) -> np.ndarray:
     moved: np.ndarray = moved_up(model, torch.from_numpy(tokens.astype(np.int64))).numpy()
     return moved
+
+
+def _ahead(model: Any, tokens: np.ndarray) -> np.ndarray:
+    found: np.ndarray = ahead_of(model, torch.from_numpy(tokens.astype(np.int64))).numpy()
+    return found
 
 
 def _sizes(model: skeleton.Skeleton, runner: Runner, config: EngineConfig, context: int, *, asleep: bool) -> Sizes:
