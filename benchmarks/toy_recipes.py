@@ -72,7 +72,9 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def trained(place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps: int, turns: int = 1) -> ToyRun:
+def trained(
+    place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps: int, turns: int = 1, prompts: int = 0
+) -> ToyRun:
     place.mkdir()
     (place / "walk.py").write_text(WALK.replace("TURNS", str(turns)))
     walks = {
@@ -89,6 +91,9 @@ def trained(place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps
         checkpoint={"every": 0},
         **(walks if turns > 1 else {}),
     )
+    if prompts:
+        rows = (place / "rows.jsonl").read_text().splitlines()
+        (place / "rows.jsonl").write_text("\n".join(rows[: prompts + 16]))  # 16 are held out
     with redirect_stdout(sys.stderr):  # the summary of the run
         run = headrace.train(settings).directory
     rows = [fact for fact in read_metrics(run) if isinstance(fact, StepRow)]
@@ -114,6 +119,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--turns", type=int, default=1, help="turns of a rollout")
+    parser.add_argument(
+        "--prompts", type=int, default=0, help="different prompts, which come again and again; 0: more than a run draws"
+    )
     parser.add_argument("--errors", action="store_true", help="means with standard errors, of two seeds or more")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -132,6 +140,7 @@ def main() -> None:
                         seed=seed,
                         steps=told.steps,
                         turns=told.turns,
+                        prompts=told.prompts,
                     )
                     for seed in told.seeds
                 ]

@@ -162,6 +162,19 @@ class AlgoConfig:
         return advantage is not None and advantage.critic
 
     @property
+    def of_whole_rollouts(self) -> bool:
+        """Whether it knows a rollout as one weight, as one reward, or as one chain of tokens, and no branches."""
+        advantage, loss = ADVANTAGES.get(self.recipe.advantage), self.recipe.loss
+        chained = advantage is not None and (advantage.spread or advantage.critic or advantage.remembers)
+        return chained or loss.weighs_rollouts or loss.whole
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the advantage uses the rewards of a prompt in earlier groups."""
+        advantage = ADVANTAGES.get(self.recipe.advantage)
+        return advantage is not None and advantage.remembers
+
+    @property
     def reference_in_loss(self) -> bool:
         """Whether the trainer needs the reference model."""
         recipe = self.recipe
@@ -232,6 +245,7 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _divergences(config, recipe)
     yield from _credits(config, recipe)
     yield from _critics(config, recipe)
+    yield from _memories(config, recipe)
     yield from _preferences(config, recipe)
 
 
@@ -295,6 +309,21 @@ def _critics(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield (
             f"algo.critic.imitation = {recipe.critic.imitation:g} imitates rollouts whose rewards sum to more than 0, and with algo.kl.place = reward "
             'those are less a divergence, of either sign; set algo.kl.place = "loss", or algo.critic.imitation = 0'
+        )
+
+
+def _memories(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if not config.remembers:
+        return
+    others = {
+        "length_penalty": (config.length_penalty > 0, "0"),
+        "kl.place": (config.reference_in_reward, '"loss"'),
+        "subset.kind": (recipe.subset.kind != "none", '"none"'),
+    }
+    for name in (name for name, (given, _) in others.items() if given):
+        yield (
+            f"algo.advantage = {recipe.advantage} standardises over all rewards that a prompt had, and algo.{name} compares others; set algo.{name} = "
+            f'{others[name][1]}, or algo.advantage = "group_norm"'
         )
 
 
@@ -610,79 +639,3 @@ def _of_length(algo: AlgoConfig, max_tokens: int) -> list[str]:
         f"always outside [{correction.low}, {correction.high}] and most sequences will teach nothing; "
         "algo.correction.level = geometric does not depend on the length"
     ]
-
-
-# --- Translates settings of runs made before 2026-11-22
-# Translates settings of runs made before 2026-11-22 (and 2026-11-29), so that such a run is done again with the arithmetic that it had.
-#
-# Recipes had other constants then, one name stood for another algorithm, and an answer was extracted from completions
-# that were cut off. A run keeps all of its settings that have a value, and since that day `algo.denominator` is always
-# one of them: a resolved `[algo]` without it is from before.
-
-
-Tree = dict[str, Any]
-_ALWAYS_KEPT = {"name", "length_constant", "length_penalty", "overlong"}
-"""Settings that a resolved `[algo]` has had from the first version on, and that nobody sets all by hand."""
-_RENAMED = {"dppo_kl": "dppo_tv_quadratic"}
-_EARLIER_CONSTANTS: dict[str, Tree] = {
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "ipo": {"delta": 0.1, "penalty": 1e-3},
-}
-"""Constants by loss."""
-_CORRECTIONS: dict[str, Tree] = {"mis_geometric": {"low": 0.99, "high": 1.001}, "opsm": {"opsm": 1e-4}}
-"""Corrections by recipe."""
-
-
-def as_it_was(config: Tree) -> Tree:
-    """Returns the settings as they have to be read: unchanged, unless an earlier version resolved them."""
-    algo = config.get("algo")
-    if not isinstance(algo, dict) or not algo.keys() >= _ALWAYS_KEPT:
-        return config
-    if "lam" not in algo:
-        algo = _with_first_m2po(algo)
-        config = {**config, "algo": algo}
-    if "denominator" in algo:
-        return config
-    translated = {**config, "algo": _translated(algo), **_rewards(config)}
-    if "adapters" in config:
-        translated["adapters"] = [_adapter(adapter) for adapter in config["adapters"]]
-    return translated
-
-
-def _with_first_m2po(algo: Tree) -> Tree:
-    """Returns the settings with `second_moment` for `m2po`, which it was until 2026-11-29, when `lam` became one of those that are always kept."""
-    renamed = {key: "second_moment" if algo.get(key) == "m2po" else algo[key] for key in ("name",) if key in algo}
-    select = algo.get("select")
-    if isinstance(select, dict) and select.get("kind") == "m2po":
-        renamed["select"] = {**select, "kind": "second_moment"}
-    return {**algo, **renamed}
-
-
-def _adapter(table: Tree) -> Tree:
-    translated = {**table, **_rewards(table)}
-    return {**translated, "algo": _translated(table["algo"])} if "name" in table.get("algo", {}) else translated
-
-
-def _rewards(table: Tree) -> Tree:
-    """Restores that answers were extracted from completions that were cut off, too."""
-    reward = table.get("reward")
-    return {"reward": {"extract_truncated": True, **reward}} if isinstance(reward, dict) and reward else {}
-
-
-def _translated(algo: Tree) -> Tree:
-    name = str(algo["name"])
-    translated: Tree = {**algo, **{key: _RENAMED.get(algo[key], algo[key]) for key in ("name", "loss") if key in algo}}
-    recipe = RECIPES.get(_RENAMED.get(name, name))
-    if recipe is None:  # refused elsewhere
-        return translated
-    if translated.get("old") != "trainer":  # where no ratio reaches a bound
-        translated = {**_EARLIER_CONSTANTS.get(str(translated.get("loss", recipe.loss.name)), {}), **translated}
-    correction = dict(translated.get("correction", {}))
-    if name in _CORRECTIONS and correction.get("mode") != "none":
-        translated["correction"] = {**_CORRECTIONS[name], **correction}
-    kl = dict(translated.get("kl", {}))
-    if kl.get("place") == "reward":
-        kl.pop("estimator", None)  # recorded rows keep their values; new ones use the estimator that is sound
-        translated["kl"] = kl
-    return translated

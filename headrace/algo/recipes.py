@@ -413,7 +413,11 @@ RECIPES: dict[str, Recipe] = {
         "group_norm", ASPO(), "token_mean", about="the ratio of good tokens is inverted", papers=("2510.06062",)
     ),
     "dcpo": Recipe(
-        "group_norm", DCPO(), "seq_mean_token_mean", about="wider bounds for rarer tokens", papers=("2509.02333",)
+        "smoothed",
+        DCPO(),
+        "seq_mean_token_mean",
+        about="wider bounds for rarer tokens; rewards standardised over earlier groups of their prompt as well",
+        papers=("2509.02333",),
     ),
     "second_moment": Recipe(
         "group_norm",
@@ -601,7 +605,7 @@ REFERENCES: dict[str, str] = {
     "m2po": "Infini-AI-Lab/M2PO, `core_algos.compute_m2po_policy_loss`",
     "bapo": "WooooDyy/BAPO, `compute_policy_loss_bapo`, without its dual clip",
     "aspo": "wizard-III/Archer2.0, `core_algos.compute_policy_loss_archer`, with one pair of bounds",
-    "dcpo": "lime-RL/DCPO, `core_algos.compute_policy_loss_dcpo` with `clip_type = dynamic`",
+    "dcpo": "lime-RL/DCPO, `core_algos.compute_policy_loss_dcpo` with `clip_type = dynamic`, `compute_dcpo_outcome_advantage`",
     "second_moment": "AReaL, `get_m2po_loss_mask`",
     "clip_cov": "paper, without its draw",
     "kl_cov": f"paper; {_VERL}policy_loss_kl_cov`",

@@ -33,7 +33,7 @@ from headrace.algo.advantages import (
 )
 from headrace.algo.config import AlgoConfig
 from headrace.algo.turn_states import STATE_WEIGHT, state_advantages, states_of
-from headrace.core.batches import Group, Row
+from headrace.core.batches import Group, RewardsBefore, Row
 from headrace.core.sampling_masks import joined_masks
 from headrace.core.types import Completion, Episode, Prompt, RoutingTrace, Scored, TeacherTrace, TopLogprobs
 
@@ -300,21 +300,22 @@ class Algorithm:
         self._needs_teacher = self._recipe.advantage == "zero"
         self.min_rollouts = algo.min_rollouts
 
-    def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
-        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories."""
-        rows = self._rows(prompt, scored)
+    def rows(self, prompt: Prompt, scored: Sequence[Scored], before: RewardsBefore | None = None) -> tuple[Row, ...]:
+        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories. `before`: the rewards of the
+        prompt in earlier groups, for an advantage that asks for them."""
+        rows = self._rows(prompt, scored, before or RewardsBefore())
         if self._needs_teacher:  # what no teacher scored has no loss, and would only be counted in the denominator
             rows = tuple(row if _taught(row) else replace(row, mask=(False,) * len(row.mask)) for row in rows)
         return tuple(with_trajectories(rows, scored, whole=self._recipe.loss.whole))
 
-    def _rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
+    def _rows(self, prompt: Prompt, scored: Sequence[Scored], before: RewardsBefore) -> tuple[Row, ...]:
         if self._recipe.credit == "segment":
             return tuple(self._rows_of_segments(prompt, scored))
         if self._recipe.credit != "rollout" or any(rollout.branches for rollout in scored):
             return self._rows_of_turns(prompt, scored)
         if self._advantage.pairs:
             return tuple(self._rows_of_pairs(prompt, scored))
-        advantages, trained = self._compared(self._group(scored))
+        advantages, trained = self._compared(self._group(scored)._replace(before=before))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
         for place, (rollout, advantage) in enumerate(zip(scored, advantages, strict=True)):

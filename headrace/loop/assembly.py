@@ -78,7 +78,8 @@ def restore_state(
     buffer: Buffer | None = None,
 ) -> RestoredState:
     """`saved`: the run's directory as it was found; None for a new run. Raises ConfigError if the task now draws other prompts."""
-    buffer = buffer or Buffer(plan.staleness, plan.steps * plan.staleness.groups_per_step)
+    wanted = plan.steps * plan.staleness.groups_per_step
+    buffer = buffer or Buffer(plan.staleness, wanted, remembers=plan.remembers)
     interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
     curriculum = open_curriculum(task, plan.curriculum, plan.rollout.group_size)
     notebook = Notebook(plan.adapter)

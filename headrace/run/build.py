@@ -59,6 +59,7 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
         watch=config.watch,
         save_patience=config.checkpoint.patience,
         kv_gib=config.engine.sizes.kv_gib,
+        remembers=config.algo.remembers,
     )
 
 

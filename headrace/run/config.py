@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.config import AlgoConfig, as_it_was, group_problems, step_problems
+from headrace.algo.config import AlgoConfig, group_problems, step_problems
+from headrace.algo.earlier import as_it_was
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
@@ -317,14 +317,12 @@ def _warm_start_problems(config: RunConfig, itself: bool) -> Iterator[str]:
 
 def _fork_problems(config: RunConfig) -> Iterator[str]:
     algo = config.algo
-    whole = algo.recipe.loss.weighs_rollouts or algo.recipe.loss.whole
-    one_weight = whole or algo.has_critic or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
     return fork_problems(
         config.rollout.forks,
         turns=config.environment.turns,
         credit=algo.recipe.credit,
         kl_in_reward=algo.reference_in_reward,
-        per_rollout=algo.name if one_weight else "",
+        per_rollout=algo.name if algo.of_whole_rollouts else "",
     )
 
 
