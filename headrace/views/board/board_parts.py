@@ -18,6 +18,7 @@ from headrace.facts.texts import percent
 from headrace.views.board.followed_run import OF_POOLS, StepWindow, read_window
 from headrace.views.report import page, plots
 from headrace.views.report.data import ReportData, bins
+from headrace.views.report.distributions import over_time
 from headrace.views.report.gantt import MAX_BARS
 from headrace.views.report.overview import ON_BOARD
 from headrace.views.report.plots import kl_by_lag, lag_table
@@ -130,7 +131,7 @@ def overview(data: ReportData) -> str:
 
 def drawn(data: ReportData) -> str:
     """Returns what was drawn beside what was trained: lags, lengths, solve rates."""
-    figures = [*plots.over_time(data), plots.lengths(data.state), plots.solve_rates(data.state)]
+    figures = [*over_time(data.columns, data.groups), plots.lengths(data.state), plots.solve_rates(data.state)]
     if data.bins:
         staleness = (plots.lag, kl_by_lag, plots.ratio, plots.met_a_swap, plots.thrown, plots.pauses)
         figures += [draw(data) for draw in staleness]

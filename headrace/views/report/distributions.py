@@ -27,6 +27,13 @@ APART = 0.1
 """Height of the rows of groups without a hit, and with hits alone, where the others are shares of hits."""
 
 
+def over_time(columns: StepColumns | None, groups: np.ndarray | None) -> Sequence[str]:
+    """Returns all of them; none for some steps of a run, of which only the facts are known."""
+    if columns is None or groups is None:
+        return ()
+    return lengths_over_time(columns), solve_rates_over_time(groups)
+
+
 def lengths_over_time(columns: StepColumns) -> str:
     """Returns the figure of the lengths of trained completions; empty where steps have no percentiles."""
     low, middle, high = (columns.drawn(f"length/p{p}", STEP, points=POINTS) for p in (10, 50, 90))

@@ -19,7 +19,7 @@ from headrace.facts.run_totals import EngineSpan, over_steps, trimmed
 from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
 from headrace.facts.verdicts import measured_on
 from headrace.views.report.data import Bin, ReportData
-from headrace.views.report.distributions import lengths_over_time, solve_rates_over_time
+from headrace.views.report.distributions import over_time
 from headrace.views.report.svg import Chart, extent, figure, table
 
 # --- The common parts of all charts over optimizer steps
@@ -405,17 +405,10 @@ def _learning(data: ReportData) -> Sequence[str]:
         held_out(data),
         failures(data),
         lengths_over_steps(data),
-        *over_time(data),
+        *over_time(data.columns, data.groups),
         lengths(data.state),
         solve_rates(data.state),
     )
-
-
-def over_time(data: ReportData) -> Sequence[str]:
-    """Returns the distributions over the whole run; none for some steps of it, of which only the facts are known."""
-    if data.columns is None or data.groups is None:
-        return ()
-    return lengths_over_time(data.columns), solve_rates_over_time(data.groups)
 
 
 def _staleness(data: ReportData) -> Sequence[str]:
