@@ -334,6 +334,9 @@ TITLES = {
     "lag/outside_tokens": "Tokens of trained groups that are not in the loss",
     "lag/rollouts_swapped": "Rollouts that met new weights, share",
     "length/mean": "Length of completions in trained groups, tokens",
+    "length/p10": "Length of completions in trained groups, 10th percentile, tokens",
+    "length/p50": "Length of completions in trained groups, median, tokens",
+    "length/p90": "Length of completions in trained groups, 90th percentile, tokens",
     "length/truncated_share": "Completions cut off in trained groups, share",
     "prompts/distance": "Curriculum: distance from uniform draws",
     "prompts/effective": "Curriculum: effective number of prompts",
@@ -449,6 +452,8 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         values["lag/min"] = float(min(row.lags))
     if row.lengths:
         values["length/mean"] = sum(row.lengths) / len(row.lengths)
+        tenth, middle, ninth = np.percentile(row.lengths, (10, 50, 90)).tolist()
+        values |= {"length/p10": tenth, "length/p50": middle, "length/p90": ninth}
         values["length/truncated_share"] = row.truncated / len(row.lengths)
         values["lag/rollouts_swapped"] = row.swapped / len(row.lengths)
     values |= {name: float(count) for name, count in _uncommon(row).items() if count}

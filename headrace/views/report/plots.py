@@ -19,6 +19,7 @@ from headrace.facts.run_totals import EngineSpan, over_steps, trimmed
 from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
 from headrace.facts.verdicts import measured_on
 from headrace.views.report.data import Bin, ReportData
+from headrace.views.report.distributions import over_time
 from headrace.views.report.svg import Chart, extent, figure, table
 
 # --- The common parts of all charts over optimizer steps
@@ -404,6 +405,7 @@ def _learning(data: ReportData) -> Sequence[str]:
         held_out(data),
         failures(data),
         lengths_over_steps(data),
+        *over_time(data.columns, data.groups),
         lengths(data.state),
         solve_rates(data.state),
     )
