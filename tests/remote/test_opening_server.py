@@ -21,11 +21,12 @@ from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
 from headrace.models.chat import ChatEncoder
 from headrace.serve.serving import Serving
+from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.servers.fake_vllm import FakeVllm
 from headrace.web.limits import ServerLimits
 from headrace.weight_sync.cuda_ipc import CudaIpc, IpcSender
 from headrace.weight_sync.packed import lay_out
-from support.labelled_engine import ENDS, LENGTH, Trusting, request, so_far, until
+from support.labelled_engine import ENDS, LENGTH, request, so_far, until
 from support.served import answering
 
 SHAPES = {"embed": (50, 6), "norm": (7,)}
@@ -43,7 +44,7 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
 
 def run(model: Path, case: Callable[[RemoteEngine, FakeVllm, IpcSender], Awaitable[None]], **how: Any) -> None:
     async def go() -> None:
-        fake = Trusting(seconds_per_token=0.003, length=lambda rng: LENGTH)
+        fake = FakeEngine(trusts=True, seconds_per_token=0.003, length=lambda rng: LENGTH)
         serving = Serving(engine=fake, encoder=ChatEncoder(model), name="tiny", limits=ServerLimits())
         server, way = FakeVllm(serving, max_loras=2, **how), CudaIpc("cpu")
         facts, clock = FactList(), asyncio.get_running_loop().time

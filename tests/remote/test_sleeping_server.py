@@ -25,9 +25,10 @@ from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
 from headrace.models.chat import ChatEncoder
 from headrace.serve.serving import Serving
+from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.servers.fake_vllm import FakeVllm
 from headrace.web.limits import ServerLimits
-from support.labelled_engine import ENDS, LENGTH, Trusting, request, so_far, until, update
+from support.labelled_engine import ENDS, LENGTH, request, so_far, until, update
 from support.served import answering
 
 NAMES = "abcd"
@@ -51,7 +52,7 @@ class Place:
 
     def start(self) -> None:
         assert self.may_start(), "the trainer has the memory that this process would take"
-        engine = Trusting(seconds_per_token=0.005, length=lambda rng: LENGTH)
+        engine = FakeEngine(trusts=True, seconds_per_token=0.005, length=lambda rng: LENGTH)
         serving = Serving(engine=engine, encoder=ChatEncoder(self._model), name="tiny", limits=ServerLimits())
         self.server = FakeVllm(serving, **self._how)
         self._app, self._reading = self.server.app(), asyncio.ensure_future(serving.load(OWN))

@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from headrace.core.reports import LoadReport
 from headrace.core.types import Request, Sampling
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.engine.remote.connection import Connection
@@ -66,13 +65,6 @@ async def until(true: Callable[[], bool]) -> None:
 def so_far(engine: RemoteEngine, name: str) -> int:
     found = engine.unfinished([name]).get(name)
     return len(found.tokens) if found else 0
-
-
-class Trusting(FakeEngine):
-    """Loads what it is given, whatever its fingerprint."""
-
-    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
-        return await super().load(msgspec.structs.replace(update, fingerprint=f"fake-{update.version}"), parts)
 
 
 @dataclass(frozen=True)
