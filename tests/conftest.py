@@ -85,7 +85,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in terminalreporter.stats.get("passed", ())
         if report.when == "call" and not {"slow", "whole"} & set(report.keywords)
     ]
-    terminalreporter.write_line(f"{_cpu_seconds():.0f} s of CPU time")
+    if found:
+        terminalreporter.write_line(f"{_cpu_seconds():.0f} s of CPU time")
     for seconds, name in sorted(found, reverse=True):
         if seconds > DEAR:
             terminalreporter.write_line(

@@ -34,7 +34,7 @@ def trained(tmp_path: Path, **settings: Any) -> FakeWorld:
     return world
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, keep=4))
 @pytest.mark.parametrize("kv", ["host", "drop"])
 def test_one_sleeps_while_the_other_works_in_every_mode(tmp_path: Path, mode: Any, kv: Any) -> None:
     engine = FakeEngine(load_seconds=0.2)

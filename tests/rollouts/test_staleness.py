@@ -115,6 +115,7 @@ def test_trimmed_tokens_stay_as_context_and_leave_the_loss(tmp_path: Path) -> No
     assert told == sum(sum(row.mask) for batch in world.trainer.batches for row in batch.rows)
 
 
+@pytest.mark.slow
 def test_the_stalest_group_goes_first_or_the_one_that_was_finished_first(tmp_path: Path) -> None:
     orders = {}
     for order in ("stalest", "finished"):

@@ -387,6 +387,7 @@ def choices_of(tmp_path: Path) -> list[Option]:
     return sweep(found.asked.scenario, None, silent)
 
 
+@pytest.mark.slow
 def test_reasons_name_who_waits(tmp_path: Path):
     one = choices_of(tmp_path)[0].prediction
     replace = msgspec.structs.replace

@@ -569,6 +569,7 @@ def test_the_known_arithmetic_of_grpo_on_one_gpu(rate: float, minutes: dict[int,
         assert seconds / 60 == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 def test_stragglers_set_the_pace_of_synchronous_steps_alone():
     """With a heavy tail the longest of a synchronous step decides; asynchronously the mean does."""
     tail = parse("pareto:mean=100,alpha=1.5")

@@ -116,6 +116,7 @@ def test_layers_that_begin_anew_or_keep_nothing_go_row_by_row(name):
     assert not forward.shares and forward.path == "row by row, chunked head"
 
 
+@pytest.mark.slow
 def test_a_step_shares_prompts_unless_layers_are_checkpointed(tmp_path):
     small_model("qwen3_next").save_pretrained(tmp_path)
     rows = tuple(plain_trainer.rows(random.Random(1)))

@@ -357,7 +357,9 @@ def test_float32_gradients_are_the_models_own(name):
         assert distance(actual[key], expected[key]) < 1e-5, key
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3_text", "qwen3_moe-mixed", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "name", few(["llama-tied-biased", "qwen3", "gemma3_text", "qwen3_moe-mixed", "mixtral", "olmoe"], keep=3)
+)
 def test_bfloat16_is_as_near_to_float32_as_autocast(name):
     own, own_forward, mine, my_forward, _ = pair(name)
     with torch.no_grad():  # what is served is rounded anyway, vectors too
@@ -383,7 +385,7 @@ def test_checkpointing_changes_nothing(dtype, name):
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", few(["llama-tied-biased", "qwen3_moe", "mixtral"], keep=1))
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_the_number_of_threads_changes_no_bit(dtype, name):
     """Experts run one after the other where they are few, and side by side where they are many."""

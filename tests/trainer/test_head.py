@@ -66,7 +66,7 @@ def masks(target: Tensor, vocabulary: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("temperature", few([1.0, 0.6], keep=1))
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", few([False, True], keep=1))
 @pytest.mark.parametrize("masked", [False, True])
 def test_log_probs_entropies_and_gradients_equal_full_logits(temperature, softcap, biased, masked):
     vocabulary, places = 3000, 600

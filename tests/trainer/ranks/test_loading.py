@@ -57,7 +57,7 @@ def others(trainer: object) -> list[str]:
     return [mark(whole), *([adapters.base_mark, adapters._frozen_mark] if adapters else [])]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, keep=4))
 def test_the_values_that_ranks_read_are_those_of_one_device(name: str, two: RankProcesses) -> None:
     case = CASES[name]
     directory = tiny_models.saved(case["model"])
