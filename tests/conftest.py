@@ -27,6 +27,10 @@ hypothesis.settings.register_profile("headrace", deadline=None)  # machines are 
 hypothesis.settings.load_profile("headrace")
 
 
+def pytest_xdist_setupnodes() -> None:
+    preloaded_python.share_with_workers_of_tests()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that wait come first: meanwhile others have the cores. At the end nobody would use them."""
     items.sort(key=lambda item: item.get_closest_marker("waits") is None)

@@ -313,11 +313,21 @@ def _opened(path: Path, where: str) -> Any:
     from PIL import Image, ImageOps
 
     try:
-        return ImageOps.exif_transpose(Image.open(path)).convert("RGB")  # as transformers' load_image does
+        opened = Image.open(path)
+        seen = ImageOps.exif_transpose(opened).convert("RGB")  # as transformers' load_image does
     except Exception as error:  # every format's reader raises its own kind
         raise ConfigError(
             f"{where} holds an image (sha256 {path.name[:12]}...) that cannot be read as one ({type(error).__name__}); remove its row, or save it as PNG"
         ) from None
+    if opened.mode[0] in "IF":  # Pillow cuts every value above 255 off
+        raise ConfigError(
+            f"{where} holds an image (sha256 {path.name[:12]}...) with more than eight bits a channel ({opened.mode}), of which a model would see hardly "
+            "anything but white or black; save it with eight bits"
+        )
+    frames = getattr(opened, "n_frames", 1)
+    if frames > 1 and opened.format != "MPO":  # cameras keep a smaller copy in those
+        echo(f"{where} holds an image of {frames} frames: the model sees the first one alone")
+    return seen
 
 
 def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -386,9 +386,8 @@ def _curriculum_problems(config: RunConfig) -> Iterator[str]:
 def _learning_problems(config: RunConfig) -> Iterator[str]:
     """Yields a sentence for each such pair: of images, lengths, rewards, groups and the learning rate."""
     other = (config.lora.rank, config.warm_start.path, config.teachers, config.algo.reference_in_reward)
-    yield from images_problems(
-        config.task, config.engine, config.train, config.orchestration, config.environment, other=other
-    )
+    parts = (config.task, config.engine, config.train, config.orchestration, config.environment)
+    yield from images_problems(*parts, judges=config.reward.judges, other=other)
     yield from _length_problems(config)
     if config.rollout.temperature == 0:
         yield (

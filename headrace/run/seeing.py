@@ -9,6 +9,7 @@ from typing import Any
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.scoring.services.config import JudgeConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.row_images import images_in
 from headrace.models.images import ALWAYS_APART, SERVED, type_of, with_images
@@ -27,6 +28,7 @@ def images_problems(
     place: OrchestrationConfig,
     environment: EnvironmentConfig,
     *,
+    judges: Sequence[JudgeConfig],
     other: Sequence[object],
 ) -> Iterator[str]:
     """Yields a sentence for each setting that images exclude. `other`: whether each of `_OTHER` is set."""
@@ -52,6 +54,11 @@ def images_problems(
         yield f'{asks} is served without the kernels for which train.parity = "bitwise" is proven; set it to "off"'
     if engine.weights != "published" or engine.path in ("kernels", "fused"):
         yield f'{asks} is served by engine.path = "hf" or "cache", which read features; remove engine.path and engine.weights'
+    if judges:
+        yield (
+            f"{asks} shows images to the policy, and the judge {judges[0].name} reads text alone: it would judge what it does not see; use a function or a "
+            "service, which get the files, and remove it from reward.judges"
+        )
     for what, used in zip(_OTHER, other, strict=True):
         if used:
             yield f"{asks} trains all weights of the language part on one task, and {what} something else; remove it"

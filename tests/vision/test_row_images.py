@@ -277,6 +277,23 @@ def test_a_file_that_is_no_image_is_refused_with_its_row(tmp_path: Path):
         made("llava", [PICTURES[0], *found["image"]])
 
 
+def saved_as(kind: str, *frames: Image.Image) -> ImageFile:
+    saved = io.BytesIO()
+    frames[0].save(saved, kind, save_all=len(frames) > 1, append_images=frames[1:])
+    return ImageFile(saved.getvalue(), where="rows.jsonl, row 7")
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("I;16", "PNG"), ("I", "TIFF"), ("F", "TIFF")])
+def test_an_image_that_would_be_seen_as_white_or_black_is_refused(mode: str, kind: str):
+    with pytest.raises(ConfigError, match=r"row 7 holds .* more than eight bits a channel .*; save it with eight bits"):
+        made("llava", [saved_as(kind, Image.new(mode, (8, 8)))])
+
+
+def test_frames_that_the_model_does_not_see_are_said(capsys: pytest.CaptureFixture[str]):
+    made("llava", [saved_as("GIF", *(Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue")))])
+    assert "row 7 holds an image of 3 frames: the model sees the first one alone" in capsys.readouterr().out
+
+
 def test_a_template_that_marks_no_places_is_refused(tmp_path: Path, model: Path):
     encoder = ChatEncoder(model)
     encoder._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -322,6 +339,11 @@ def settings(directory: Path, **tables: Any) -> Config:
         ("warm_start.path", "rows.jsonl", "warm_start.path trains something else"),
         ("task.chat", False, "set task.chat = true and task.examples = 0"),
         ("task.images", ["prompt"], "or that of the prompt; name each once"),
+        (
+            "reward.judges",
+            [{"name": "style", "url": "http://judge/v1", "model": "m", "criterion": "short"}],
+            "the judge style reads text alone: it would judge what it does not see",
+        ),
         ("orchestration.kind", "ray", "orchestration brings workers of others"),
     ],
 )

@@ -282,16 +282,23 @@ class SharedTrainer:
                 "eps": call.eps,
                 "weight_decay": call.weight_decay,
             }
-        tenant.optimizer.step()
-        tenant.forget()
-        if not all(bool(torch.isfinite(p).all()) for p in tenant.parameters.values()):
-            message = (
-                f"learning_rate = {call.learning_rate:g} and eps = {call.eps:g} have made weights that are not finite"
-            )
-            tenant.broken = f"{message}; load_state what was saved before, or begin a new model"
+        if problem := self._stepped(tenant, call):
+            tenant.broken = f"{problem}; load_state what was saved before, or begin a new model"
             raise ValueError(tenant.broken)
         tenant.version += 1
         return StepDone(version=tenant.version, grad_norm=float(norm))
+
+    def _stepped(self, tenant: Tenant, call: AdamStep) -> str:
+        """Makes the step, after which there is no gradient. Returns why the adapter cannot be used any more; empty if it can."""
+        try:
+            tenant.optimizer.step()
+        except Exception as error:  # torch has changed some of the weights and moments by then, and others not
+            return f"a step with learning_rate = {call.learning_rate:g} and weight_decay = {call.weight_decay:g} ended half-way ({error})"
+        finally:
+            tenant.forget()
+        if all(bool(torch.isfinite(p).all()) for p in tenant.parameters.values()):
+            return ""
+        return f"learning_rate = {call.learning_rate:g} and eps = {call.eps:g} have made weights that are not finite"
 
     # -- weights ------------------------------------------------------------------------------------------------------------
 

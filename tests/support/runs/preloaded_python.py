@@ -1,8 +1,9 @@
 """Python processes with headrace's libraries loaded from their start, for what tests need beside that which they test: servers, runs to kill.
 
 A new interpreter imports torch and transformers for seconds, and the process from which it forks its workers does so again. Here one
-process does it once for all tests of a process, and is forked: the copy is the program, and forks the server of its workers (`fork_server.py`)
-from itself. A command whose own start is tested is started as a person starts it.
+process does it once for all tests, and is forked: the copy is the program, and forks the server of its workers (`fork_server.py`)
+from itself. The workers of xdist are copies too, each with a template of its own. A command whose own start is tested is started as a
+person starts it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
+from execnet import gateway_io
+from execnet.gateway_base import Popen2IO
+from execnet.gateway_io import Popen2IOMaster
 
 from headrace.processes.health.orphans import PARENT, of_this_process, signal_me_when_orphaned
 from headrace.processes.launch import forking
-from headrace.processes.launch.forking import OWN, ROOM, SERVER, ForkReply, ForkRequest, can_fork_for_parent
+from headrace.processes.launch.forking import OWN, ROOM, SERVER, CannotFork, ForkReply, ForkRequest, can_fork_for_parent
 from headrace.processes.launch.local import ForkedProcess, environment
 
 MODULES = (
@@ -41,24 +46,57 @@ MODULES = (
 )
 """Those that the programs need, besides the libraries of workers."""
 
+MODULES_OF_TESTS = (
+    "accelerate",
+    "anthropic",
+    "beartype",
+    "google.protobuf",
+    "headrace.run.build",
+    "jaxtyping",
+    "jupyter_client",
+    "matplotlib",
+    "nbformat",
+    "nltk",
+    "openai",
+    "peft",
+    "reasoning_gym",
+    "textarena",
+    "tinker",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "transformers.models.mixtral.modeling_mixtral",
+)
+"""Those that tests need, whose import takes long. None of them starts a thread, as pandas does."""
+
+_loaded = list(MODULES)
+"""What the template of this process imports."""
+
 ENVIRONMENT = environment(())
 """The template's. Tests change that of their process later."""
+
+TESTS = "tests"
+"""In place of the first word behind `python`: a worker of xdist."""
+
+TEMPLATE = "HEADRACE_TEMPLATE"
+"""The environment variable that tells a worker of xdist the number of its connection to a template of its own."""
+
+_INHERITED = os.environ.pop(TEMPLATE, None)
 
 SERVED = 3
 """The number of the connection in a copy of the template that forks workers."""
 
 
 class Program(subprocess.Popen[Any]):
-    """As `subprocess.Popen`, of `[sys.executable, ...]`. Its standard input is empty, and it has all variables of the process that is forked,
-    besides those of `env`."""
+    """As `subprocess.Popen`, of `[sys.executable, ...]`. Its standard input is empty unless one is given, and it has all variables of the process
+    that is forked, besides those of `env`."""
 
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:  # type: ignore[override]
         if not can_fork_for_parent():
             super()._execute_child(args, *given)  # type: ignore[misc]
             return
         (_, _, _, _, cwd, env), streams = given[:6], given[9:15]
-        _, _, _, out, _, err = streams
-        files = {1: 1 if out < 0 else out, 2: 2 if err < 0 else err}
+        into, _, _, out, _, err = streams
+        files = {1: 1 if out < 0 else out, 2: 2 if err < 0 else err, **({} if into < 0 else {0: into})}
         try:
             self.pid = _forked(args[1:], os.environ if env is None else env, files, cwd or ".")
         finally:
@@ -78,7 +116,8 @@ def _forked(words: Sequence[str], variables: Mapping[str, str], files: Mapping[i
         os.close(place)
     said = msgspec.msgpack.decode(os.read(answer, 1 << 16), type=ForkReply)
     os.close(answer)
-    assert said.pid, said.refused
+    if said.refused:
+        raise CannotFork(said.refused)
     return said.pid
 
 
@@ -102,9 +141,31 @@ def _forked_server() -> tuple[socket.socket, ForkedProcess]:
     return ours, ForkedProcess(pid)
 
 
+class _TestWorker(Popen2IOMaster):
+    """A worker of xdist. Where a library starts a thread when it is imported, it is a new interpreter, and the reason is printed."""
+
+    def __init__(self, args: list[str], execmodel: Any) -> None:
+        try:
+            self.popen = Program([sys.executable, TESTS, *args[2:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except CannotFork as error:
+            print(f"a worker of tests imports all by itself: {error}", file=sys.stderr)
+            super().__init__(args, execmodel)
+        else:
+            Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel)
+
+
+def share_with_workers_of_tests() -> None:
+    """Lets xdist start its workers as copies of the template, which have the libraries of tests loaded."""
+    if can_fork_for_parent():
+        _loaded.extend(MODULES_OF_TESTS)
+        gateway_io.Popen2IOMaster = _TestWorker
+
+
 @cache
 def _template() -> socket.socket:
     """The process that is forked; it ends when this end of the connection is closed."""
+    if _INHERITED is not None:
+        return socket.socket(fileno=int(_INHERITED))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     begun = threading.Event()
 
@@ -112,7 +173,7 @@ def _template() -> socket.socket:
         try:
             with theirs:
                 subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno()), ROOM],
+                    [sys.executable, __file__, str(theirs.fileno()), *_loaded, ROOM],
                     pass_fds=[theirs.fileno()],
                     env={**ENVIRONMENT, **of_this_process()},
                     stdin=subprocess.DEVNULL,
@@ -138,9 +199,17 @@ def main() -> None:
     signal_me_when_orphaned(signal.SIGKILL)
     requests = socket.socket(fileno=int(sys.argv[1]))
     fork_server.load()
-    for module in MODULES:
-        importlib.import_module(module)
+    for module in sys.argv[2:-1]:
+        with suppress(ImportError):
+            importlib.import_module(module)
     gc.freeze()
+    _serve(requests)
+
+
+def _serve(requests: socket.socket) -> None:
+    """The life of a process that forks programs, and of these."""
+    from headrace.run.worker import fork_server
+
     found = fork_server.serve(requests, fork_server._unfit(requests.fileno()))
     if found is None:
         return
@@ -151,10 +220,33 @@ def main() -> None:
         return
     os.environ.pop(PARENT, None)
     os.environ.update(request.variables)
-    if _fork_the_server():
+    if request.words[0] == TESTS:
+        if _leave_a_template():
+            _end_after(request.words[1:])
+    elif _fork_the_server():
         gc.enable()
         os.execve = _exec  # type: ignore[assignment]
         _end_after(request.words)
+
+
+def _leave_a_template() -> bool:
+    """Forks the template of the programs that a worker of tests starts. Returns False in a program that is over."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    worker = os.getpid()
+    if not os.fork():
+        ours.close()
+        os.setsid()
+        os.environ[PARENT] = str(worker)
+        signal_me_when_orphaned(signal.SIGKILL)
+        for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY)):  # the worker's connection to xdist
+            nowhere = os.open(os.devnull, mode)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+        _serve(theirs)
+        return False
+    theirs.close()
+    os.environ[TEMPLATE] = str(ours.detach())
+    return True
 
 
 def _fork_the_server() -> bool:
@@ -252,7 +344,8 @@ def _run(words: Sequence[str]) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(main))
     else:
         sys.argv = list(words)
         sys.path[0] = str(Path(words[0]).parent)
