@@ -15,6 +15,7 @@ from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.user import UserLoss, UserPairLoss
 from headrace.algo.recipes import (
     LOSSES,
+    NOT_HERE,
     RECIPES,
     Aggregation,
     Correction,
@@ -101,6 +102,8 @@ class AlgoConfig:
     @field_validator("name")
     @classmethod
     def _known_recipe(cls, name: str) -> str:
+        if why := NOT_HERE.get(name.lower().replace("-", "_").replace("nashmd", "nash_md")):
+            raise ValueError(f"algo.name = {name} is not here: it {why}")
         return _known("algo.name", name, tuple(RECIPES))
 
     @field_validator("advantage", "loss")

@@ -570,6 +570,16 @@ RECIPES: dict[str, Recipe] = {
 LOSSES: dict[str, type[Loss]] = {recipe.loss.name: type(recipe.loss) for recipe in RECIPES.values()}
 """`algo.loss` -> its class. A loss exists only if a recipe names it."""
 
+NOT_HERE: dict[str, str] = {
+    "xpo": "pairs a rollout of the policy with one of the reference policy (arXiv 2405.21046), and all rollouts here are the policy's; "
+    'use algo.name = "dpo", which is XPO without its bonus for what the reference would not say',
+    "nash_md": "compares with rollouts of a geometric mixture of policy and reference (arXiv 2312.00886), and an engine samples each token from one "
+    'model; use algo.name = "ipo_pairs", whose pairs are both the policy\'s: the mixture without a share of the reference (arXiv 2403.08635)',
+    "prime": "trains a second model beside the policy, whose log-probs are the rewards of tokens (arXiv 2502.01456), and the trainer trains one; use "
+    'algo.credit = "segment" with a process reward that stays as it is, or algo.name = "rloo"',
+}
+"""Names of algorithms that are asked for and are not here -> why not, and the nearest that is. docs/algorithms.md says what they would need."""
+
 _VERL = "verl, `core_algos.compute_"
 REFERENCES: dict[str, str] = {
     "grpo": f"paper; {_VERL}grpo_outcome_advantage` and `compute_policy_loss_vanilla`",

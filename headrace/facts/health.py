@@ -18,7 +18,7 @@ from headrace.facts.number_tables import MINUTES, StepColumns, merged
 from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
-from headrace.facts.thresholds import EARLY, ERRORS, LAST, LEAST, LIMITS, Mark, worst
+from headrace.facts.thresholds import EARLY, ERRORS, LAST, LEAST, LIMITS, WARM, Mark, worst
 from headrace.facts.waits import is_wait
 
 CURVE = 24
@@ -453,6 +453,7 @@ def _stable(state: RunState, draw: Draw) -> Iterable[Figure]:
     )
     if reference := _mean_of(rows, lambda row: row.report.reference_kl):
         yield Figure("KL to the reference", number(reference), window, curve=draw("train/reference_kl"))
+    yield from _critic(state, window, draw)
     if skipped := [row.report.skipped for row in rows if row.report.skipped]:
         yield _judged(
             "no change",
@@ -498,6 +499,31 @@ def _gradient(state: RunState, window: str, draw: Draw) -> Figure:
         trouble=f"the gradient is {number(times)} times its usual size",
         remedy="a smaller train.learning_rate, from the last good checkpoint",
         curve=draw("train/grad_norm"),
+    )
+
+
+def _critic(state: RunState, window: str, draw: Draw) -> Iterable[Figure]:
+    """Yields the part of the returns' variance that a critic explains. Steps count whose returns differ: in others there is nothing to explain, and it is 0."""
+    found = [critic for row in state.rows[-LAST:] if (critic := row.report.critic)]
+    if not found:
+        return
+    explained = [critic.explained_variance for critic in found if critic.explained_variance != 0.0]
+    share = statistics.fmean(explained) if explained else math.nan
+    judged = bool(explained) and len(state.rows) >= WARM
+    mark = LIMITS["train/explained_variance"].mark(1 - share if judged else None)
+    if mark == "warn" and _learned(state).changed > 0:
+        mark = "good"
+    more = (
+        "no more than a constant would" if share > -0.05 else "and mislead: a constant would be nearer to the returns"
+    )
+    yield _judged(
+        "values",
+        f"{number(share)} explained" if explained else "returns do not differ",
+        f"of the returns' variance, value loss {number(statistics.fmean(critic.value_loss for critic in found))}, {window}",
+        mark,
+        trouble=f"the critic's values explain {number(share)} of the variance of returns, {more}, and the reward has not risen",
+        remedy='another algo.critic.learning_rate, algo.critic.trunk = 0.1, or a group\'s mean instead: algo.name = "grpo"',
+        curve=draw("train/explained_variance"),
     )
 
 

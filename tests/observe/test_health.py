@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.core.reports import EngineStats, LoadReport, TrainReport
+from headrace.core.reports import CriticNumbers, EngineStats, LoadReport, TrainReport
 from headrace.core.weights import WeightUpdate
 from headrace.facts import health as facts_health
 from headrace.facts.facts import (
@@ -73,6 +73,14 @@ class Told:
         mean = self.of("held_out", step, 0.2 + 0.4 * min(1.0, step / 40))
         return Evaluated(10.0 * step, phase, step, 16, mean, 0.03, 9.0, asked=16)  # type: ignore[arg-type]
 
+    def critic(self, step: int) -> CriticNumbers | None:
+        explained = self.of("explained", step, None)
+        if explained is None:
+            return None
+        return CriticNumbers(
+            value_loss=0.25, value_mean=0.4, return_mean=0.5, explained_variance=explained, advantage_std=0.5
+        )
+
     def step(self, step: int) -> Iterable[Any]:
         t, ready = 10.0 * (step + 1), []
         for _ in range(GROUPS):
@@ -97,6 +105,7 @@ class Told:
             grad_norm=self.of("grad_norm", step, 0.5),
             kl=self.of("kl", step, 0.002),
             skipped=self.of("skipped", step, ""),
+            critic=self.critic(step),
         )
         drawn = self.of("drawn", step, 0.2 + 0.4 * step / 40 + 0.02 * (-1) ** step)
         yield StepRow(t, report, {self.of("lag", step, 1): 100}, drawn, 0.1, drawn, 1.0, tuple(ready), {}, (9,) * 16, 0)
@@ -208,6 +217,25 @@ def test_a_policy_that_repeats_itself_is_marked_unless_it_has_learned() -> None:
     found = judged(still.facts())
     assert marks(found)["stable"] == "warn" and "the entropy has fallen from 1 to 0.001" in found.sentence
     assert marks(judged(Told(entropy=lambda step: 1.0 if step < 10 else 0.001).facts()))["stable"] == "good"
+
+
+def test_a_critic_that_explains_nothing_is_marked_once_it_is_warm_unless_the_run_learns() -> None:
+    still: dict[str, Any] = {"held_out": 0.2, "drawn": 0.2}
+    found = judged(Told(explained=0.01, **still).facts())
+    assert marks(found)["stable"] == "warn" and "values explain 0.010 of the variance" in found.sentence
+    assert "algo.critic.learning_rate" in found.remedy and figure(found, "stable", "values").text == "0.010 explained"
+    assert "value loss 0.25" in figure(found, "stable", "values").window
+    assert "and mislead" in judged(Told(explained=-0.5, **still).facts()).sentence
+    for told in (
+        Told(explained=0.01),
+        Told(explained=0.4, **still),
+        Told(explained=0.01, steps=39, planned=39, **still),
+        Told(explained=lambda step: 0.01 if step < 20 else 0.0, **still),
+    ):
+        assert marks(judged(told.facts()))["stable"] == "good", (
+            "it learns, or explains, or is young, or all returns are one"
+        )
+    assert not [one for one in judged(Told().facts()).rows[3].figures if one.name == "values"], "without a critic"
 
 
 def test_what_cannot_be_believed_is_broken() -> None:

@@ -5,7 +5,7 @@ fetches the packed buffer, whole or as a difference, or opens it, compares the f
 own `load_weights`, which divides them among ranks, fuses and quantises them. So an update whose bytes are refused leaves the weights as they
 are. An adapter is written into files, which `/v1/load_lora_adapter` loads afterwards.
 
-vLLM has an engine for such handles itself (`ipc_engine.py`). It takes a pickle over HTTP (`VLLM_ALLOW_INSECURE_SERIALIZATION`), and compares nothing.
+vLLM has an engine for such handles itself (its backend "ipc"). It takes a pickle over HTTP (`VLLM_ALLOW_INSECURE_SERIALIZATION`), and compares nothing.
 
 vLLM reloads module by module, and makes what it derives from weights (packed, fused or quantised copies) anew in each module that was given
 tensors. A module without any is left as it was, with no more than a warning. So a tied parameter is given to each of its modules, and a module that
