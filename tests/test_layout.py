@@ -528,6 +528,7 @@ IMPORTS_MORE = {
 """Modules that import more than `MAX_IMPORTS` of ours, and why: each is where parts are put together."""
 
 MAY_BE_SMALL = {
+    "engine.native.runners.fp8_kernels": "imports triton, which is not everywhere",
     "__main__": "Python opens it by this name",
     "algo.policy": "a loss is its file",
     "commands": "a command, or what it prints, is loaded when it is asked for",

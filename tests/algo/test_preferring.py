@@ -169,8 +169,8 @@ def gradient_after_a_step(trainer: TorchTrainer) -> tuple[float, dict[str, torch
     algo = trainer._learners[""].algo
     trainer.step(Batch(0, groups(algo, seed=1)))
     given = Batch(1, groups(algo))
-    plan = trainer._plan(given)
-    sums = trainer._gradients(plan, 1.0, pairs=pairs_of(head_of(given)))
+    plan = trainer._plans(given)[0]
+    sums = trainer._gradient(1.0, pairs=pairs_of(head_of(given))).fill(plan)
     found = {
         name: trainer._placement.whole(p.grad) for name, p in trainer._model.named_parameters() if p.grad is not None
     }
@@ -269,7 +269,7 @@ def test_a_pair_shares_its_prompt(model_dir):  # noqa: F811
     """The prompt of a group is forwarded once for all of its pairs."""
     algo = AlgoConfig("dpo")
     given = Batch(0, groups(algo))
-    plan = make(model_dir("llama"), algo)._plan(given)
+    plan = make(model_dir("llama"), algo)._plans(given)[0]
     rows = [row for row in given.rows if any(row.mask)]
     assert sum(len(pack.tokens) for pack in plan.packs) <= sum(len(row.tokens) for row in rows) + 4 + 5 + 6
 

@@ -39,8 +39,8 @@ class Casts(TorchDispatchMode):
 
 def gradients(made: TorchTrainer) -> tuple[int, float, dict[str, torch.Tensor]]:
     given = batch(0, 0)
-    plan = made._plan(given)
-    sums = made._gradients(plan, given.temperature)
+    plan = made._plans(given)[0]
+    sums = made._gradient(given.temperature).fill(plan)
     named = made._learners[""].parameters
     return len(plan.packs), sums.loss, {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
 

@@ -55,7 +55,7 @@ def test_one_device_is_the_plain_torch_calls_bit_for_bit(dtype, model_dir):  # n
     for step in range(3):
         given = batch(step, step=step)
         assert actual.step(given).microbatches > 2
-        for pack in plain._plan(given).packs:
+        for pack in plain._plans(given)[0].packs:
             with torch.autocast("cpu", precision, enabled=precision != torch.float32):
                 scores = plain._forward.logprobs(pack, 1.0, precision)
                 tokens = learner_tokens(pack, scores.logprob)
@@ -119,8 +119,8 @@ def on_ranks(
 
 def whole_gradients(trainer: TorchTrainer) -> tuple[float, float, dict[str, torch.Tensor], int]:
     given = batch(4)
-    plan = trainer._plan(given)
-    sums = trainer._gradients(plan, given.temperature)
+    plan = trainer._plans(given)[0]
+    sums = trainer._gradient(given.temperature).fill(plan)
     parameters = dict(trainer._model.named_parameters())
     found = {name: trainer._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
     norm = trainer._placement.norm([p for p in parameters.values() if p.grad is not None])

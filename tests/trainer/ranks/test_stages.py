@@ -38,8 +38,8 @@ def gradients(trainer: TorchTrainer, case: Case) -> tuple[float, float, dict[str
     given, learner = case.batch(0), trainer._learners[""]
     if "lora" in case:
         shifted(learner.parameters.values())
-    plan = trainer._plan(given)
-    sums = trainer._gradients(plan, given.temperature, pairs=pairs_of(head_of(given)) if "pairs" in case else None)
+    plan = trainer._plans(given)[0]
+    sums = trainer._gradient(given.temperature, pairs=pairs_of(head_of(given)) if "pairs" in case else None).fill(plan)
     there = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
     norm = trainer._placement.norm([p for p in learner.parameters.values() if p.grad is not None])
     found = gathered(there)

@@ -286,7 +286,7 @@ def whole_after_three(directory: Path, case: Case) -> tuple[dict[str, Tensor], b
     one = trainer_of_rank(directory, case)
     steps(one, case, 2)
     given = case.batch(2)
-    one._gradients(one._plan(given), given.temperature)
+    one._gradient(given.temperature).fill(one._plans(given)[0])
     named = dict(one._model.named_parameters())
     alike = all(local(p).shape == local(p.grad).shape for p in named.values() if p.grad is not None)
     kept = {name: p.detach().clone() for name, p in named.items() if not hasattr(p, "to_local")}
