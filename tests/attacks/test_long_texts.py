@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +20,10 @@ from hypothesis import strategies as st
 
 from headrace.core.protocols import Limits
 from headrace.episodes.rollout_session import Played
+from headrace.episodes.scoring.extract import answer_tag, code_block, last_number
+from headrace.episodes.scoring.services.config import JudgeConfig
+from headrace.episodes.scoring.services.endpoint import BadAnswer
+from headrace.episodes.scoring.services.judge import check_own_words, read_ranking, read_score, read_verdict
 from headrace.models.chat import LONG, ChatEncoder, off_loop
 from headrace.models.control_tokens import Written
 from headrace.testing.fake_engine import FakeEngine
@@ -160,3 +167,29 @@ def test_a_text_that_fits_is_never_called_too_long(pieces: list[tuple[str, int]]
     assert not encoder.surely_longer(text, exact)
     most, doubt = exact // 2, 128 * (1 + len(text) // (1 << 16))  # tokens that cuts between pieces might add
     assert encoder.surely_longer(text, most) or len(text) <= 8 * most or exact - doubt <= most
+
+
+# --- texts that a model repeats ----------------------------------------------------------------------------------------
+
+JUDGE = JudgeConfig(name="style", url="http://judge/v1", model="m", criterion="short")
+READERS: dict[str, Callable[[str], object]] = {
+    "last_number": last_number,
+    "answer_tag": answer_tag,
+    "code_block": code_block,
+    "a score": lambda text: read_score(text, JUDGE),
+    "a ranking": lambda text: read_ranking(text, 2),
+    "a verdict": read_verdict,
+    "what is judged": lambda text: check_own_words("SCORE: 7", text),
+    "what a judge says": lambda text: check_own_words(text, "SCORE: 7"),
+}
+REPEATED = ["\n", " ", "(", ">", "1,", "A > ", "```\n", "<answer>", "</answer>", "SCORE: 7\n", "VERDICT: A "]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_text_that_repeats_itself_is_read_by_work_that_grows_with_it(reader: str) -> None:
+    """These read what models write, in the event loop. Where each part looks at all that follows, 50,000 characters take seconds to minutes."""
+    for begin, part in itertools.product(("", "SCORE: 7", "RANKING: A > B", "VERDICT: A"), REPEATED):
+        began = time.thread_time()
+        with contextlib.suppress(BadAnswer):
+            READERS[reader](begin + part * (50_000 // len(part)))
+        assert time.thread_time() - began < 1.0, (begin, part)

@@ -39,6 +39,7 @@ NUMBER = re.compile(
 """A number as it is usually written; docs/scoring.md has a table."""
 _ASCII = str.maketrans({**dict.fromkeys(_MINUS, "-"), **dict(zip(_RAISED, "0123456789-", strict=True))})
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_CLOSED = re.compile("</answer>", re.IGNORECASE)
 _FENCED = re.compile(r"^```[^\n`]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -60,7 +61,8 @@ def last_number(text: str) -> str:
 
 def answer_tag(text: str) -> str:
     """Returns the text in the last `<answer>...</answer>`."""
-    found = _TAG.findall(text)
+    end = max((closed.end() for closed in _CLOSED.finditer(text)), default=0)
+    found = _TAG.findall(text, 0, end)  # behind the last end each beginning would look at all of the rest
     return found[-1].strip() if found else ""
 
 
