@@ -80,7 +80,7 @@ class Row(Struct, frozen=True):
 
 
 class RewardsBefore(Struct, frozen=True):
-    """The rewards that a prompt had in earlier groups of the run.
+    """The rewards that the question of a prompt had in earlier groups of the run.
 
     >>> RewardsBefore().after((1.0, 0.0)).after((1.0, 1.0))
     RewardsBefore(groups=2, rollouts=4, mean=0.75, variance=0.3125)

@@ -10,6 +10,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+import xxhash
+
 from headrace.core.batches import Group, RewardsBefore
 from headrace.core.types import Prompt, Struct
 from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, LiveRecord, ReadyRecord, SteppedRecord
@@ -30,7 +33,13 @@ class BufferState(Struct, frozen=True):
     """Prompts by ticket. A resumed run keeps the tickets."""
     accounting: Accounting
     rewards: dict[str, RewardsBefore] = {}
-    """The rewards of each prompt so far, by its id, in runs whose advantage asks for it."""
+    """The rewards of each prompt so far, by a digest of its question, in runs whose advantage asks for it."""
+
+
+def _question(prompt: Prompt) -> str:
+    """Returns a digest of what is asked, which is the same in every epoch. An id names one draw; tokens may hold other solved examples each time."""
+    asked = msgspec.msgpack.encode((prompt.text, prompt.columns, prompt.images), order="deterministic")
+    return xxhash.xxh3_128_hexdigest(asked)
 
 
 class Buffer:
@@ -126,12 +135,12 @@ class Buffer:
     def _remember(self, ticket: int, rewards: Sequence[float]) -> None:
         """Counts the rewards of a group that is in flight: a ready one has been counted."""
         if self._rewards is not None and ticket in self._in_flight and len(rewards) > 1:
-            name = self._in_flight[ticket].id
+            name = _question(self._in_flight[ticket])
             self._rewards[name] = self._rewards.get(name, RewardsBefore()).after(rewards)
 
-    def rewards_before(self, prompt: str) -> RewardsBefore | None:
+    def rewards_before(self, prompt: Prompt) -> RewardsBefore | None:
         """Returns the rewards that a prompt had in groups that are over, in the order of the journal; None if it is not kept."""
-        return None if self._rewards is None else self._rewards.get(prompt, RewardsBefore())
+        return None if self._rewards is None else self._rewards.get(_question(prompt), RewardsBefore())
 
     def put(self, group: Group) -> None:
         """Makes a group in flight ready."""

@@ -555,7 +555,7 @@ class Rolling:
     def _judge(self, rolled: Rolled) -> None:
         """Ends the group as failed or dropped, or puts it into the buffer as ready. Charges it to the budgets."""
         algorithm, ledger = self._parts.algorithm, self._parts.ledger
-        before = self._parts.buffer.rewards_before(rolled.prompt.id)
+        before = self._parts.buffer.rewards_before(rolled.prompt)
         enough = len(rolled.scored) >= algorithm.min_rollouts
         made = algorithm.rows(rolled.prompt, rolled.scored, before) if enough else ()
         rows = tuple(replace(row, temperature=self._plan.rollout.temperature) for row in made)

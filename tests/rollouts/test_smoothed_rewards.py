@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.algo.advantages import GroupRewards, group_norm, smoothed
 from headrace.algo.config import AlgoConfig
@@ -87,11 +88,12 @@ def test_a_first_group_is_group_norm_and_a_later_one_without_contrast_is_trained
 
 
 class FewPrompts(FakeTask):
-    """Five prompts, again and again."""
+    """Five questions, again and again: prompts of another name in each epoch, as those of rows are."""
 
     def draw(self) -> Prompt:
         self._next += 1
-        return self._prompt("train", (self._next - 1) % 5)
+        epoch, row = divmod(self._next - 1, 5)
+        return replace(self._prompt("train", row), id=f"train/{epoch}/{row}")
 
 
 def world(directory: Path, **more: Any) -> FakeWorld:
@@ -114,7 +116,7 @@ def test_every_group_knows_what_its_prompt_was_given_before_it_over_kills(tmp_pa
     for record in read_journal(tmp_path):
         match record:
             case DrawnRecord():
-                flying[record.ticket] = record.prompt.id
+                flying[record.ticket] = record.prompt.text
             case ReadyRecord(group=group):
                 earlier = given[flying.pop(group.ticket)]
                 expected = RewardsBefore()

@@ -20,14 +20,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from headrace.core.batches import RewardsBefore
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Task
 from headrace.core.types import Prompt
+from headrace.durable.journal import DrawnRecord, GoneRecord
 from headrace.durable.spelling import jsonable
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.reasoning_gym import BY_HASH, ReasoningGymTask
 from headrace.episodes.tasks.rows import RowsTask
 from headrace.episodes.tasks.seeds import SeedsTask
+from headrace.loop.buffer import Buffer
+from headrace.loop.staleness import StalenessConfig
 from headrace.testing.fake_task import FakeTask
 
 NONE: Mapping[str, Any] = {}
@@ -89,6 +93,22 @@ def refusal(make: Any, *arguments: Any, **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         make(*arguments, **settings)
     return str(caught.value)
+
+
+def test_a_row_is_one_question_in_every_epoch_whatever_it_is_shown_before(tmp_path: Path) -> None:
+    """The rewards of a prompt are kept by it, so that they are found again where the id and the solved examples are others."""
+    task = rows(write(tmp_path / "rows.jsonl", table(6)), held_out=1)
+    buffer = Buffer(StalenessConfig(groups_per_step=1, max_lag=9), groups_wanted=99, remembers=True)
+    drawn = [task.draw() for _ in range(10)]
+    assert len({prompt.id for prompt in drawn}) == 10 and len({prompt.text for prompt in drawn}) == 5
+    for ticket, prompt in enumerate(drawn):
+        before = buffer.rewards_before(prompt)
+        assert before and before.groups == ticket // 5
+        buffer.count(DrawnRecord(0.0, ticket, prompt))
+        buffer.count(GoneRecord(0.0, ticket, "dropped", "no_contrast", rewards=(1.0, 1.0)))
+    assert buffer.rewards_before(msgspec.structs.replace(drawn[0], tokens=(1, 2, 3))) == buffer.rewards_before(drawn[0])
+    other = msgspec.structs.replace(drawn[0], columns={**drawn[0].columns, "answer": -1})
+    assert buffer.rewards_before(other) == RewardsBefore(), "another answer makes another question"
 
 
 # --- what holds for every task -----------------------------------------------------------------------------------------
