@@ -36,9 +36,9 @@ SERVERS = {
 
 
 OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")
-"""Values of `model_type` whose forward pass the native engine has itself. Only beside these it serves adapters."""
+"""Values of `model_type` whose forward pass the native engine has itself. Only beside these it serves adapters of experts."""
 OTHERS_PATHS = ("hf", "cache")
-"""Values of `engine.path` that serve them through transformers' forward pass, without adapters."""
+"""Values of `engine.path` that serve them through transformers' forward pass."""
 
 
 def core_class(kind: str) -> Callable[[Path, Any, bool], EngineCore]:

@@ -70,7 +70,7 @@ class LoraConfig:
     dequantised values in its own dtype."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
     """adapter: publish the base weights once, then only the adapter. merged: publish full weights with the adapter merged in, which any
-    engine can serve. auto: adapter, except merged for DoRA, and for models beside which the native engine serves no adapters."""
+    engine can serve. auto: adapter, except merged for DoRA, and in the native engine for models that are computed by transformers, unless other settings need the adapter."""
     init_seed: int = Field(default=0, ge=0)
     """Seed of the first matrix A of each pair; B starts at zero, so that training starts at the base model."""
 
@@ -139,10 +139,10 @@ def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taugh
         )
     if config.merged:
         return
-    if engine_path in ("hf", "cache") and config.publish == "adapter":
-        yield f'engine.path = {engine_path} serves no adapters; use engine.path = auto, or lora.publish = "merged"'
-    if config.experts and engine_path == "kernels":
-        yield 'engine.path = kernels serves no adapters of experts; use engine.path = auto, or lora.publish = "merged"'
+    if config.experts and (
+        engine_path == "kernels" or (engine_path in ("hf", "cache") and config.publish == "adapter")
+    ):
+        yield f'engine.path = {engine_path} serves no adapters of experts; use engine.path = auto, or lora.publish = "merged"'
     if self_taught:
         yield (
             "a teacher that is the student itself needs full weights, which lora.publish = adapter never publishes; "

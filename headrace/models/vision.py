@@ -325,6 +325,11 @@ def make(source: Path, home: Path, made: Path, images: Mapping[str, str]) -> Non
         first += len(seen.features)
     none = {FEATURES: torch.zeros(0, whole.get_input_embeddings().embedding_dim)}
     joined = {name: torch.cat([one[name] for one in tables]) for name in tables[0]} if tables else none
+    if len(joined[FEATURES]) and not joined[FEATURES].any():
+        raise ConfigError(
+            "the features of all images are zeros, so that it cannot tell one from another: a projection of its has no weights yet (a new Gemma 3 begins "
+            "so); use a model that has learned to see, or give the projection random weights"
+        )
     save_file(joined, made / FOLDER / ROWS)
     index = {
         "source": str(source),
@@ -361,7 +366,25 @@ def _processor(source: Path) -> Any:
     from transformers import AutoImageProcessor
 
     # Pillow's, which is there on every machine and gives equal pixels on all
-    return AutoImageProcessor.from_pretrained(source, local_files_only=True, backend="pil")
+    try:
+        return AutoImageProcessor.from_pretrained(source, local_files_only=True, backend="pil")
+    except (
+        Exception
+    ) as error:  # a class that is not there, or that computes with torchvision; a file that is missing or damaged
+        raise ConfigError(_unprepared(source)) from error
+
+
+def _unprepared(source: Path) -> str:
+    try:
+        kind = json.loads((source / "preprocessor_config.json").read_text(encoding="utf-8")).get("image_processor_type")
+    except (OSError, ValueError):
+        kind = None
+    if kind is None:
+        return "it has no preprocessor_config.json that says how images are prepared; add that of the model from which it was made"
+    return (
+        f"its images are prepared by {kind} (preprocessor_config.json), which transformers does not have with Pillow; remove image_processor_type there, "
+        "and the one of its family is used"
+    )
 
 
 def _opened(path: Path, where: str) -> Any:

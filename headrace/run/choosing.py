@@ -101,8 +101,8 @@ def settle_sizes(
 
 
 def settle_adapter(config: RunConfig, model_dir: Path) -> RunConfig:
-    """Publishes an adapter merged where the engine serves none beside this model, if `lora.publish` leaves that open. Raises ConfigError if other
-    settings need it beside the model."""
+    """Publishes an adapter merged where the engine computes this model by transformers, if `lora.publish` leaves that open and no other setting needs it
+    beside the model. Raises ConfigError if one does, and the engine cannot serve it there."""
     lora, engine = config.lora, config.engine
     if config.adapters or not lora.rank or lora.publish != "auto" or lora.merged or engine.is_server:
         return config
@@ -110,9 +110,13 @@ def settle_adapter(config: RunConfig, model_dir: Path) -> RunConfig:
     if kind in OWN_FAMILIES and engine.path not in OTHERS_PATHS:
         return config
     through = f"{kind} through engine.path = {engine.path}" if kind in OWN_FAMILIES else str(kind)
-    why = f'lora.publish = "merged", because the native engine serves no adapters beside {through}'
+    why = f'lora.publish = "merged", because the native engine computes {through} by transformers, where an adapter takes products of its own'
+    if lora.experts:
+        why = f'lora.publish = "merged", because the native engine serves no adapters of experts beside {through}'
     settled = with_chosen(config, {"lora.publish": "merged"}, {"adapter": why})
     if problems := check(settled):
+        if not lora.experts:
+            return config
         raise ConfigError("\n".join(f"{why}, and {problem}" for problem in problems))
     return settled
 

@@ -1,4 +1,4 @@
-"""`lora.publish = "auto"` publishes whole weights where the native engine serves no adapters, and says so; what was asked for stays."""
+"""`lora.publish = "auto"` publishes whole weights where transformers computes in the native engine, and says so; what was asked for stays."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def settled(directory: Path, family: str, **tables: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(("family", "path"), [("gpt_oss", "auto"), ("qwen3_next", "cache"), ("llama", "hf")])
-def test_it_is_published_merged_where_the_engine_serves_none(tmp_path: Path, family: str, path: str) -> None:
+def test_it_is_published_merged_where_transformers_computes(tmp_path: Path, family: str, path: str) -> None:
     found = settled(tmp_path, family, lora={"rank": 8}, engine={"path": path})
     assert found.lora.publish == "merged" and found.adapters_served == 0
-    assert family in found.chosen.why["adapter"] and "serves no adapters beside" in found.chosen.why["adapter"]
+    assert family in found.chosen.why["adapter"] and "by transformers" in found.chosen.why["adapter"]
     (tmp_path / "config.toml").write_text(dump_config(found))
     asked = {**TASK, "model": {"path": str(tmp_path)}, "lora": {"rank": 8}, "engine": {"path": path}}
     assert load_config(resumed_settings(asked, tmp_path)).lora.publish == "merged", "a resume chooses nothing"
@@ -47,9 +47,13 @@ def test_what_was_asked_for_stays_and_so_does_what_works(
     assert found.lora.publish == publish and "adapter" not in found.chosen.why
 
 
-def test_settings_that_need_the_adapter_beside_the_model_are_refused(tmp_path: Path) -> None:
+def test_settings_that_need_the_adapter_beside_the_model_get_it_or_are_refused(tmp_path: Path) -> None:
     tables = {"lora": {"rank": 8, "quantise": "int8"}, "algo": {"kl": {"coef": 0.1, "place": "reward"}}}
-    with pytest.raises(ConfigError, match=r"serves no adapters beside gpt_oss, and algo.kl.place = reward .* use algo"):
+    beside = settled(tmp_path, "gpt_oss", **tables)
+    assert beside.lora.publish == "auto" and beside.adapters_served == 1
+    tables["lora"]["experts"] = True
+    why = r"serves no adapters of experts beside gpt_oss, and algo.kl.place = reward .* use algo"
+    with pytest.raises(ConfigError, match=why):
         settled(tmp_path, "gpt_oss", **tables)
     tables["algo"]["kl"]["place"] = "loss"
     assert settled(tmp_path, "gpt_oss", **tables).lora.merged

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core.errors import ConfigError
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.decoder import FusedRunner
-from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.layers import PREFIX, by_adapter
 from support.few import few
 from support.tiny_models import MIXTURES, RunnerDriver, parameters, prompts, reference, skeleton
@@ -269,14 +267,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tensors, sentence):
 def test_experts_of_another_size_are_refused():
     with pytest.raises(ValueError, match=r"mlp.experts.*\(24, 32\).*another base model"):
         put(driver("mixtral"), 0, adapters_of("qwen3_moe", only="experts.gate_up_proj", rank=3))
-
-
-def test_the_hugging_face_path_refuses_adapters_at_start():
-    with pytest.raises(ConfigError, match='serves no adapters.*lora.publish = "merged"'):
-        HuggingFaceRunner(skeleton("gpt2"), 64, dtype=torch.float32, device=CPU, exact=False, max_adapters=2)
-    runner = HuggingFaceRunner(skeleton("gpt2"), 64, dtype=torch.float32, device=CPU, exact=False, max_adapters=0)
-    with pytest.raises(ValueError, match="hugging face gpt2 serves no adapters"):
-        runner.prepare_adapter(AdapterSpec("a", 4, 4.0), {})
 
 
 def test_adapters_are_read_in_any_order_of_their_tensors():

@@ -121,14 +121,21 @@ def test_a_contradiction_is_refused_and_its_remedy_helps(
 
 
 @pytest.mark.slow
-def test_adapters_that_the_engine_cannot_serve_are_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
+def test_adapters_are_trained_and_served_beside_a_model_that_transformers_computes(tmp_path: Path) -> None:
     model = sound(tmp_path / "model", family="gpt_neox")
-    lora, adapters = {"rank": 2}, [{"name": "a"}, {"name": "b", "lora": {"rank": 4}}]
-    with pytest.raises(ConfigError, match=r'serves no adapters beside gpt_neox.*set lora.publish = "merged"'):
-        trains(tmp_path, model, lora=lora | {"publish": "adapter"})
-    with pytest.raises(ConfigError, match="serves no adapters beside gpt_neox.*train one at a time.*published merged"):
-        trains(tmp_path, model, lora=lora, adapters=adapters)
-    trains(tmp_path, model, lora=lora)
+    trains(tmp_path, model, lora={"rank": 2, "publish": "adapter"})
+
+
+def test_adapters_of_experts_that_the_engine_cannot_serve_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    model = sound(tmp_path)
+    edit(model / "config.json", model_type="gpt_oss")
+    asked = {"rank": 2, "experts": True, "publish": "adapter"}
+    found = looked_at(model, lora=LoraConfig(**asked), several=True)["adapter"]
+    assert found.verdict == "refused" and "train one at a time ([lora] instead of [[adapters]])" in found.text
+    found = looked_at(model, lora=LoraConfig(**asked))["adapter"]
+    assert "serves no adapters of experts beside gpt_oss" in found.text and 'set lora.publish = "merged"' in found.text
+    for mended in ({"publish": "merged"}, {"experts": False}):
+        assert looked_at(model, lora=LoraConfig(**asked | mended))["adapter"].verdict == "agrees"
 
 
 def test_targets_that_reach_nothing_are_named_before_a_model_is_loaded(tmp_path: Path) -> None:

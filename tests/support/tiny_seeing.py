@@ -195,14 +195,19 @@ def picture(seed: int, height: int = 32, width: int = 32) -> ImageFile:
     return ImageFile(written.getvalue())
 
 
-def made(family: str, images: Sequence[ImageFile]) -> Path:
-    """The directory that engine and trainer load, made in this process."""
+def made(family: str | Path, images: Sequence[ImageFile]) -> Path:
+    """The directory that engine and trainer load, made in this process. `family`: or the directory of a model."""
     home = Path(tempfile.mkdtemp(dir=_saved.name))
     directory = home / "work" / "model"
     (directory / FOLDER).mkdir(parents=True)
     for image in images:
         (directory / FOLDER / image.digest).write_bytes(image.data)
-    make(saved(family), home, directory, {image.digest: image.where for image in images})
+    make(
+        saved(family) if isinstance(family, str) else family,
+        home,
+        directory,
+        {image.digest: image.where for image in images},
+    )
     return directory
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from headrace.trainer.forward.tree_attention import ImagesAhead, tree_attention,
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.packing import ROOT, Segment
 from support import tiny_seeing
+from support.checkpoints import edit
 from support.native_calls import Answer, drawn, greedy, make_engine, run, step
 from support.tiny_seeing import inputs, made, picture, prompt, seeing
 
@@ -380,28 +383,53 @@ def test_the_text_of_a_mark_in_a_question_stays_text():
     assert sum(token >= len(tiny_seeing.tokenizer("gemma3")) for token in shown) == 16
 
 
-def test_images_in_parts_are_refused_and_the_remedy_helps(tmp_path, monkeypatch):
-    for asks in (True, False):
-        directory = tmp_path / str(asks)
-        seeing("gemma3").save_pretrained(directory)
-        tiny_seeing.tokenizer("gemma3").save_pretrained(directory)
-        tiny_seeing.processor("gemma3", do_pan_and_scan=asks).save_pretrained(directory)
-        monkeypatch.setattr(tiny_seeing, "saved", lambda family, found=directory: found)
-        if asks:
-            with pytest.raises(
-                ConfigError, match=r"preprocessor_config.json .*\(do_pan_and_scan\).* set that to false there"
-            ):
-                made("gemma3", IMAGES[:1])
-        else:
-            made("gemma3", IMAGES[:1])
+def changed(directory: Path, change: Callable[[Any], object] = lambda whole: None, **options: Any) -> Path:
+    """A saved Gemma 3 whose weights were changed, and whose processor has other options."""
+    whole = seeing("gemma3")
+    with torch.no_grad():
+        change(whole)
+    whole.save_pretrained(directory)
+    tiny_seeing.tokenizer("gemma3").save_pretrained(directory)
+    tiny_seeing.processor("gemma3", **options).save_pretrained(directory)
+    return directory
 
 
-def test_the_smaller_models_of_gemma_4_are_causal(tmp_path, monkeypatch):
+def test_images_in_parts_are_refused_and_the_remedy_helps(tmp_path: Path):
+    asks = changed(tmp_path, do_pan_and_scan=True)
+    with pytest.raises(ConfigError, match=r"preprocessor_config.json .*\(do_pan_and_scan\).* set that to false there"):
+        made(asks, IMAGES[:1])
+    edit(asks / "preprocessor_config.json", do_pan_and_scan=False)
+    made(asks, IMAGES[:1])
+
+
+@pytest.mark.parametrize("kind", ["Gemma4UnifiedImageProcessor", "Nothing"])
+def test_a_processor_that_needs_torchvision_or_is_none_is_refused_and_the_remedy_helps(tmp_path: Path, kind: str):
+    directory = changed(tmp_path)
+    settings = json.loads((directory / "preprocessor_config.json").read_text())
+    edit(directory / "preprocessor_config.json", image_processor_type=kind)
+    with pytest.raises(ConfigError, match=rf"prepared by {kind} .* remove image_processor_type there"):
+        made(directory, IMAGES[:1])
+    (directory / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no preprocessor_config.json"):
+        made(directory, IMAGES[:1])
+    del settings["image_processor_type"]
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+    made(directory, IMAGES[:1])
+
+
+def test_features_that_are_all_zeros_are_refused(tmp_path: Path):
+    """As a Gemma 3 with new weights makes them."""
+    directory = changed(tmp_path, lambda whole: whole.model.multi_modal_projector.mm_input_projection_weight.zero_())
+    with pytest.raises(ConfigError, match="features of all images are zeros, .* give the projection random weights"):
+        made(directory, IMAGES)
+    made(directory, [])
+
+
+def test_the_smaller_models_of_gemma_4_are_causal(tmp_path):
     whole = seeing("gemma4")
     whole.config.text_config.use_bidirectional_attention = None
     whole.save_pretrained(tmp_path)
     tiny_seeing.tokenizer("gemma4").save_pretrained(tmp_path)
     tiny_seeing.processor("gemma4").save_pretrained(tmp_path)
-    monkeypatch.setattr(tiny_seeing, "saved", lambda family: tmp_path)
-    model = load_model(made("gemma4", IMAGES[:1]), CPU)
+    model = load_model(made(tmp_path, IMAGES[:1]), CPU)
     assert not ahead_in(model) and model.get_input_embeddings().images.width == 48

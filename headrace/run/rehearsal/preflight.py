@@ -349,7 +349,7 @@ def _adapter(files: ModelFiles, lora: LoraConfig, engine: str, several: bool) ->
         reached = set(lora.targets)
     count = sum(name.rpartition(".")[2] in {module.rpartition(".")[2] for module in reached} for name in names)
     kind = str(files.config.get("model_type"))
-    if engine == "native" and not lora.merged and kind not in OWN_FAMILIES:
+    if engine == "native" and lora.experts and not lora.merged and kind not in OWN_FAMILIES:
         remedy = 'set lora.publish = "merged": the adapter is trained as it is, and the engine is sent whole weights'
         if several:
             remedy = "train one at a time ([lora] instead of [[adapters]]), which is published merged, or choose one of these"
@@ -357,7 +357,7 @@ def _adapter(files: ModelFiles, lora: LoraConfig, engine: str, several: bool) ->
         yield Finding(
             "adapter",
             "refused",
-            f"the native engine serves no adapters beside {kind}, only beside {families}; {remedy}",
+            f"the native engine serves no adapters of experts beside {kind}, only beside {families}; {remedy}, or set lora.experts = false",
         )
         return
     yield Finding("adapter", "agrees", f"reaches {count} layers: {', '.join(sorted(reached))}")

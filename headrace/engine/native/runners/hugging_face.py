@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
+from headrace.engine.native.runners.module_adapters import blamed_in_slots, in_slots
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner
 from headrace.engine.native.runners.recorded import TRIED, ExpertRecorder
@@ -25,7 +26,7 @@ from headrace.models.image_blocks import ahead_in, kind_of
 
 
 class HuggingFaceRunner(ModuleRunner, PagedRunner):
-    """Raises ConfigError for adapters, and for exactness of mixtures of experts and of images that see ahead, which it does not support."""
+    """Raises ConfigError for exactness of mixtures of experts and of images that see ahead, which it does not support."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
         exact: bool = False,
         max_adapters: int = 0,
     ) -> None:
-        ModuleRunner.__init__(self, f"hugging face {model.model_type}", model.model, max_adapters)
+        path = f"hugging face {model.model_type}"
+        ModuleRunner.__init__(self, path, model.model, max_adapters, dtype=dtype, device=device)
         self._model = model.model
         if exact and model.model._can_set_experts_implementation():
             raise ConfigError(
@@ -68,6 +70,14 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        def of_one(slot: int, part: ForwardInput) -> ForwardOutput:
+            with self._adapters.used(slot):
+                return PagedRunner.forward(self, part)
+
+        return in_slots(batch, of_one)
+
     def _forward(self, batch: ForwardInput) -> ForwardOutput:
         if self.device.type == "cuda":
             self.passes.count("a model without a decoder of headrace's own")
@@ -81,8 +91,11 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
 
     @torch.inference_mode()
     def blame(self, batch: ForwardInput) -> np.ndarray:
+        return blamed_in_slots(batch, self._blame)
+
+    def _blame(self, slot: int, batch: ForwardInput) -> np.ndarray:
         rows = self._tensor(batch.rows)
-        with LayerWatch(self._layers, len(batch.tokens), self.device) as watch:
+        with self._adapters.used(slot), LayerWatch(self._layers, len(batch.tokens), self.device) as watch:
             broken = ~self._run(batch, rows).isfinite().all(-1)
         blamed, layers = watch.blamed, self._cache.geometry.layers
         blamed[rows] = torch.where((blamed[rows] < 0) & broken, layers, blamed[rows])

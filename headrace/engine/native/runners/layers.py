@@ -394,7 +394,7 @@ def groups(batch: ForwardInput, slots: Sequence[Adapter | None], exact: bool) ->
 
 
 @dataclass(frozen=True)
-class _Matrices:
+class Matrices:
     """One module's, float32: a [E, r, in] and b [E, out, r] with the scale in it. A plain module is one of one expert."""
 
     a: torch.Tensor
@@ -411,13 +411,8 @@ def read_adapter(
     exact: bool = False,
 ) -> Adapter:
     """Raises ValueError naming the first tensor that the base model has no place for."""
-    shapes = _module_shapes(base)
-    found: dict[str, _Matrices] = {}
-    for module, (a, b) in _pairs(spec, tensors).items():
-        name = _module(spec, module, shapes, a, b)
-        found[name] = _checked(spec, name, shapes[name], a, b)
-    if not found:
-        raise ValueError(f"the adapter {spec.name} holds no tensors; publish its lora_A and lora_B")
+    there = "q, k, v, o, gate, up and down projections and experts can be adapted"
+    found = matrices_of(spec, tensors, _module_shapes(base), there)
 
     def layer(index: int, of: LayerSpec) -> AdapterLayer:
         prefix = f"model.layers.{index}."
@@ -433,6 +428,20 @@ def read_adapter(
         return AdapterLayer(linears, experts)
 
     return Adapter([layer(index, of) for index, of in enumerate(base.layers)])
+
+
+def matrices_of(
+    spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int, int]], there: str
+) -> dict[str, Matrices]:
+    """An adapter's matrices by the names of modules. `shapes`: (experts, out, in) of all that can be adapted; `there`: what that is, in words. Raises
+    ValueError naming the first tensor that has no place among them."""
+    found: dict[str, Matrices] = {}
+    for module, (a, b) in _pairs(spec, tensors).items():
+        name = _module(spec, module, shapes, there, a=a, b=b)
+        found[name] = _checked(spec, name, shapes[name], a, b)
+    if not found:
+        raise ValueError(f"the adapter {spec.name} holds no tensors; publish its lora_A and lora_B")
+    return found
 
 
 def _module_shapes(base: Spec) -> dict[str, tuple[int, int, int]]:
@@ -470,7 +479,13 @@ def _pairs(spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _module(
-    spec: AdapterSpec, module: str, shapes: Mapping[str, tuple[int, int, int]], a: torch.Tensor, b: torch.Tensor
+    spec: AdapterSpec,
+    module: str,
+    shapes: Mapping[str, tuple[int, int, int]],
+    there: str,
+    *,
+    a: torch.Tensor,
+    b: torch.Tensor,
 ) -> str:
     """The adapted module's canonical name. For experts, peft's names do not show which of the two parameters is meant (the one
     it wrapped first is called `base_layer`), but their sizes do."""
@@ -483,12 +498,11 @@ def _module(
         return plain
     raise ValueError(
         f"the adapter {spec.name} adapts {module} with matrices of shape {tuple(a.shape)} and {tuple(b.shape)}, for which the "
-        "base model has no place (q, k, v, o, gate, up and down projections and experts can be adapted); is it an adapter "
-        "for another base model?"
+        f"base model has no place ({there}); is it an adapter for another base model?"
     )
 
 
-def _checked(spec: AdapterSpec, name: str, shape: tuple[int, int, int], a: torch.Tensor, b: torch.Tensor) -> _Matrices:
+def _checked(spec: AdapterSpec, name: str, shape: tuple[int, int, int], a: torch.Tensor, b: torch.Tensor) -> Matrices:
     experts, out, into = shape
     rank = _of_pattern(spec.rank_pattern, name, spec.rank)
     for letter, tensor, wanted in (("A", a, (rank * experts, into)), ("B", b, (out, rank * experts))):
@@ -500,7 +514,7 @@ def _checked(spec: AdapterSpec, name: str, shape: tuple[int, int, int], a: torch
     alpha = _of_pattern(spec.alpha_pattern, name, spec.alpha)
     scale = alpha / (rank**0.5 if spec.rslora else rank)
     b = b.float().view(out, rank, experts).permute(2, 0, 1)  # peft counts experts fastest in B and slowest in A
-    return _Matrices(a.float().view(experts, rank, into), b * scale)
+    return Matrices(a.float().view(experts, rank, into), b * scale)
 
 
 def _of_pattern(pattern: Mapping[str, Number], name: str, default: Number) -> Number:
@@ -509,7 +523,7 @@ def _of_pattern(pattern: Mapping[str, Number], name: str, default: Number) -> Nu
     return next((pattern[key] for key in keys), default)
 
 
-def _fused(parts: Sequence[tuple[tuple[int, int], _Matrices | None]], dtype: torch.dtype, device: torch.device) -> Pair:
+def _fused(parts: Sequence[tuple[tuple[int, int], Matrices | None]], dtype: torch.dtype, device: torch.device) -> Pair:
     """`parts`: (out, in) of each module of a product, and its matrices if it has some."""
     present = [pair for _, pair in parts if pair is not None]
     blocks = [torch.zeros(out, 0) if pair is None else pair.b[0].cpu() for (out, _), pair in parts]

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from headrace.core.errors import ConfigError
 from headrace.core.weights import AdapterSpec
-from headrace.engine.kinds import OWN_FAMILIES
+from headrace.engine.native.runners.module_adapters import ModuleAdapters
 from headrace.models.saved_buffers import saved_buffers
 
 
@@ -52,17 +51,15 @@ class ModuleWeights:
 
 
 class ModuleRunner:
-    """The part of a runner that is the same whoever keeps keys and values: weights in modules, and no adapters."""
+    """The part of a runner that is the same whoever keeps keys and values: weights in modules, and adapters beside them."""
 
-    def __init__(self, path: str, model: torch.nn.Module, max_adapters: int) -> None:
-        """`path`: the way of serving, in words. Raises ConfigError if adapters are to be served."""
+    def __init__(
+        self, path: str, model: torch.nn.Module, max_adapters: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`path`: the way of serving, in words."""
         self.path = path
-        if max_adapters:
-            raise ConfigError(
-                f"{path} runs through a forward pass that is not ours, and serves no adapters (they are served beside "
-                f'{", ".join(OWN_FAMILIES)}); in a run set lora.publish = "merged", in a server leave out --adapters'
-            )
-        self._weights = ModuleWeights(model)
+        self._weights, self._adapters = ModuleWeights(model), ModuleAdapters(model, max_adapters)
+        self._dtype, self._device = dtype, device
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         return self._weights.prepare(tensors)
@@ -71,10 +68,10 @@ class ModuleRunner:
         self._weights.use(weights)
 
     def prepare_adapter(self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Any:
-        raise ValueError(f"{self.path} serves no adapters; merge {spec.name} into the weights")
+        return self._adapters.read(spec, tensors, self._dtype, self._device)
 
     def use_adapter(self, slot: int, adapter: Any) -> None:
-        assert adapter is None, "an adapter that was never prepared"
+        self._adapters.put(slot, adapter)
 
 
 def decoder_layers(model: torch.nn.Module, layers: int) -> list[torch.nn.Module]:

@@ -13,6 +13,7 @@ siblings, who begin there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
 from headrace.engine.native.runners.model_call import TOKEN, ModelCall
+from headrace.engine.native.runners.module_adapters import NONE, blamed_in_slots, in_slots
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.recorded import TRIED, ExpertRecorder, PassRoutes, RoutedTokens
 from headrace.engine.native.runners.skeleton import Skeleton, without_values
@@ -37,7 +39,7 @@ SMALLEST_BLOCK = 4096
 
 
 class OwnCacheRunner(ModuleRunner):
-    """Raises ConfigError for adapters and for exactness, which it does not support."""
+    """Raises ConfigError for exactness, which it does not support."""
 
     arithmetic = ""
     exact, keeps = False, True
@@ -55,7 +57,7 @@ class OwnCacheRunner(ModuleRunner):
     ) -> None:
         self._skeleton, self._call = model, ModelCall(model, device)
         alone = " alone" if self._call.alone else ""
-        super().__init__(f"own cache{alone} {model.model_type}", model.model, max_adapters)
+        super().__init__(f"own cache{alone} {model.model_type}", model.model, max_adapters, dtype=dtype, device=device)
         if exact:
             raise ConfigError(
                 f"engine.exact = true, but {self.path} forwards prompts in parts, whose sums depend on how they are cut; set it to false"
@@ -71,7 +73,9 @@ class OwnCacheRunner(ModuleRunner):
                 f"{self.path} keeps the state of a sequence in its modules, where all sequences would share it; choose another model"
             )
         self._live = 0
-        """The number of times that weights were put into service."""
+        """The number of the weights that calls are made with, an adapter's beside the base's among them."""
+        self._numbers = dict.fromkeys(range(NONE, max_adapters), 0)
+        """Those of the slots, in which no number comes twice: what one has left is nothing for another."""
         self._blocks, self._states = MarkedBlocks(0), States(0)
 
     @cached_property
@@ -110,13 +114,34 @@ class OwnCacheRunner(ModuleRunner):
 
     def use(self, weights: Any) -> None:
         super().use(weights)
-        self._live += 1
+        for slot in self._numbers:
+            self._renew(slot)
+
+    def use_adapter(self, slot: int, adapter: Any) -> None:
+        super().use_adapter(slot, adapter)
+        self._renew(slot)
+
+    def _renew(self, slot: int) -> None:
+        self._numbers[slot] = 1 + max(self._numbers.values())
+
+    @contextmanager
+    def _served(self, slot: int) -> Iterator[None]:
+        self._live = self._numbers[slot]
+        with self._adapters.used(slot):
+            yield
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         assert self._weights.loaded, "forward before the first weights"
+        return in_slots(batch, self._forward)
+
+    def _forward(self, slot: int, batch: ForwardInput) -> ForwardOutput:
+        with self._served(slot):
+            return self._pass(batch)
+
+    def _pass(self, batch: ForwardInput) -> ForwardOutput:
         routes = PassRoutes(self._recorder if batch.routing else None)
         again = np.full(len(batch.context), -1)
         going = []
@@ -240,6 +265,13 @@ class OwnCacheRunner(ModuleRunner):
     @torch.inference_mode()
     def blame(self, batch: ForwardInput) -> np.ndarray:
         """Forwards every sequence from its beginning, under the live weights."""
+        return blamed_in_slots(batch, self._blame)
+
+    def _blame(self, slot: int, batch: ForwardInput) -> np.ndarray:
+        with self._served(slot):
+            return self._blamed(batch)
+
+    def _blamed(self, batch: ForwardInput) -> np.ndarray:
         found = []
         for segment in self._segments(batch):
             with LayerWatch(self._layers, len(segment.marks), self.device) as watch:
