@@ -14,6 +14,7 @@ from headrace.facts.facts import GpuUse, ProcessesUsed, ProcessUse, StepTrained
 from headrace.facts.number_tables import Numbers, title_of
 from headrace.facts.records import summarise
 from headrace.facts.run_state import RunState
+from headrace.facts.texts import number
 from headrace.loop.world import virtual_time
 from headrace.processes.health.family import Child, Family, family
 from headrace.processes.health.live_status import Status
@@ -73,7 +74,10 @@ def test_readings_become_curves_and_a_line() -> None:
     (line,) = [
         parts for label, parts in lines_of("run", Status("alive", "training", None), state) if label == "machine"
     ]
-    assert [part.plain for part in line] == [f"engine {state.now / 10:.1f} cores, 2.15 GB", "gpu 0 50 %, 1.07 GB"]
+    assert [part.plain for part in line] == [
+        f"engine {number(state.now / 10, 2)} cores, 2.15 GB",
+        "gpu 0 50 %, 1.07 GB",
+    ]
 
 
 def test_a_run_reads_its_own_processes_until_it_ends() -> None:
@@ -90,3 +94,4 @@ def test_a_run_reads_its_own_processes_until_it_ends() -> None:
     virtual_time.run(case())
     assert [fact.t for fact in told] == [FIRST, FIRST + EVERY, FIRST + 2 * EVERY]
     assert set(told[0].processes) == {"controller", "trainer"}
+    assert told[0].processes["controller"].cores < 20, "seconds before the run's first reading belong to no interval"

@@ -78,6 +78,7 @@ async def watch_use(record: Callable[[ProcessesUsed], None], clock: Callable[[],
 
     Consumes: nothing. Waits for: time, and a thread that reads. Unblocked by: both pass by themselves."""
     family, meter = current_family(), Meter()
+    await asyncio.to_thread(meter.read, _processes(family))  # what they have used until now is of no interval
     await asyncio.sleep(min(FIRST, pause))
     while True:
         processes, gpus = await asyncio.to_thread(meter.read, _processes(family))

@@ -238,7 +238,7 @@ USES = {
 def machine_use(columns: StepColumns | None) -> str:
     """Returns a chart over minutes for each kind of use; empty where nothing was read."""
     figures = [_use(columns, kind, title, unit) for kind, (title, unit) in USES.items()] if columns else []
-    return f'<div class="figures">{"".join(figures)}</div>' if any(figures) else ""
+    return f'<div class="figures beneath">{"".join(figures)}</div>' if any(figures) else ""
 
 
 def _use(columns: StepColumns, kind: str, title: str, unit: str) -> str:

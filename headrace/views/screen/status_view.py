@@ -15,7 +15,7 @@ from headrace.facts import run_state
 from headrace.facts.health import Figure, Health, HealthRow, Standing, health
 from headrace.facts.number_tables import StepColumns
 from headrace.facts.run_state import RunState
-from headrace.facts.texts import clip, duration, percent, plural, reward_text, short_time, size, sparkline
+from headrace.facts.texts import clip, duration, number, percent, plural, reward_text, short_time, size, sparkline
 from headrace.facts.verdicts import equation, failings, reasons
 from headrace.processes.health.live_status import LIVING, SILENT, LiveStatus, Status
 from headrace.views.screen import live
@@ -194,7 +194,7 @@ def _use(state: RunState) -> list[Line]:
     if state.used is None:
         return []
     parts = [
-        Text(f"{kind} ", FAINT).append(f"{use.cores:.1f} cores, {size(use.memory)}", "not dim")
+        Text(f"{kind} ", FAINT).append(f"{number(use.cores, 2)} cores, {size(use.memory)}", "not dim")
         for kind, use in state.used.processes.items()
     ]
     for gpu in state.used.gpus:
