@@ -265,6 +265,32 @@ class EngineSample(Fact, frozen=True):
     stats: EngineStats
 
 
+class ProcessUse(Struct, frozen=True):
+    """Cores and memory of the processes of one kind."""
+
+    processes: int = 0
+    cores: float = 0.0
+    """Seconds of a core per second."""
+    memory: int = 0
+    """Bytes in memory; pages that several processes share count in each."""
+
+
+class GpuUse(Struct, frozen=True):
+    index: int
+    busy: float
+    """Share of the time in which a kernel ran; -1 where the driver does not say."""
+    memory: int
+    """Bytes in use, of all processes."""
+
+
+class ProcessesUsed(Fact, frozen=True):
+    """Cores and memory of the run's processes on this machine since the last such fact, twice a minute."""
+
+    processes: dict[str, ProcessUse]
+    """Kinds: controller, engine, trainer, scorer, ..."""
+    gpus: tuple[GpuUse, ...] = ()
+
+
 class MemberSample(Struct, frozen=True, kw_only=True):
     """One engine of a fleet."""
 

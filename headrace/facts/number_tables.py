@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from headrace.facts.costs import Costs
-from headrace.facts.facts import Evaluated, GroupEnded, IdentityChecked, WeightsLive
+from headrace.facts.facts import Evaluated, GroupEnded, IdentityChecked, ProcessesUsed, WeightsLive
 from headrace.facts.group_numbers import Choices, Tally
 from headrace.facts.records import MetricsFact, StepRow
 from headrace.facts.run_state import RunState
@@ -312,6 +312,8 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
         case IdentityChecked():
             step, values = fact.version, {"identity/mean_abs_diff": fact.mean_abs_diff}
             values |= {"identity/kl": fact.kl} if fact.tokens else {}
+        case ProcessesUsed():
+            step, values = state.step, _use_scalars(fact)
         case _:
             return 0, {}
     return step, {name: value for name, value in values.items() if math.isfinite(value)}
@@ -392,6 +394,13 @@ _OF_LAG = {
 }
 
 
+_OF_USE = {
+    "cores": "Cores that {} uses",
+    "gib": "Memory that {} holds, GiB",
+    "busy": "Time in which {} computes, share",
+}
+
+
 def title_of(name: str) -> str:
     """Returns what a number is, with its unit. A name that is not known, of another version, is its own title."""
     room, _, leaf = name.partition("/")
@@ -399,6 +408,8 @@ def title_of(name: str) -> str:
         return TITLES[name]
     if room == "reward":
         return f"Reward {leaf}, mean of trained groups"
+    if room == "use" and (unit := _OF_USE.get(leaf.rpartition("_")[2])):
+        return unit.format(leaf.rpartition("_")[0])
     of, _, what = leaf.rpartition("/")
     if room == "held_out" and of and (known := TITLES.get(f"held_out/{what}")):
         return f"{known} ({of})"
@@ -464,6 +475,15 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
     if idle is not None and rate is not None:
         values |= {"time/engine_idle": idle, "time/engine_tokens_per_second": rate}
     return values
+
+
+def _use_scalars(fact: ProcessesUsed) -> dict[str, float]:
+    found = {f"use/{kind}_cores": use.cores for kind, use in fact.processes.items()}
+    found |= {f"use/{kind}_gib": use.memory / 2**30 for kind, use in fact.processes.items()}
+    for gpu in fact.gpus:
+        found |= {f"use/gpu{gpu.index}_gib": gpu.memory / 2**30}
+        found |= {f"use/gpu{gpu.index}_busy": gpu.busy} if gpu.busy >= 0 else {}
+    return found
 
 
 def _share_scalars(recent: Tally) -> dict[str, float]:

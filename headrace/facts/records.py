@@ -29,6 +29,7 @@ from headrace.facts.facts import (
     IdentityChecked,
     MemberMoved,
     Planned,
+    ProcessesUsed,
     PromptChosen,
     RunEnded,
     RunStarted,
@@ -110,6 +111,7 @@ MetricsFact = (
     | ScorerAsked
     | EngineSample
     | FleetSample
+    | ProcessesUsed
     | MemberMoved
     | Evaluated
     | CheckpointSaved

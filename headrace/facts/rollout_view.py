@@ -259,6 +259,8 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     """The turns of all paths."""
     cut: str = ""
     """The limit at which the episode was cut off; empty if none."""
+    of_group: tuple[float, ...] = ()
+    """The rewards of all rollouts of its group, in their order."""
 
     @property
     def sampled(self) -> list[int]:
@@ -336,6 +338,7 @@ def view_rollout(
         story=tuple(story(scored_rollout)),
         graph=view_turns(step, group, rollout),
         cut=scored_rollout.episode.cut,
+        of_group=tuple(scored.reward for scored in group.scored),
     )
 
 

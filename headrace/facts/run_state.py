@@ -23,6 +23,7 @@ from headrace.facts.facts import (
     MemberMoved,
     MemberSample,
     Planned,
+    ProcessesUsed,
     PromptChosen,
     RunEnded,
     RunStarted,
@@ -122,6 +123,8 @@ class RunState(RunSums):
     deaths: list[WorkerLost] = []
     joined: dict[str, WorkerJoined] = {}
     """The newest worker of each seat that workers take from elsewhere; one that was lost is not in it."""
+    used: ProcessesUsed | None = None
+    """The newest reading of cores and memory."""
     members: tuple[MemberSample, ...] = ()
     """The engines of a fleet; empty where there is one engine."""
     moves: list[MemberMoved] = []
@@ -166,8 +169,8 @@ class RunState(RunSums):
                 self._step(fact)
             case EngineSample():
                 self.engine.fold(fact.t, fact.stats, self._open_windows())
-            case FleetSample():
-                self.members = fact.members
+            case FleetSample() | ProcessesUsed():
+                self._sample(fact)
             case MemberMoved():
                 self.moves.append(fact)
             case Waited():
@@ -216,6 +219,12 @@ class RunState(RunSums):
             self.files = fact
         else:
             self.warm = fact
+
+    def _sample(self, fact: FleetSample | ProcessesUsed) -> None:
+        if isinstance(fact, FleetSample):
+            self.members = fact.members
+        else:
+            self.used = fact
 
     def _evaluate(self, fact: Evaluated) -> None:
         """A further set may have been measured twice, because a run that was killed before its held-out prompts were measures all sets again."""

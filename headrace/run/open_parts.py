@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.algo.noise import NoiseWatch
@@ -24,6 +25,7 @@ from headrace.loop.pipeline import Parts, Pipeline, earlier_metrics
 from headrace.loop.run_limits import Minutes
 from headrace.loop.turns import Utilisation
 from headrace.models.chat import ChatEncoder
+from headrace.processes.health.usage import watch_use
 from headrace.run.build import LoadedFiles, Players, load_files, loaded_model, open_players, plan_of
 from headrace.run.choosing import allowance_of
 from headrace.run.clients.bus_engine import BusEngine
@@ -239,7 +241,7 @@ class _JoinedLane:
             minutes=Minutes(
                 allowance_of(config.train, config.chosen), storage.keep_steps, telemetry.record, telemetry.clock
             ),
-            sentinels=(self.teaching.watch,),
+            sentinels=(self.teaching.watch, partial(watch_use, telemetry.record, telemetry.clock)),
             elsewhere=pools.engine.groups(self.restored.buffer.in_flight)
             if isinstance(pools.engine, BusEngine)
             else None,

@@ -270,6 +270,7 @@ class GRPOTrainer:
         args, tree = self.args, Tree()
         rows: list[dict[str, Any]] = []
         held_out: list[dict[str, Any]] = []
+        self._measured: dict[str, list[dict[str, Any]]] = {}
         with refusals.part():
             rows = _rows(self.train_dataset, "train_dataset")
         with refusals.part():

@@ -286,7 +286,7 @@ def ask(asked: Iterable[Child], patience: float = PATIENCE) -> list[Account]:
     """Returns the stacks of processes, in the given order. Blocks for `SETTLED` to `patience` seconds, so the event loop's thread must
     not call it."""
     asked, began = list(asked), time.monotonic()
-    before = {child: (_size(child.stacks), _processor_seconds(child.pid)) for child in asked}
+    before = {child: (_size(child.stacks), processor_seconds(child.pid)) for child in asked}
     sent = {child for child in asked if _may_be_asked(child)}
     for child in sent:
         with suppress(ProcessLookupError):
@@ -306,7 +306,7 @@ def ask(asked: Iterable[Child], patience: float = PATIENCE) -> list[Account]:
 
 def _account(child: Child, sent: bool, size: int, used: float | None, passed: float) -> Account:
     text = _read_from(child.stacks, size) if sent else ""
-    state, after = process_state(child.pid), _processor_seconds(child.pid)
+    state, after = process_state(child.pid), processor_seconds(child.pid)
     if text or not is_stopped(child.pid):
         state += f", {100 * (after - used) / passed:.0f} % of a core" if used is not None and after is not None else ""
     if text:
@@ -369,7 +369,8 @@ def _status(pid: int) -> Mapping[str, str] | None:
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-def _processor_seconds(pid: int) -> float | None:
+def processor_seconds(pid: int) -> float | None:
+    """Returns the seconds of a core that a process has used; None if it is gone, or where there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -162,7 +162,7 @@ def part(
     columns = numbers.columns
     long = steps_of(columns) > MAX_BARS or not state.whole
     if name == "pools" and long:
-        return _some_pools(run_dir, state, columns, asked)
+        return _some_pools(run_dir, state, numbers, asked)
     if name == "drawn" and long:
         return _some_drawn(run_dir, state, numbers, asked)
     data = _with(_data(run_dir, state, bins_too=name == "drawn"), numbers)
@@ -184,12 +184,13 @@ def _data(run_dir: Path, state: RunState, bins_too: bool) -> ReportData:
     )
 
 
-def _some_pools(run_dir: Path, state: RunState, columns: StepColumns, asked: Steps) -> str:
+def _some_pools(run_dir: Path, state: RunState, numbers: Numbers, asked: Steps) -> str:
+    columns = numbers.columns
     steps = steps_of(columns)
     first, last = chosen(steps, asked)
     shown = read_window(run_dir, state.started, first, last, kinds=OF_POOLS)
     head = strip(columns, first, shown.last) + pager(first, shown.last, steps) + _cut(shown)
-    return head + page.pools(_data(run_dir, state, bins_too=False), shown.state)
+    return head + page.pools(_with(_data(run_dir, state, bins_too=False), numbers), shown.state)
 
 
 def _some_drawn(run_dir: Path, state: RunState, numbers: Numbers, asked: Steps) -> str:

@@ -1,4 +1,5 @@
-"""Both pools over time: engine busy and idle, trainer stepping, publishing and waiting, swaps, evaluations.
+"""Both pools over time: engine busy and idle, trainer stepping, publishing and waiting, swaps, evaluations; and what their processes use of the
+machine.
 
 Bars are in a nested coordinate system whose unit is the second, so that the page's script can zoom by changing its view box.
 """
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from itertools import pairwise
 
+from headrace.facts.number_tables import MINUTES, Curve, StepColumns
 from headrace.facts.run_state import RunState, train_seconds
 from headrace.facts.run_totals import EngineSpan
 from headrace.facts.texts import duration, number, percent, reward_text, short_time
-from headrace.views.report.svg import clock_ticks
+from headrace.views.report.svg import Chart, clock_ticks, extent, figure
 
 LANES = {"engine": (4, 34), "swaps": (42, 20), "trainer": (68, 34), "other": (108, 22)}
 """Lane -> top and height."""
@@ -219,3 +222,51 @@ def _legend(run: RunState, state: RunState) -> str:
         cut = f'<p class="note">The last {MAX_BARS:,} of {len(state.rows):,} steps are drawn.</p>'
     spent = f'<p class="note">Training took {duration(train_seconds(run))} of {duration(run.now)}.</p>'
     return f'<div class="keys">{keys}</div>{spent}{cut}'
+
+
+# --- What the processes use
+
+
+USES = {
+    "cores": ("Cores that processes use", ""),
+    "gib": ("Memory that processes hold", " GiB"),
+    "busy": ("GPU time", ""),
+}
+"""Title and unit of each chart, by the end of the names of its numbers."""
+
+
+def machine_use(columns: StepColumns | None) -> str:
+    """Returns a chart over minutes for each kind of use; empty where nothing was read."""
+    figures = [_use(columns, kind, title, unit) for kind, (title, unit) in USES.items()] if columns else []
+    return f'<div class="figures beneath">{"".join(figures)}</div>' if any(figures) else ""
+
+
+def _use(columns: StepColumns, kind: str, title: str, unit: str) -> str:
+    names = [name for name in columns.names if name.startswith("use/") and name.endswith(f"_{kind}")]
+    drawn = {name[len("use/") : -len(kind) - 1]: columns.drawn(name, MINUTES, points=200) for name in names}
+    drawn = {who: curve for who, curve in drawn.items() if len(curve.x) > 1}
+    if not drawn:
+        return ""
+    ends = min(float(curve.x[0]) for curve in drawn.values()), max(float(curve.x[-1]) for curve in drawn.values())
+    tops = extent([float(curve.y.max()) for curve in drawn.values()], zero=True)
+    chart = Chart(ends, tops, x_label="minutes", whole=False, percent=kind == "busy")
+    colours = {who: f"c{place % 5 + 1}" for place, who in enumerate(drawn)}
+    for who, curve in drawn.items():
+        chart.line(list(zip(curve.x.tolist(), curve.y.tolist(), strict=True)), colours[who])
+    longest = max(drawn.values(), key=lambda curve: len(curve.x)).x.tolist()
+    edges = [ends[0], *((a + b) / 2 for a, b in pairwise(longest)), ends[1]]
+    for place, minute in enumerate(longest):
+        told = [f"{who} {_near(curve, minute, kind)}{unit}" for who, curve in drawn.items()]
+        chart.hover(edges[place], edges[place + 1], "\n".join([f"minute {minute:.1f}", *told]))
+    keys = [(colours[who], who) for who in drawn]
+    return figure(
+        title,
+        chart.html(title),
+        keys,
+        "on this machine, mean since the reading before" if kind == "cores" else unit.strip(),
+    )
+
+
+def _near(curve: Curve, minute: float, kind: str) -> str:
+    value = float(curve.y[abs(curve.x - minute).argmin()])
+    return percent(value) if kind == "busy" else number(value)

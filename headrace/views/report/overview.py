@@ -5,7 +5,7 @@ of `docs/healthy.md`. All of it is drawn from values of `facts/health.py`; all t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 
 import numpy as np
@@ -17,6 +17,7 @@ from headrace.facts.run_state import RunState
 from headrace.facts.texts import number, reward_text, with_error
 from headrace.facts.verdicts import measured_on
 from headrace.views.report.data import ReportData
+from headrace.views.report.held_out_looks import held_out_samples, hits
 from headrace.views.report.svg import Chart, extent, figure
 
 MARKS = {"good": "✓", "warn": "!", "bad": "✗", "unknown": "–"}
@@ -52,6 +53,7 @@ def overview(data: ReportData, links: Mapping[str, str]) -> str:
         + (f'<div class="front{"" if prompt else " alone"}">{front}</div>' if front else "")
         + (_warm_start(data.state.warm) if data.state.warm else "")
         + f'<div class="health">{"".join(_row(row, links[row.key], found.remedy) for row in found.rows)}</div>'
+        + held_out_samples(data.state)
     )
 
 
@@ -212,7 +214,7 @@ def _warm_start(done: WarmStarted) -> str:
 def _prompt(seen: ThenAndNow) -> str:
     parts = [(seen.then_step, seen.then)] + ([(seen.now_step, seen.now)] if seen.now else [])
     rows = "".join(
-        f'<div class="look"><p class="note">step {step} {_hits(look.rewards)}</p><pre>{escape(look.text) or "(empty)"}</pre></div>'
+        f'<div class="look"><p class="note">step {step} {hits(look.rewards)}</p><pre>{escape(look.text) or "(empty)"}</pre></div>'
         for step, look in parts
     )
     note = "Held out, never trained. " + ("" if seen.now else "It is asked again at the next evaluation. ")
@@ -220,12 +222,3 @@ def _prompt(seen: ThenAndNow) -> str:
         f'<div class="then"><b>One prompt{", then and now" if seen.now else ""}</b>'
         f'<pre class="asked">{escape(seen.prompt)}</pre>{rows}<p class="note">{note}The text is that of the first rollout.</p></div>'
     )
-
-
-def _hits(rewards: Sequence[float]) -> str:
-    """Draws rewards of 0 and 1 as circles; of others it returns the mean."""
-    mean = f"reward {reward_text(sum(rewards) / len(rewards))}"
-    if set(rewards) <= {0.0, 1.0} and len(rewards) <= 16:
-        circles = "".join("●" if reward else "○" for reward in rewards)
-        return f'<span class="hits" title="{mean}">{circles}</span>'
-    return mean + (f", mean of {len(rewards)}" if len(rewards) > 1 else "")

@@ -16,7 +16,7 @@ from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, counted, duration, percent, plural, short_time
 from headrace.facts.verdicts import advices, all_verdicts, equation, failings, reasons, weight_sync
 from headrace.views.report.data import ReportData
-from headrace.views.report.gantt import gantt
+from headrace.views.report.gantt import gantt, machine_use
 from headrace.views.report.overview import IN_REPORT, overview
 from headrace.views.report.plots import all_plots, lag_table
 from headrace.views.report.rollouts import rollouts
@@ -99,7 +99,7 @@ def pools(data: ReportData, shown: RunState | None = None) -> str:
     """Returns the chart of both pools, and who waited for whom. `shown`: the part of the run that is drawn; all of it by default."""
     sentences = filter(None, (data.state.naps.words, data.state.naps.lent_words))
     turns = "".join(f'<p class="note">{escape(words)}.</p>' for words in sentences)
-    return gantt(data.state, shown) + turns + _waits(data.state) + _scorers(data.state)
+    return gantt(data.state, shown) + turns + machine_use(data.columns) + _waits(data.state) + _scorers(data.state)
 
 
 def accounting(data: ReportData) -> str:

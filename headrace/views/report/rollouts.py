@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.facts.rollout_view import CONTEXT, HeardMessage, RolloutView, TurnView, span_list, token_details
 from headrace.facts.texts import clip, counted, number, plural
 from headrace.facts.verdicts import judged
+from headrace.views.report.held_out_looks import hits
 from headrace.views.report.plots import LAST, lag_class
 from headrace.views.report.svg import table
 
@@ -203,6 +204,7 @@ def _colours(views: Sequence[RolloutView]) -> str:
 def _row(view: RolloutView) -> tuple[str, ...]:
     listed = ", ".join(f"{name} {number(value)}" for name, value in view.rewards.items())
     parts = f"<small>{escape(listed)}</small>" if len(view.rewards) > 1 else ""
+    group = f"<small>group {hits(view.of_group)}</small>" if len(view.of_group) > 1 else ""
     versions = sorted({span.version for span in view.spans}) or [0]
     shown = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
     seen = judged(clip(view.answer, 200), {name: clip(text, 200) for name, text in view.extracted.items()})
@@ -213,7 +215,7 @@ def _row(view: RolloutView) -> tuple[str, ...]:
         _story(view)
         + (_tokens(view) if view.decoded else _text(view.text))
         + (f"<small>{escape(seen)}</small>" if seen else ""),
-        f"{number(view.reward)}{parts}",
+        f"{number(view.reward)}{parts}{group}",
         view.advantage_words,
         f"{len(view.sampled)}<small>{escape(view.stop)}</small>{left_out}",
         f'<span data-tip="{escape(span_list(view))}">{shown}</span>',

@@ -15,7 +15,7 @@ from headrace.facts import run_state
 from headrace.facts.health import Figure, Health, HealthRow, Standing, health
 from headrace.facts.number_tables import StepColumns
 from headrace.facts.run_state import RunState
-from headrace.facts.texts import clip, duration, plural, reward_text, short_time, sparkline
+from headrace.facts.texts import clip, duration, number, percent, plural, reward_text, short_time, size, sparkline
 from headrace.facts.verdicts import equation, failings, reasons
 from headrace.processes.health.live_status import LIVING, SILENT, LiveStatus, Status
 from headrace.views.screen import live
@@ -85,6 +85,7 @@ def lines_of(name: str, status: Status, state: RunState, columns: StepColumns | 
             ("trainer", live.trainer(state)),
             *live.weights(state),
             ("tickets", [_tickets(state)]),
+            *_use(state),
         ]
         lines += [("", [Text(reason, FAINT)]) for reason in reasons(state.accounting)]
         lines += _scorers(state)
@@ -186,6 +187,20 @@ def _tickets(state: RunState) -> Text:
     if counts.balance():
         return Text(f"✗ {equation(counts)}", BAD)
     return Text("✓ ", GOOD).append(equation(counts), "default")
+
+
+def _use(state: RunState) -> list[Line]:
+    """Returns a line about what the run's processes use of the machine; none where it was not read."""
+    if state.used is None:
+        return []
+    parts = [
+        Text(f"{kind} ", FAINT).append(f"{number(use.cores, 2)} cores, {size(use.memory)}", "not dim")
+        for kind, use in state.used.processes.items()
+    ]
+    for gpu in state.used.gpus:
+        busy = f"{percent(gpu.busy)}, " if gpu.busy >= 0 else ""
+        parts.append(Text(f"gpu {gpu.index} ", FAINT).append(f"{busy}{size(gpu.memory)}", "not dim"))
+    return [("machine", parts)]
 
 
 def _troubles(state: RunState) -> list[Line]:
