@@ -22,6 +22,7 @@ from headrace.algo.recipes import (
     CorrectionConfig,
     Credit,
     CriticConfig,
+    DemonstratedConfig,
     Denominator,
     DistillConfig,
     EntropyConfig,
@@ -73,6 +74,7 @@ class AlgoConfig:
     distill: DistillConfig = Field(default_factory=DistillConfig)
     entropy: EntropyConfig = Field(default_factory=EntropyConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
+    demonstrations: DemonstratedConfig = Field(default_factory=DemonstratedConfig)
     length_constant: int = Field(default=0, ge=0)
     """The number of tokens that `token_sum` divides by; 0 means the longest completion possible (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
@@ -178,6 +180,11 @@ class AlgoConfig:
         return advantage is not None and advantage.remembers
 
     @property
+    def given_answers(self) -> str:
+        """The loss of demonstrations, or none."""
+        return self.recipe.demonstrations.kind
+
+    @property
     def reference_in_loss(self) -> bool:
         """Whether the trainer needs the reference model."""
         recipe = self.recipe
@@ -200,7 +207,7 @@ class AlgoConfig:
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-_NESTED = ("lag", "select", "subset", "kl", "distill", "entropy", "critic")
+_NESTED = ("lag", "select", "subset", "kl", "distill", "entropy", "critic", "demonstrations")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
 """Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
@@ -249,7 +256,18 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _credits(config, recipe)
     yield from _critics(config, recipe)
     yield from _memories(config, recipe)
+    yield from _given_answers(config, recipe)
     yield from _preferences(config, recipe)
+
+
+def _given_answers(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    given = _given(config.demonstrations)
+    if recipe.demonstrations.kind == "none" and given.keys() - {"kind"}:
+        yield "algo.demonstrations needs a kind (sft, phi or shaped); set it, or remove the settings of algo.demonstrations"
+    if "gamma" in given and recipe.demonstrations.kind != "shaped":
+        yield "algo.demonstrations.gamma needs algo.demonstrations.kind = shaped; set it, or remove algo.demonstrations.gamma"
+    if ("last_weight" in given) != ("decay_steps" in given):
+        yield "algo.demonstrations.last_weight and decay_steps belong together; set both, or remove them"
 
 
 def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:

@@ -25,10 +25,20 @@ from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.policy.loss import LossFunction, Reach
-from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, log_ratio, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.policy.tokens import (
+    TokenLoss,
+    Tokens,
+    TopTokens,
+    log_ratio,
+    ratio_of,
+    sequence_mean,
+    sequence_sum,
+    unclipped,
+)
 from headrace.algo.recipes import (
     Aggregation,
     Correction,
+    Demonstrated,
     Distill,
     Entropy,
     Estimator,
@@ -380,6 +390,31 @@ class EntropyFactor:
         if self.rule.target:
             change = self.rule.change if mean <= self.rule.target else -self.rule.change
             self.coef, self.mean = min(max(self.coef + change, 0.0), 1.0), mean
+
+
+# --- Demonstrations
+# The loss of given answers, which nobody sampled: no ratio, and a denominator of their own tokens (`algo.demonstrations`).
+
+
+def demonstrated(rule: Demonstrated) -> Objective:
+    """Returns the loss of the tokens of demonstrations.
+
+    sft: -log π. phi: -sg(π·(1 - π))·log π, which leaves out what the policy knows, and what is far from it (CHORD-φ, arXiv 2508.11408; the
+    authors' `SFTPhiLossFn`, agentscope-ai/Trinity-RFT). shaped: -π/(π + γ), whose gradient at rare tokens is not as small as that of -π
+    (LUFFY, arXiv 2504.14945, with an advantage of 1; the authors' `off_policy_reshape = p_div_p_0.1`, ElliottYan/LUFFY).
+    """
+
+    def loss(tokens: Tokens) -> TokenLoss:
+        probability = tokens.logprob.exp()
+        match rule.kind:
+            case "phi":
+                return unclipped(-(probability * (1 - probability)).detach() * tokens.logprob)
+            case "shaped":
+                return unclipped(-probability / (probability + rule.gamma))
+            case _:
+                return unclipped(-tokens.logprob)
+
+    return loss
 
 
 # --- objective ------------------------------------------------------------

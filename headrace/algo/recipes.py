@@ -7,6 +7,7 @@ docs/algorithms.md prints the table. First come the parts of a recipe, each with
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
@@ -252,6 +253,46 @@ class CriticConfig:
     """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0, added to the loss (VAPO: 0.1)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Demonstrated:
+    """The loss of demonstrations, and their share of the step's (`algo/objective.py`)."""
+
+    kind: Literal["none", "sft", "phi", "shaped"] = "none"
+    weight: float = 0.1
+    last_weight: float | None = None
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    gamma: float = 0.1
+
+    def share_at(self, step: int) -> float:
+        """Returns μ of the step that follows `step` finished ones: linear up to `weight`, then along half a cosine to `last_weight` (CHORD-μ, arXiv
+        2508.11408; the authors' `mu_schedule_function`)."""
+        if step < self.warmup_steps:
+            return self.weight * step / self.warmup_steps
+        if self.last_weight is None:
+            return self.weight
+        done = min((step - self.warmup_steps) / self.decay_steps, 1.0)
+        return self.last_weight + (self.weight - self.last_weight) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@settings_dataclass(frozen=True, config=STRICT)
+class DemonstratedConfig:
+    """The loss of the given answers of [demonstrations], which are trained beside the rollouts of each step: (1 - μ) times the loss of these, and μ times theirs."""
+
+    kind: Literal["none", "sft", "phi", "shaped"] | None = None
+    """sft: cross-entropy. phi: cross-entropy times π(1 - π), which counts most where the policy is undecided. shaped: π/(π + `gamma`)."""
+    weight: float | None = Field(default=None, gt=0, lt=1)
+    """μ, the share of the loss that is theirs; 0.1 if not given."""
+    last_weight: float | None = Field(default=None, ge=0, lt=1)
+    """μ after `decay_steps`, along half a cosine; `weight` if not given."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Number of steps in which μ rises linearly from 0."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """Number of steps after these in which μ falls (or rises) to `last_weight`."""
+    gamma: float | None = Field(default=None, gt=0)
+    """shaped: the probability at which π/(π + γ) is a half; 0.1 if not given."""
+
+
 # --- recipes ------------------------------------------------------------
 
 
@@ -276,6 +317,7 @@ class Recipe:
     """Only `advantage = gae` has one."""
     credit: Credit = "rollout"
     gamma: float = 1.0
+    demonstrations: Demonstrated = Demonstrated()
     shown: Literal["", "more", "sibling"] = ""
     """The thing that its teacher is shown beside the policy's prompt (`episodes/scoring/teacher/own_prompt.py`)."""
     about: str = field(default="", compare=False)
@@ -298,6 +340,14 @@ REASONS = ("mask", *RULES, "lag", "second_moment", "clip_cov", "entropy", "mine"
 RECIPES: dict[str, Recipe] = {
     "grpo": Recipe("group_norm", PPOClip(), "token_mean", papers=("2402.03300",)),
     "dapo": Recipe("group_norm", PPOClip(clip_high=0.28), "token_mean", papers=("2503.14476",)),
+    "chord": Recipe(
+        "group_norm",
+        PPOClip(),
+        "token_mean",
+        demonstrations=Demonstrated("phi"),
+        about="given answers beside the rollouts, which count most where the policy is undecided",
+        papers=("2508.11408",),
+    ),
     "dr_grpo": Recipe("centred", PPOClip(), "token_sum", papers=("2503.20783",)),
     "rloo": Recipe("leave_one_out", PPOClip(), "seq_mean_token_sum", papers=("2402.14740",)),
     "reinforce": Recipe(
@@ -596,6 +646,7 @@ REFERENCES: dict[str, str] = {
     "pass@k_training": "papers, by trying every set; RUCAIBox/Passk_Training, `calc_adv`, for rewards of 0 and 1",
     "pods": "paper, by trying every subset",
     "gfpo": "paper",
+    "chord": "agentscope-ai/Trinity-RFT, `SFTPhiLossFn` and `mu_schedule_function`",
     "grpo_roc": "microsoft/rStar, `resample_of_correct`, with one as the least number of either kind",
     "gigpo": "paper, eq. 3 to 8, without the deviation; langfengQ/verl-agent, `compute_gigpo_outcome_advantage` with `mode = mean_norm`",
     "gspo": "paper, eq. 5",

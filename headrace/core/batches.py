@@ -129,6 +129,34 @@ class Group(Struct, frozen=True):
     """The rewards that its prompt had before, where the advantage asks for it (`advantages.smoothed`)."""
 
 
+class Demonstration(Struct, frozen=True):
+    """A question, and the tokens of an answer that was given, with the end of turn. Nobody sampled it.
+
+    >>> Demonstration((1, 5), (7, 2)).row(step=3).versions
+    (3, 3)
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.answer
+
+    def row(self, step: int) -> Row:
+        """Returns its row for the trainer: the weight of every token of the answer is 1."""
+        count = len(self.answer)
+        return Row(
+            prompt=self.prompt,
+            tokens=self.answer,
+            logprobs=(0.0,) * count,  # nobody sampled them, and what learns from them compares with nothing
+            advantages=(1.0,) * count,
+            mask=(True,) * count,
+            versions=(step,) * count,
+            temperature=1.0,
+        )
+
+
 class Batch(Struct, frozen=True):
     """The groups that one optimizer step consumes.
 
@@ -148,6 +176,8 @@ class Batch(Struct, frozen=True):
     """Whether the step is skipped if the algorithm rejects all its tokens; runs from before 2026-11-22 never skipped one."""
     steps: int = 0
     """Optimizer steps that the run plans at present, for the learning rate's schedule; 0: `train.steps`."""
+    demonstrations: tuple[Demonstration, ...] = ()
+    """Given answers that are trained beside the groups (`algo.demonstrations`)."""
 
     @property
     def rows(self) -> list[Row]:

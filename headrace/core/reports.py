@@ -147,6 +147,12 @@ class TrainReport(Struct, frozen=True):
     """Mean of their margins, in nats (SimPO: per token)."""
     critic: CriticNumbers | None = None
     """None without a critic."""
+    demonstration_tokens: int = 0
+    """Tokens of given answers that were trained beside the groups. They are in no other number but `loss` and the norm of the gradient."""
+    demonstration_loss: float = 0.0
+    """Mean of -logprob over them, whatever their own loss is."""
+    demonstration_share: float = 0.0
+    """The share μ of the loss that is theirs."""
     token_numbers: tuple[TokenNumbers, ...] | None = None
     """Numbers of single tokens, for some rows of the step (`trainer/packing/plan.py`). Only the journal keeps them; None in journals from before
     2026-11-23."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from headrace.core.batches import Group
+from headrace.core.batches import Demonstration, Group
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.reports import TrainReport
 from headrace.core.types import Prompt, Struct
@@ -87,6 +87,8 @@ class SteppedRecord(Record, frozen=True):
     tickets: tuple[int, ...]
     steps: int = 0
     """The number of steps planned at that time; 0 in journals that did not record it."""
+    demonstrations: tuple[Demonstration, ...] = ()
+    """The given answers that it trained beside its groups."""
 
 
 class LiveRecord(Record, frozen=True):
@@ -403,6 +405,7 @@ class JournalStep(Struct, frozen=True):
     report: TrainReport
     steps: int = 0
     """The planned number of steps, see `SteppedRecord`."""
+    demonstrations: tuple[Demonstration, ...] = ()
 
 
 class _Segment:
@@ -651,6 +654,7 @@ class JournalReader:
             groups=tuple(groups),
             report=report,
             steps=record.steps,
+            demonstrations=record.demonstrations,
         )
 
     def _find(self, kind: int, key: int, before: int | None = None) -> tuple[RecordPlace, _Segment] | None:

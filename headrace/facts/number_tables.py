@@ -365,6 +365,10 @@ TITLES = {
     "train/grad_norm": "Norm of the gradient, before it is scaled down",
     "train/explained_variance": "Critic: variance of returns that values explain, share",
     "train/graphs": "Shapes that were compiled",
+    "train/left_out": "Updates of a step that were left out",
+    "train/demonstration_tokens": "Given answers: tokens",
+    "train/demonstration_loss": "Given answers: negative log-likelihood, nats a token",
+    "train/demonstration_share": "Given answers: their share of the loss",
     "train/kl": "Trainer against sampler: KL, nats a token",
     "train/loss": "Loss",
     "train/lr": "Learning rate",
@@ -439,6 +443,10 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         "routing_conflicts",
         "dropped_tokens",
         "graphs",
+        "left_out",
+        "demonstration_tokens",
+        "demonstration_loss",
+        "demonstration_share",
     )
     values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
     of_critic = (

@@ -73,7 +73,8 @@ class Ledger:
         """Records an optimizer step, also a skipped one. `drawn` and `waited`: see `step_fact`. The journal is flushed on return."""
         groups = batch.groups
         tickets = tuple(group.ticket for group in groups)
-        self._enter(SteppedRecord(self._clock(), report, tickets, batch.steps), flush=True)
+        record = SteppedRecord(self._clock(), report, tickets, batch.steps, batch.demonstrations)
+        self._enter(record, flush=True)
         if not report.skipped:
             self._record(step_fact(self._clock(), report, groups, drawn, waited))
             return

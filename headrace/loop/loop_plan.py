@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.algo.training_rows import Algorithm
-from headrace.core.batches import Batch, Group
+from headrace.core.batches import Batch, Demonstration, Group
 from headrace.core.types import Constraint, Prompt, Request, RolloutKey
 from headrace.durable.journal import JournalStep
 from headrace.episodes.episodes import name_of_turn
@@ -40,14 +40,27 @@ class LoopPlan:
     remembers: bool = False
     """Whether rewards are kept by prompt, for an advantage that asks for those of earlier groups."""
 
-    def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
+    def batch(
+        self,
+        step: int,
+        judged: tuple[Group, ...],
+        algorithm: Algorithm,
+        demonstrations: tuple[Demonstration, ...] = (),
+    ) -> Batch:
         """The trainer's batch for `step`. `judged`: the groups that `Buffer.take` returned, in the order in which they were taken."""
-        return Batch(step, algorithm.assemble(judged), self.rollout.temperature, self.adapter, steps=self.steps)
+        return Batch(
+            step,
+            algorithm.assemble(judged),
+            self.rollout.temperature,
+            self.adapter,
+            steps=self.steps,
+            demonstrations=demonstrations,
+        )
 
     def batch_again(self, step: JournalStep, algorithm: Algorithm) -> Batch:
         """Makes the batch of a step again from the journal, which holds the groups as they were finished, before any of them was trimmed."""
         judged = [judge(group, step.step, self.staleness) for group in step.groups]
-        return self.batch(step.step, tuple(group for group in judged if group), algorithm)
+        return self.batch(step.step, tuple(group for group in judged if group), algorithm, step.demonstrations)
 
     def request(self, ticket: int, prompt: Prompt, asked: TurnAsked) -> Request:
         """The request for a turn. It is the same at every time and in every process."""

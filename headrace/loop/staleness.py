@@ -125,6 +125,14 @@ class StalenessConfig:
         return (self.slots + self.window - 2) // self.groups_per_step if self.paced else self.max_lag
 
 
+def window_problems(config: StalenessConfig, minutes: float) -> Iterator[str]:
+    """Yields a sentence if a run of so many minutes may have smaller steps than the window was made for."""
+    if minutes and config.window > 1:
+        yield (
+            f"train.minutes = {minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.window} depends; remove one of the two"
+        )
+
+
 def still_bounded(old: StalenessConfig, new: StalenessConfig) -> bool:
     """Whether the new bound holds for groups that were admitted under the old settings: the proof above, with the old slots and the
     larger window. Both settings have the same number of groups a step."""

@@ -29,10 +29,10 @@ from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.episodes.scoring.teacher.config import TeacherConfig, prompt_problems, teacher_problems
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.demonstrations import WarmStartConfig, warm_start_problems
+from headrace.episodes.tasks.demonstrations import AnswersConfig, WarmStartConfig, answer_problems, warm_start_problems
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.partial import PartialConfig, partial_problems
-from headrace.loop.staleness import StalenessConfig
+from headrace.loop.staleness import StalenessConfig, window_problems
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.native.resources import available_cores, core_problems
@@ -64,6 +64,7 @@ class RunConfig:
     model: ModelConfig
     task: TaskConfig
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
+    demonstrations: AnswersConfig = Field(default_factory=AnswersConfig)
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     name: str = "run"
     """The run's directory is `out/name`. Without a name, the config file's own name is used."""
@@ -290,6 +291,9 @@ def check(config: RunConfig) -> list[str]:
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
         *_learning_problems(config),
+        *answer_problems(
+            config.demonstrations, config.algo.given_answers, config.train.minibatches, config.task.examples
+        ),
         *_warm_start_problems(config, itself),
     ]
     try:
@@ -420,11 +424,7 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
     names, forks = () if plays else config.reward_weights, config.rollout.forks.alternatives > 0
     yield from group_problems(config.algo, config.rollout.group_size, forks, names, config.environment.turns)
     yield from step_problems(config.algo, config.train.steps, config.train.minutes, config.train.updates)
-    if config.train.minutes and config.staleness.window > 1:
-        yield (
-            f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "
-            "depends; remove one of the two"
-        )
+    yield from window_problems(config.staleness, config.train.minutes)
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:
@@ -654,8 +654,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield f"two adapters are called {twice[0]}; give each a name of its own"
     if config.train.minutes or any(adapter.train.get("minutes") for adapter in config.adapters):
         yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
-    if config.warm_start.path:
-        yield "warm_start is for one policy, which it trains whole; remove it, or name weights that are warm already in model.path"
+    if config.warm_start.path or config.demonstrations.path:
+        yield "warm_start and demonstrations are for one policy; remove them, or name weights that are warm already in model.path"
     if config.orchestration.bus:
         yield "orchestration.bus serves one policy; remove it, or train the adapters in runs of their own"
     if config.orchestration.placement == "shared":

@@ -16,6 +16,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.episodes.scoring.parts import ScoreLog
 from headrace.episodes.scoring.reward_scorer import punished
+from headrace.episodes.tasks.demonstrations import Course
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.assembly import MeasuredSet, RestoredState, assemble, restore_state
 from headrace.loop.checkpoints import Snapshots
@@ -26,7 +27,7 @@ from headrace.loop.run_limits import Minutes
 from headrace.loop.turns import Utilisation
 from headrace.models.chat import ChatEncoder
 from headrace.processes.health.usage import watch_use
-from headrace.run.build import LoadedFiles, Players, load_files, loaded_model, open_players, plan_of
+from headrace.run.build import LoadedFiles, Players, build_course, load_files, loaded_model, open_players, plan_of
 from headrace.run.choosing import allowance_of
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.config import RunConfig
@@ -98,6 +99,8 @@ class _LoadedLane:
     adapter: str
     """The one that the lane trains; empty if the engine serves full weights."""
     files: LoadedFiles
+    course: Course | None
+    """The demonstrations beside the steps, if there are any."""
     players: Players
     scores: ScoreLog
     """The scores that an earlier process of this run was given."""
@@ -165,6 +168,7 @@ async def _load(
             storage=lane.storage,
             adapter=name or config.lora.served_name,
             files=files,
+            course=files.course or await asyncio.to_thread(build_course, config, files.encoder),
             players=players,
             scores=scores,
             prompts=await asyncio.to_thread(files.task.held_out, config.eval.prompts),
@@ -242,6 +246,7 @@ class _JoinedLane:
                 allowance_of(config.train, config.chosen), storage.keep_steps, telemetry.record, telemetry.clock
             ),
             sentinels=(self.teaching.watch, partial(watch_use, telemetry.record, telemetry.clock)),
+            demonstrations=loaded.course.of_step if loaded.course else lambda step: (),
             elsewhere=pools.engine.groups(self.restored.buffer.in_flight)
             if isinstance(pools.engine, BusEngine)
             else None,

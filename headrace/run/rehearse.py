@@ -33,7 +33,7 @@ from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import is_async
 from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.demonstrations import Demonstrations, read_demonstrations
+from headrace.episodes.tasks.demonstrations import Course, Demonstrations, read_demonstrations
 from headrace.facts.facts import FilesChecked, Warned
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.run_limits import SHORT
@@ -43,7 +43,7 @@ from headrace.native.resources import gib
 from headrace.processes.frames import LONGEST
 from headrace.run.auto.gpu_sizes import gpu_notes
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, measure_share
-from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task, loaded_model
+from headrace.run.build import LoadedFiles, build_course, build_environment, build_scorer, build_task, loaded_model
 from headrace.run.choosing import fit_minutes, settle, settle_adapter, settle_sizes
 from headrace.run.config import RunConfig, read_config
 from headrace.run.evaluation_sets import read_sets
@@ -81,7 +81,7 @@ from headrace.run.rehearsal.words import Lines, algorithm, memory_lines, page, s
 from headrace.run.run_directory import CONFIG, refuse_used
 from headrace.run.seats import check_seats
 from headrace.run.teaching import PlannedTeacher, plan_teachers
-from headrace.run.warm_start import described
+from headrace.run.warm_start import course_lines, described
 from headrace.run.wording import headline, placement, untried
 from headrace.settings.user_code import defines
 from headrace.trainer.config import TrainConfig, change_of_rate, drawn, rate_remarks
@@ -342,6 +342,7 @@ async def _tried(
             most=config.rollout.max_tokens,
         )
         await _warm_start(found, config, encoder.using(config.task.rendering))
+        course = await _demonstrations(found, config, encoder)
         found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
         await _shown(found, planned, task, encoder, most=config.rollout.max_tokens)
         episode: Episode | None = None
@@ -360,7 +361,9 @@ async def _tried(
         found.sight = _sight(config.task, config.reward, encoder, prompts[0], episode=episode, tried=tried)
         name = config.name if several else ""
         loaded = beginning.result().functions if beginning else ()
-        found.tried[name] = LoadedFiles(encoder=encoder, task=task, planned_teachers=planned, rewards=loaded)
+        found.tried[name] = LoadedFiles(
+            encoder=encoder, task=task, planned_teachers=planned, rewards=loaded, course=course
+        )
 
 
 async def _sets(found: Rehearsal, config: RunConfig, inputs: PythonInputs, *, needs_reward: bool) -> None:
@@ -514,6 +517,17 @@ async def _warm_start(found: Rehearsal, config: RunConfig, encoder: ChatEncoder)
             read_demonstrations, own, task, encoder, seed=config.seed, context=room
         )
         found.sections["Warm start"] = described(config, found.demonstrations, encoder)
+
+
+async def _demonstrations(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> Course | None:
+    """Reads the rows that are trained beside the steps, and shows the first one."""
+    if not config.demonstrations.path:
+        return None
+    with found.steps.doing("reading the demonstrations"):
+        course = await asyncio.to_thread(build_course, config, encoder)
+    assert course is not None
+    found.sections["Demonstrations"] = course_lines(config, course, encoder)
+    return course
 
 
 async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:

@@ -108,6 +108,7 @@ def _planned_steps(config: RunConfig) -> Any:
 
 RULES = (
     CarryRule("model.* seed staleness.groups_per_step lora.* task.rows task.images warm_start.*", "refused"),
+    CarryRule("demonstrations.*", "refused", why="which rows a step has follows from its number"),
     CarryRule(
         "adapters",
         "refused",

@@ -25,10 +25,11 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.algo.config import AlgoConfig
+from headrace.core.batches import Demonstration
 from headrace.core.errors import ConfigError, TrainingError
 from headrace.core.printing import say
 from headrace.durable.atomic_files import replace_file, sync_to_disk
-from headrace.episodes.tasks.demonstrations import Demonstration, Demonstrations
+from headrace.episodes.tasks.demonstrations import Course, Demonstrations
 from headrace.episodes.tasks.prompts import digest_of
 from headrace.facts.facts import WarmStarted, Warned
 from headrace.facts.texts import plural
@@ -158,12 +159,25 @@ def described(config: RunConfig, given: Demonstrations, encoder: ChatEncoder) ->
         ("rate", f"{train.learning_rate:g} at most, {train.schedule} (warm_start.learning_rate)"),
         ("held-out loss", held),
         ("longest row", f"{longest:,} tokens; there is room for {config.engine.context_length:,}"),
-        ("context", encoder.written(first.prompt.tokens)),
+        ("context", encoder.written(first.prompt)),
         ("trained", encoder.written(first.answer)),
         (
             "as tokens",
-            f"{len(first.prompt.tokens)} masked, then {' '.join(map(str, first.answer[:24]))}{' ...' * (len(first.answer) > 24)}",
+            f"{len(first.prompt)} masked, then {' '.join(map(str, first.answer[:24]))}{' ...' * (len(first.answer) > 24)}",
         ),
+    ]
+
+
+def course_lines(config: RunConfig, course: Course, encoder: ChatEncoder) -> Lines:
+    """Returns what is trained beside the rollouts, and its first row as tokens."""
+    rule, first = config.algo.recipe.demonstrations, course.of_step(0)[0]
+    times = config.train.steps * course.rows_per_step / len(course.rows)
+    ends = "" if rule.last_weight is None else f", {rule.last_weight:g} at last"
+    return [
+        ("rows", f"{len(course.rows):,}, {course.rows_per_step} of them in each step: each comes {times:.3g} times"),
+        ("loss", f"{rule.kind}, whose share of the loss is {rule.weight:g}{ends} (algo.demonstrations)"),
+        ("context", encoder.written(first.prompt)),
+        ("trained", encoder.written(first.answer)),
     ]
 
 

@@ -19,7 +19,7 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
     changed: Tree = {}
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         changed["model"] = {**model, "path": _model_path(model["path"], base)}
-    for section in ("task", "warm_start"):
+    for section in ("task", "warm_start", "demonstrations"):
         if isinstance(rows := tree.get(section), dict):
             paths = {k: _absolute(rows[k], base) for k in ("path", "held_out_path") if _names_file(rows.get(k))}
             changed[section] = {**rows, **paths}

@@ -52,7 +52,7 @@ def loss_of(model: Any, rows: Demonstrations, held_out: bool = False) -> torch.T
     tokens, wanted, there = (torch.zeros(len(ones), width, dtype=torch.long) for _ in range(3))
     wanted -= 100
     for at, one in enumerate(ones):
-        count, begin = len(one.tokens), len(one.prompt.tokens)
+        count, begin = len(one.tokens), len(one.prompt)
         tokens[at, :count], there[at, :count] = torch.tensor(one.tokens), 1
         wanted[at, begin:count] = torch.tensor(one.answer)
     logits = model(input_ids=tokens, attention_mask=there).logits[:, :-1]
@@ -93,14 +93,14 @@ def test_a_row_is_the_prompt_of_the_task_and_the_answer_with_its_end(tmp_path: P
     apart = given(tmp_path, [{"prompt": said, "answer": "fine"}], tiny_llama).trained
     text = ChatEncoder(tiny_llama).written
     for (one,) in (whole, apart):
-        assert text(one.prompt.tokens) == "<user>hi<end><assistant>yes<end><user>so?<end><assistant>"
+        assert text(one.prompt) == "<user>hi<end><assistant>yes<end><user>so?<end><assistant>"
         assert text(one.answer) == "fine<end>"
 
 
 def test_every_row_is_trained_once_an_epoch_and_held_out_questions_never(tmp_path: Path, tiny_llama: Path) -> None:
     twice = [*NUMBERS, *NUMBERS]
     rows = given(tmp_path, twice, tiny_llama, held_out=6, epochs=2, rows_per_step=7)
-    asked = {one.prompt.tokens for one in rows.held_out}
+    asked = {one.prompt for one in rows.held_out}
     assert rows.held_out and len(rows.trained) == len(twice) - 2 * len(asked)
     batches = list(rows.batches("policy"))
     assert len(batches) == rows.steps == 2 * rows.steps_of_epoch and [batch.step for batch in batches] == list(
@@ -108,7 +108,7 @@ def test_every_row_is_trained_once_an_epoch_and_held_out_questions_never(tmp_pat
     )
     epochs = [batches[: rows.steps_of_epoch], batches[rows.steps_of_epoch :]]
     seen = [[(row.prompt, row.tokens) for batch in epoch for row in batch.rows] for epoch in epochs]
-    wanted = sorted((one.prompt.tokens, one.answer) for one in rows.trained)
+    wanted = sorted((one.prompt, one.answer) for one in rows.trained)
     assert sorted(seen[0]) == sorted(seen[1]) == wanted and seen[0] != seen[1]
     assert not asked & {prompt for prompt, _ in seen[0]}
     again = given(tmp_path, twice, tiny_llama, held_out=6, epochs=2, rows_per_step=7)

@@ -14,7 +14,7 @@ import torch
 
 from headrace.algo.objective import AGGREGATIONS
 from headrace.algo.training_rows import trajectories_of
-from headrace.core.batches import Batch, Group, Row
+from headrace.core.batches import Batch, Demonstration, Group, Row
 from headrace.core.sampling_masks import encode_set
 from headrace.core.types import Prompt, RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
 from headrace.trainer.dealing.deal import Dealing
@@ -126,12 +126,15 @@ def test_a_rank_makes_of_its_share_what_it_would_make_of_the_whole_step(seed: in
 def test_the_minibatches_of_a_step_are_whole_groups_that_arrive_as_they_were_dealt(seed: int) -> None:
     """Each is what a step of its groups alone would be, but for the weights' denominators, which are its own as well."""
     chance = random.Random(seed)
-    batch, ranks, share = some_batch(chance, 6), chance.choice([1, 2, 3]), chance.random() < 0.7
+    given = tuple(Demonstration((1, 2), tuple(range(n, 9))) for n in range(6))
+    batch = msgspec.structs.replace(some_batch(chance, 6), demonstrations=given)
+    ranks, share = chance.choice([1, 2, 3]), chance.random() < 0.7
     dealing = Dealing(budget=40, ranks=ranks, share=share, minibatches=3)
     shares = shares_of(batch, dealing)
     everyone = [received(*sent(packed, chance.choice([1, 30, 10_000]))) for packed in shares]
     for given, dealt in zip(everyone, dealt_of(batch, dealing), strict=True):
-        for minibatch, made in zip(given.minibatches, dealt, strict=True):
+        arrived, made_here = (*given.minibatches, *given.demonstrations), (*dealt.minibatches, *dealt.demonstrations)
+        for minibatch, made in zip(arrived, made_here, strict=True):
             plans = [
                 plan_of(DealtRows(one, AGGREGATIONS["token_mean"], constant=8, step=3)) for one in (minibatch, made)
             ]

@@ -57,10 +57,10 @@ class Unigram:
         return TokenScores(log_p[pack.target], entropy, top, value=value)
 
 
-def head_of_algo(algo: AlgoConfig) -> ValueHead | None:
+def head_of_algo(algo: AlgoConfig, updates: int = 1) -> ValueHead | None:
     if not algo.has_critic:
         return None
-    head = ValueHead(4, algo, torch.device("cpu"))
+    head = ValueHead(4, algo, torch.device("cpu"), updates)
     head.weight.data, head.bias.data = HEAD[:4].clone(), HEAD[4:].clone()
     return head
 

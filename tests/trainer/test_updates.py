@@ -17,7 +17,8 @@ from test_critic import chain_of
 from test_trajectories import HEAD, LOGITS, OTHER, STATES, Unigram, _wide, batch_of, head_of_algo
 
 from headrace.algo.config import AlgoConfig
-from headrace.core.batches import Batch, Group, Row
+from headrace.algo.objective import AGGREGATIONS
+from headrace.core.batches import Batch, Demonstration, Group, Row
 from headrace.core.reports import TrainReport
 from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
@@ -52,7 +53,7 @@ class Made(NamedTuple):
 
 def made(batch: Batch, algo: AlgoConfig, train: TrainConfig, placement: Any, budget: int = 1000) -> Made:
     """The step of a unigram model whose weights have version 9."""
-    model, reference, critic = Unigram(LOGITS), OTHER.log_softmax(0), head_of_algo(algo)
+    model, reference, critic = Unigram(LOGITS), OTHER.log_softmax(0), head_of_algo(algo, train.updates)
     learner = Learner(
         config=train,
         algo=algo,
@@ -63,8 +64,10 @@ def made(batch: Batch, algo: AlgoConfig, train: TrainConfig, placement: Any, bud
     )
     ranks = placement.parallel.ranks
     dealing = Dealing(budget=budget, ranks=ranks, by_cost=ranks > 1, minibatches=train.minibatches)
-    dealt = dealt_of(batch, dealing)[placement.share]
-    given = [DealtRows(one, learner.aggregation, constant=algo.length_constant, step=batch.step) for one in dealt]
+    share = dealt_of(batch, dealing)[placement.share]
+    more = {"constant": algo.length_constant, "step": batch.step}
+    given = [DealtRows(one, learner.aggregation, **more) for one in share.minibatches]
+    answers = [DealtRows(one, AGGREGATIONS["token_mean"], **more) for one in share.demonstrations]
     gradient = Wide(
         forward=model,  # type: ignore[arg-type]
         learner=learner,
@@ -75,7 +78,8 @@ def made(batch: Batch, algo: AlgoConfig, train: TrainConfig, placement: Any, bud
         reference=(lambda pack, temperature: reference[pack.target]) if algo.reference_in_loss else None,  # type: ignore[arg-type]
     )
     plans = {number: _wide(plan_of(one)) for number, one in enumerate(given)}
-    sums, updates = make_updates(gradient, plans, head_of(batch, train.minibatches), train.learning_rate)
+    beside = [_wide(plan_of(one)) for one in answers]
+    sums, updates = make_updates(gradient, plans, head_of(batch, train.minibatches), train.learning_rate, beside)
     head = torch.cat([p.detach().flatten() for p in critic.parameters()]) if critic else torch.zeros(0)
     return Made(model.logits.detach().numpy(), head.numpy(), sums, updates, learner.version)
 
@@ -133,7 +137,7 @@ def test_two_passes_over_two_minibatches_are_four_updates_of_the_paper(name):
             losses.append((loss * weight).mean().item())
             clipped += cut
     found = made(batch, algo, FOUR, Single())
-    np.testing.assert_allclose(found.logits, logits.detach().numpy(), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found.logits, logits.detach().numpy(), rtol=1e-6, atol=1e-7)
     assert found.sums.loss == pytest.approx(np.mean(losses), rel=1e-6)
     assert [update.norm for update in found.updates] == pytest.approx(norms, rel=1e-6)
     assert min(norms) < 0.15 < max(norms) and found.sums.clipped == clipped > 0
@@ -200,6 +204,75 @@ def test_a_minibatch_is_what_a_step_of_its_groups_would_be(name):
         assert found.sums.pairs.pairs == sum(len(group.pairs) for group in batch.groups)
 
 
+# -- given answers beside the rollouts ----------------------------------------------------------------------------------------
+
+ANSWERS = (
+    Demonstration((1, 2), (90, 91, 92)),
+    Demonstration((1, 2), (93,)),
+    Demonstration((3,), (94, 95)),
+    Demonstration((1,), (96, 90)),
+)
+
+
+def of_answers(kind: str, logprob: torch.Tensor) -> torch.Tensor:
+    """The loss of each token of an answer, as the papers write it."""
+    p = logprob.exp()
+    if kind == "phi":
+        return -(p * (1 - p)).detach() * logprob
+    return -p / (p + 0.2) if kind == "shaped" else -logprob
+
+
+@pytest.mark.parametrize("kind", ["sft", "phi", "shaped"])
+def test_given_answers_have_their_share_of_every_update(kind):
+    """μ is that of the authors' schedule at step 9: 4 steps up, and 5 of 20 down. Both minibatches have two answers, with a mean of their own."""
+    own = {"gamma": 0.2} if kind == "shaped" else {}
+    rule = {"kind": kind, "weight": 0.5, "last_weight": 0.1, "warmup_steps": 4, "decay_steps": 20, **own}
+    algo = AlgoConfig("grpo", demonstrations=rule)
+    mu = (0.5 - 0.1) * 0.5 * (1 + math.cos(math.pi * (9 - 4) / 20)) + 0.1
+    batch = replace(batch_of(algo, 5, cut=False), demonstrations=ANSWERS)
+    logits = LOGITS.clone().requires_grad_()
+    optimizer = adam([logits], 0.2, (0.9, 0.95))
+    losses, said = [], []
+    for _ in range(2):
+        for number, group in enumerate(batch.groups):
+            token, sampled, advantage, _ = columns_of(group)
+            policy = surrogate(logits.log_softmax(0)[token], sampled, advantage)[0].mean()
+            answers = torch.tensor([n for one in ANSWERS[2 * number : 2 * number + 2] for n in one.answer])
+            logprob = logits.log_softmax(0)[answers]
+            loss = (1 - mu) * policy + mu * of_answers(kind, logprob).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([logits], 0.15)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            said += logprob.tolist()
+    found = made(batch, algo, FOUR, Single())
+    np.testing.assert_allclose(found.logits, logits.detach().numpy(), rtol=1e-6, atol=1e-7)
+    assert found.sums.loss == pytest.approx(np.mean(losses), rel=1e-6)
+    assert found.sums.given == 2 * 8 and found.sums.given_share == pytest.approx(mu)
+    assert found.sums.given_logprob == pytest.approx(sum(said), rel=1e-6)
+    assert found.sums.tokens == 2 * sum(len(row.tokens) for row in batch.rows), "they are in no number of rollouts"
+    same_everywhere(batch, algo, found)
+
+
+def test_the_share_of_given_answers_is_that_of_the_authors_schedule():
+    rule = AlgoConfig(
+        "chord", demonstrations={"weight": 0.9, "last_weight": 0.05, "warmup_steps": 10, "decay_steps": 100}
+    ).recipe.demonstrations
+    assert [rule.share_at(step) for step in (0, 5, 10, 60, 110, 500)] == pytest.approx(
+        [0, 0.45, 0.9, 0.475, 0.05, 0.05]
+    )
+    assert AlgoConfig("chord").recipe.demonstrations.share_at(0) == AlgoConfig("chord").recipe.demonstrations.weight
+
+
+def test_steps_of_a_critic_alone_leave_given_answers_out():
+    algo = AlgoConfig("ppo", critic={"alone_steps": 1}, demonstrations={"kind": "sft"})
+    batch = replace(batch_of(algo, 5, cut=False), demonstrations=ANSWERS)
+    found = made(batch, algo, dataclasses.replace(FOUR, epochs=1), Single())
+    assert found.sums.given == 0
+    np.testing.assert_array_equal(found.logits, LOGITS.numpy())
+
+
 # -- a real trainer ---------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +313,16 @@ def test_a_step_of_four_updates_makes_one_version_and_is_repeated_bit_for_bit():
     assert replace(report, seconds=0) == replace(again, seconds=0)
     found, same = weights(one), weights(other)
     assert all(torch.equal(tensor, same[name]) for name, tensor in found.items())
+
+
+def test_a_step_reports_what_it_made_of_given_answers():
+    algo = AlgoConfig("chord", demonstrations={"weight": 0.25})
+    one = trainer_calls.trainer(tiny_models.saved("llama"), algo, path="torch")
+    answers = (Demonstration((3, 4), (8, 9)), Demonstration((5,), (6,)))
+    scores = [value for given in answers for value in one.score(given.tokens)[-len(given.answer) :]]
+    report = one.step(replace(two_groups(), demonstrations=answers))
+    assert (report.demonstration_tokens, report.demonstration_share, report.loss_tokens) == (3, 0.25, 12)
+    assert report.demonstration_loss == pytest.approx(-sum(scores) / 3, rel=1e-4)
 
 
 def test_what_rounding_makes_is_measured_before_the_weights_have_moved():

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as settings_dataclass
 
-from headrace.core.batches import Batch, Group, Row
+from headrace.core.batches import Batch, Demonstration, Group
 from headrace.core.chat.reading import CLOSING, OPENING, is_opened_by
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Prompt
@@ -70,6 +70,48 @@ class WarmStartConfig:
         return self
 
 
+@settings_dataclass(frozen=True, kw_only=True, config=STRICT)
+class AnswersConfig:
+    """Given answers that are trained beside the rollouts of each step (docs/demonstrations.md). Their loss is that of `algo.demonstrations`."""
+
+    path: str = ""
+    """The file or directory with questions and answers. If empty, there are none."""
+    kind: Literal["auto", "jsonl", "csv", "parquet", "datasets"] = "auto"
+    """The form of the rows, as in `task.kind`. auto: by the name of the file."""
+    prompt: str = "prompt"
+    """The column with the question: a string, or a list of messages {role, content} (docs/rows.md)."""
+    answer: str = "answer"
+    """The column with the answer, a text. If empty, `prompt` holds whole conversations, and their last message is the answer."""
+    rows_per_step: int = Field(default=8, gt=0)
+    """Number of rows beside the groups of a step. Each row comes once before any comes again."""
+
+
+def answer_problems(config: AnswersConfig, kind: str, minibatches: int, examples: int) -> Iterator[str]:
+    """Yields settings of demonstrations that do not go together. `kind`: `algo.demonstrations.kind`; `minibatches`: of a step; `examples`:
+    `task.examples`."""
+    if not config.path:
+        if kind != "none":
+            yield (
+                f"algo.demonstrations.kind = {kind} learns from given answers, and there are none; name a file of them in demonstrations.path, or use an "
+                "algorithm without them"
+            )
+        return
+    if kind == "none":
+        yield (
+            "demonstrations.path names given answers, and algo.demonstrations.kind = none learns nothing from them; set algo.name = chord, or "
+            "algo.demonstrations.kind = sft"
+        )
+    if config.rows_per_step % minibatches:
+        yield (
+            f"demonstrations.rows_per_step = {config.rows_per_step} is not divided by train.minibatches = {minibatches}, each of which has as many of them; "
+            f"set it to {-(-config.rows_per_step // minibatches) * minibatches}"
+        )
+    if examples:
+        yield (
+            "the rows of demonstrations lack the solved problems that task.examples shows before each prompt; set that to 0"
+        )
+
+
 def warm_start_problems(
     config: WarmStartConfig,
     *,
@@ -121,31 +163,6 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages in which data sets keep a thought beside the text."""
 
 
-@dataclass(frozen=True)
-class Demonstration:
-    """A question, and the tokens of its answer with the end of turn."""
-
-    prompt: Prompt
-    answer: tuple[int, ...]
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.prompt.tokens + self.answer
-
-    def row(self, step: int) -> Row:
-        """Returns the row that the trainer learns from, with cross-entropy as its loss: the weight of every token of the answer is 1."""
-        count = len(self.answer)
-        return Row(
-            prompt=self.prompt.tokens,
-            tokens=self.answer,
-            logprobs=(0.0,) * count,  # nobody sampled them, and cross-entropy compares with nothing
-            advantages=(1.0,) * count,
-            mask=(True,) * count,
-            versions=(step,) * count,
-            temperature=1.0,
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
     """All rows of a warm start."""
@@ -168,7 +185,7 @@ class Demonstrations:
     @property
     def digest(self) -> str:
         """A fingerprint of all tokens, and of what is held out."""
-        rows = [str((one.prompt.tokens, one.answer)) for one in self.trained]
+        rows = [str((one.prompt, one.answer)) for one in self.trained]
         return digest_of([*rows, "held out", *(str(one.tokens) for one in self.held_out)])
 
     def batches(self, adapter: str) -> Iterator[Batch]:
@@ -179,9 +196,42 @@ class Demonstrations:
             random.Random(seed_from("warm start", self.seed, epoch)).shuffle(order)
             for first in range(0, len(order), self.rows_per_step):
                 taken = order[first : first + self.rows_per_step]
-                groups = tuple(Group(n, one.prompt, (), (one.row(step),)) for n, one in enumerate(taken))
+                groups = tuple(
+                    Group(n, Prompt(f"warm_start/{n}", "", one.prompt), (), (one.row(step),))
+                    for n, one in enumerate(taken)
+                )
                 yield Batch(step, groups, adapter=adapter, skippable=False, steps=self.steps)
                 step += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The demonstrations beside the steps of a run: which ones a step has depends on its number alone, so that a run that goes on repeats none and leaves
+    none out."""
+
+    rows: Sequence[Demonstration]
+    seed: int
+    rows_per_step: int
+
+    def of_step(self, step: int) -> tuple[Demonstration, ...]:
+        """Returns those of the step that follows `step` finished ones: each row comes once before any comes again, each time in a new order."""
+        first, count = step * self.rows_per_step, len(self.rows)
+        places = range(first, first + self.rows_per_step)
+        orders = {pass_: self._order(pass_) for pass_ in {place // count for place in places}}
+        return tuple(self.rows[orders[place // count][place % count]] for place in places)
+
+    def _order(self, pass_: int) -> list[int]:
+        order = list(range(len(self.rows)))
+        random.Random(seed_from("demonstrations", self.seed, pass_)).shuffle(order)
+        return order
+
+
+def read_course(
+    config: AnswersConfig, task: TaskConfig, encoder: AnswerTokenizer, *, seed: int, context: int
+) -> Course:
+    """Reads and checks the rows that are trained beside the steps of a run, as `read_demonstrations` does."""
+    rows = _Reader(config, task, encoder, context).read(config.path)
+    return Course(rows=rows, seed=seed, rows_per_step=config.rows_per_step)
 
 
 def read_demonstrations(
@@ -190,12 +240,6 @@ def read_demonstrations(
     """Reads and checks all rows. `task`: how questions are shown to the model; `context`: the most tokens of a row.
 
     Raises ConfigError with the place and the remedy if a row cannot be trained."""
-    ended = encoder.endings.written
-    if ended is None:
-        raise ConfigError(
-            "the model's files name no token that ends an answer, so a warm start would teach the model answers without an end; add eos_token_id to its "
-            "generation_config.json"
-        )
     reader = _Reader(config, task, encoder, context)
     rows = reader.read(config.path)
     if config.held_out_path:
@@ -208,8 +252,8 @@ def read_demonstrations(
             f"warm_start.held_out = {config.held_out} keeps back all of the {len(rows)} rows of {config.path}; lower it, or name other rows in "
             "warm_start.held_out_path"
         )
-    asked = {one.prompt.tokens for one in chosen}
-    trained = [one for one in rows if one.prompt.tokens not in asked]
+    asked = {one.prompt for one in chosen}
+    trained = [one for one in rows if one.prompt not in asked]
     if not trained:
         raise ConfigError(
             f"all rows of {config.path} have the question of a held-out row, so none is left to be trained; lower warm_start.held_out"
@@ -220,22 +264,31 @@ def read_demonstrations(
 
 @dataclass(frozen=True)
 class _Reader:
-    config: WarmStartConfig
+    config: WarmStartConfig | AnswersConfig
     task: TaskConfig
     encoder: AnswerTokenizer
     context: int
 
+    @property
+    def section(self) -> str:
+        return "warm_start" if isinstance(self.config, WarmStartConfig) else "demonstrations"
+
     def read(self, path: str) -> list[Demonstration]:
+        if self.encoder.endings.written is None:
+            raise ConfigError(
+                f"the model's files name no token that ends an answer, so {self.section} would teach the model answers without an end; add eos_token_id to "
+                "its generation_config.json"
+            )
         kind = kind_of(path) if self.config.kind == "auto" else self.config.kind
-        with _named_here():
+        with _named_here(self.section):
             raw = read_rows("jsonl" if kind == "reasoning_gym" else kind, path)
         if not raw:
-            raise ConfigError(f"{path} holds no rows; a warm start needs questions with answers")
+            raise ConfigError(f"{path} holds no rows; {self.section} needs questions with answers")
         maker = PromptMaker(self.task, self.encoder)
         found = []
         for number, row in enumerate(raw, 1):
             with about(f"{path}, row {number}:"):
-                found.append(self._demonstration(row, f"warm_start/{number - 1}", maker))
+                found.append(self._demonstration(row, f"{self.section}/{number - 1}", maker))
         return found
 
     def _demonstration(self, row: dict[str, Any], name: str, maker: PromptMaker) -> Demonstration:
@@ -244,7 +297,7 @@ class _Reader:
             if column and column not in row:
                 known = ", ".join(map(str, row)) or "none"
                 raise ConfigError(
-                    f"there is no column {column} (warm_start.{setting}){nearest(column, row)}; its columns are: {known}"
+                    f"there is no column {column} ({self.section}.{setting}){nearest(column, row)}; its columns are: {known}"
                 )
         columns = plain_row(row, "it")
         with about(f"the prompt in column {config.prompt}"):
@@ -252,14 +305,14 @@ class _Reader:
         if config.answer:
             answer = columns[config.answer]
         else:
-            question, answer = _last_message(question, config.prompt)
+            question, answer = _last_message(question, config.prompt, self.section)
         if not isinstance(answer, str) or not answer.strip():
             raise ConfigError("its answer is empty, or no text; remove such rows")
         maker.check(columns)
         prompt = maker.make(name, question, columns)
         if is_opened_by(self.encoder.written(prompt.tokens[-_LAST:])):
             _check_thought(answer)
-        return self._checked(Demonstration(prompt, self.encoder.encode_completion(answer, True)))
+        return self._checked(Demonstration(prompt.tokens, self.encoder.encode_completion(answer, True)))
 
     def _checked(self, one: Demonstration) -> Demonstration:
         if not self.encoder.endings.all.isdisjoint(one.answer[:-1]):
@@ -286,16 +339,16 @@ def _check_thought(answer: str) -> None:
         )
 
 
-def _last_message(question: str | list[Message], column: str) -> tuple[list[Message], Any]:
+def _last_message(question: str | list[Message], column: str, section: str) -> tuple[list[Message], Any]:
     """Splits a conversation before its last message."""
     if isinstance(question, str) or len(question) < 2 or question[-1]["role"] != "assistant":
         raise ConfigError(
-            f'the column {column} holds no conversation that ends with the assistant\'s answer, which warm_start.answer = "" asks for; name the column '
-            "with answers in warm_start.answer, or remove such rows"
+            f'the column {column} holds no conversation that ends with the assistant\'s answer, which {section}.answer = "" asks for; name the column '
+            f"with answers in {section}.answer, or remove such rows"
         )
     if question[-1].get("tool_calls"):
         raise ConfigError(
-            "its last message calls a tool, and a warm start trains answers that are text; remove such rows"
+            f"its last message calls a tool, and {section} trains answers that are text; remove such rows"
         )
     if thoughts := [name for name in _THOUGHTS if question[-1].get(name)]:
         raise ConfigError(
@@ -306,9 +359,9 @@ def _last_message(question: str | list[Message], column: str) -> tuple[list[Mess
 
 
 @contextmanager
-def _named_here() -> Iterator[None]:
+def _named_here(section: str) -> Iterator[None]:
     """Errors in files of rows name settings of a task; these rows have the same settings in another section."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(re.sub(r"(?<![\w/.])task\.(kind|path)\b", r"warm_start.\1", str(error))) from None
+        raise ConfigError(re.sub(r"(?<![\w/.])task\.(kind|path)\b", rf"{section}.\1", str(error))) from None

@@ -183,6 +183,8 @@ class MemoryPlan(NamedTuple):
     """Whether engine and trainer take turns on the same devices (`orchestration.placement`)."""
     lent: bool = False
     """Whether an engine more takes turns with the trainer (`orchestration.lend`)."""
+    demonstrated: bool = False
+    """Whether given answers have a gradient of their own."""
 
 
 def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
@@ -205,6 +207,7 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         trains=here,
         shared=config.orchestration.placement == "shared",
         lent=config.orchestration.lend,
+        demonstrated=bool(config.demonstrations.path),
     )
 
 
@@ -280,6 +283,8 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         size, host = BYTES[train.weights], "cpu" if train.offload_optimizer else device
         yield MemoryNeed("trainer", f"weights ({train.weights})", split * size, device, certain=True)
         yield MemoryNeed("trainer", "gradients", split * size, device, certain=True)
+        if plan.demonstrated:
+            yield MemoryNeed("trainer", "gradients of given answers", split * size, device, certain=True)
         if device == "cuda" and computing < size and ranks == 1:  # on a CPU the kernels pack theirs
             lowered = shape.parameters * computing
             yield MemoryNeed("trainer", f"weights as a step computes with them ({plan.train_dtype})", lowered, device)

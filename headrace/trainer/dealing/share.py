@@ -145,6 +145,7 @@ class ShareHead(Struct, frozen=True, kw_only=True):
     rows: int
     """Rows in all blocks."""
     minibatches: list[MinibatchHead]
+    demonstrations: list[MinibatchHead] = []
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ class StepShare:
 
     head: StepHead
     minibatches: Sequence[DealtStep]
+    demonstrations: Sequence[DealtStep] = ()
+    """Those beside each minibatch; empty without any."""
 
 
 @dataclass(frozen=True)
@@ -194,29 +197,37 @@ def head_of(batch: Batch, minibatches: int = 1) -> StepHead:
     )
 
 
-def dealt_of(batch: Batch, dealing: Dealing) -> list[tuple[DealtStep, ...]]:
-    """The minibatches of every rank."""
+def dealt_of(batch: Batch, dealing: Dealing) -> list[StepShare]:
+    """The share of every rank in a step."""
+    head = head_of(batch, dealing.minibatches)
     step = step_paths(batch.rows, trajectories_of(batch.groups))
     minibatches = minibatches_of(step, [len(group.rows) for group in batch.groups], dealing.minibatches)
-    return list(zip(*(deal(minibatch, dealing) for minibatch in minibatches), strict=True))
+    dealt = list(zip(*(deal(minibatch, dealing) for minibatch in minibatches), strict=True))
+    if not batch.demonstrations:
+        return [StepShare(head, mine) for mine in dealt]
+    given = step_paths([one.row(batch.step) for one in batch.demonstrations])
+    beside = minibatches_of(given, [1] * len(batch.demonstrations), dealing.minibatches)
+    answers = zip(*(deal(minibatch, dealing) for minibatch in beside), strict=True)
+    return [StepShare(head, mine, own) for mine, own in zip(dealt, answers, strict=True)]
 
 
 def shares_of(batch: Batch, dealing: Dealing) -> list[PackedShare]:
     """The share of every rank in a step, ready to be sent."""
-    head = head_of(batch, dealing.minibatches)
-    return [packed(head, dealt) for dealt in dealt_of(batch, dealing)]
+    return [packed(share) for share in dealt_of(batch, dealing)]
 
 
-def packed(head: StepHead, minibatches: Sequence[DealtStep]) -> PackedShare:
+def packed(share: StepShare) -> PackedShare:
     """The rows are those that end in the share's trees, and the beginnings of others whose tokens the trees take from them."""
-    trees = [roots for dealt in minibatches for roots in dealt.microbatches]
+    trees = [roots for dealt in (*share.minibatches, *share.demonstrations) for roots in dealt.microbatches]
     ends = [path for roots in trees for node in preorder(roots) for path in node.ending]
     place = {path: number for number, path in enumerate(ends)}
     whole = len(place)
     lent: dict[Path, int] = {}
-    heads = [_minibatch_head(dealt, place, whole, lent) for dealt in minibatches]
+    heads = [_minibatch_head(dealt, place, whole, lent) for dealt in share.minibatches]
+    given = [_minibatch_head(dealt, place, whole, lent) for dealt in share.demonstrations]
     paths = [_beginning(path, lent[path]) if path in lent else path for path in place]
-    return PackedShare(ShareHead(step=head, rows=len(paths), minibatches=heads), paths)
+    head = ShareHead(step=share.head, rows=len(paths), minibatches=heads, demonstrations=given)
+    return PackedShare(head, paths)
 
 
 def _minibatch_head(dealt: DealtStep, place: dict[Path, int], whole: int, lent: dict[Path, int]) -> MinibatchHead:
@@ -255,7 +266,8 @@ def received(head: ShareHead, blocks: Sequence[RowBlock]) -> StepShare:
     paths = [path for block in blocks for path in _rows(block)]
     if len(paths) != head.rows:
         raise ValueError(f"the share of step {head.step.step} has {head.rows} rows, and {len(paths)} were received")
-    return StepShare(head.step, [_dealt(minibatch, paths) for minibatch in head.minibatches])
+    made, given = ([_dealt(one, paths) for one in heads] for heads in (head.minibatches, head.demonstrations))
+    return StepShare(head.step, made, given)
 
 
 def _dealt(head: MinibatchHead, paths: Sequence[Path]) -> DealtStep:

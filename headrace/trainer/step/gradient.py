@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.diagnostics import Diagnostics
-from headrace.algo.objective import COUNTS, KeptCounts, kl_estimate, with_bonus
+from headrace.algo.objective import COUNTS, KeptCounts, Objective, demonstrated, kl_estimate, with_bonus
 from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
 from headrace.core.reports import CriticNumbers
@@ -28,7 +28,7 @@ from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner, Update
 from headrace.trainer.step.reference import Reference
-from headrace.trainer.step.value_head import JudgedPack
+from headrace.trainer.step.value_head import JudgedPack, ValueHead
 from headrace.trainer.step.whole_step import PairNumbers, StepPairs, StepPart, numbers_of, pairs_of, parts_of
 
 if TYPE_CHECKING:
@@ -78,6 +78,12 @@ class Sums:
     """The critic's numbers, the same on all ranks; None without one."""
     passes: int = 1
     """The number of updates in which each token was: all counts of tokens but `bitwise` are so many times those of the step."""
+    logprob: float = 0.0
+    given: int = 0
+    """Tokens of demonstrations, which are in nothing else here but the loss and what was forwarded."""
+    given_logprob: float = 0.0
+    given_share: float = 0.0
+    """The share of the loss that is theirs."""
 
     def count(self, plan: StepPlan) -> None:
         self.forward_tokens += sum(len(pack.tokens) for pack in plan.packs)
@@ -95,6 +101,7 @@ class Sums:
         self.loss += float((result.loss.detach() * pack.weight).sum())
         self.entropy += float(scores.entropy.detach().sum())
         self.ratio += float(ratio.sum())
+        self.logprob += float(logprob.sum())
         self.ratio_max = max(self.ratio_max, float(ratio.max()))
         self.clipped += int(result.clipped.sum())
         pushing = tokens.advantage != 0
@@ -140,6 +147,13 @@ class Sums:
             self.diagnostics.join(one.diagnostics)
         self.passes = passes
 
+    def mix(self, given: Sums, share: float) -> None:
+        """Takes the sums of the demonstrations of the same update, which have so large a share of its loss."""
+        self.loss = (1 - share) * self.loss + share * given.loss
+        self.given, self.given_logprob, self.given_share = given.tokens, given.logprob, share
+        self.forward_tokens += given.forward_tokens
+        self.microbatches += given.microbatches
+
     @property
     def all_cut(self) -> bool:
         """Whether bounds and rules left nothing of the policy loss."""
@@ -147,7 +161,9 @@ class Sums:
 
 
 _ADDED = [
-    name for name in Sums.__dataclass_fields__ if name not in ("ratio_max", "diagnostics", "pairs", "critic", "passes")
+    name
+    for name in Sums.__dataclass_fields__
+    if name not in ("ratio_max", "diagnostics", "pairs", "critic", "passes", "given_share")
 ]
 
 
@@ -203,6 +219,16 @@ class Gradient:
     """Collects numbers of single tokens for the report."""
     kept: KeptCounts | None = None
     """Counts over the microbatches, where rejected tokens leave the denominator; else None."""
+    given: Objective | None = None
+    """The loss of demonstrations, if the microbatches are those; it takes the place of all that the algorithm makes of rollouts."""
+
+    @property
+    def critic(self) -> ValueHead | None:
+        return None if self.given else self.learner.critic
+
+    @property
+    def trained(self) -> Sequence[torch.nn.Parameter]:
+        return list(self.learner.parameters.values()) if self.given else self.learner.trained
 
     def minibatches(self, plans: Sequence[StepPlan]) -> list[Minibatch]:
         """Returns the minibatches of a step that makes several updates. Every rank calls it, before the first update: what old log-probs and
@@ -210,7 +236,7 @@ class Gradient:
         anchored = self.learner.algo.recipe.old != "sampler"
         with self.copies(), torch.no_grad():
             made = [self._minibatch(plan) for plan in plans]
-            if not anchored and self.learner.critic is None:
+            if not anchored and self.critic is None:
                 return made
             packs = [pack for one in made for pack in one.packs]
             scores = [self._scores(pack) for pack in packs]
@@ -239,9 +265,9 @@ class Gradient:
 
     def _accumulate(self, minibatch: Minibatch) -> None:
         plan, packs = minibatch.plan, minibatch.packs
-        reach = self.learner.reach
+        reach = "token" if self.given else self.learner.reach
         # what is kept is then known in advance: the critic's part of the gradient has a denominator of its own
-        kept = self.learner.critic is not None and self.learner.algo.denominator == "kept"
+        kept = self.critic is not None and self.learner.algo.denominator == "kept"
         at_once = reach == "step" or kept or (reach == "sequence" and plan.split)
         ahead = self._ahead(minibatch, at_once)
         self.kept = None if at_once else self._counts()
@@ -251,7 +277,7 @@ class Gradient:
             loss=lambda number: self._microbatch(packs[number], ahead[number], at_once),
             body=lambda number: self._body(packs[number]),
             precision=self._precision,
-            parameters=self.learner.trained,
+            parameters=self.trained,
         )
         self.placement.accumulate(work)
 
@@ -267,13 +293,13 @@ class Gradient:
 
     def _counts(self) -> KeptCounts | None:
         algo = self.learner.algo
-        return KeptCounts(algo.recipe.aggregation) if algo.denominator == "kept" else None
+        return KeptCounts(algo.recipe.aggregation) if algo.denominator == "kept" and not self.given else None
 
     def _ahead(self, minibatch: Minibatch, at_once: bool) -> Sequence[Ahead]:
         """Returns what the packs need to know of all of them: their parts in a loss that is computed on these at once, and what the critic found.
         Left to the microbatch if there is only one, whose own forward pass has all numbers."""
         packs, ahead = minibatch.packs, minibatch.ahead
-        unjudged = self.learner.critic is not None and ahead[0].judged is None
+        unjudged = self.critic is not None and ahead[0].judged is None
         if len(packs) == 1 or not (at_once or unjudged):
             return ahead
         with torch.no_grad():
@@ -291,7 +317,7 @@ class Gradient:
     def _judged(
         self, packs: Sequence[Pack], scores: Sequence[TokenScores], minibatches: Sequence[int] = ()
     ) -> Sequence[JudgedPack | None]:
-        critic = self.learner.critic
+        critic = self.critic
         if critic is None:
             return [None] * len(packs)
         values = [score.value for score in scores if score.value is not None]
@@ -329,7 +355,7 @@ class Gradient:
 
     def _forwarded(self, pack: Pack) -> TokenScores:
         given = (pack, pack.temperature or self.temperature, self.dtype)
-        critic = self.learner.critic
+        critic = self.critic
         return self.forward.logprobs(*given, critic) if critic else self.forward.logprobs(*given)
 
     @contextmanager
@@ -346,16 +372,17 @@ class Gradient:
                 part = part or self._step_parts([pack], [tokens])[0]
                 result, pack = part.of(tokens), replace(pack, weight=part.weight)
             else:
-                result = self.learner.objective(tokens)
-            result = with_bonus(tokens, result, self.learner.entropy.now, algo.denominator == "kept")
+                result = (self.given or self.learner.objective)(tokens)
+            if not self.given:
+                result = with_bonus(tokens, result, self.learner.entropy.now, algo.denominator == "kept")
             if self.kept:
                 factors = self.kept.within_sequences(tokens.sequence, result.rejected)
                 pack = replace(pack, weight=pack.weight * factors)
             if self.pairs and part:  # what pushes a token is its slope
                 tokens = tokens._replace(advantage=-part.slopes["logprob"])
             loss = (result.loss * pack.weight).sum()
-            if self.learner.critic and judged and scores.value is not None:
-                loss = self.learner.critic.loss(loss, tokens, scores.value, judged)
+            if self.critic and judged and scores.value is not None:
+                loss = self.critic.loss(loss, tokens, scores.value, judged)
             yield loss
         self.sums.missing_routes += replayed.missing
         self.sums.add(pack, tokens, scores, result)
@@ -389,12 +416,35 @@ def _tokens(pack: Pack, scores: TokenScores, ahead: Ahead) -> Tokens:
 # --- The updates of a step
 
 
+def _mix(gradient: Gradient, sums: Sums, plan: StepPlan, step: int) -> None:
+    """Makes (1 - μ)·g + μ·d of the gradient g of an update, d being that of its demonstrations. It is computed apart, because placements add ranks' gradients up where
+    they lie: one more gradient is held meanwhile."""
+    rule = gradient.learner.algo.recipe.demonstrations
+    share = rule.share_at(step)
+    if not share:
+        return
+    parameters = list(gradient.learner.parameters.values())
+    aside = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    nothing: dict[str, Any] = {"sums": Sums(), "picked": None, "pairs": None, "reference": None, "bitwise": False}
+    found = replace(gradient, given=demonstrated(rule), **nothing).fill(plan)
+    for parameter, own in zip(parameters, aside, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.mul_(share)
+        if own is not None:
+            own.mul_(1 - share)
+            parameter.grad = own if parameter.grad is None else parameter.grad.add_(own)
+    sums.mix(found, share)
+
+
 def make_updates(
-    gradient: Gradient, plans: Mapping[int, StepPlan], batch: StepHead, lr: float
+    gradient: Gradient, plans: Mapping[int, StepPlan], batch: StepHead, lr: float, given: Sequence[StepPlan] = ()
 ) -> tuple[Sums, list[Update]]:
     """Makes the updates of a step: each minibatch makes one, one after the other, in each of `train.epochs` passes. Returns the sums over all of them.
 
-    `gradient`: that of the first one. `plans`: by the number of the minibatch; each has packs.
+    `gradient`: that of the first one. `plans`: by the number of the minibatch; each has packs. `given`: the demonstrations beside each minibatch, if
+    there are any. Steps of a critic alone leave them out.
 
     Choice: minibatches are those of the step's groups in their order, and the same in every pass. PPO's first implementation draws them anew; groups
     are independent draws already, and a replay needs no generator (C8).
@@ -409,6 +459,8 @@ def make_updates(
     for number in [*ready] * epochs:
         gradient.pairs = pairs_of(batch, number) if paired else None
         sums = gradient.fill(ready[number])
+        if given and not learner.trains_critic_alone:
+            _mix(gradient, sums, given[number], batch.step)
         loss = sums.loss + (critic.critic.value_loss if critic.critic else 0.0)
         updates.append(learner.update(batch.step, loss, lr, unless_zero=sums.all_cut and batch.skippable))
         found.append(sums)

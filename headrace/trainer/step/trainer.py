@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import AGGREGATIONS
 from headrace.core.batches import Batch, Row
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import TrainerCore
@@ -33,7 +34,7 @@ from headrace.models.saved_buffers import saved_buffers
 from headrace.native.resources import available
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.deal import dealing_of
-from headrace.trainer.dealing.share import StepShare, dealt_of, head_of
+from headrace.trainer.dealing.share import StepShare, dealt_of
 from headrace.trainer.forward.compiled import Compilation, compiled
 from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
@@ -263,7 +264,7 @@ class TorchTrainer:
         lr, policy_waits = learner.lr(batch.steps), learner.trains_critic_alone
         try:
             gradient = self._gradient(batch.temperature, batch.adapter, picked=picked)
-            sums, updates = make_updates(gradient, plans, batch, lr)
+            sums, updates = make_updates(gradient, plans, batch, lr, self._given(share))
         except UnequalLogprobs:
             learner.forget()
             raise
@@ -492,7 +493,7 @@ class TorchTrainer:
             return given
         config = self._learners[given.adapter].config
         dealing = dealing_of(self._placement.parallel, config.microbatch, self.packed, config.minibatches)
-        return StepShare(head_of(given, config.minibatches), dealt_of(given, dealing)[self._placement.share])
+        return dealt_of(given, dealing)[self._placement.share]
 
     def _plans(self, given: Batch | StepShare) -> list[StepPlan]:
         """The plan of each minibatch."""
@@ -500,6 +501,13 @@ class TorchTrainer:
         learner = self._learners[share.head.adapter]
         more = {"constant": learner.algo.length_constant, "step": share.head.step}
         return [self._placement.plan(DealtRows(dealt, learner.aggregation, **more)) for dealt in share.minibatches]
+
+    def _given(self, share: StepShare) -> list[StepPlan]:
+        """The plan of the demonstrations beside each minibatch."""
+        more = {"constant": 0, "step": share.head.step}
+        return [
+            self._placement.plan(DealtRows(dealt, AGGREGATIONS["token_mean"], **more)) for dealt in share.demonstrations
+        ]
 
     def _gradient(
         self,
@@ -565,6 +573,9 @@ def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
         pairs_agreed=sums.pairs.agreed,
         pair_margin=sums.pairs.margin,
         critic=sums.critic,
+        demonstration_tokens=sums.given // sums.passes,
+        demonstration_loss=-sums.given_logprob / sums.given if sums.given else 0.0,
+        demonstration_share=sums.given_share,
     )
 
 
