@@ -557,20 +557,17 @@ class Rolling:
 
     def _judge(self, rolled: Rolled) -> None:
         """Ends the group as failed or dropped, or puts it into the buffer as ready. Charges it to the budgets."""
-        algorithm, ledger = self._parts.algorithm, self._parts.ledger
+        algorithm, ledger, scored = self._parts.algorithm, self._parts.ledger, rolled.scored
         before = self._parts.buffer.rewards_before(rolled.prompt)
-        enough = len(rolled.scored) >= algorithm.min_rollouts
-        made = algorithm.rows(rolled.prompt, rolled.scored, before) if enough else ()
+        made = algorithm.rows(rolled.prompt, scored, before) if len(scored) >= algorithm.min_rollouts else ()
         rows = tuple(replace(row, temperature=self._plan.rollout.temperature) for row in made)
         if not rows:
             fact = ledger.ended(rolled, "failed", rolled.commonest_failure)
         elif reason := algorithm.barren(rows):
             fact = ledger.ended(rolled, "dropped", reason)
         else:
-            pairs = algorithm.pairs(rolled.scored)
-            group = Group(
-                rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs=pairs, before=before
-            )
+            pairs = algorithm.pairs(scored)
+            group = Group(rolled.ticket, rolled.prompt, scored, rows, rolled.failures, pairs=pairs, before=before)
             fact = ledger.ready(group, rolled)
         self._budgets.spend(rolled, fact)
 
