@@ -206,7 +206,7 @@ class UnpreparedIpcReceiver:
         return self._receivers[name][2]
 
     def _layout(self, update: WeightUpdate, handle: list[Any]) -> Manifest:
-        data = _opened(self._memory, handle, update).cpu().numpy().tobytes()
+        data = _opened(self._memory, handle, update).cpu().numpy().tobytes().rstrip(b"\0")  # memory may be rounded up
         try:
             return msgspec.json.decode(data, type=Manifest)
         except msgspec.DecodeError as error:

@@ -272,6 +272,16 @@ def test_a_cache_that_sleeps_on_the_host_fits_there(tmp_path: Path):
     assert settle_sizes(busy(tmp_path, **dropped), MIDDLE, gpu(80, host=20)).engine.sizes.kv_gib > 30
 
 
+def test_a_server_that_takes_turns_drops_its_cache_and_keeps_its_graphs(tmp_path: Path):
+    shared = {"orchestration": {"placement": "shared"}}
+    own = settle_sizes(busy(tmp_path, **shared), MIDDLE, gpu(32))
+    server = settle_sizes(busy(tmp_path, **shared, engine={"kind": "vllm"}), MIDDLE, gpu(32, host=20))
+    assert server.engine.sizes.kv_gib > 10 and server.train.microbatch <= own.train.microbatch
+    adapted = busy(tmp_path, **shared, engine={"kind": "vllm"}, lora={"rank": 8})
+    needed = {need.what: need for need in needs(MIDDLE, memory_plan(adapted, gpu(80)))}
+    assert needed["the base while the trainer has the GPU"].bytes == 2 * MIDDLE.parameters
+
+
 # --- resumed -----------------------------------------------------------------------------------------------------------
 
 

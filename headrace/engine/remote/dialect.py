@@ -117,7 +117,7 @@ UNLABELLED = "default"
 _REACH = {
     "path": "both machines must see engine.shared_dir under the same path",
     "url": "the server must reach the trainer at weight_sync.host",
-    "handle": "server and trainer must be on one GPU, or leave weight_sync.kind out",
+    "handle": "server and trainer must be on one GPU; if they are not, leave weight_sync.kind out",
 }
 """The remedy, by what says in `WeightUpdate.where` how the server gets the weights."""
 

@@ -234,6 +234,9 @@ def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             if plan.engine.weights != "published":  # codes are made of what arrived, beside those that are served
                 arriving += _linear(shape) * BYTES[plan.engine.weights]
             yield MemoryNeed(who, "new weights, until they are swapped in", arriving, "cuda")
+        if plan.shared and plan.engine.is_server and not whole:
+            base = shape.parameters * BYTES[plan.engine.serving_dtype]
+            yield MemoryNeed(who, "the base while the trainer has the GPU", base, "cpu", certain=True)
         if plan.fetches:
             serving = 2 * shape.parameters * BYTES[plan.engine.serving_dtype]
             yield MemoryNeed(who, "weights as they arrive (2 ×)", serving, "cpu", certain=True)

@@ -101,7 +101,7 @@ async def find_transfer_engine(connection: Connection, seconds: float) -> None:
         if isinstance(error, Unreachable) and not error.status:
             raise
         raise ConfigError(
-            f"vLLM at {connection.url} has no part of headrace that fetches weights or opens them ({error}); install headrace in its environment and start it with "
+            f"vLLM at {connection.url} can neither fetch weights nor open them ({error}); install headrace in its environment and start it with "
             '--weight-transfer-config \'{"backend": "headrace"}\', or set weight_sync.kind = "files"'
         ) from None
 
@@ -347,8 +347,7 @@ class VllmDialect(LabelledDialect):
     # -- weights ------------------------------------------------------------------------------------------------------------
 
     async def _load_base(self, connection: Connection, update: WeightUpdate, label: str, seconds: float) -> None:
-        if self._has == "nothing":  # its weights have no memory that could be written to
-            raise Unreachable(f"vLLM at {connection.url} is asleep")
+        self._check_awake(connection)
         await connection.tell("/pause?mode=abort&clear_cache=true", None, seconds)
         if "path" in update.where:
             await self._reload(connection, str(update.where["path"]), seconds)
@@ -369,6 +368,11 @@ class VllmDialect(LabelledDialect):
         else:
             await connection.tell("/resume", None, seconds)
 
+    def _check_awake(self, connection: Connection) -> None:
+        """Raises Unreachable if the memory of its weights is given back: writing to it would end the process."""
+        if self._has == "nothing":
+            raise Unreachable(f"vLLM at {connection.url} is asleep")
+
     async def _reload(self, connection: Connection, path: str, seconds: float) -> None:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await connection.tell("/collective_rpc", reload, seconds)
@@ -388,6 +392,7 @@ class VllmDialect(LabelledDialect):
         await connection.tell("/finish_weight_update", None, seconds)
 
     async def _adapter_path(self, connection: Connection, update: WeightUpdate, name: str, seconds: float) -> str:
+        self._check_awake(connection)
         if "path" in update.where:
             return await super()._adapter_path(connection, update, name, seconds)
         assert update.adapter
