@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -78,6 +79,7 @@ async def play(agent, prompt, **columns):
 """
 
 
+@pytest.mark.slow
 def test_in_a_conversation_the_template_ends_the_turn_behind_the_string(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "play.py").write_text(PLAY)
     config = tiny_config(tmp_path, tiny_llama, train={"steps": 1}, rollout={"stop": ["0"], "max_tokens": 12})
