@@ -47,6 +47,7 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(
     assert shown == text[: min(places, default=len(text))]
 
 
+@pytest.mark.slow
 def test_a_reward_reads_the_stop_string_and_the_journal_has_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
 
