@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _draw_fewer(test: Any) -> None:
     """Lets a property be tested with a quarter of its examples. They are others in every suite."""
     settings = test._hypothesis_internal_use_settings
-    fewer = max(settings.max_examples // 4, min(settings.max_examples, 3))
+    fewer = max(settings.max_examples // 4, min(settings.max_examples, 2))
     test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=fewer)
 
 

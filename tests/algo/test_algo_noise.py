@@ -144,6 +144,7 @@ def result(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRes
     return headrace.train(config)
 
 
+@pytest.mark.slow
 def test_a_run_says_that_its_bound_lies_inside_rounding(result: RunResult) -> None:
     messages = [fact.message for fact in of(result.directory, Warned)]
     assert any("algo.clip_low = 1e-06 and algo.clip_high = 1e-06 will stop about" in one for one in messages), messages

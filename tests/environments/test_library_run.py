@@ -34,6 +34,7 @@ class Letters:
 """
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_an_environment_of_a_library(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "letters.py").write_text(ENV)
     config = tiny_config(

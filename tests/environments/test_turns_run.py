@@ -154,6 +154,7 @@ async def play(agent, prompt, answer):
 """
 
 
+@pytest.mark.slow
 def test_a_message_that_holds_a_control_token_is_counted_and_said(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,7 @@ def test_the_bare_command_lists_every_command_by_what_it_is_for(capsys, monkeypa
     assert all(f"\n  {name} " in listed for name in known) and max(map(len, listed.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_teachers_are_enough_to_learn_from_and_several_adapters_are_evaluated_one_by_one(config, tiny_llama, capsys):
     taught = f"""algo.name = 'opd'
 eval.prompts = 0

@@ -106,6 +106,7 @@ def test_rewards_see_special_tokens_but_never_the_end(tmp_path: Path) -> None:
     assert shows.decode(tokens) == "<think>so</think> 4", "the encoder that it was made of is as it was"
 
 
+@pytest.mark.slow
 def test_a_model_that_ends_as_its_template_does_ends_in_the_engine(tmp_path: Path) -> None:
     """It writes `<|im_end|>` at once, and its config names `<|endoftext|>`: it was sampled on to rollout.max_tokens."""
     import torch

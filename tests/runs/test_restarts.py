@@ -138,6 +138,7 @@ def test_nor_is_that_of_several_adapters(
         assert [fact.reason for fact in of(adapter.directory, RunEnded)] == ["interrupted"] == [adapter.reason]
 
 
+@pytest.mark.slow
 def test_nor_after_a_callback_has_asked_to_stop(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     config |= {"train": {**config["train"], "steps": 100_000}, "checkpoint": {"every": 0}}
     stopped = threading.Event()
@@ -152,6 +153,7 @@ def test_nor_after_a_callback_has_asked_to_stop(config: Config, capsys: pytest.C
     assert_left(result, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_nor_if_the_callback_asks_only_after_the_death(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     config |= {"train": {**config["train"], "steps": 100_000}, "checkpoint": {"every": 0}}
     directory = Path(config["out"]) / "tiny"

@@ -158,6 +158,7 @@ def run(tiny_llama: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
     yield config
 
 
+@pytest.mark.slow
 def test_one_enormous_reward_in_a_group_fails_its_rollout(run: dict[str, Any]) -> None:
     first = iter([tame])  # the rehearsal's
     result = headrace.train(run, reward=lambda **given: next(first, huge)(**given))

@@ -544,6 +544,7 @@ def test_lag_without_a_trust_region_is_warned_of_at_the_start(config: Config) ->
     assert any("staleness.max_lag = 1" in one and "2 of 128" in one for one in messages), messages
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_path: Path) -> None:
     config["reward"]["function"] = str(tmp_path / "reward.py") + ":missing"
     with pytest.raises(ConfigError, match="missing"):

@@ -79,6 +79,7 @@ def test_ctrl_c_after_one_has_ended_lets_the_other_write_its_checkpoint(two: Con
     assert ended.reason == "interrupted" and of(directory / "e", CheckpointSaved)[-1].step == ended.step > 0
 
 
+@pytest.mark.slow
 def test_each_learns_its_own_task_and_keeps_its_own_books(two: Config) -> None:
     two["eval"] = {"prompts": 8, "samples": 2}
     for adapter in two["adapters"]:

@@ -121,6 +121,7 @@ def test_while_the_model_is_loaded_it_leaves_no_directory(
     assert not Path(config["out"]).exists()
 
 
+@pytest.mark.slow
 def test_in_python_it_ends_the_script_after_the_run(config: Config) -> None:
     before = signal.getsignal(signal.SIGTERM)
     directory = Path(config["out"]) / "tiny"

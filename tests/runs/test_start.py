@@ -68,6 +68,7 @@ def test_a_refusal_ends_all_that_was_begun(tiny_llama: Path, tmp_path: Path) -> 
     assert not left and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_the_trainer_gets_ready_for_its_steps_when_the_first_weights_are_live(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(
     assert shown == text[: min(places, default=len(text))]
 
 
+@pytest.mark.slow
 def test_a_reward_reads_the_stop_string_and_the_journal_has_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
 
@@ -78,6 +80,7 @@ async def play(agent, prompt, **columns):
 """
 
 
+@pytest.mark.slow
 def test_in_a_conversation_the_template_ends_the_turn_behind_the_string(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "play.py").write_text(PLAY)
     config = tiny_config(tmp_path, tiny_llama, train={"steps": 1}, rollout={"stop": ["0"], "max_tokens": 12})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from headrace.episodes.tasks.seeds import SeedsTask
 from headrace.loop.buffer import Buffer
 from headrace.loop.staleness import StalenessConfig
 from headrace.testing.fake_task import FakeTask
+from support.few import few
 
 NONE: Mapping[str, Any] = {}
 ADDING = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -203,7 +205,7 @@ def test_problems_do_not_repeat_at_the_seam_of_two_blocks() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
+    few(starmap(pytest.param, [
         ({"name": "chainsum"}, "is no reasoning_gym dataset; did you mean chain_sum"),
         ({"name": "xyzzy"}, "task.name = xyzzy is no reasoning_gym dataset (1"),
         ({"options": {"max_term": 3}}, "task.options.max_term is no option of reasoning_gym chain_sum; did you mean max_terms"),
@@ -214,7 +216,7 @@ def test_problems_do_not_repeat_at_the_seam_of_two_blocks() -> None:
         ({"options": {"size": 3}}, "task.options.size is decided by the run"),
         ({"name": "rubiks_cube", "examples": 1}, "gives no answers that could be shown; set task.examples = 0"),
         ({"options": {**ADDING, "max_digits": 1}, "held_out": 900}, "different problems were found where 900 are needed; lower task.held_out"),
-    ],
+    ]), keep=4),
 )  # fmt: skip
 def test_bad_families_and_options(arguments: dict[str, Any], words: str) -> None:
     assert words in refusal(gym, **arguments)

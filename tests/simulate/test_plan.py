@@ -295,6 +295,7 @@ def test_a_plan_from_measured_rates(tmp_path: Path):
     assert "measured with another" in other.notes[0]
 
 
+@pytest.mark.slow
 def test_a_sweep_recommends_the_least_lag_that_is_nearly_as_fast(tmp_path: Path):
     """The trainer is the bottleneck from max_lag 1 on: more depth buys nothing."""
     found = answer(

@@ -82,9 +82,9 @@ TEMPLATE = "HEADRACE_TEMPLATE"
 
 _INHERITED = os.environ.pop(TEMPLATE, None)
 
-LATER = ("TORCHINDUCTOR_CACHE_DIR", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-"""Variables that torch sets when a test first needs its compiler, and headrace when it first shows a screen (`core/printing.py`). With them each
-thread that trains would load all libraries anew."""
+LATER = ("TORCHINDUCTOR_CACHE_DIR", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "COLUMNS")
+"""Variables that torch sets when a test first needs its compiler, headrace when it first shows a screen (`core/printing.py`), and tests of what is
+shown. With them each thread that trains would load all libraries anew."""
 
 SERVED = 3
 """The number of the connection in a copy of the template that forks workers."""

@@ -367,6 +367,7 @@ def test_a_run_with_the_mode_on(served: Path, tmp_path: Path) -> None:
             assert all(report.bitwise_tokens == report.loss_tokens for report in reports)
 
 
+@pytest.mark.slow
 @proven
 def test_a_run_of_a_mixture_with_recorded_experts(served_mixture: Path, tmp_path: Path) -> None:
     config = tiny_config(
