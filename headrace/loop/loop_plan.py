@@ -37,6 +37,8 @@ class LoopPlan:
     """Seconds for which a failed last checkpoint is tried again."""
     kv_gib: float = 0.0
     """`engine.kv_gib`, for advice."""
+    remembers: bool = False
+    """Whether rewards are kept by prompt, for an advantage that asks for those of earlier groups."""
 
     def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
         """The trainer's batch for `step`. `judged`: the groups that `Buffer.take` returned, in the order in which they were taken."""

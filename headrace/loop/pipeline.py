@@ -344,7 +344,7 @@ class Pipeline:
         """Repeats the steps that a killed process did after the checkpoint."""
         for step in steps:
             batch = self._plan.batch_again(step, self._parts.algorithm)
-            batch = replace(batch, skippable=bool(step.report.skipped), steps=step.steps)
+            batch = replace(batch, skippable=step.report.skippable, steps=step.steps)
             report = await self._busy("step, again", self._parts.trainer.step, batch)
             if message := unlike(step, report):
                 self._warn(message)
@@ -555,7 +555,9 @@ class Rolling:
     def _judge(self, rolled: Rolled) -> None:
         """Ends the group as failed or dropped, or puts it into the buffer as ready. Charges it to the budgets."""
         algorithm, ledger = self._parts.algorithm, self._parts.ledger
-        made = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
+        before = self._parts.buffer.rewards_before(rolled.prompt.id)
+        enough = len(rolled.scored) >= algorithm.min_rollouts
+        made = algorithm.rows(rolled.prompt, rolled.scored, before) if enough else ()
         rows = tuple(replace(row, temperature=self._plan.rollout.temperature) for row in made)
         if not rows:
             fact = ledger.ended(rolled, "failed", rolled.commonest_failure)
@@ -563,7 +565,9 @@ class Rolling:
             fact = ledger.ended(rolled, "dropped", reason)
         else:
             pairs = algorithm.pairs(rolled.scored)
-            group = Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs=pairs)
+            group = Group(
+                rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs=pairs, before=before
+            )
             fact = ledger.ready(group, rolled)
         self._budgets.spend(rolled, fact)
 

@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_cross_entropy_on_the_tokens_of_the_answers(
     train = TrainConfig(dtype="float32", device="cpu", microbatch_tokens=tokens, path="torch")
     trainer = TorchTrainer(tiny_llama, train, AlgoConfig("ce"), 0)
     (batch,) = rows.batches("")
-    sums = trainer._gradients(trainer._plan(batch), batch.temperature)
+    sums = trainer._gradient(batch.temperature).fill(trainer._plans(batch)[0])
     found = {name: parameter.grad for name, parameter in trainer._model.named_parameters()}
     plain = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
     loss = loss_of(plain, rows)
