@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.core.errors import ConfigError
 from headrace.core.types import Completion
-from headrace.core.weights import WeightUpdate
-from headrace.engine.remote.connection import Connection
+from headrace.core.weights import AdapterSpec, WeightUpdate
+from headrace.engine.remote.connection import Connection, Unreachable
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.engine.remote.sleeping_server import SleepingServer
 from headrace.facts.facts import WorkerLost
@@ -32,6 +32,7 @@ from support.labelled_engine import ENDS, LENGTH, request, so_far, until, update
 from support.served import answering
 
 NAMES = "abcd"
+NORTH = AdapterSpec("north", 2, 4.0)
 OWN = WeightUpdate(version=0, kind="full", fingerprint="those on the disk", nbytes=0, seconds=0.0)
 
 
@@ -327,5 +328,24 @@ def test_whatever_dies_when_no_token_is_of_weights_that_are_not_known(
                 versions = [version for version, _ in spans(await one)]
                 assert versions == sorted(versions)
             assert len(facts.of(WorkerLost)) >= len(place.processes) - 1 > 0
+
+    run(case)
+
+
+def test_no_weights_reach_a_server_that_sleeps(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """Its memory is given back: vLLM's process would end of it."""
+
+    async def case() -> None:
+        place = Place(tiny_tokenizer, max_loras=2)
+        async with opened(place, keeps_base=True) as (engine, _):
+            await live(engine, tmp_path, 0)
+            await engine.sleep(False)
+            base, where = update(tmp_path, 1), {"path": str(tmp_path)}
+            adapter = WeightUpdate(
+                version=1, kind="adapter", fingerprint="a", nbytes=0, seconds=0.0, where=where, adapter=NORTH
+            )
+            for weights in (base, adapter):
+                with pytest.raises(Unreachable, match="is asleep"):
+                    await engine._sleeper.load(engine._connection, weights, 60)
 
     run(case)
