@@ -63,7 +63,7 @@ class AlgoConfig:
     if they had not been sampled."""
     old: Old | None = None
     """The log-probs that ratios are taken against. `sampler`: the sampler's. `trainer`: the trainer's own before the
-    update, which are the current ones, exactly and at no cost, since every batch gets exactly one update. `loglinear`:
+    update, which are the current ones, exactly and at no cost, in the first update of a step. `loglinear`:
     between both, log-linear in the lag."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
@@ -379,19 +379,27 @@ def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     unread = [name for name in given if name.removeprefix("algo.") not in loss.reads()]
     if unread:
         yield f"{' and '.join(unread)} {_have(unread)} no meaning with algo.loss = {loss}; remove {_them(unread)}"
-    if given and recipe.old == "trainer":
-        yield (
-            f"{' and '.join(given)} {_have(given)} no effect with algo.old = trainer, where every ratio is 1; remove "
-            f"{_them(given)}, or use algo.old = sampler"
-        )
     yield from loss.problems()
-    if recipe.old == "trainer" and loss.needs_gap:
-        yield (
-            f"algo.loss = {loss} holds the policy near the sampler's by the ratio between them, which is 1 with "
-            "algo.old = trainer; use algo.old = sampler"
-        )
     if not loss.anchored and recipe.old != "sampler":
         yield f"algo.old = {recipe.old} does not reach algo.loss = {loss}, which gets the tokens alone; remove algo.old"
+
+
+def ratio_problems(config: AlgoConfig, updates: int) -> Iterator[str]:
+    """Yields a sentence for each setting that no ratio will reach, because each is 1 in the first update of a step and there are no more. `updates`: of a
+    step."""
+    recipe, given = config.recipe, [f"algo.{name}" for name in config.constants]
+    if recipe.old != "trainer" or updates > 1:
+        return
+    if given:
+        yield (
+            f"{' and '.join(given)} {_have(given)} no effect with algo.old = trainer, where every ratio is 1 in the first update of a step; "
+            f"remove {_them(given)}, use algo.old = sampler, or set train.epochs or train.minibatches"
+        )
+    if recipe.loss.needs_gap:
+        yield (
+            f"algo.loss = {recipe.loss} holds the policy near the sampler's by the ratio between them, which is 1 with "
+            "algo.old = trainer; use algo.old = sampler"
+        )
 
 
 def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -487,8 +495,10 @@ def group_problems(
         )
 
 
-def step_problems(config: AlgoConfig, steps: int, minutes: float) -> Iterator[str]:
-    """Yields a sentence if a run of `steps`, or of fewer if it has a limit in minutes, would end before the policy is trained."""
+def step_problems(config: AlgoConfig, steps: int, minutes: float, updates: int) -> Iterator[str]:
+    """Yields a sentence if a run of `steps`, or of fewer if it has a limit in minutes, would end before the policy is trained, and for what needs several
+    `updates` of a step."""
+    yield from ratio_problems(config, updates)
     alone = config.recipe.critic.alone_steps
     if not config.has_critic or not alone:
         return
@@ -602,7 +612,7 @@ def caveats(algo: AlgoConfig, max_tokens: int, max_lag: int = 0) -> list[str]:
 
 def trusts_a_region(algo: AlgoConfig) -> bool:
     """Whether a bound on the ratio to the sampler, or a correction, keeps the policy near the one that sampled. A
-    user's own loss is assumed to."""
+    user's own loss is assumed to. (The ratio to the trainer's own log-probs bounds what one step does.)"""
     recipe, correction = algo.recipe, algo.recipe.correction
     if recipe.loss.whole:  # which rollouts are better does not depend on who sampled them
         return True

@@ -6,8 +6,8 @@ lies between them (tool results, the next question, tokens that are masked) is p
 ends with its last token, also where a limit cut it off: nothing is bootstrapped there, since the limit belongs to the task and the rollout has been
 given its reward.
 
-Values are those of the weights that the step is about to change, and there is one update a batch: a bound on the change of a value from its
-old one (verl's `cliprange_value`) would never act, so there is none.
+Values are those of the weights that the step is about to change, for all of its updates. There is no bound on the change of a value from its
+old one (verl's `cliprange_value`): in "What Matters In On-Policy Reinforcement Learning?" (arXiv 2006.05990) it hurt whatever the bound.
 """
 
 from __future__ import annotations

@@ -68,9 +68,15 @@ class Diagnostics:
         self.sums, self.histogram, self.rounding = (new.view(old.shape) for new, old in zip(added, parts, strict=True))
         self.peak = largest(self.peak)
 
-    def report(self) -> tuple[LagStats, ...]:
-        """Returns the buckets that have tokens, by lag, the swapped ones last."""
-        return tuple(self._of(i) for i in range(len(NAMES)) if self.sums[i, 0] > 0)
+    def join(self, other: Diagnostics) -> None:
+        """Adds the sums of a later update of the step. What rounding makes is known from the first one alone: the weights have changed since."""
+        self.sums += other.sums
+        self.histogram += other.histogram
+        self.peak = torch.maximum(self.peak, other.peak)
+
+    def report(self, passes: int = 1) -> tuple[LagStats, ...]:
+        """Returns the buckets that have tokens, by lag, the swapped ones last. `passes`: the number of updates in which each token was."""
+        return tuple(self._of(i, passes) for i in range(len(NAMES)) if self.sums[i, 0] > 0)
 
     def noise(self) -> Noise | None:
         """None without tokens of lag 0."""
@@ -79,13 +85,13 @@ class Diagnostics:
             return None
         return Noise(int(tokens), (squares / tokens) ** 0.5, int(sequences), (of_means / max(sequences, 1)) ** 0.5)
 
-    def _of(self, i: int) -> LagStats:
+    def _of(self, i: int, passes: int) -> LagStats:
         total = dict(zip(_SUMS, self.sums[i].tolist(), strict=True))
         count, peak = total["tokens"], float(self.peak[i])
         gaps = {name: min(self._quantile(i, share), peak) for name, share in QUANTILES.items()}
         return LagStats(
             name=NAMES[i],
-            tokens=int(count),
+            tokens=int(count) // passes,
             ratio=total["ratio"] / count,
             kl=total["kl"] / count,
             ess=total["ratio"] ** 2 / (count * total["squared"]),

@@ -446,20 +446,21 @@ def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, tokens: Toke
 def old_of(tokens: Tokens, old: Old) -> Float[Tensor, " M"]:
     """[M] the log-probs that ratios are taken against, without gradient.
 
-    trainer: the trainer's own log-prob before the update. A batch gets exactly one update here, so it is the current
-    one: exact and at no cost, and every ratio is 1 with its gradient. loglinear: a proximal policy (decoupled PPO,
-    arXiv 2110.00641; AReaL, arXiv 2505.24298) one step behind the current one, on the log-linear path from the
-    sampler's weights to it: sampled + α·(logprob - sampled), α = (v_prox - v_sampler)/(v_now - v_sampler) = (lag -
-    1)/lag (A-3PO, arXiv 2512.06547).
+    trainer: the trainer's own log-prob when the step began. In its first update it is the current one, at no cost, and every ratio is 1
+    with its gradient; in further ones (`train.epochs`, `train.minibatches`) the ratio is that of PPO. loglinear: a proximal policy
+    (decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298) one step behind the one that the step began with, on the log-linear path
+    from the sampler's weights to it: sampled + α·(logprob - sampled), α = (v_prox - v_sampler)/(v_now - v_sampler) = (lag - 1)/lag
+    (A-3PO, arXiv 2512.06547).
     """
+    own = tokens.logprob.detach() if tokens.before is None else tokens.before
     match old:
         case "sampler":
             return tokens.sampled
         case "trainer":
-            return tokens.logprob.detach()
+            return own
         case "loglinear":
             alpha = torch.clamp(tokens.lag - 1, min=0) / torch.clamp(tokens.lag, min=1)
-            return tokens.sampled + alpha * (tokens.logprob.detach() - tokens.sampled)
+            return tokens.sampled + alpha * (own - tokens.sampled)
 
 
 def _taught(tokens: Tokens, distill: Distill) -> Tokens:

@@ -107,7 +107,7 @@ class TrainReport(Struct, frozen=True):
     left nothing of the policy loss). Empty if they did."""
     loss: float = 0.0
     grad_norm: float = 0.0
-    """The norm before clipping."""
+    """The norm before clipping; the mean over updates."""
     lr: float = 0.0
     entropy: float = 0.0
     """Mean over tokens, nats, of the full distribution at the sampling temperature."""
@@ -152,8 +152,17 @@ class TrainReport(Struct, frozen=True):
     2026-11-23."""
     graphs: int = 0
     """Graphs that torch.compile has made for this step (`train.compile`): time that no later step of the same kinds spends again."""
+    updates: int = 1
+    """Updates that were made (`train.epochs`, `train.minibatches`). What the step reports is over all of them, and each token counts once."""
+    left_out: int = 0
+    """Further updates that were not: their gradient was not finite, or the algorithm's rules and bounds left nothing of the policy loss."""
     notice: str = ""
     """A sentence of the trainer for whoever watches the run: why layers are not compiled, or that they are compiled too often."""
+
+    @property
+    def skippable(self) -> bool:
+        """Whether the step, or an update of it, was left out, so that it must be left out again where the step is repeated."""
+        return bool(self.skipped or self.left_out)
 
 
 def differing(report: TrainReport, before: TrainReport) -> list[str]:

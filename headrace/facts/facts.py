@@ -320,7 +320,7 @@ class HeldOutLook(Struct, frozen=True):
 
 
 class Evaluated(Fact, frozen=True):
-    """The held-out prompts were evaluated."""
+    """The held-out prompts were evaluated, or those of another evaluation set."""
 
     phase: Literal["before", "during", "after"]
     step: int
@@ -333,6 +333,7 @@ class Evaluated(Fact, frozen=True):
     failures: dict[str, int] = {}
     """Rollouts that failed, by reason."""
     seconds: float = 0.0
+    """Seconds that it took; for the held-out prompts, until all sets were measured."""
     asked: int = 0
     """Prompts that were to be evaluated; 0 in runs that did not record it."""
     kinds: dict[str, int] = {}
@@ -341,6 +342,10 @@ class Evaluated(Fact, frozen=True):
     """Completions that ended at max_tokens."""
     looks: tuple[HeldOutLook, ...] = ()
     """The first few prompts, the same ones in every evaluation; empty in runs that did not record them."""
+    name: str = ""
+    """The name of the set; the held-out prompts have one only if `eval.name` gives it."""
+    beside: bool = False
+    """Whether it is a further set of `eval.sets`, which no verdict reads."""
 
     @property
     def failed_prompts(self) -> int:

@@ -390,14 +390,11 @@ def _learns(state: RunState, draw: Draw) -> Iterable[Figure]:
     if mark == "warn" and change.changed > 0:
         trouble = "no held-out reward was measured"
     last = since or before
-    text = "not measured"
-    if before and since:
-        text = f"{reward_text(before.reward_mean)} → {_mean(since)}"
-    elif last:
-        text = _mean(last)
-    window = f"{verdicts.measured_on(last)}, step {last.step}" if last else ""
-    curve = draw("held_out/reward")
-    yield _judged("held out", text, window, mark, trouble=trouble, remedy=remedy, curve=curve)
+    text, window, curve = verdicts.gain_of(state.evals), _of(last) if last else "", draw("held_out/reward")
+    name = (last.name if last and state.sets else "") or "held out"
+    yield _judged(name, text, window, mark, trouble=trouble, remedy=remedy, curve=curve)
+    for name, evals in state.sets.items():
+        yield Figure(name, verdicts.gain_of(evals), _of(evals[-1]), curve=draw(f"held_out/{name}/reward"))
     if last and last.failed_prompts:
         lost = f"{plural(last.failed_prompts, 'held-out prompt')} of {last.asked} failed"
         failed = str(last.failed_prompts)
@@ -410,6 +407,10 @@ def _learns(state: RunState, draw: Draw) -> Iterable[Figure]:
         top = sorted(lengths)[math.ceil(0.95 * len(lengths)) - 1]
         text = f"{statistics.fmean(lengths):.1f} (p95 {top})"
         yield Figure("length", text, f"tokens, trained, last {LAST} steps", curve=draw("length/mean"))
+
+
+def _of(evaluation: Evaluated) -> str:
+    return f"{verdicts.measured_on(evaluation)}, step {evaluation.step}"
 
 
 def _mean(evaluation: Evaluated) -> str:

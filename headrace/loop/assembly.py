@@ -21,7 +21,7 @@ from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer
 from headrace.loop.checkpoints import Snapshots
 from headrace.loop.curriculum import Curriculum, open_curriculum
-from headrace.loop.evaluation import Evaluator, IdentityProbe
+from headrace.loop.evaluation import Evaluator, HeldOutSet, IdentityProbe
 from headrace.loop.ledger import Ledger
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.openings import CacheSize, Openings
@@ -33,6 +33,22 @@ from headrace.loop.run_limits import Minutes
 from headrace.loop.turns import DeviceShare
 from headrace.settings.process_config import EvalConfig
 from headrace.weight_sync.delta.efficiency import DeltaWatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSet:
+    """A further evaluation set."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    evaluation: EvalConfig
+    environment: EnvironmentKind | None = None
+    """None: that of the held-out prompts; so for the scorer."""
+    scorer: Scorer | None = None
+
+    def with_groups(self, groups: OwnGroups) -> HeldOutSet:
+        """`groups`: of the held-out prompts."""
+        return HeldOutSet(self.name, groups.measuring(self.evaluation, self.environment, self.scorer), self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +120,11 @@ def assemble(
     minutes: Minutes | None = None,
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
     elsewhere: GroupSource | None = None,
+    sets: Sequence[MeasuredSet] = (),
 ) -> Parts:
     """`evaluated_by` scores held-out rollouts, without penalties and teachers' log-probs. `elsewhere`: where rollouts are sampled, if not here."""
     groups = elsewhere or _own_groups(
-        restored.interrupts,
-        restored.notebook,
+        (restored.interrupts, restored.notebook),
         plan=plan,
         engine=engine,
         environment=environment,
@@ -134,7 +150,7 @@ def assemble(
         algorithm=algorithm,
         snapshots=snapshots,
         probe=probe,
-        evaluator=Evaluator(groups=groups, prompts=held_out, telemetry=telemetry),
+        evaluator=_evaluator(HeldOutSet(evaluation.name, groups, held_out), sets, telemetry),
         turns=turns or DeviceShare(),
         noise=noise or NoiseWatch(),
         deltas=deltas or DeltaWatch(),
@@ -157,8 +173,7 @@ def groups_alone(
 ) -> OwnGroups:
     """The groups of a process that has no pipeline: of an evaluation, of a rollout host."""
     return _own_groups(
-        Interrupts(engine, partial, telemetry.waits, telemetry.clock),
-        Notebook(plan.adapter),
+        (Interrupts(engine, partial, telemetry.waits, telemetry.clock), Notebook(plan.adapter)),
         plan=plan,
         engine=engine,
         environment=environment,
@@ -170,9 +185,15 @@ def groups_alone(
     )
 
 
+def _evaluator(held_out: HeldOutSet, sets: Sequence[MeasuredSet], telemetry: Telemetry) -> Evaluator:
+    groups = held_out.groups
+    further = [one.with_groups(groups) for one in sets if isinstance(groups, OwnGroups)]
+    assert len(further) == len(sets), "settings refuse further sets where rollout hosts sample"
+    return Evaluator(held_out, telemetry, further)
+
+
 def _own_groups(
-    interrupts: Interrupts,
-    notebook: Notebook,
+    sampled: tuple[Interrupts, Notebook],
     *,
     plan: LoopPlan,
     engine: Engine,
@@ -190,11 +211,11 @@ def _own_groups(
     return OwnGroups(
         plan=plan,
         evaluation=evaluation,
-        interrupts=interrupts,
+        interrupts=sampled[0],
         environment=environment,
         scorer=scorer,
         evaluated_by=evaluated_by,
-        notebook=notebook,
+        notebook=sampled[1],
         decode=decode,
         waits=telemetry.waits,
         context_length=has.context_length,

@@ -344,7 +344,7 @@ class Pipeline:
         """Repeats the steps that a killed process did after the checkpoint."""
         for step in steps:
             batch = self._plan.batch_again(step, self._parts.algorithm)
-            batch = replace(batch, skippable=bool(step.report.skipped), steps=step.steps)
+            batch = replace(batch, skippable=step.report.skippable, steps=step.steps)
             report = await self._busy("step, again", self._parts.trainer.step, batch)
             if message := unlike(step, report):
                 self._warn(message)

@@ -171,9 +171,16 @@ def build_environment(
     return made
 
 
-def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> RemarkedTask:
-    """`rows`: the rows that were passed from Python, if any."""
-    return open_task(config, seed, encoder.using(config.rendering), rows)
+def build_task(
+    config: TaskConfig,
+    encoder: ChatEncoder,
+    seed: int,
+    rows: Sequence[Row] | None = None,
+    *,
+    measured: bool = False,
+) -> RemarkedTask:
+    """`rows`: the rows that were passed from Python, if any. `measured`: whether all rows of its file are held out."""
+    return open_task(config, seed, encoder.using(config.rendering), rows, measured=measured)
 
 
 def build_scorer(

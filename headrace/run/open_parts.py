@@ -16,7 +16,7 @@ from headrace.core.types import Prompt
 from headrace.episodes.scoring.parts import ScoreLog
 from headrace.episodes.scoring.reward_scorer import punished
 from headrace.facts.telemetry import Telemetry
-from headrace.loop.assembly import RestoredState, assemble, restore_state
+from headrace.loop.assembly import MeasuredSet, RestoredState, assemble, restore_state
 from headrace.loop.checkpoints import Snapshots
 from headrace.loop.evaluation import PROBE, ROUNDING, TEXT, IdentityProbe, Quantised, pieces_of
 from headrace.loop.loop_plan import LoopPlan
@@ -28,6 +28,7 @@ from headrace.run.build import LoadedFiles, Players, load_files, loaded_model, o
 from headrace.run.choosing import allowance_of
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.config import RunConfig
+from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.lane import Lane
 from headrace.run.pools import Pools, open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
@@ -100,6 +101,8 @@ class _LoadedLane:
     """The scores that an earlier process of this run was given."""
     prompts: Sequence[Prompt]
     """The held-out ones."""
+    sets: Sequence[MeasuredSet]
+    """The further evaluation sets."""
     telemetry: Telemetry
     ending: AsyncExitStack
     """Closes what is the lane's own."""
@@ -153,6 +156,8 @@ async def _load(
             group_size=config.rollout.group_size,
             encode=files.encoder.encode_completion,
         )
+        read = await asyncio.to_thread(read_sets, config, files.encoder, files.task, inputs.rows)
+        sets = open_sets(read, files.encoder, telemetry, logs=lane.directory.logs, sites=sites)
         return _LoadedLane(
             config=config,
             storage=lane.storage,
@@ -161,6 +166,7 @@ async def _load(
             players=players,
             scores=scores,
             prompts=await asyncio.to_thread(files.task.held_out, config.eval.prompts),
+            sets=await ending.enter_async_context(sets),
             telemetry=telemetry,
             ending=ending.pop_all(),
         )
@@ -212,6 +218,7 @@ class _JoinedLane:
             scorer=self.teaching.tracing(penalised),
             evaluated_by=rewarding,
             held_out=loaded.prompts,
+            sets=loaded.sets,
             evaluation=config.eval,
             journal=storage.journal,
             algorithm=algorithm_of(config.algo, config.longest_rollout, config.reward_weights),

@@ -65,6 +65,8 @@ def train_config(config: RunConfig, steps: int) -> TrainConfig:
         learning_rate=rate,
         schedule=own.schedule,
         warmup_steps=own.warmup_steps,
+        epochs=1,  # of a step: those of the warm start go through its rows
+        minibatches=1,
         parity="off",  # it compares with a sampler, and there is none
     )
 

@@ -18,7 +18,6 @@ class Meaning(NamedTuple):
     """The difference between the two settings."""
 
 
-_ONE_UPDATE = "every batch gets exactly one update"
 _BY_TOKENS = "which counts tokens, bounds memory, and never changes the gradient"
 _STEPS = "which counts optimizer steps; prompts are drawn epoch after epoch until all steps are done"
 _LENGTH = "which holds prompt and completion together"
@@ -91,16 +90,16 @@ MEANINGS: dict[str, Meaning] = {
     "mask_truncated_completions": Meaning("TRL", 'algo.overlong = "mask"'),
     "adv_estimator": Meaning("verl", "algo.name"),
     "advantage_estimator": Meaning("OpenRLHF", "algo.name"),
-    "num_iterations": Meaning("TRL", "", _ONE_UPDATE),
-    "ppo_epochs": Meaning("verl", "", _ONE_UPDATE),
-    "ppo_mini_batch_size": Meaning("verl", "", f"{_ONE_UPDATE}, of staleness.groups_per_step groups"),
+    "num_iterations": Meaning("TRL", "train.epochs"),
+    "ppo_epochs": Meaning("verl", "train.epochs"),
+    "ppo_mini_batch_size": Meaning("verl", "train.minibatches", "which counts the parts of a step"),
     "entropy_coeff": Meaning("verl", "algo.entropy.coef"),
     "entropy_coef": Meaning("TRL", "algo.entropy.coef"),
     "gamma": Meaning("PPO", "algo.gamma", 'over turns, or over tokens with algo.name = "ppo" or "reinforce++"'),
     "step_advantage_w": Meaning("verl-agent", "algo.state_weight"),
     "lam": Meaning("PPO", "algo.lam", 'over tokens with algo.name = "ppo", else over turns'),
     "vf_coef": Meaning("TRL", "algo.critic.trunk", "the head itself has a learning rate of its own"),
-    "cliprange_value": Meaning("verl", "", "every batch gets exactly one update, in which no value has moved yet"),
+    "cliprange_value": Meaning("verl", "", "values are not clipped (docs/decisions/0049-several-updates.md)"),
     "critic_warmup": Meaning("verl", "algo.critic.alone_steps"),
     "critic_learning_rate": Meaning(
         "OpenRLHF", "algo.critic.learning_rate", "of another scale: in units of the reward"
@@ -129,7 +128,7 @@ MEANINGS: dict[str, Meaning] = {
     "num_train_epochs": Meaning("TRL", "train.steps", _STEPS),
     "total_epochs": Meaning("verl", "train.steps", _STEPS),
     "num_episodes": Meaning("OpenRLHF", "train.steps", _STEPS),
-    "max_epochs": Meaning("OpenRLHF", "", _ONE_UPDATE),
+    "max_epochs": Meaning("OpenRLHF", "train.epochs"),
     "lora_r": Meaning("TRL", "lora.rank"),
     "lora_rank": Meaning("verl and OpenRLHF", "lora.rank"),
     "lora_alpha": Meaning("TRL, verl and OpenRLHF", "lora.alpha"),

@@ -44,7 +44,13 @@ class TrainConfig:
     """AdamW's decay of the mean squared gradient. 0.95 instead of AdamW's 0.999, because runs take a few hundred steps
     and gradients change with the policy."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient of the whole step is scaled down to this norm."""
+    """The gradient of an update is scaled down to this norm."""
+    epochs: int = Field(default=1, gt=0)
+    """Number of times that a step trains each of its groups, as in PPO. All updates of a step make one version, and have one learning rate
+    (docs/staleness.md)."""
+    minibatches: int = Field(default=1, gt=0)
+    """Number of parts of a step, of equally many groups, each of which makes an update of its own, with denominators of its own: a step makes `epochs` ×
+    `minibatches` updates. It divides `staleness.groups_per_step`."""
     microbatch_tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Tokens that a rank forwards at once. This bounds memory and never changes the gradient. A longer row gets a
     microbatch of its own. auto: 2048 on a CPU, and in ranks on other machines; on a GPU of this machine up to 32768, as many as it has
@@ -88,6 +94,11 @@ class TrainConfig:
     """Several ranks that train one model. One rank, the default, starts no further process."""
 
     @property
+    def updates(self) -> int:
+        """Updates of a step."""
+        return self.epochs * self.minibatches
+
+    @property
     def microbatch(self) -> int:
         """The tokens of a microbatch as a number: a CPU's where nobody has chosen."""
         return ON_CPU if self.microbatch_tokens == "auto" else self.microbatch_tokens
@@ -116,9 +127,30 @@ class TrainConfig:
         return self
 
 
-def parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool, critic: bool = False) -> Iterator[str]:
-    """Yields the settings that several ranks exclude, each with its remedy. `itself`: whether a teacher is the student's older self. `critic`:
-    whether the algorithm has one."""
+def train_problems(train: TrainConfig, lora: LoraConfig, groups: int, itself: bool, critic: bool) -> Iterator[str]:
+    """Yields the settings that exclude each other, each with its remedy. `groups`: those of a step. `itself`: whether a teacher is the student's older
+    self. `critic`: whether the algorithm has one."""
+    yield from _update_problems(train, groups)
+    yield from _parallel_problems(train, lora, itself=itself, critic=critic)
+
+
+def _update_problems(train: TrainConfig, groups: int) -> Iterator[str]:
+    """Yields a sentence if a step of so many groups cannot make its updates."""
+    if groups % train.minibatches:
+        fitting = ", ".join(str(number) for number in range(1, groups + 1) if groups % number == 0)
+        yield (
+            f"train.minibatches = {train.minibatches} does not divide staleness.groups_per_step = {groups}, and minibatches have equally many groups; "
+            f"use one of {fitting}, or change groups_per_step"
+        )
+    if train.minibatches > 1 and train.parity == "bitwise":
+        yield (
+            f'train.parity = "bitwise" compares every token with the weights that sampled it, and train.minibatches = {train.minibatches} trains most of '
+            "them after these have changed; remove one of the two (train.epochs goes with it)"
+        )
+
+
+def _parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool, critic: bool) -> Iterator[str]:
+    """Yields the settings that several ranks exclude."""
     parallel, ranks = train.parallel, train.parallel.ranks
     if parallel.gathering == 1:
         for name in ("reshard", "gather", "reduce", *(["expert", "schedule"] if ranks == 1 else [])):

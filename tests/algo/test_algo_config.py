@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.config import AlgoConfig, caveats
+from headrace.algo.config import AlgoConfig, caveats, ratio_problems
 from headrace.algo.objective import AGGREGATIONS, objective_of, reach_of
 from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.user import UserLoss
@@ -246,13 +246,11 @@ def test_bad_settings_are_refused(wrong):
             {"loss": "reinforce", "clip_low": 0.1, "clip_high": 0.1},
             "have no meaning with algo.loss = reinforce; remove them",
         ),
-        ({"old": "trainer", "clip_high": 0.1}, "no effect with algo.old = trainer"),
         ({"dual_clip": 0.5}, "use more than 1"),
         ({"name": "aspo", "dual_clip": 0.0}, "use more than 1 (3 is usual)"),
         ({"name": "dcpo", "cap": 0.9}, "use more than 1 (10 is usual)"),
         ({"name": "bapo", "clip_low": 0.05}, "set the first no smaller than the second"),
         ({"name": "bapo", "clip_high": 3.0}, "the third no larger than the fourth"),
-        ({"name": "kimi", "old": "trainer"}, "use algo.old = sampler"),
         ({"denominator": "kept"}, "no rule takes anything out"),
         ({"correction": {"mode": "truncate"}}, "twice"),
         ({"correction": {"high": 3.0}}, "need algo.correction.mode"),
@@ -315,6 +313,20 @@ def test_bad_pairs_are_refused_with_the_remedy(given, words):
 )
 def test_remedies_can_be_followed(followed):
     assert AlgoConfig(**followed).recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"old": "trainer", "clip_high": 0.1}, "set train.epochs or train.minibatches"),
+        ({"name": "kimi", "old": "trainer"}, "use algo.old = sampler"),
+    ],
+)
+def test_a_bound_that_no_ratio_reaches_is_refused_and_one_of_several_updates_is_not(given, words):
+    (problem,) = ratio_problems(AlgoConfig(**given), updates=1)
+    assert words in problem
+    assert not list(ratio_problems(AlgoConfig(**given), updates=2))
+    assert not list(ratio_problems(AlgoConfig(**{**given, "old": "sampler"}), updates=1))
 
 
 @pytest.mark.parametrize("name", [*NOT_HERE, "XPO", "nash-md", "NashMD"])

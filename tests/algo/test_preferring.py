@@ -30,6 +30,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.share import head_of
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import numbers_of, pairs_of
+from support.few import few
 from support.trainer_calls import V, model_dir, near  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,8 +169,8 @@ def gradient_after_a_step(trainer: TorchTrainer) -> tuple[float, dict[str, torch
     algo = trainer._learners[""].algo
     trainer.step(Batch(0, groups(algo, seed=1)))
     given = Batch(1, groups(algo))
-    plan = trainer._plan(given)
-    sums = trainer._gradients(plan, 1.0, pairs=pairs_of(head_of(given)))
+    plan = trainer._plans(given)[0]
+    sums = trainer._gradient(1.0, pairs=pairs_of(head_of(given))).fill(plan)
     found = {
         name: trainer._placement.whole(p.grad) for name, p in trainer._model.named_parameters() if p.grad is not None
     }
@@ -225,7 +226,7 @@ def plain(
     return total.item(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, keep=2))
 def test_the_gradient_is_that_of_the_pairs_however_the_step_is_split(name, model_dir):  # noqa: F811
     directory, algo = model_dir("llama"), AlgoConfig(name)
     first = make(directory, algo)
@@ -268,7 +269,7 @@ def test_a_pair_shares_its_prompt(model_dir):  # noqa: F811
     """The prompt of a group is forwarded once for all of its pairs."""
     algo = AlgoConfig("dpo")
     given = Batch(0, groups(algo))
-    plan = make(model_dir("llama"), algo)._plan(given)
+    plan = make(model_dir("llama"), algo)._plans(given)[0]
     rows = [row for row in given.rows if any(row.mask)]
     assert sum(len(pack.tokens) for pack in plan.packs) <= sum(len(row.tokens) for row in rows) + 4 + 5 + 6
 

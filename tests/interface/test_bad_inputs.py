@@ -182,7 +182,7 @@ ELSEWHERE = [
         ("train.lr", "train.learning_rate"),
         ("rollout.max_completion_length", "it is what TRL calls rollout.max_tokens"),
         ("per_device_train_batch_size", "staleness.groups_per_step (which counts prompts"),
-        ("num_iterations", "TRL has it, headrace does not (every batch gets exactly one update); remove it"),
+        ("num_iterations", "it is what TRL calls train.epochs"),
         ("algorithm.kl_ctrl.kl_coef", "algo.kl.coef"),
         ("actor_rollout_ref.actor.clip_ratio", "it is what verl calls algo.clip_low and algo.clip_high"),
         ("actor_rollout_ref.rollout.n", "it is what verl calls rollout.group_size"),

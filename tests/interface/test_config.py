@@ -329,6 +329,9 @@ def test_a_dump_spells_out_every_setting():
         (["engine.cores=[0]", "train.cores=[0]"], "leave both empty"),
         (["engine.cores=[4096]"], "engine.cores names [4096]"),
         (["lora.rank=4", "partial.mode=stream"], "an adapter is small and is replaced at once"),
+        (["train.minibatches=3", "staleness.groups_per_step=8"], "use one of 1, 2, 4, 8, or change groups_per_step"),
+        (["train.minibatches=2", "train.parity=bitwise"], "remove one of the two (train.epochs goes with it)"),
+        (["algo.name=tis", "algo.clip_high=0.3"], "set train.epochs or train.minibatches"),
     ],
 )
 def test_bad_pairs_are_refused_with_the_remedy(sets, words):

@@ -38,7 +38,7 @@ from headrace.facts.facts import (
 )
 from headrace.facts.health import Figure, Health, Standing, health, then_and_now
 from headrace.facts.index_file import thinned
-from headrace.facts.number_tables import Numbers
+from headrace.facts.number_tables import Numbers, title_of
 from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState
 from headrace.facts.thresholds import LIMITS, Mark
@@ -338,6 +338,34 @@ def test_a_run_that_is_read_from_its_digest_is_judged_alike() -> None:
 
 
 # --- one prompt, then and now -------------------------------------------------------------------------------------------
+
+
+def test_further_evaluation_sets_have_their_numbers_and_no_part_in_the_verdict() -> None:
+    """The set `hard` falls, was measured twice at step 0 by a run that was killed in between, and changes nothing but its own number."""
+
+    def told(phase: str, step: int, mean: float) -> Evaluated:
+        return Evaluated(1.0, phase, step, 8, mean, 0.02, 9.0, asked=9, name="hard", beside=True)  # type: ignore[arg-type]
+
+    plain = list(Told().facts())
+    first = replace(plain[1], name="sums")
+    facts = [
+        plain[0],
+        told("before", 0, 0.7),
+        told("before", 0, 0.5),
+        first,
+        *plain[2:-1],
+        told("after", 40, 0.1),
+        replace(plain[-1], name="sums"),
+    ]
+    state, numbers = folded(facts)
+    assert [evaluation.reward_mean for evaluation in state.sets["hard"]] == [0.5, 0.1] and len(state.evals) == 2
+    found = health(state, numbers.columns, ALIVE)
+    assert (found.kind, found.sentence) == (judged(plain).kind, judged(plain).sentence)
+    assert figure(found, "learns", "hard")[1:3] == ("0.500 → 0.100 ± 0.020", "8 of 9 prompts, 1 failed: , step 40")
+    assert figure(found, "learns", "sums").text == figure(judged(plain), "learns", "held out").text
+    step, values = numbers.columns.series("held_out/hard/reward")
+    assert (step.tolist(), values.tolist()) == ([0, 40], [0.5, 0.1])
+    assert title_of("held_out/hard/reward") == "Held-out reward, mean (hard)"
 
 
 def test_one_prompt_then_and_now_is_scored_in_both() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import textwrap
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.episodes.episodes import Played, roll_out
 from headrace.episodes.rollout_session import NotebookPage, TurnAsked
 from headrace.models.chat import ChatEncoder
 from support import tool_chats
+from support.few import few
 from support.tool_chats import CALL, WrittenEngine
 
 ENV = '''
@@ -240,7 +242,9 @@ def killed_at(
 SAYS = (LOOK.replace("WORD", "one"), LOOK.replace("WORD", "two"), "12<|im_end|>")
 
 
-@pytest.mark.parametrize(("name", "turn"), [("Looks", 0), ("Looks", 2), ("Plain", 1)])
+@pytest.mark.parametrize(
+    ("name", "turn"), few(starmap(pytest.param, [("Looks", 0), ("Looks", 2), ("Plain", 1)]), keep=1)
+)
 def test_the_state_of_the_last_turn_is_restored(env: Path, encoder: ChatEncoder, name: str, turn: int) -> None:
     found, engine, before = killed_at(env, encoder, turn, *SAYS, function=f"{env}:{name}")
     assert [line for line in lines(env) if line.startswith("look")] == ["look one", "look two"], "each once"

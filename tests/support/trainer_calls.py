@@ -150,7 +150,7 @@ def own_plan(rows: StepRows, placement: Placement) -> StepPlan:
 
 
 def gradients(of: TorchTrainer, given_batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    sums = of._gradients(of._plan(given_batch), given_batch.temperature)
+    sums = of._gradient(given_batch.temperature).fill(of._plans(given_batch)[0])
     found = {name: p.grad.clone() for name, p in of._model.named_parameters() if p.grad is not None}
     of._learners[""].optimizer.zero_grad()
     return sums.loss, found

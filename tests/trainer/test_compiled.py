@@ -26,8 +26,8 @@ SMALL = {"path": "torch", "microbatch_tokens": 8}
 
 def gradients(made: TorchTrainer, seed: int) -> tuple[int, float, dict[str, torch.Tensor]]:
     given = batch(seed, 0)
-    plan = made._plan(given)
-    sums = made._gradients(plan, given.temperature)
+    plan = made._plans(given)[0]
+    sums = made._gradient(given.temperature).fill(plan)
     named = made._learners[""].parameters
     found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     made._learners[""].forget()

@@ -151,7 +151,7 @@ def test_a_value_is_that_of_the_state_which_predicts_the_token(model):
             states = plain(torch.tensor([row.prompt + row.tokens])).last_hidden_state[0]
         own = [states[len(row.prompt) + place - 1] for place, kept in enumerate(row.mask) if kept]
         expected.append([float(h @ critic.weight.detach() / h.norm() / len(h) ** 0.5 + 0.5) for h in own])
-    plan = trainer._plan(given)
+    plan = trainer._plans(given)[0]
     assert len(plan.packs) > 1
     for pack in plan.packs:
         with torch.no_grad():
@@ -257,7 +257,7 @@ def test_a_model_that_shows_its_logits_only_is_refused():
     trainer = made(AlgoConfig("grpo"))
     trainer._forward = dataclasses.replace(trainer._forward, chunked_head=False)
     with pytest.raises(ConfigError, match="shows its logits only"):
-        trainer._critic(AlgoConfig("ppo"))
+        trainer._critic(AlgoConfig("ppo"), TrainConfig())
 
 
 def test_directories_of_checkpoints_have_no_file_more(tmp_path: Path):

@@ -18,7 +18,7 @@ from headrace.core.batches import Batch, Group, Row
 from headrace.core.sampling_masks import encode_set
 from headrace.core.types import Prompt, RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
 from headrace.trainer.dealing.deal import Dealing
-from headrace.trainer.dealing.share import PackedShare, RowBlock, ShareHead, received, shares_of
+from headrace.trainer.dealing.share import PackedShare, RowBlock, ShareHead, dealt_of, received, shares_of
 from headrace.trainer.dealing.trees import first_fit
 from headrace.trainer.packing import DealtRows, StepPlan, StepRows, pack_rows, plan_of, split_ranks
 
@@ -118,8 +118,40 @@ def test_a_rank_makes_of_its_share_what_it_would_make_of_the_whole_step(seed: in
     for plan, packed in zip(expected, shares, strict=True):
         given = received(*sent(packed, chance.choice([1, 30, 10_000])))
         assert (given.head.adapter, given.head.skippable, given.head.steps) == ("math", False, 9)
-        made = plan_of(DealtRows(given.dealt, aggregation, constant=8, step=3))
+        made = plan_of(DealtRows(given.minibatches[0], aggregation, constant=8, step=3))
         assert bits(made) == bits(plan)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_minibatches_of_a_step_are_whole_groups_that_arrive_as_they_were_dealt(seed: int) -> None:
+    """Each is what a step of its groups alone would be, but for the weights' denominators, which are its own as well."""
+    chance = random.Random(seed)
+    batch, ranks, share = some_batch(chance, 6), chance.choice([1, 2, 3]), chance.random() < 0.7
+    dealing = Dealing(budget=40, ranks=ranks, share=share, minibatches=3)
+    shares = shares_of(batch, dealing)
+    everyone = [received(*sent(packed, chance.choice([1, 30, 10_000]))) for packed in shares]
+    for given, dealt in zip(everyone, dealt_of(batch, dealing), strict=True):
+        for minibatch, made in zip(given.minibatches, dealt, strict=True):
+            plans = [
+                plan_of(DealtRows(one, AGGREGATIONS["token_mean"], constant=8, step=3)) for one in (minibatch, made)
+            ]
+            assert bits(plans[0]) == bits(plans[1])
+    for number in range(3):
+        groups = batch.groups[2 * number : 2 * number + 2]
+        alone = split_ranks(_rows_of(groups, share), ranks)
+        for given, plan in zip(everyone, alone, strict=True):
+            made = plan_of(DealtRows(given.minibatches[number], AGGREGATIONS["token_mean"], constant=8, step=3))
+            assert bits([pack.tokens for pack in made.packs]) == bits([pack.tokens for pack in plan.packs])
+            assert bits([pack.weight for pack in made.packs]) == bits([pack.weight for pack in plan.packs])
+            assert made.split == plan.split
+        own = np.frombuffer(everyone[0].head.pairs[number], np.int64)
+        assert len(own) == 2 * sum(len(group.pairs) for group in groups)
+
+
+def _rows_of(groups: Sequence[Group], share: bool) -> StepRows:
+    rows = [row for group in groups for row in group.rows]
+    more = {"constant": 8, "budget": 40, "step": 3, "share": share, "trajectories": trajectories_of(groups)}
+    return StepRows(rows, AGGREGATIONS["token_mean"], **more)
 
 
 def test_a_rank_is_sent_its_own_rows_and_the_beginnings_that_it_shares() -> None:
@@ -179,7 +211,7 @@ def test_the_plan_of_a_share_says_what_was_dropped_once() -> None:
 
 def sent_plan(share: PackedShare) -> StepPlan:
     given = received(*sent(share, 100))
-    return plan_of(DealtRows(given.dealt, AGGREGATIONS["token_mean"], constant=0, step=0))
+    return plan_of(DealtRows(given.minibatches[0], AGGREGATIONS["token_mean"], constant=0, step=0))
 
 
 def test_ranks_order_trees_by_cost_and_a_device_alone_does_not() -> None:

@@ -26,6 +26,7 @@ from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.packing import StepRows, split_ranks
 from headrace.trainer.step.trainer import TorchTrainer
 from support import trainer_calls
+from support.few import few
 from support.trainer_calls import MODELS, SIZES, V, batch, gradients, reference, trainer
 
 model_dir = trainer_calls.model_dir
@@ -44,7 +45,7 @@ def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], to
 # -- the gradient -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=5))
 def test_packed_loss_and_gradient_equal_padded_full_logits(name, model_dir):
     one = trainer(model_dir(name))
     assert one._forward.path == MODELS[name][2]
@@ -96,7 +97,7 @@ def test_neither_order_nor_split_changes_the_gradient(whole, budget, rng):
     learner = one._learners[""]
     learner.config = replace(learner.config, microbatch_tokens=budget)
     given_batch = Batch(0, tuple(groups))
-    assert budget > 20 or len(one._plan(given_batch).packs) > 1
+    assert budget > 20 or len(one._plans(given_batch)[0].packs) > 1
     loss, grads = gradients(one, given_batch)
     assert loss == pytest.approx(expected_loss, abs=1e-5)
     close(grads, expected)
@@ -113,7 +114,7 @@ def test_ranks_with_a_microbatch_to_fill_up_add_up_to_the_step(whole):
     given_batch, learner = batch(5), one._learners[""]
     plans = split_ranks(StepRows(given_batch.rows, learner.aggregation, constant=0, budget=10, step=0), 3)
     assert any(not len(pack.target) for plan in plans for pack in plan.packs), "nothing fills up: take another budget"
-    loss = sum(one._gradients(plan, given_batch.temperature).loss for plan in plans)
+    loss = sum(one._gradient(given_batch.temperature).fill(plan).loss for plan in plans)
     found = {name: p.grad.clone() for name, p in one._model.named_parameters() if p.grad is not None}
     learner.optimizer.zero_grad()
     assert loss == pytest.approx(expected_loss, abs=1e-5)
@@ -166,7 +167,7 @@ def test_long_completions_attend_segment_by_segment_to_the_same_end(name, model_
     )
     one_batch = Batch(0, (Group(0, Prompt("p", "", (1, 2, 3)), (), long),))
     one = trainer(model_dir(name))
-    (pack,) = one._plan(one_batch).packs
+    (pack,) = one._plans(one_batch)[0].packs
     assert len(tree_of(pack.segments, torch.device("cpu")).blocks) == 4
     close(gradients(one, one_batch)[1], gradients(trainer(model_dir(name), microbatch_tokens=1), one_batch)[1])
 
@@ -364,7 +365,7 @@ def test_the_random_generator_is_restored(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
+@pytest.mark.parametrize("damage", few(["missing", "truncated"], keep=1))
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(file, damage, model_dir, tmp_path):
     one, twin = trainer(model_dir("llama")), trainer(model_dir("llama"))
     one.step(batch(1))

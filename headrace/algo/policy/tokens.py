@@ -56,6 +56,8 @@ class Tokens(NamedTuple):
     """None if no teacher scored any of these tokens."""
     entropy: Float[Tensor, " M"] | None = None
     """[M] entropy of the policy over the whole vocabulary, in nats, with gradient."""
+    before: Float[Tensor, " M"] | None = None
+    """[M] log π of the weights that the step began with; None where these are the weights being trained, or the algorithm asks for none."""
     keep: Bool[Tensor, " M"] | None = None
     """[M] bool: the tokens that the step's selection keeps (`objective.kept_by`)."""
     pairs: tuple[Int[Tensor, " K"], Int[Tensor, " K"]] | None = None

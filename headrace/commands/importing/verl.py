@@ -174,8 +174,12 @@ def _batches(t: Translation) -> int:
     t.put(
         "staleness.max_lag", max(1, per_batch - 1), "0: generation waits for training, as in verl with one mini-batch"
     )
-    if t.value(f"{ACTOR}ppo_epochs", default=1) != 1:
-        t.leave("every batch gets exactly one update", f"{ACTOR}ppo_epochs")
+    if (passes := t.number(f"{ACTOR}ppo_epochs", default=1)) != 1:
+        t.put(
+            "train.epochs",
+            passes,
+            "each of verl's mini-batches is a step here, and makes its updates one after the other",
+        )
     total, epochs = t.number("trainer.total_training_steps", default=0), t.number("trainer.total_epochs", default=30)
     rows, most = _count(t.settings.get("task.path", "")), t.number("data.train_max_samples", default=-1)
     if most > 0:

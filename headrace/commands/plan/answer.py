@@ -274,6 +274,8 @@ def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[s
         algo=config.algo,
         partial=config.partial,
         steps=request.steps,
+        epochs=config.train.epochs,
+        minibatches=config.train.minibatches,
         prompts=parse(request.prompts) if request.prompts else rates.prompts or _assumed_prompts(notes),
         latency=parse(request.latency) if request.latency else fixed(0),
         workers=request.workers or config.reward.workers,

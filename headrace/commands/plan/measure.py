@@ -61,7 +61,9 @@ def planned_world(scenario: Scenario, observer: Observer) -> PlannedWorld:
         scenario.staleness,
         pool=pool,
         engine=engines[0] if scenario.replicas == 1 else pool,
-        trainer=SimulatedTrainer(rates.trainer, shared, grain),
+        trainer=SimulatedTrainer(
+            rates.trainer, shared, grain, epochs=scenario.epochs, minibatches=scenario.minibatches
+        ),
         task=SimulatedTask(scenario.prompts, seed),
         scorer=SimulatedScorer(
             latency=scenario.latency,

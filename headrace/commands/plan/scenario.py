@@ -26,6 +26,9 @@ class Scenario:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     partial: PartialConfig = field(default_factory=PartialConfig)
     steps: int = 20
+    epochs: int = 1
+    """Number of times that a step trains its groups."""
+    minibatches: int = 1
     replicas: int = 1
     """Engines, each with `rates.engine`."""
     prompts: Distribution = fixed(100)

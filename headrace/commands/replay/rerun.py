@@ -124,7 +124,7 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[ReplayState, None]:
 def batch_of(config: RunConfig, journaled: JournalStep, algorithm: Algorithm) -> Batch:
     """Returns the batch that the step consumed."""
     batch = plan_of(config, config.lora.served_name).batch_again(journaled, algorithm)
-    return replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
+    return replace(batch, skippable=journaled.report.skippable, steps=journaled.steps)
 
 
 def settings_at(run_dir: Path, step: int) -> RunConfig:

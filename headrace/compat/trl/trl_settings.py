@@ -59,6 +59,7 @@ HONOURED: dict[str, tuple[Any, str]] = {
     ),
     "num_train_epochs": (3.0, "train.steps, from the number of rows"),
     "max_steps": (-1, "train.steps"),
+    "num_iterations": (1, "train.epochs"),
     # sampling
     "temperature": (1.0, "rollout.temperature"),
     "top_p": (1.0, "rollout.top_p"),
@@ -208,7 +209,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cast_lm_head_to_fp32": (False, "the head computes in train.dtype; use bf16=False"),
     "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p"),
     "repetition_penalty": (1.0, "the sampler would not draw from the distribution that is trained"),
-    "num_iterations": (1, "every batch gets exactly one update; smaller batches give more updates"),
     "sync_ref_model": (False, "the reference is the model that training began with"),
     "entropy_coef_min": (0.0, "the factor of the entropy is at least 0"),
     "entropy_coef_max": (1.0, "the factor of the entropy is at most 1"),
@@ -367,6 +367,7 @@ def settings_from(kind: TrainerKind, args: Any, *, rows: Sequence[Mapping[str, A
         "algo": kind.algo(args),
         "train": {
             "steps": steps,
+            "epochs": get("num_iterations"),
             "learning_rate": float(get("learning_rate")),
             "schedule": _schedule(get("lr_scheduler_type")),
             "warmup_steps": _share(get("warmup_steps"), steps),

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from headrace.core.batches import Batch, Group, Row
+from headrace.core.chat.reading import CLOSING, OPENING, is_opened_by
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Prompt
 from headrace.episodes.tasks.config import TaskConfig
@@ -110,6 +111,14 @@ class AnswerTokenizer(Encoder, Protocol):
     def endings(self) -> Any: ...
 
     def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]: ...
+
+    def written(self, tokens: Sequence[int]) -> str: ...
+
+
+_LAST = 8
+"""Tokens of a prompt in which a template opens the thinking."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of messages in which data sets keep a thought beside the text."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +257,8 @@ class _Reader:
             raise ConfigError("its answer is empty, or no text; remove such rows")
         maker.check(columns)
         prompt = maker.make(name, question, columns)
+        if is_opened_by(self.encoder.written(prompt.tokens[-_LAST:])):
+            _check_thought(answer)
         return self._checked(Demonstration(prompt, self.encoder.encode_completion(answer, True)))
 
     def _checked(self, one: Demonstration) -> Demonstration:
@@ -262,6 +273,19 @@ class _Reader:
         return one
 
 
+def _check_thought(answer: str) -> None:
+    """Raises ConfigError for an answer that the model would learn to write within its thinking, which the chat template has begun."""
+    if answer.lstrip().startswith(OPENING):
+        raise ConfigError(
+            f"its answer begins with {OPENING}, which the chat template has written before it already; remove it from the answers"
+        )
+    if CLOSING not in answer:
+        raise ConfigError(
+            f"the chat template begins the model's thinking ({OPENING}), and its answer does not end it; write the thought and {CLOSING} before the answer, or "
+            "turn thinking off, with task.template = { enable_thinking = false } where the template knows that"
+        )
+
+
 def _last_message(question: str | list[Message], column: str) -> tuple[list[Message], Any]:
     """Splits a conversation before its last message."""
     if isinstance(question, str) or len(question) < 2 or question[-1]["role"] != "assistant":
@@ -272,6 +296,11 @@ def _last_message(question: str | list[Message], column: str) -> tuple[list[Mess
     if question[-1].get("tool_calls"):
         raise ConfigError(
             "its last message calls a tool, and a warm start trains answers that are text; remove such rows"
+        )
+    if thoughts := [name for name in _THOUGHTS if question[-1].get(name)]:
+        raise ConfigError(
+            f"its last message has {thoughts[0]} beside its text, and the text alone would be trained; write it into the text as the model does, as in "
+            f"{OPENING}...{CLOSING}, or remove {thoughts[0]}"
         )
     return question[:-1], question[-1]["content"]
 

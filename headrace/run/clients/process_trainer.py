@@ -325,7 +325,7 @@ class ProcessTrainer:
         """How the rows of a step are dealt to ranks."""
         own = self._start.adapters.get(adapter)
         train = TrainConfig(**(own.train if own else self._start.train))
-        return dealing_of(self._parallel, train.microbatch, self._packed)
+        return dealing_of(self._parallel, train.microbatch, self._packed, train.minibatches)
 
     async def copy(self, adapter: str = "") -> None:
         await self._call("copy", adapter, type(None))

@@ -19,7 +19,6 @@ from headrace.run.worker.step_messages import ROWS, ReceivedRows
 from headrace.run.worker.worker_messages import TrainerReady, TrainerStart
 from headrace.testing.faultsim.chance import Chance, OneAtATime, Process
 from headrace.testing.faultsim.engine_worker import opinion
-from headrace.trainer.dealing.deal import DealtStep
 from headrace.trainer.dealing.row_paths import Path as RowPath
 from headrace.trainer.dealing.share import StepShare
 from headrace.trainer.dealing.trees import preorder
@@ -30,9 +29,10 @@ SKIPPED = "nonfinite_gradient"
 """The reason of skipped steps."""
 
 
-def paths_of(dealt: DealtStep) -> list[RowPath]:
+def paths_of(share: StepShare) -> list[RowPath]:
     """The rows of a share, in the order of the step."""
-    ends = (path for roots in dealt.microbatches for node in preorder(roots) for path in node.ending)
+    trees = (roots for dealt in share.minibatches for roots in dealt.microbatches)
+    ends = (path for roots in trees for node in preorder(roots) for path in node.ending)
     return sorted(ends, key=lambda path: path.number)
 
 
@@ -133,7 +133,7 @@ class SimulatedTrainerProcess(Process):
         return TrainerReady({}, self._version)
 
     async def _step(self, share: StepShare) -> TrainReport:
-        batch, paths = share.head, paths_of(share.dealt)
+        batch, paths = share.head, paths_of(share)
         self._devices.use(self, "train")
         await asyncio.sleep(self.chance.seconds(self._seconds))
         self._devices.use(self, "train")

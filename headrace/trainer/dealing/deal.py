@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,28 +40,31 @@ class Dealing:
     """Whether rows that begin alike share tokens."""
     least_saved: int = LEAST_SAVED
     """The fewest tokens for which sampled tokens are shared."""
+    minibatches: int = 1
+    """Parts of a step that are dealt one by one, because each makes an update of its own (`train.minibatches`)."""
 
 
-def dealing_of(parallel: ParallelConfig, tokens: int, share: bool) -> Dealing:
-    """The way in which rows are dealt to ranks. `tokens`: those that a rank forwards at once, as many as all others of its context. `share`: as in `Dealing`."""
-    budget = tokens * parallel.context
-    return Dealing(budget=budget, ranks=parallel.batches, by_cost=parallel.ranks > 1, share=share)
+def dealing_of(parallel: ParallelConfig, tokens: int, share: bool, minibatches: int = 1) -> Dealing:
+    """The way in which rows are dealt to ranks. `tokens`: those that a rank forwards at once, as many as all others of its context. `share` and
+    `minibatches`: as in `Dealing`."""
+    budget, by_cost = tokens * parallel.context, parallel.ranks > 1
+    return Dealing(budget=budget, ranks=parallel.batches, by_cost=by_cost, share=share, minibatches=minibatches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPaths:
-    """The rows of a step that have loss tokens, and the numbers of the step that every rank needs."""
+    """The rows of a step, or of a minibatch of it, that have loss tokens, and the numbers that every rank needs."""
 
     paths: Sequence[Path]
     counts: NDArray[np.int64]
-    """The loss tokens of each trajectory of the step."""
+    """The loss tokens of each trajectory of the step; 0 for those that lie in other minibatches."""
     routed: Routed
     dropped_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DealtStep:
-    """The share of one rank, or of ranks that compute together, in an optimizer step."""
+    """The share of one rank, or of ranks that compute together, in an optimizer step, or in a minibatch of it."""
 
     microbatches: Sequence[Microbatch]
     filling: int
@@ -70,12 +73,13 @@ class DealtStep:
     """The least rows of each microbatch, filling ones included, where rows are forwarded one by one: the most that any rank has. Empty if rows
     share tokens."""
     counts: NDArray[np.int64]
-    """The loss tokens of each trajectory of the step."""
+    """The loss tokens of each trajectory of the step; 0 for those that lie in other minibatches."""
     routed: Routed
     dropped_tokens: int
-    """The number for the whole step on the first rank, 0 on others."""
+    """The number for the whole step on the first rank, 0 on others; in its first minibatch that has
+    rows."""
     split: bool
-    """Whether a trajectory has tokens in several microbatches of the step."""
+    """Whether a trajectory has tokens in several of the microbatches of all ranks."""
 
 
 def step_paths(rows: Sequence[Row], trajectories: Sequence[Sequence[int]] = ()) -> StepPaths:
@@ -90,6 +94,27 @@ def step_paths(rows: Sequence[Row], trajectories: Sequence[Sequence[int]] = ()) 
         routed=routed_of(rows),
         dropped_tokens=dropped(rows, sum(len(path.loss) for path in paths)),
     )
+
+
+def minibatch_of(group: int, groups: int, minibatches: int) -> int:
+    """The number of the minibatch in which the group of this number lies: as many follow each other in one as in every other, where that comes out even."""
+    return group * minibatches // groups
+
+
+def minibatches_of(step: StepPaths, rows: Sequence[int], minibatches: int) -> list[StepPaths]:
+    """The minibatches of a step. `rows`: the number of rows of each group; a group is in one minibatch with all of them."""
+    if minibatches == 1:
+        return [step]
+    place = np.repeat([minibatch_of(group, len(rows), minibatches) for group in range(len(rows))], rows)
+    found: list[StepPaths] = []
+    dropped_tokens = step.dropped_tokens
+    for number in range(minibatches):
+        paths = [path for path in step.paths if place[path.number] == number]
+        mine = np.concatenate([np.zeros(0, np.int32), *(path.trajectory for path in paths)])
+        counts = np.bincount(mine, minlength=len(step.counts))
+        found.append(replace(step, paths=paths, counts=counts, dropped_tokens=dropped_tokens if paths else 0))
+        dropped_tokens = 0 if paths else dropped_tokens
+    return found
 
 
 def deal(step: StepPaths, dealing: Dealing) -> list[DealtStep]:

@@ -1,6 +1,6 @@
 """The share of a rank in an optimizer step, as it is sent: numbers of the step, the trees of its microbatches, and blocks of rows.
 
-    sender      deal(rows) -> DealtStep -> `packed` -> ShareHead, and `blocks`, one after the other
+    sender      deal(rows) -> DealtStep of each minibatch -> `packed` -> ShareHead, and `blocks`, one after the other
     receiver    ShareHead, RowBlocks -> `received` -> StepShare
 
 Columns are raw: 4 bytes for a token and for its log-prob, a bit for whether it is in the loss, and runs of equal values for what is mostly
@@ -13,13 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.algo.training_rows import firsts_of, trajectories_of
 from headrace.core.batches import Batch
 from headrace.core.types import RoutingTrace, Struct
-from headrace.trainer.dealing.deal import Dealing, DealtStep, Microbatch, deal, step_paths
+from headrace.trainer.dealing.deal import (
+    Dealing,
+    DealtStep,
+    Microbatch,
+    deal,
+    minibatch_of,
+    minibatches_of,
+    step_paths,
+)
 from headrace.trainer.dealing.row_paths import KeptIds, Path, PickedRow, TeacherNumbers, picked_rows
 from headrace.trainer.dealing.trees import TreeNode, preorder
 
@@ -41,8 +50,8 @@ class StepHead(Struct, frozen=True, kw_only=True):
     adapter: str
     skippable: bool
     steps: int
-    pairs: bytes
-    """[K, 2] int64: chosen and rejected trajectories of the step"""
+    pairs: list[bytes]
+    """[K, 2] int64 of each minibatch: chosen and rejected trajectories of the step"""
     picked: list[PickedRow]
 
 
@@ -111,12 +120,9 @@ class RowBlock(Struct, frozen=True, kw_only=True):
     """Empty where no row has any."""
 
 
-class ShareHead(Struct, frozen=True, kw_only=True):
-    """A share without its rows."""
+class MinibatchHead(Struct, frozen=True, kw_only=True):
+    """A minibatch of a share without its rows."""
 
-    step: StepHead
-    rows: int
-    """Rows in all blocks."""
     nodes: bytes
     """[n, 4] int32: of each node in preorder the row that has its tokens, their start and end, and its parent's number in its microbatch"""
     endings: bytes
@@ -132,12 +138,21 @@ class ShareHead(Struct, frozen=True, kw_only=True):
     split: bool
 
 
+class ShareHead(Struct, frozen=True, kw_only=True):
+    """A share without its rows."""
+
+    step: StepHead
+    rows: int
+    """Rows in all blocks."""
+    minibatches: list[MinibatchHead]
+
+
 @dataclass(frozen=True)
 class StepShare:
     """All that a rank is given for an optimizer step."""
 
     head: StepHead
-    dealt: DealtStep
+    minibatches: Sequence[DealtStep]
 
 
 @dataclass(frozen=True)
@@ -161,32 +176,51 @@ class PackedShare:
             yield _block(rows)
 
 
-def head_of(batch: Batch) -> StepHead:
-    firsts = firsts_of(batch.groups)
-    pairs = [(first + c, first + r) for group, first in zip(batch.groups, firsts, strict=True) for c, r in group.pairs]
+def head_of(batch: Batch, minibatches: int = 1) -> StepHead:
+    """`minibatches`: those of the step. Numbers of single tokens are those before the first update, so only rows of the first are picked."""
+    groups, firsts = batch.groups, firsts_of(batch.groups)
+    pairs: list[list[tuple[int, int]]] = [[] for _ in range(minibatches)]
+    places = [minibatch_of(number, len(groups), minibatches) for number in range(len(groups))]
+    for place, group, first in zip(places, groups, firsts, strict=True):
+        pairs[place] += [(first + chosen, first + rejected) for chosen, rejected in group.pairs]
     return StepHead(
         step=batch.step,
         temperature=batch.temperature,
         adapter=batch.adapter,
         skippable=batch.skippable,
         steps=batch.steps,
-        pairs=np.array(pairs, np.int64).tobytes(),
-        picked=picked_rows(batch),
+        pairs=[np.array(own, np.int64).tobytes() for own in pairs],
+        picked=picked_rows(msgspec.structs.replace(batch, groups=groups[: places.count(0)])),
     )
+
+
+def dealt_of(batch: Batch, dealing: Dealing) -> list[tuple[DealtStep, ...]]:
+    """The minibatches of every rank."""
+    step = step_paths(batch.rows, trajectories_of(batch.groups))
+    minibatches = minibatches_of(step, [len(group.rows) for group in batch.groups], dealing.minibatches)
+    return list(zip(*(deal(minibatch, dealing) for minibatch in minibatches), strict=True))
 
 
 def shares_of(batch: Batch, dealing: Dealing) -> list[PackedShare]:
     """The share of every rank in a step, ready to be sent."""
-    head, rows = head_of(batch), batch.rows
-    return [packed(head, dealt) for dealt in deal(step_paths(rows, trajectories_of(batch.groups)), dealing)]
+    head = head_of(batch, dealing.minibatches)
+    return [packed(head, dealt) for dealt in dealt_of(batch, dealing)]
 
 
-def packed(head: StepHead, dealt: DealtStep) -> PackedShare:
+def packed(head: StepHead, minibatches: Sequence[DealtStep]) -> PackedShare:
     """The rows are those that end in the share's trees, and the beginnings of others whose tokens the trees take from them."""
-    ends = [path for roots in dealt.microbatches for node in preorder(roots) for path in node.ending]
+    trees = [roots for dealt in minibatches for roots in dealt.microbatches]
+    ends = [path for roots in trees for node in preorder(roots) for path in node.ending]
     place = {path: number for number, path in enumerate(ends)}
     whole = len(place)
     lent: dict[Path, int] = {}
+    heads = [_minibatch_head(dealt, place, whole, lent) for dealt in minibatches]
+    paths = [_beginning(path, lent[path]) if path in lent else path for path in place]
+    return PackedShare(ShareHead(step=head, rows=len(paths), minibatches=heads), paths)
+
+
+def _minibatch_head(dealt: DealtStep, place: dict[Path, int], whole: int, lent: dict[Path, int]) -> MinibatchHead:
+    """`place`: the number of each row in the share; from `whole` on, rows of which only the tokens up to `lent` are sent. Adds rows to both."""
     nodes: list[tuple[int, int, int, int]] = []
     endings: list[tuple[int, int]] = []
     counts: list[tuple[int, int]] = []
@@ -203,22 +237,16 @@ def packed(head: StepHead, dealt: DealtStep) -> PackedShare:
             nodes.append((source, node.start, node.end, parent))
             endings += [(numbers[node], place[path]) for path in node.ending]
         counts.append((len(nodes) - before[0], len(endings) - before[1]))
-    paths = [_beginning(path, lent[path]) if path in lent else path for path in place]
-    return PackedShare(
-        ShareHead(
-            step=head,
-            rows=len(paths),
-            nodes=_int32(nodes),
-            endings=_int32(endings),
-            counts=_int32(counts),
-            filling=dealt.filling,
-            levels=list(dealt.levels),
-            trajectories=_int32(dealt.counts),
-            routed=dealt.routed,
-            dropped_tokens=dealt.dropped_tokens,
-            split=dealt.split,
-        ),
-        paths,
+    return MinibatchHead(
+        nodes=_int32(nodes),
+        endings=_int32(endings),
+        counts=_int32(counts),
+        filling=dealt.filling,
+        levels=list(dealt.levels),
+        trajectories=_int32(dealt.counts),
+        routed=dealt.routed,
+        dropped_tokens=dealt.dropped_tokens,
+        split=dealt.split,
     )
 
 
@@ -227,23 +255,24 @@ def received(head: ShareHead, blocks: Sequence[RowBlock]) -> StepShare:
     paths = [path for block in blocks for path in _rows(block)]
     if len(paths) != head.rows:
         raise ValueError(f"the share of step {head.step.step} has {head.rows} rows, and {len(paths)} were received")
+    return StepShare(head.step, [_dealt(minibatch, paths) for minibatch in head.minibatches])
+
+
+def _dealt(head: MinibatchHead, paths: Sequence[Path]) -> DealtStep:
     nodes, endings = _numbers(head.nodes, 4), _numbers(head.endings, 2)
     microbatches: list[Microbatch] = []
     for node_count, ending_count in _numbers(head.counts, 2):
         here, nodes = nodes[:node_count], nodes[node_count:]
         ending, endings = endings[:ending_count], endings[ending_count:]
         microbatches.append(_trees(here, ending, paths))
-    return StepShare(
-        head.step,
-        DealtStep(
-            microbatches=microbatches,
-            filling=head.filling,
-            levels=head.levels,
-            counts=np.frombuffer(head.trajectories, np.int32).astype(np.int64),
-            routed=head.routed,
-            dropped_tokens=head.dropped_tokens,
-            split=head.split,
-        ),
+    return DealtStep(
+        microbatches=microbatches,
+        filling=head.filling,
+        levels=head.levels,
+        counts=np.frombuffer(head.trajectories, np.int32).astype(np.int64),
+        routed=head.routed,
+        dropped_tokens=head.dropped_tokens,
+        split=head.split,
     )
 
 

@@ -1,12 +1,12 @@
-"""The gradient of one optimizer step: each microbatch goes through model, head and objective.
+"""The gradient of one update: each microbatch goes through model, head and objective.
 
 The trainer does not know which algorithm it serves: an objective is a function of per-token numbers, and the weight of every
-token is fixed for the whole step before its first microbatch (C9).
+token is fixed for the whole update before its first microbatch (C9). A step makes one update, or several (`train.epochs`, `train.minibatches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,22 +19,23 @@ from headrace.algo.objective import COUNTS, KeptCounts, kl_estimate, with_bonus
 from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
 from headrace.core.reports import CriticNumbers
+from headrace.trainer.dealing.share import StepHead
 from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.forward.routing import Replayed, no_replay
 from headrace.trainer.model.causal_lm import computed_in
 from headrace.trainer.packing import Pack, PickedNumbers, StepPlan
 from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.step.bitwise import compare
-from headrace.trainer.step.learner import Learner
+from headrace.trainer.step.learner import Learner, Update
 from headrace.trainer.step.reference import Reference
 from headrace.trainer.step.value_head import JudgedPack
-from headrace.trainer.step.whole_step import PairNumbers, StepPairs, StepPart, numbers_of, parts_of
+from headrace.trainer.step.whole_step import PairNumbers, StepPairs, StepPart, numbers_of, pairs_of, parts_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-# --- The numbers of a step that its report is made of, as sums over loss tokens
+# --- The numbers of an update that the step's report is made of, as sums over loss tokens
 # Microbatches and ranks add up.
 
 
@@ -75,6 +76,8 @@ class Sums:
     """Numbers of the whole step, the same on all ranks."""
     critic: CriticNumbers | None = None
     """The critic's numbers, the same on all ranks; None without one."""
+    passes: int = 1
+    """The number of updates in which each token was: all counts of tokens but `bitwise` are so many times those of the step."""
 
     def count(self, plan: StepPlan) -> None:
         self.forward_tokens += sum(len(pack.tokens) for pack in plan.packs)
@@ -119,13 +122,33 @@ class Sums:
         self.ratio_max = float(placement.largest(torch.tensor([self.ratio_max], dtype=torch.float64)))
         self.diagnostics.combine(placement.sum, placement.largest)
 
+    def join(self, later: Sequence[Sums], passes: int) -> None:
+        """Adds the sums of the step's later updates. The loss becomes their mean."""
+        updates = [self, *later]
+        pairs = sum(one.pairs.pairs for one in updates)
+        if pairs:
+            agreed, margin = (
+                sum(getattr(one.pairs, name) * one.pairs.pairs for one in updates) / pairs
+                for name in ("agreed", "margin")
+            )
+            self.pairs = PairNumbers(pairs // passes, agreed, margin)
+        for name in _ADDED:
+            setattr(self, name, sum(getattr(one, name) for one in updates))
+        self.loss /= len(updates)
+        self.ratio_max = max(one.ratio_max for one in updates)
+        for one in later:
+            self.diagnostics.join(one.diagnostics)
+        self.passes = passes
+
     @property
     def all_cut(self) -> bool:
         """Whether bounds and rules left nothing of the policy loss."""
         return self.cut > 0 and self.idle == self.tokens
 
 
-_ADDED = [name for name in Sums.__dataclass_fields__ if name not in ("ratio_max", "diagnostics", "pairs", "critic")]
+_ADDED = [
+    name for name in Sums.__dataclass_fields__ if name not in ("ratio_max", "diagnostics", "pairs", "critic", "passes")
+]
 
 
 # --- gradient ------------------------------------------------------------
@@ -136,15 +159,28 @@ Replay = Callable[[Pack], AbstractContextManager[Replayed]]
 
 
 class Ahead(NamedTuple):
-    """The part of a microbatch in numbers of the whole step that are known before it is forwarded for its gradient; None where its own pass gives them."""
+    """The numbers of a microbatch that are known before it is forwarded for its gradient; None where there are none, or its own pass gives them."""
 
+    reference: Float[Tensor, " M"] | None = None
+    """[M] log-probs of the reference model"""
+    before: Float[Tensor, " M"] | None = None
+    """[M] log-probs of the weights that the step began with"""
     judged: JudgedPack | None = None
     part: StepPart | None = None
+    """Its part in a loss that is computed on all microbatches at once."""
+
+
+class Minibatch(NamedTuple):
+    """The microbatches of an update, and what stays the same in every update that they make (`train.epochs`)."""
+
+    plan: StepPlan
+    packs: Sequence[Pack]
+    ahead: Sequence[Ahead]
 
 
 @dataclass(kw_only=True)
 class Gradient:
-    """The state that the microbatches of a step share."""
+    """The state that the microbatches of an update share."""
 
     forward: Forward
     learner: Learner
@@ -168,10 +204,32 @@ class Gradient:
     kept: KeptCounts | None = None
     """Counts over the microbatches, where rejected tokens leave the denominator; else None."""
 
-    def fill(self, plan: StepPlan) -> Sums:
-        """Adds the gradient of the whole step, over all microbatches and ranks, to the parameters' `.grad`. Returns its sums."""
+    def minibatches(self, plans: Sequence[StepPlan]) -> list[Minibatch]:
+        """Returns the minibatches of a step that makes several updates. Every rank calls it, before the first update: what old log-probs and
+        advantages follow from is computed under the weights that the step begins with, in a pass without gradient."""
+        anchored = self.learner.algo.recipe.old != "sampler"
+        with self.copies(), torch.no_grad():
+            made = [self._minibatch(plan) for plan in plans]
+            if not anchored and self.learner.critic is None:
+                return made
+            packs = [pack for one in made for pack in one.packs]
+            scores = [self._scores(pack) for pack in packs]
+        places = [place for place, one in enumerate(made) for _ in one.packs]
+        judged = iter(self._judged(packs, scores, places))
+        before = iter([score.logprob if anchored else None for score in scores])
+        return [
+            one._replace(ahead=[own._replace(before=next(before), judged=next(judged)) for own in one.ahead])
+            for one in made
+        ]
+
+    def _minibatch(self, plan: StepPlan) -> Minibatch:
+        packs = [pack.to(self.device) for pack in plan.packs]
+        return Minibatch(plan, packs, [Ahead(self._referred(pack)) for pack in packs])
+
+    def fill(self, given: StepPlan | Minibatch) -> Sums:
+        """Adds the gradient of an update, over all microbatches and ranks, to the parameters' `.grad`. Returns its sums."""
         with self.copies():
-            self._accumulate(plan)
+            self._accumulate(given if isinstance(given, Minibatch) else self._minibatch(given))
         self.sums.combine(self.placement, self.kept)
         if self.picked:
             self.picked.combine(self.placement.sum)
@@ -179,19 +237,18 @@ class Gradient:
             self._make_up_for(self.kept.factor)
         return self.sums
 
-    def _accumulate(self, plan: StepPlan) -> None:
-        packs = [pack.to(self.device) for pack in plan.packs]
-        references = [self._referred(pack) for pack in packs]
+    def _accumulate(self, minibatch: Minibatch) -> None:
+        plan, packs = minibatch.plan, minibatch.packs
         reach = self.learner.reach
         # what is kept is then known in advance: the critic's part of the gradient has a denominator of its own
         kept = self.learner.critic is not None and self.learner.algo.denominator == "kept"
         at_once = reach == "step" or kept or (reach == "sequence" and plan.split)
-        ahead = self._ahead(packs, references, at_once)
+        ahead = self._ahead(minibatch, at_once)
         self.kept = None if at_once else self._counts()
         self.sums.count(plan)
         work = Microbatches(
             packs=packs,
-            loss=lambda number: self._microbatch(packs[number], references[number], ahead[number], at_once),
+            loss=lambda number: self._microbatch(packs[number], ahead[number], at_once),
             body=lambda number: self._body(packs[number]),
             precision=self._precision,
             parameters=self.learner.trained,
@@ -212,28 +269,33 @@ class Gradient:
         algo = self.learner.algo
         return KeptCounts(algo.recipe.aggregation) if algo.denominator == "kept" else None
 
-    def _ahead(
-        self, packs: Sequence[Pack], references: Sequence[Float[Tensor, " _"] | None], at_once: bool
-    ) -> Sequence[Ahead]:
-        """Returns what the packs need to know of the whole step: their parts in a loss that is computed on it at once, and what the critic found.
+    def _ahead(self, minibatch: Minibatch, at_once: bool) -> Sequence[Ahead]:
+        """Returns what the packs need to know of all of them: their parts in a loss that is computed on these at once, and what the critic found.
         Left to the microbatch if there is only one, whose own forward pass has all numbers."""
-        if len(packs) == 1 or not (at_once or self.learner.critic):
-            return [Ahead()] * len(packs)
+        packs, ahead = minibatch.packs, minibatch.ahead
+        unjudged = self.learner.critic is not None and ahead[0].judged is None
+        if len(packs) == 1 or not (at_once or unjudged):
+            return ahead
         with torch.no_grad():
             scores = [self._scores(pack) for pack in packs]
-        judged = self._judged(packs, scores)
-        packs = [_advised(pack, own) for pack, own in zip(packs, judged, strict=True)]
+        if unjudged:
+            judged = self._judged(packs, scores)
+            ahead = [own._replace(judged=found) for own, found in zip(ahead, judged, strict=True)]
         if not at_once:
-            return [Ahead(own) for own in judged]
-        tokens = [_tokens(*one) for one in zip(packs, scores, references, strict=True)]
-        return [Ahead(*one) for one in zip(judged, self._step_parts(packs, tokens), strict=True)]
+            return ahead
+        packs = [_advised(pack, own.judged) for pack, own in zip(packs, ahead, strict=True)]
+        tokens = [_tokens(*one) for one in zip(packs, scores, ahead, strict=True)]
+        parts = self._step_parts(packs, tokens)
+        return [own._replace(part=part) for own, part in zip(ahead, parts, strict=True)]
 
-    def _judged(self, packs: Sequence[Pack], scores: Sequence[TokenScores]) -> Sequence[JudgedPack | None]:
+    def _judged(
+        self, packs: Sequence[Pack], scores: Sequence[TokenScores], minibatches: Sequence[int] = ()
+    ) -> Sequence[JudgedPack | None]:
         critic = self.learner.critic
         if critic is None:
             return [None] * len(packs)
         values = [score.value for score in scores if score.value is not None]
-        found, self.sums.critic = critic.judged(packs, values, self.placement)
+        found, self.sums.critic = critic.judged(packs, values, self.placement, minibatches)
         return found
 
     def _step_parts(self, packs: Sequence[Pack], tokens: Sequence[Tokens]) -> Sequence[StepPart]:
@@ -271,9 +333,7 @@ class Gradient:
         return self.forward.logprobs(*given, critic) if critic else self.forward.logprobs(*given)
 
     @contextmanager
-    def _microbatch(
-        self, pack: Pack, reference: Float[Tensor, " M"] | None, ahead: Ahead, at_once: bool
-    ) -> Iterator[Float[Tensor, ""]]:
+    def _microbatch(self, pack: Pack, ahead: Ahead, at_once: bool) -> Iterator[Float[Tensor, ""]]:
         """Yields the loss. The recorded experts stay forced during its backward pass: checkpointed layers are forwarded again in it."""
         with self.replay(pack) as replayed:
             scores = self._forwarded(pack)
@@ -281,7 +341,7 @@ class Gradient:
                 self.sums.bitwise += compare(pack, scores.logprob, self.learner.version)
             judged = ahead.judged or self._judged([pack], [scores])[0]
             pack = _advised(pack, judged)
-            tokens, algo, part = _tokens(pack, scores, reference), self.learner.algo, ahead.part
+            tokens, algo, part = _tokens(pack, scores, ahead), self.learner.algo, ahead.part
             if at_once:
                 part = part or self._step_parts([pack], [tokens])[0]
                 result, pack = part.of(tokens), replace(pack, weight=part.weight)
@@ -308,7 +368,7 @@ def _advised(pack: Pack, judged: JudgedPack | None) -> Pack:
     return pack if judged is None else replace(pack, advantage=judged.advantage)
 
 
-def _tokens(pack: Pack, scores: TokenScores, reference: Float[Tensor, " M"] | None) -> Tokens:
+def _tokens(pack: Pack, scores: TokenScores, ahead: Ahead) -> Tokens:
     top = None
     if scores.top is not None and pack.top_logprobs is not None:
         top = TopTokens(scores.top, pack.top_logprobs)
@@ -318,8 +378,42 @@ def _tokens(pack: Pack, scores: TokenScores, reference: Float[Tensor, " M"] | No
         advantage=pack.advantage,
         sequence=pack.sequence,
         lag=pack.lag,
-        reference=reference,
+        reference=ahead.reference,
         teacher=pack.teacher,
         top=top,
         entropy=scores.entropy,
+        before=ahead.before,
     )
+
+
+# --- The updates of a step
+
+
+def make_updates(
+    gradient: Gradient, plans: Mapping[int, StepPlan], batch: StepHead, lr: float
+) -> tuple[Sums, list[Update]]:
+    """Makes the updates of a step: each minibatch makes one, one after the other, in each of `train.epochs` passes. Returns the sums over all of them.
+
+    `gradient`: that of the first one. `plans`: by the number of the minibatch; each has packs.
+
+    Choice: minibatches are those of the step's groups in their order, and the same in every pass. PPO's first implementation draws them anew; groups
+    are independent draws already, and a replay needs no generator (C8).
+    """
+    learner, critic = gradient.learner, gradient.sums
+    epochs, paired = learner.config.epochs, learner.algo.recipe.loss.pairs
+    ready: Mapping[int, StepPlan | Minibatch] = plans
+    if epochs * len(plans) > 1:
+        ready = dict(zip(plans, gradient.minibatches(list(plans.values())), strict=True))
+    found: list[Sums] = []
+    updates: list[Update] = []
+    for number in [*ready] * epochs:
+        gradient.pairs = pairs_of(batch, number) if paired else None
+        sums = gradient.fill(ready[number])
+        loss = sums.loss + (critic.critic.value_loss if critic.critic else 0.0)
+        updates.append(learner.update(batch.step, loss, lr, unless_zero=sums.all_cut and batch.skippable))
+        found.append(sums)
+        # log-probs of tokens, and their equality with the sampler's, are those before the step
+        gradient = replace(gradient, sums=Sums(), picked=None, bitwise=False)
+    if found[1:]:
+        found[0].join(found[1:], epochs)
+    return found[0], updates

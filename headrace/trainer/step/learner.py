@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -49,6 +50,12 @@ class Assignment:
     train: TrainConfig
     algo: AlgoConfig
     lora: LoraConfig = LoraConfig()
+
+
+class Update(NamedTuple):
+    norm: float
+    """The norm of the gradient before clipping."""
+    made: bool
 
 
 @dataclass(kw_only=True)
@@ -106,14 +113,15 @@ class Learner:
         if self.critic:
             self.critic.forget()
 
-    def update(self, loss: float, lr: float, unless_zero: bool = False) -> float:
-        """Updates parameters and version unless loss or gradient is not finite. Returns the norm of the gradient before clipping.
+    def update(self, step: int, loss: float, lr: float, unless_zero: bool = False) -> Update:
+        """Updates the parameters unless loss or gradient is not finite.
 
-        `lr`: the learning rate. `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would move the weights).
+        `step`: the step that the update belongs to, which is done with the first of its updates. `lr`: the learning rate. `unless_zero`: a
+        gradient of zero updates nothing either (momentum and decay alone would move the weights).
         """
         if not torch.isfinite(torch.tensor(loss)):
             self.forget()
-            return float("nan")
+            return Update(float("nan"), False)
         if self.trains_critic_alone:
             self.optimizer.zero_grad(set_to_none=True)
             norm, unless_zero = float(self.placement.norm(self.trained)), False
@@ -125,9 +133,10 @@ class Learner:
                 max_norm=self.config.max_grad_norm,
                 unless_zero=unless_zero,
             )
-        if norm < float("inf") and not (unless_zero and norm == 0):
-            self.version += 1
+        made = norm < float("inf") and not (unless_zero and norm == 0)
+        if made:
+            self.version = step + 1
             if self.critic:
                 self.critic.update()
         self.forget()
-        return norm
+        return Update(norm, made)

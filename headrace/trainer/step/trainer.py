@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -20,7 +21,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.training_rows import trajectories_of
 from headrace.core.batches import Batch, Row
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import TrainerCore
@@ -32,12 +32,13 @@ from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers
 from headrace.native.resources import available
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.dealing.deal import deal, dealing_of, step_paths
-from headrace.trainer.dealing.share import StepShare, head_of
+from headrace.trainer.dealing.deal import dealing_of
+from headrace.trainer.dealing.share import StepShare, dealt_of, head_of
 from headrace.trainer.forward.compiled import Compilation, compiled
 from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
+from headrace.trainer.forward.image_places import images_ahead
 from headrace.trainer.forward.lowered import StepCopies, step_copies
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.forward.tree_attention import tree_of
@@ -58,13 +59,13 @@ from headrace.trainer.placement.port import Keep, Placement, Single, T, on_host,
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents, all_weights, weights_of
-from headrace.trainer.step.gradient import Gradient, Replay, Sums
+from headrace.trainer.step.gradient import Gradient, Replay, Sums, make_updates
 from headrace.trainer.step.host_memory import HostCopy, Resting
-from headrace.trainer.step.learner import Assignment, Learner
+from headrace.trainer.step.learner import Assignment, Learner, Update
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
 from headrace.trainer.step.value_head import PREFIX, ValueHead
-from headrace.trainer.step.whole_step import StepPairs, pairs_of
+from headrace.trainer.step.whole_step import StepPairs
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -207,17 +208,17 @@ class TorchTrainer:
         adapters = self._adapters
         trained = adapters.parameters(name) if adapters else dict(self._model.named_parameters())
         algo = assignment.algo
-        critic = self._critic(algo) if algo.has_critic else None
+        critic = self._critic(algo, assignment.train) if algo.has_critic else None
         return Learner(config=assignment.train, algo=algo, parameters=trained, placement=self._placement, critic=critic)
 
-    def _critic(self, algo: AlgoConfig) -> ValueHead:
+    def _critic(self, algo: AlgoConfig, train: TrainConfig) -> ValueHead:
         """Raises ConfigError for a model whose hidden states are not to be had."""
         if not self._forward.chunked_head:
             raise ConfigError(
                 f"algo.name = {algo.name} reads values from the last hidden states, and {type(self._model).__name__} shows its logits only; use an "
                 'algorithm without a critic, such as algo.name = "grpo"'
             )
-        return ValueHead(self._model.get_output_embeddings().weight.shape[1], algo, self._device)
+        return ValueHead(self._model.get_output_embeddings().weight.shape[1], algo, self._device, train.updates)
 
     @property
     def version(self) -> int:
@@ -247,36 +248,40 @@ class TorchTrainer:
         return self._forward.shares
 
     def step(self, given: Batch | StepShare) -> TrainReport:
-        """Makes one optimizer step, given the whole of its rows or this rank's share. A skipped step (`TrainReport.skipped`) leaves
-        everything as it was."""
+        """Makes one step, given the whole of its rows or this rank's share: one update, or several (`train.epochs`, `train.minibatches`). A
+        skipped step (`TrainReport.skipped`), of which no update was made, leaves everything as it was."""
         share = self._share(given)
         batch = share.head
         learner = self._activate(batch.adapter)
         assert batch.step == learner.version, f"batch of step {batch.step} for weights of version {learner.version}"
         started = time.perf_counter()
-        plan = self._plan(share)
-        if not plan.packs:
-            seconds = time.perf_counter() - started
-            return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
+        plans = {number: plan for number, plan in enumerate(self._plans(share)) if plan.packs}
+        if not plans:
+            seconds, dropped = time.perf_counter() - started, sum(dealt.dropped_tokens for dealt in share.minibatches)
+            return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=dropped, seconds=seconds)
+        picked = PickedNumbers(batch.picked)
+        lr, policy_waits = learner.lr(batch.steps), learner.trains_critic_alone
         try:
-            pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
-            picked = PickedNumbers(batch.picked)
-            sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked)
+            gradient = self._gradient(batch.temperature, batch.adapter, picked=picked)
+            sums, updates = make_updates(gradient, plans, batch, lr)
         except UnequalLogprobs:
             learner.forget()
             raise
-        lr, policy_waits = learner.lr(batch.steps), learner.trains_critic_alone
-        loss = sums.loss + (sums.critic.value_loss if sums.critic else 0.0)
-        norm = learner.update(loss, lr, unless_zero=sums.all_cut and batch.skippable)
         if learner.version > batch.step and not policy_waits:  # its entropy follows from nothing that the factor did
             learner.entropy.after(sums.entropy / sums.tokens)
-        skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
+        norms = [update.norm for update in updates if update.made] or [updates[-1].norm]
+        skipped = "" if learner.version > batch.step else "all_rejected" if norms[0] == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
         graphs, notice = self._compilation.news()
+        left_out = 0 if skipped else sum(not update.made for update in updates)
+        if left_out:
+            notice = f"{notice} {_said(updates, batch.step)}".strip()
         more = {
+            "updates": len(updates) - left_out,
+            "left_out": left_out,
             "graphs": graphs,
             "notice": notice,
-            "grad_norm": norm,
+            "grad_norm": fmean(norms),
             "lr": lr,
             "token_numbers": () if skipped else picked.report(),
         }
@@ -485,29 +490,29 @@ class TorchTrainer:
         """The share of this rank, which the controller sends; of a whole batch it is found here."""
         if isinstance(given, StepShare):
             return given
-        tokens = self._learners[given.adapter].config.microbatch
-        dealing = dealing_of(self._placement.parallel, tokens, self.packed)
-        shares = deal(step_paths(given.rows, trajectories_of(given.groups)), dealing)
-        return StepShare(head_of(given), shares[self._placement.share])
+        config = self._learners[given.adapter].config
+        dealing = dealing_of(self._placement.parallel, config.microbatch, self.packed, config.minibatches)
+        return StepShare(head_of(given, config.minibatches), dealt_of(given, dealing)[self._placement.share])
 
-    def _plan(self, given: Batch | StepShare) -> StepPlan:
+    def _plans(self, given: Batch | StepShare) -> list[StepPlan]:
+        """The plan of each minibatch."""
         share = self._share(given)
         learner = self._learners[share.head.adapter]
         more = {"constant": learner.algo.length_constant, "step": share.head.step}
-        return self._placement.plan(DealtRows(share.dealt, learner.aggregation, **more))
+        return [self._placement.plan(DealtRows(dealt, learner.aggregation, **more)) for dealt in share.minibatches]
 
-    def _gradients(
+    def _gradient(
         self,
-        plan: StepPlan,
         temperature: float,
         adapter: str = "",
-        pairs: StepPairs | None = None,
+        *,
         picked: PickedNumbers | None = None,
-    ) -> Sums:
-        """Fills the parameters' gradients."""
+        pairs: StepPairs | None = None,
+    ) -> Gradient:
+        """`picked`: given for the first update of a step, before which the weights are those that sampled the newest tokens."""
         learner = self._learners[adapter]
         reference = self._reference if learner.algo.reference_in_loss else None
-        gradient = Gradient(
+        return Gradient(
             forward=self._forward,
             learner=learner,
             placement=self._placement,
@@ -519,9 +524,18 @@ class TorchTrainer:
             picked=picked,
             replay=self._replay,
             copies=self._copies_of_step.used,
-            bitwise=self._config.parity == "bitwise",
+            bitwise=self._config.parity == "bitwise" and picked is not None,
         )
-        return gradient.fill(plan)
+
+
+def _said(updates: Sequence[Update], step: int) -> str:
+    """A sentence about the updates of a step that were left out."""
+    out = [update.norm for update in updates if not update.made]
+    cut = sum(norm == 0 for norm in out)
+    reasons = [f"{cut} because rules and bounds left nothing of the policy loss"] if cut else []
+    reasons += [f"{len(out) - cut} because the gradient was not finite"] if cut < len(out) else []
+    was = "was" if len(out) == 1 else "were"
+    return f"{len(out)} of {len(updates)} updates of step {step + 1} {was} left out, {' and '.join(reasons)}"
 
 
 def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
@@ -535,14 +549,14 @@ def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
         ratio_max=sums.ratio_max,
         clip_fraction=sums.clipped / sums.tokens,
         kl=sums.kl / sums.tokens,
-        loss_tokens=sums.tokens,
+        loss_tokens=sums.tokens // sums.passes,
         forward_tokens=sums.forward_tokens,
-        dropped_tokens=sums.dropped_tokens,
+        dropped_tokens=sums.dropped_tokens // sums.passes,
         microbatches=sums.microbatches,
-        lags=sums.diagnostics.report(),
-        outside_tokens=sums.outside,
-        missing_routes=sums.missing_routes,
-        routing_conflicts=sums.routing_conflicts,
+        lags=sums.diagnostics.report(sums.passes),
+        outside_tokens=sums.outside // sums.passes,
+        missing_routes=sums.missing_routes // sums.passes,
+        routing_conflicts=sums.routing_conflicts // sums.passes,
         reference_kl=sums.reference_kl / sums.tokens,
         bitwise_tokens=sums.bitwise,
         teacher_kl=sums.teacher_kl / max(sums.taught, 1),
@@ -618,7 +632,8 @@ def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Float[Tensor
     pack = pack_sequence((*tokens, tokens[-1])).to(device)  # the last one is only predicted
     try:
         with computed_in(dtype, device):
-            packed_hidden(model, pack.tokens, pack.positions, tree_of(pack.segments, device))
+            tree = tree_of(pack.segments, device, ahead=images_ahead(model, pack.tokens))
+            packed_hidden(model, pack.tokens, pack.positions, tree)
     finally:
         for hook in hooks:
             hook.remove()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,20 +40,21 @@ class JudgedPack:
     target: Float[Tensor, " M"]
     """The return that the value is drawn to."""
     share: float
-    """The weight of each token's value loss: one of all loss tokens of the step."""
+    """The weight of each token's value loss: one of all loss tokens of the update."""
     imitated: Float[Tensor, " M"]
     """[M] the weight of each token's negative log-likelihood."""
 
 
 class ValueHead(torch.nn.Module):
-    def __init__(self, width: int, algo: AlgoConfig, device: torch.device) -> None:
-        """`width`: of the hidden states."""
+    def __init__(self, width: int, algo: AlgoConfig, device: torch.device, updates: int = 1) -> None:
+        """`width`: of the hidden states. `updates`: those of a step."""
         super().__init__()
         recipe = algo.recipe.critic
         self._recipe, self._discounts = recipe, Discounts(algo.recipe.gamma, algo.lam, recipe)
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)
+        self._alone_updates = recipe.alone_steps * updates
         self._updates = 0
         """Updates of the head so far."""
 
@@ -66,26 +68,36 @@ class ValueHead(torch.nn.Module):
     @property
     def alone(self) -> bool:
         """Whether the next step trains the critic only. Its own updates count, so that one that begins in a resumed run has its first steps, too."""
-        return self._updates < self._recipe.alone_steps
+        return self._updates < self._alone_updates
 
     def judged(
-        self, packs: Sequence[Pack], values: Sequence[Float[Tensor, " M"]], placement: Placement
+        self,
+        packs: Sequence[Pack],
+        values: Sequence[Float[Tensor, " M"]],
+        placement: Placement,
+        minibatches: Sequence[int] = (),
     ) -> tuple[list[JudgedPack], CriticNumbers]:
-        """Returns the parts of this rank's microbatches, from their values, and the numbers of the step. Every rank calls it."""
-        columns = torch.cat([_columns(pack, value) for pack, value in zip(packs, values, strict=True)], 1)
+        """Returns the parts of this rank's microbatches, from their values, and the numbers of the step. Every rank calls it. `minibatches`: the
+        number of each pack's, by whose tokens its losses are divided; empty: there is one."""
+        places = minibatches or [0] * len(packs)
+        columns = torch.cat([_columns(*one) for one in zip(packs, values, places, strict=True)], 1)
         joined, mine = placement.join(columns)
-        value, reward, trajectory, turn = joined.cpu().double().numpy()
+        value, reward, trajectory, turn, place = joined.cpu().double().numpy()
         found = judge(StepTokens(value, reward, trajectory.astype(int), turn.astype(int)), self._discounts)
-        count = max(int(found.succeeded.sum()), 1)
+        minibatch, most = place.astype(int), max(places) + 1
+        tokens = np.bincount(minibatch, minlength=most)
+        succeeded = np.maximum(np.bincount(minibatch, found.succeeded, most), 1)
         made = torch.stack(
             [
                 torch.from_numpy(found.advantage),
                 torch.from_numpy(found.target),
-                torch.from_numpy(found.succeeded * (self._recipe.imitation / count)),
+                torch.from_numpy(found.succeeded * (self._recipe.imitation / succeeded[minibatch])),
             ]
         )
         parts = made[:, mine].to(columns.device, columns.dtype).split([len(pack.target) for pack in packs], 1)
-        return [JudgedPack(part[0], part[1], 1 / max(len(value), 1), part[2]) for part in parts], found.numbers
+        shares = [1 / max(int(tokens[number]), 1) for number in places]
+        judged = [JudgedPack(own[0], own[1], share, own[2]) for own, share in zip(parts, shares, strict=True)]
+        return judged, found.numbers
 
     def loss(
         self, policy: Float[Tensor, ""], tokens: Tokens, value: Float[Tensor, " M"], judged: JudgedPack
@@ -136,7 +148,7 @@ class ValueHead(torch.nn.Module):
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
 
-def _columns(pack: Pack, value: Float[Tensor, " M"]) -> Float[Tensor, "4 M"]:
+def _columns(pack: Pack, value: Float[Tensor, " M"], minibatch: int) -> Float[Tensor, "5 M"]:
     """Numbers of trajectories and turns are whole numbers, below 2^24. The rewards stand where others have advantages."""
-    given = (value.detach(), pack.advantage, pack.trajectory, pack.turn)
+    given = (value.detach(), pack.advantage, pack.trajectory, pack.turn, torch.full_like(value.detach(), minibatch))
     return torch.stack([column.to(value.dtype) for column in given])

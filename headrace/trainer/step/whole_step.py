@@ -69,8 +69,9 @@ class StepPart(NamedTuple):
         return self.result._replace(loss=loss)
 
 
-def pairs_of(head: StepHead) -> StepPairs:
-    chosen, rejected = torch.from_numpy(np.frombuffer(head.pairs, np.int64).reshape(-1, 2).copy()).T
+def pairs_of(head: StepHead, minibatch: int = 0) -> StepPairs:
+    found = np.frombuffer(head.pairs[minibatch], np.int64).reshape(-1, 2).copy()
+    chosen, rejected = torch.from_numpy(found).T
     return StepPairs(chosen, rejected)
 
 
@@ -126,7 +127,7 @@ def _variables(tokens: Tokens) -> dict[str, Tensor]:
     return {name: column for name, column in given.items() if column is not None}
 
 
-_OPTIONAL = ("reference", "teacher")
+_OPTIONAL = ("reference", "teacher", "before")
 
 
 def _columns(pack: Pack, tokens: Tokens, top: int) -> Float[Tensor, "c M"]:
@@ -160,6 +161,7 @@ def _step_tokens(
         lag=lag,
         reference=optional[0] if like.reference is not None else None,
         teacher=optional[1] if like.teacher is not None or optional[1].isfinite().any() else None,
+        before=optional[2] if like.before is not None else None,
         top=TopTokens(rest[:top].T.clone(), rest[top:].T) if top and rest[top:].isfinite().any() else None,
         entropy=None if like.entropy is None else entropy.clone(),
         pairs=(pairs.chosen, pairs.rejected) if pairs else None,

@@ -33,9 +33,11 @@ from headrace.facts.verdicts import (
     bias,
     equation,
     failings,
+    gain_of,
     held_out,
     identity,
     lag,
+    measured_on,
     prompts,
     reasons,
     record,
@@ -121,6 +123,8 @@ def _judged(table: Table, state: RunState) -> None:
 
 def _learned(table: Table, state: RunState) -> None:
     _row(table, held_out(state))
+    for name, evals in state.sets.items():
+        _more(table, f"  {name}", f"{gain_of(evals)}   {measured_on(evals[-1])}")
     if state.rows:
         rewards = [row.reward_drawn for row in state.spread]
         curve = Text(sparkline(rewards, 40), "green")

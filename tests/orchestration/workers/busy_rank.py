@@ -38,7 +38,7 @@ def main() -> None:
     until, decoded = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         given = received(share.head, blocks)
-        decoded += sum(int(np.sum(roots[0].source.loss >= 0)) for roots in given.dealt.microbatches)
+        decoded += sum(int(np.sum(roots[0].source.loss >= 0)) for roots in given.minibatches[0].microbatches)
     end.push("decoded", decoded)
     threading.Event().wait()
 

@@ -122,7 +122,7 @@ def test_each_rank_is_sent_its_own_rows_and_begins_when_all_have_theirs() -> Non
             await asyncio.sleep(rank)  # one of them is slow
             return rows[rank].take(frame.payload)
         share = rows[rank].share(frame.payload)
-        own[rank] = [path.number for path in paths_of(share.dealt)]
+        own[rank] = [path.number for path in paths_of(share)]
         return TrainReport(share.head.step, 1)
 
     async def use(group: RankGroup, made: list[Rank]) -> None:
@@ -162,7 +162,9 @@ def test_a_step_of_many_tokens_passes_in_small_messages(millions: int) -> None:
     run(2, answer, use)
     tokens = groups * size * length
     assert trained[0] == tokens
-    assert all(np.frombuffer(head.trajectories, np.int32).sum() == tokens for head in heads), "those of the whole step"
+    assert all(np.frombuffer(head.minibatches[0].trajectories, np.int32).sum() == tokens for head in heads), (
+        "those of the whole step"
+    )
     assert largest[0] < 3_000_000 and sum(sent) < 14 * tokens and max(sent) < 0.6 * sum(sent)
 
 

@@ -94,9 +94,9 @@ def gradients(trainer: TorchTrainer, case: Case) -> Gradients:
         shifted(trainer._learners[""].parameters.values())
     if critic := trainer._learners[""].critic:
         shifted(critic.parameters())
-    plan = trainer._plan(given)
+    plan = trainer._plans(given)[0]
     pairs = pairs_of(head_of(given)) if "pairs" in case else None
-    sums = trainer._gradients(plan, given.temperature, pairs=pairs)
+    sums = trainer._gradient(given.temperature, pairs=pairs).fill(plan)
     parameters = trainer._learners[""].parameters
     found = {name: trainer._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
     found |= {

@@ -145,9 +145,9 @@ def counted(directory: Path, case: Any) -> Counted:
     one = trainer_of_rank(directory, case)
     one.step(case.batch(0))
     given = case.batch(1)
-    plan = one._plan(given)
+    plan = one._plans(given)[0]
     with Sends() as sends:
-        one._gradients(plan, given.temperature)
+        one._gradient(given.temperature).fill(plan)
     learner = one._learners[""]
     here = [p for p in learner.parameters.values() if not p.is_meta]
     state = [value for kept in learner.optimizer.state.values() for name, value in kept.items() if name != "step"]

@@ -54,9 +54,9 @@ class Collectives(TorchDispatchMode):
 def counted(directory: Path, case: Case) -> tuple[int, Counter[str], Counter[str]]:
     one = trainer_of_rank(directory, case)
     given = case.batch(0)
-    plan = one._plan(given)
+    plan = one._plans(given)[0]
     with Collectives(case.ranks) as collectives:
-        one._gradients(plan, given.temperature)
+        one._gradient(given.temperature).fill(plan)
     return len(plan.packs), collectives.calls, collectives.bytes
 
 
@@ -65,7 +65,7 @@ def held(directory: Path, case: Case) -> int:
     one = trainer_of_rank(directory, case)
     one.step(case.batch(0))
     learner, given = one._learners[""], case.batch(1)
-    one._gradients(one._plan(given), given.temperature)
+    one._gradient(given.temperature).fill(one._plans(given)[0])
     parameters = list(learner.parameters.values())
     state = [value for kept in learner.optimizer.state.values() for name, value in kept.items() if name != "step"]
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -111,9 +111,9 @@ def exchanged(directory: Path, case: Case) -> tuple[int, int]:
     """The tokens that this rank forwards, and the bytes that all-to-alls give it, its own included."""
     one = trainer_of_rank(directory, case)
     given = case.batch(0)
-    plan = one._plan(given)
+    plan = one._plans(given)[0]
     with Collectives(case.ranks) as collectives:
-        one._gradients(plan, given.temperature)
+        one._gradient(given.temperature).fill(plan)
     return sum(len(pack.tokens) for pack in plan.packs), collectives.bytes["_c10d_functional::all_to_all_single"]
 
 
@@ -132,9 +132,9 @@ def added(directory: Path, case: Case) -> tuple[list[tuple[int, int, int]], int,
     """Tokens, places with targets and targets of each microbatch; all-reduces, and the bytes that they give this rank."""
     one = trainer_of_rank(directory, case)
     given = case.batch(0)
-    plan = one._plan(given)
+    plan = one._plans(given)[0]
     with Collectives(case.ranks) as collectives:
-        one._gradients(plan, given.temperature)
+        one._gradient(given.temperature).fill(plan)
     names = ("c10d::allreduce_", "_c10d_functional::all_reduce")
     sizes = [(len(pack.tokens), len(set(pack.predictor.tolist())), len(pack.target)) for pack in plan.packs]
     return sizes, sum(collectives.calls[name] for name in names), sum(collectives.bytes[name] for name in names)
@@ -163,9 +163,9 @@ def attended(directory: Path, case: Case) -> tuple[int, int, Counter[str], Count
     """Microbatches, and the tokens that this rank forwards of them, those that fill up included."""
     one = trainer_of_rank(directory, case)
     given = case.batch(0)
-    plan = one._plan(given)
+    plan = one._plans(given)[0]
     with Collectives(case.ranks) as collectives:
-        one._gradients(plan, given.temperature)
+        one._gradient(given.temperature).fill(plan)
     tokens = sum(-(-len(pack.tokens) // case.ranks.context) for pack in plan.packs)
     return len(plan.packs), tokens, collectives.calls, collectives.bytes
 
@@ -228,7 +228,7 @@ def activations(trainer: TorchTrainer, pack: Pack) -> int:
 
 def activations_of_rank(directory: Path, case: Case) -> int:
     one = trainer_of_rank(directory, case)
-    return activations(one, one._plan(case.batch(0)).packs[0])
+    return activations(one, one._plans(case.batch(0))[0].packs[0])
 
 
 @pytest.mark.parametrize("model", ["qwen3", "nine-heads"])
@@ -237,7 +237,7 @@ def test_each_of_two_ranks_of_a_context_keeps_half_of_the_activations(model: str
     directory = tiny_models.saved(model)
     case = Case(model=model, groups=((40, 2),), train={"microbatch_tokens": 100})
     alone = case.trainer(directory)
-    whole = activations(alone, alone._plan(case.batch(0)).packs[0])
+    whole = activations(alone, alone._plans(case.batch(0))[0].packs[0])
     for found in two.run(activations_of_rank, directory, Case(case, parallel={"shard": 1, "context": 2})):
         assert 0.4 * whole < found < (0.55 if model == "qwen3" else 0.65) * whole
 

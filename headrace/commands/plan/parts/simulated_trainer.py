@@ -15,8 +15,19 @@ from headrace.loop.world.surroundings import loss_tokens, real_tokens, shared_ag
 
 
 class SimulatedTrainer:
-    def __init__(self, rates: TrainerRates, shared: Shared, grain: int = 1, version: int = 0) -> None:
+    def __init__(
+        self,
+        rates: TrainerRates,
+        shared: Shared,
+        grain: int = 1,
+        version: int = 0,
+        *,
+        epochs: int = 1,
+        minibatches: int = 1,
+    ) -> None:
+        """`epochs`, `minibatches`: as in `TrainConfig`."""
         self._rates, self._shared, self._grain = rates, shared, grain
+        self._epochs, self._updates = epochs, epochs * minibatches
         self.version = version
         self._copied: int | None = None
         self._sending, self._working = 0, False
@@ -27,19 +38,20 @@ class SimulatedTrainer:
 
     async def step(self, batch: Batch) -> TrainReport:
         clock = asyncio.get_running_loop().time
-        started, forward = clock(), self._forward_tokens(batch)
-        await self._work(self._rates.step + self._rates.token * forward)
+        started, forward = clock(), self._epochs * self._forward_tokens(batch)
+        await self._work(self._rates.step * self._updates + self._rates.token * forward)
         self.version += 1
         return TrainReport(
             batch.step,
             self.version,
             loss_tokens=sum(loss_tokens(row, self._grain) for row in batch.rows),
             forward_tokens=forward,
+            updates=self._updates,
             seconds=clock() - started,
         )
 
     def _forward_tokens(self, batch: Batch) -> int:
-        """Counts the forwarded tokens; the prompt of a group is forwarded once, and so are the turns before a fork."""
+        """Counts the forwarded tokens of one pass; the prompt of a group is forwarded once, and so are the turns before a fork."""
         prompts = sum(group.rows[0].prompt[1] for group in batch.groups if group.rows)
         again = sum(shared_again(rollout, self._grain) for group in batch.groups for rollout in group.scored)
         return prompts + sum(real_tokens(row, self._grain) for row in batch.rows) - again

@@ -26,14 +26,15 @@ F = TypeVar("F")
 
 def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
     """Returns the run's rates, and the share of its groups that had contrast. Raises ConfigError if the run was too short."""
-    branches = bool(read_config(config_of_run(run_dir)).rollout.forks.alternatives)
-    return rates_of_facts(read_metrics(run_dir), config, run_dir.name, branches)
+    was = read_config(config_of_run(run_dir))
+    branches = bool(was.rollout.forks.alternatives)
+    return rates_of_facts(read_metrics(run_dir), config, run_dir.name, branches, was.train.epochs)
 
 
 def rates_of_facts(
-    facts: Sequence[MetricsFact], config: RunConfig, name: str, branches: bool = False
+    facts: Sequence[MetricsFact], config: RunConfig, name: str, branches: bool = False, epochs: int = 1
 ) -> tuple[Rates, float]:
-    """Returns the same from the metrics of a run, or of a part of it. `branches`: whether its rollouts fork."""
+    """Returns the same from the metrics of a run, or of a part of it. `branches`: whether its rollouts fork. `epochs`: its `train.epochs`."""
     steps, groups = _of(facts, StepRow), _of(facts, GroupEnded)
     samples, live = _of(facts, EngineSample), _of(facts, WeightsLive)
     if len(steps) < 3 or len(samples) < 5:
@@ -48,7 +49,7 @@ def rates_of_facts(
     read = statistics.mean(sum(group.read) for group in sampled)
     # Tokens forwarded in addition to the completions and to what lies between them: less than the prompt if rollouts begin alike.
     prompt = statistics.mean(
-        max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets) - read) for step in steps
+        max(1.0, (step.report.forward_tokens / epochs - sum(step.lengths)) / len(step.tickets) - read) for step in steps
     )
     before = samples[0].stats.prompt_tokens if steps[0].report.step else 0
     computed = (samples[-1].stats.prompt_tokens - before) / max(1, len(groups))
@@ -152,6 +153,7 @@ def _engine(
 
 def _trainer(steps: Sequence[StepRow], waits: Sequence[Waited], live: Sequence[WeightsLive]) -> TrainerRates:
     fixed_part, token = line([(float(step.report.forward_tokens), step.report.seconds) for step in steps[1:]])
+    fixed_part /= statistics.mean(step.report.updates + step.report.left_out for step in steps[1:])
     inside = statistics.mean(step.report.seconds for step in steps[1:])
     messages = max(0.0, _waited(waits, "controller", "the trainer (step)") - inside)
     publish = _waited(waits, "controller", "the trainer (publish)")

@@ -128,7 +128,7 @@ class ClusterRankProcess(FakeProcess):
 
     async def _step(self, share: StepShare) -> TrainReport:
         size, mesh, loop = self._size, self._mesh, asyncio.get_running_loop()
-        batch, paths = share.head, paths_of(share.dealt)
+        batch, paths = share.head, paths_of(share)
         assert batch.step == mesh.version, f"step {batch.step} is asked of weights of version {mesh.version}"
         began, tokens = loop.time(), sum(int(path.target[0]) for path in paths)
         prompts = sum(length for _, length, _ in {tuple(path.tokens[: path.prompt].tolist()) for path in paths})

@@ -1,0 +1,289 @@
+"""A step of several updates (`train.epochs`, `train.minibatches`): against PPO's procedure, written down a second time in float64, and what it leaves
+in reports and versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from test_critic import chain_of
+from test_trajectories import HEAD, LOGITS, OTHER, STATES, Unigram, _wide, batch_of, head_of_algo
+
+from headrace.algo.config import AlgoConfig
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.reports import TrainReport
+from headrace.testing.simulated_ranks import Ring
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.deal import Dealing
+from headrace.trainer.dealing.share import dealt_of, head_of
+from headrace.trainer.packing import DealtRows
+from headrace.trainer.packing.plan import plan_of
+from headrace.trainer.placement.port import Single
+from headrace.trainer.step.gradient import Gradient, Sums, make_updates
+from headrace.trainer.step.learner import Learner, Update
+from headrace.trainer.step.trainer import TorchTrainer
+from support import tiny_models, trainer_calls
+
+FOUR = TrainConfig(learning_rate=0.2, max_grad_norm=0.15, epochs=2, minibatches=2)
+"""Two passes over two minibatches, of one group each. The norm is bounded in some of the updates."""
+
+
+class Wide(Gradient):
+    """In float64."""
+
+    def _precision(self) -> Any:
+        return nullcontext()
+
+
+class Made(NamedTuple):
+    logits: np.ndarray
+    head: np.ndarray
+    sums: Sums
+    updates: Sequence[Update]
+    version: int
+
+
+def made(batch: Batch, algo: AlgoConfig, train: TrainConfig, placement: Any, budget: int = 1000) -> Made:
+    """The step of a unigram model whose weights have version 9."""
+    model, reference, critic = Unigram(LOGITS), OTHER.log_softmax(0), head_of_algo(algo)
+    learner = Learner(
+        config=train,
+        algo=algo,
+        parameters={"logits": model.logits},
+        placement=placement,
+        critic=critic,
+        version=batch.step,
+    )
+    ranks = placement.parallel.ranks
+    dealing = Dealing(budget=budget, ranks=ranks, by_cost=ranks > 1, minibatches=train.minibatches)
+    dealt = dealt_of(batch, dealing)[placement.share]
+    given = [DealtRows(one, learner.aggregation, constant=algo.length_constant, step=batch.step) for one in dealt]
+    gradient = Wide(
+        forward=model,  # type: ignore[arg-type]
+        learner=learner,
+        placement=placement,
+        temperature=1.0,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        reference=(lambda pack, temperature: reference[pack.target]) if algo.reference_in_loss else None,  # type: ignore[arg-type]
+    )
+    plans = {number: _wide(plan_of(one)) for number, one in enumerate(given)}
+    sums, updates = make_updates(gradient, plans, head_of(batch, train.minibatches), train.learning_rate)
+    head = torch.cat([p.detach().flatten() for p in critic.parameters()]) if critic else torch.zeros(0)
+    return Made(model.logits.detach().numpy(), head.numpy(), sums, updates, learner.version)
+
+
+# -- PPO, written down a second time ----------------------------------------------------------------------------------------
+
+
+def adam(parameters: Sequence[torch.Tensor], rate: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(parameters), lr=rate, betas=betas, weight_decay=0.0, foreach=False)
+
+
+def columns_of(group: Group) -> Iterator[torch.Tensor]:
+    """Tokens, the sampler's log-probs, advantages and lags of a group; numbers of rows travel in float32."""
+    yield torch.tensor([token for row in group.rows for token in row.tokens])
+    yield torch.tensor([old for row in group.rows for old in row.logprobs], dtype=torch.float32).double()
+    yield torch.tensor([a for row in group.rows for a in row.advantages], dtype=torch.float32).double()
+    yield torch.tensor([9.0 - version for row in group.rows for version in row.versions], dtype=torch.float64)
+
+
+def old_and_weight(name: str, before: torch.Tensor, sampled: torch.Tensor, lag: torch.Tensor) -> Any:
+    """What ratios are taken against, and the weight of each token's loss: both follow from the weights that the step began with."""
+    if name == "grpo":
+        return sampled, torch.ones_like(sampled)
+    if name == "tis":
+        return before, (before - sampled).exp().clamp(0, 2)
+    old = sampled + torch.where(lag > 1, (lag - 1) / lag.clamp(min=1), 0.0) * (before - sampled)
+    weight = (old - sampled).exp()
+    return old, weight * (weight <= 5)
+
+
+def surrogate(logprob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(PPO's loss of each token, the number of tokens that it stops)"""
+    ratio = (logprob - old).exp()
+    whole, cut = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
+    return -torch.minimum(whole, cut), int((cut < whole).sum())
+
+
+@pytest.mark.parametrize("name", ["grpo", "tis", "decoupled_ppo"])
+def test_two_passes_over_two_minibatches_are_four_updates_of_the_paper(name):
+    """With denominators of each minibatch, and old log-probs of before the first update."""
+    algo = AlgoConfig(name)
+    batch = batch_of(algo, 5, cut=False)
+    logits = LOGITS.clone().requires_grad_()
+    start, optimizer = LOGITS.log_softmax(0), adam([logits], 0.2, (0.9, 0.95))
+    losses, norms, clipped = [], [], 0
+    for _ in range(2):
+        for group in batch.groups:
+            token, sampled, advantage, lag = columns_of(group)
+            old, weight = old_and_weight(name, start[token], sampled, lag)
+            loss, cut = surrogate(logits.log_softmax(0)[token], old, advantage)
+            (loss * weight).mean().backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_([logits], 0.15)))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss * weight).mean().item())
+            clipped += cut
+    found = made(batch, algo, FOUR, Single())
+    np.testing.assert_allclose(found.logits, logits.detach().numpy(), rtol=1e-6, atol=1e-9)
+    assert found.sums.loss == pytest.approx(np.mean(losses), rel=1e-6)
+    assert [update.norm for update in found.updates] == pytest.approx(norms, rel=1e-6)
+    assert min(norms) < 0.15 < max(norms) and found.sums.clipped == clipped > 0
+    assert found.version == 10 and found.sums.tokens == 2 * sum(len(row.tokens) for row in batch.rows)
+    same_everywhere(batch, algo, found)
+
+
+def same_everywhere(batch: Batch, algo: AlgoConfig, expected: Made) -> None:
+    """However the minibatches are split into microbatches, and dealt to ranks."""
+    others = [made(batch, algo, FOUR, Single(), budget=12)]
+    others += Ring(2).run(lambda placement: made(batch, algo, FOUR, placement, budget=12))
+    for other in others:
+        assert other.sums.microbatches > 4
+        np.testing.assert_allclose(other.logits, expected.logits, rtol=1e-7, atol=1e-10)
+        np.testing.assert_allclose(other.head, expected.head, rtol=1e-7, atol=1e-10)
+        assert (other.sums.clipped, other.sums.tokens) == (expected.sums.clipped, expected.sums.tokens)
+
+
+def test_the_critics_values_are_those_before_the_first_update():
+    """Advantages are whitened over the whole step, and each minibatch divides both losses by its own tokens."""
+    algo = AlgoConfig("ppo", critic={"imitation": 0.3})
+    batch = batch_of(algo, 5, cut=False)
+    logits, head = LOGITS.clone().requires_grad_(), HEAD.clone().requires_grad_()
+    chains = [[chain_of(rollout) for rollout in group.scored] for group in batch.groups]
+    value_of = lambda token: (STATES[token] / STATES[token].norm(dim=1, keepdim=True) / 2 * head[:4]).sum(1) + head[4]  # noqa: E731
+    columns = []
+    for group in chains:
+        token = torch.tensor([token for chain in group for token, *_ in chain])
+        sampled = torch.tensor([old for chain in group for _, old, *_ in chain], dtype=torch.float32).double()
+        rewards = [[reward for _, _, reward, _ in chain] for chain in group]
+        returns = torch.tensor([sum(own[t:]) for own in rewards for t in range(len(own))], dtype=torch.float64)
+        good = torch.tensor([sum(own) > 0 for own in rewards for _ in own])
+        columns.append((token, sampled, returns, good, (returns - value_of(token)).detach()))
+    raw = torch.cat([advantage for *_, advantage in columns])
+    scale = (raw.var() + 1e-8).sqrt()
+    optimizers = adam([logits], 0.2, (0.9, 0.95)), adam([head], algo.recipe.critic.learning_rate, (0.9, 0.999))
+    for _ in range(2):
+        for token, sampled, returns, good, advantage in columns:
+            logprob = logits.log_softmax(0)[token]
+            policy = surrogate(logprob, sampled, (advantage - raw.mean()) / scale)[0].mean()
+            of_values = (value_of(token) - returns).square().mean() / 2
+            (policy + of_values - 0.3 * logprob[good].mean()).backward()
+            torch.nn.utils.clip_grad_norm_([logits], 0.15)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = made(batch, algo, FOUR, Single())
+    np.testing.assert_allclose(found.logits, logits.detach().numpy(), rtol=2e-6, atol=1e-8)
+    np.testing.assert_allclose(found.head, head.detach().numpy(), rtol=2e-6, atol=1e-8)
+    same_everywhere(batch, algo, found)
+
+
+@pytest.mark.parametrize("name", ["dpo", "gspo", "m2po", "opsm", "kto"])
+def test_a_minibatch_is_what_a_step_of_its_groups_would_be(name):
+    """Where ratios are to the sampler: pairs, trajectories and bounds of one minibatch see nothing of another."""
+    algo = AlgoConfig(name)
+    batch = batch_of(algo, 3, cut=True)
+    train = dataclasses.replace(FOUR, epochs=1)
+    found = made(batch, algo, train, Single(), budget=12)
+    first = made(replace(batch, groups=batch.groups[:1]), algo, dataclasses.replace(train, minibatches=1), Single())
+    assert found.updates[0].norm == pytest.approx(first.updates[0].norm, rel=1e-7)
+    assert len(found.updates) == 2 and found.updates[1].norm > 0
+    if algo.recipe.loss.pairs:
+        assert found.sums.pairs.pairs == sum(len(group.pairs) for group in batch.groups)
+
+
+# -- a real trainer ---------------------------------------------------------------------------------------------------------
+
+
+def trainer(**train: Any) -> TorchTrainer:
+    return trainer_calls.trainer(tiny_models.saved("llama"), path="torch", **train)
+
+
+def weights(of: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in of.parameters()}
+
+
+def two_groups(second: float = 1.0) -> Batch:
+    """`second`: the advantage of the second group's tokens."""
+    groups = []
+    for number, advantage in enumerate((1.0, second)):
+        rows = [
+            Row(
+                (3, 4),
+                (5 + number, 6 + place, 7),
+                (-4.0,) * 3,
+                (advantage * (1 - 2 * place),) * 3,
+                (True,) * 3,
+                (0,) * 3,
+            )
+            for place in range(2)
+        ]
+        groups.append(replace(trainer_calls.batch().groups[0], ticket=number, rows=tuple(rows)))
+    return Batch(0, tuple(groups))
+
+
+def test_a_step_of_four_updates_makes_one_version_and_is_repeated_bit_for_bit():
+    one, other = trainer(epochs=2, minibatches=2), trainer(epochs=2, minibatches=2)
+    report, again = one.step(two_groups()), other.step(two_groups())
+    assert (report.version, report.updates, report.left_out) == (1, 4, 0) and one.version == 1
+    assert report.loss_tokens == 12 == sum(lag.tokens for lag in report.lags), "each token counts once"
+    assert report.forward_tokens > trainer().step(two_groups()).forward_tokens, "and is forwarded twice"
+    assert {numbers.ticket for numbers in report.token_numbers or ()} == {0}, "numbers are those before any update"
+    assert replace(report, seconds=0) == replace(again, seconds=0)
+    found, same = weights(one), weights(other)
+    assert all(torch.equal(tensor, same[name]) for name, tensor in found.items())
+
+
+def test_what_rounding_makes_is_measured_before_the_weights_have_moved():
+    """The sampler's log-probs are the trainer's own, so that any difference is that of an update."""
+    one = trainer(epochs=3, learning_rate=1e-2)
+    groups = []
+    for group in two_groups().groups:
+        tokens = [one.score((*row.prompt, *row.tokens))[1:] for row in group.rows]
+        rows = tuple(replace(row, logprobs=tuple(own)) for row, own in zip(group.rows, tokens, strict=True))
+        groups.append(replace(group, rows=rows))
+    report = one.step(Batch(0, tuple(groups)))
+    assert report.noise and report.noise.token_rms < 1e-5 and report.lags[0].gaps["max"] > 1e-2
+
+
+def test_an_update_without_a_finite_gradient_is_left_out_alone():
+    one = trainer(minibatches=2)
+    report = one.step(two_groups(second=math.inf))
+    assert (report.version, report.updates, report.left_out, report.skipped) == (1, 1, 1, "")
+    assert "1 of 2 updates of step 1 was left out" in report.notice and report.skippable
+    alone = trainer()
+    alone.step(replace(two_groups(), groups=two_groups().groups[:1]))
+    found = weights(alone)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(one).items())
+
+
+def test_a_step_of_which_no_update_can_be_made_changes_nothing():
+    one = trainer(epochs=2)
+    before = weights(one)
+    report = one.step(two_groups(second=math.inf))
+    assert (report.skipped, report.version, report.left_out) == ("nonfinite_gradient", 0, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(one).items())
+
+
+def test_an_update_of_which_bounds_left_nothing_is_left_out_and_left_out_again():
+    """Momentum alone would move the weights. A repeated step leaves it out if it was left out before (`TrainReport.skippable`)."""
+    log_p = LOGITS.log_softmax(0)
+    rows = tuple(
+        Row((1,), (n, n + 1), tuple(log_p[[n, n + 1]].tolist()), (1.0,) * 2, (True,) * 2, (9,) * 2) for n in (4, 8)
+    )
+    batch = Batch(9, (replace(trainer_calls.batch().groups[0], rows=rows),))
+    train = TrainConfig(learning_rate=1.0, epochs=2)
+    found = made(batch, AlgoConfig(), train, Single())
+    assert [update.made for update in found.updates] == [True, False] and found.updates[1].norm == 0
+    assert found.version == 10
+    again = made(replace(batch, skippable=False), AlgoConfig(), train, Single())
+    assert [update.made for update in again.updates] == [True, True]
+    assert TrainReport(9, 10, left_out=1).skippable and not TrainReport(9, 10).skippable
