@@ -43,7 +43,7 @@ def chain_of(rollout: Scored) -> list[tuple[int, float, float, int]]:
 def expected(batch: Batch, algo: AlgoConfig) -> tuple[float, float, np.ndarray]:
     """(loss of the policy, loss of the values, gradient) of PPO with GAE, as the papers write them."""
     logits, states, head = (tensor.clone().requires_grad_() for tensor in (LOGITS, STATES, HEAD))
-    critic, gamma = algo.critic, algo.gamma
+    critic, gamma = algo.critic, algo.recipe.gamma
     advantages, targets, values, logprobs, sampled, good = [], [], [], [], [], []
     for group in batch.groups:
         for rollout in group.scored:
