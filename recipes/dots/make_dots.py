@@ -1,7 +1,7 @@
-"""Draws the images of this recipe, and makes the model: a tiny SmolVLM or Qwen2.5-VL with random weights, of which the language part learns to count.
+"""Draws the images of this recipe, and makes the model: a tiny SmolVLM, Qwen2.5-VL or Gemma 3 with random weights, of which the language part learns to count.
 
 python make_dots.py                 writes images/, dots.jsonl and model/ beside this file
-python make_dots.py qwen2_5_vl
+python make_dots.py qwen2_5_vl      or gemma3
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ImageProcessorPil,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2VLImageProcessorPil,
@@ -30,8 +32,13 @@ SIDE, CELL, MOST, COUNT = 32, 8, 5, 2000
 SPECIAL = {
     "smolvlm": ["<end>", "<fake_token_around_image>", "<image>", "<global-img>"],
     "qwen2_5_vl": ["<end>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"],
+    "gemma3": ["<end>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"],
 }
-SHOWN = {"smolvlm": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+SHOWN = {
+    "smolvlm": "<image>",
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": "<start_of_image>",
+}
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{% for part in message.content %}{{ 'SHOWN' if part.type == 'image' else part.text }}"
     "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -80,8 +87,12 @@ def make_model(kind: str) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    config, processor = (_qwen if kind == "qwen2_5_vl" else _smolvlm)(tokenizer, text)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(HERE / "model")
+    config, processor = {"smolvlm": _smolvlm, "qwen2_5_vl": _qwen, "gemma3": _gemma}[kind](tokenizer, text)
+    model = AutoModelForImageTextToText.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "mm_input_projection" in name:  # zeros otherwise, and all images would look alike
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(HERE / "model")
     tokenizer.save_pretrained(HERE / "model")
     processor.save_pretrained(HERE / "model")
 
@@ -127,6 +138,34 @@ def _qwen(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any
         vision_end_token_id=number("<|vision_end|>"),
     )
     return config, Qwen2VLImageProcessorPil(patch_size=CELL // 2, merge_size=2, min_pixels=SIDE**2, max_pixels=SIDE**2)
+
+
+def _gemma(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any, Any]:
+    number = tokenizer.convert_tokens_to_ids
+    config = Gemma3Config(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": SIDE,
+            "patch_size": CELL,
+            "vision_use_head": False,
+        },
+        text_config={
+            **text,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 12,  # shorter than an image
+        },
+        mm_tokens_per_image=(SIDE // CELL) ** 2,
+        boi_token_id=number("<start_of_image>"),
+        eoi_token_id=number("<end_of_image>"),
+        image_token_id=number("<image_soft_token>"),
+    )
+    return config, Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
 
 
 if __name__ == "__main__":
