@@ -302,9 +302,11 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
             step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
             values |= _choice_scalars(state.choices) | _cost_scalars(state.costs, fact.report.loss_tokens)
         case Evaluated():
-            step, room = fact.step, f"held_out/{fact.name}" if fact.beside else "held_out"
-            values = {f"{room}/reward": fact.reward_mean, f"{room}/length": fact.length_mean}
-            values |= {f"{room}/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
+            values = {"held_out/reward": fact.reward_mean, "held_out/length": fact.length_mean}
+            values |= {"held_out/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
+            if fact.beside:
+                values = {name.replace("/", f"/{fact.name}/"): value for name, value in values.items()}
+            step = fact.step
         case WeightsLive():
             step = fact.update.version
             values = {"sync/publish_seconds": fact.update.seconds, "sync/swap_seconds": fact.load.swap_seconds}

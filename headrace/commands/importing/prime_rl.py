@@ -182,7 +182,7 @@ def _environment(t: Translation) -> None:
 
 def _left_out(t: Translation) -> None:
     t.leave_all(
-        "evaluations are of held-out prompts of the run's own task",
+        "evaluations of other environments are [[eval.sets]], to be written by hand (docs/rows.md)",
         ("orchestrator.eval.", "orchestrator.val.", "eval."),
     )
     t.leave_all(

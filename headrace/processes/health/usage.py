@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.facts.facts import GpuUse, ProcessesUsed, ProcessUse
@@ -77,14 +78,14 @@ async def watch_use(record: Callable[[ProcessesUsed], None], clock: Callable[[],
     """Records readings until it is cancelled.
 
     Consumes: nothing. Waits for: time, and a thread that reads. Unblocked by: both pass by themselves."""
-    family, meter = current_family(), Meter()
-    await asyncio.to_thread(meter.read, _processes(family))  # what they have used until now is of no interval
-    await asyncio.sleep(min(FIRST, pause))
+    family, meter, begun = current_family(), Meter(), False
     while True:
-        processes, gpus = await asyncio.to_thread(meter.read, _processes(family))
-        if processes:
-            record(ProcessesUsed(clock(), processes, gpus))
-        await asyncio.sleep(pause)
+        with suppress(OSError, RuntimeError):  # no thread can be started, say: that ends no run
+            processes, gpus = await asyncio.to_thread(meter.read, _processes(family))
+            if begun and (processes or gpus):  # what they used before the first reading is of no interval
+                record(ProcessesUsed(clock(), processes, gpus))
+        await asyncio.sleep(pause if begun else min(FIRST, pause))
+        begun = True
 
 
 def _processes(family: Family) -> dict[int, str]:
