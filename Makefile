@@ -58,9 +58,10 @@ WORKERS ?= $$($(BIN)/python -c "import os; print(min(8, len(os.sched_getaffinity
 test: setup
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
+# Slow tests, and properties with all their examples, of which `make test` draws a quarter.
 test-slow: setup
 	$(PIP_INSTALL) --editable ".[ray]"
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m slow $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m "slow or hypothesis" --hypothesis-profile=full $(ARGS)
 
 # Simulated runs with fresh seeds and faults (docs/simulation.md); prints what it finds, shrunk, with the command that shows it.
 MINUTES ?= 60

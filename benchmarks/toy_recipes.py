@@ -1,9 +1,11 @@
 """Recipes on a toy task, with fresh and with stale tokens: does a loss learn, and what does lag cost it? (docs/algorithms.md, docs/choosing.md)
 
-A random model of two layers, whose reward is the share of one letter; a run of 20 steps takes some ten seconds of one core.
+A random model of two layers, whose reward is the share of one letter; a run of 20 steps takes some ten seconds of one core. With `--turns`, rollouts have
+several turns: a reply with this letter goes one place further, and the reward is the share of the way.
 
     python benchmarks/toy_recipes.py grpo ce_gppo vespo --lags 1 4 --seeds 0 1
     python benchmarks/toy_recipes.py grpo dapo gspo tis --lags 0 1 4 --seeds 0 1 2 --steps 40 --errors
+    python benchmarks/toy_recipes.py grpo gigpo --turns 4 --lags 1
 """
 
 from __future__ import annotations
@@ -28,6 +30,15 @@ from conftest import CHARACTERS, SPECIAL, save_tokenizer
 
 from support.tiny_run import tiny_config
 
+WALK = """
+async def play(agent, prompt, **columns):
+    place = 0
+    for turn in range(TURNS):
+        agent.state(f"place {place}")
+        reply = await agent.chat(f"{place}" if turn else prompt)
+        place += "e" in reply.text
+    return place / TURNS
+"""
 ENDS = 4
 """Steps at the beginning and at the end of a run whose mean reward is given."""
 
@@ -61,8 +72,15 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def trained(place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps: int) -> ToyRun:
+def trained(
+    place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps: int, turns: int = 1, prompts: int = 0
+) -> ToyRun:
     place.mkdir()
+    (place / "walk.py").write_text(WALK.replace("TURNS", str(turns)))
+    walks = {
+        "reward": {"function": ""},
+        "environment": {"function": f"{place / 'walk.py'}:play", "workers": 1, "max_turns": turns},
+    }
     settings = tiny_config(
         place,
         model,
@@ -71,7 +89,11 @@ def trained(place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps
         train={"steps": steps, "learning_rate": 3e-3},
         staleness={"max_lag": lag},
         checkpoint={"every": 0},
+        **(walks if turns > 1 else {}),
     )
+    if prompts:
+        rows = (place / "rows.jsonl").read_text().splitlines()
+        (place / "rows.jsonl").write_text("\n".join(rows[: prompts + 16]))  # 16 are held out
     with redirect_stdout(sys.stderr):  # the summary of the run
         run = headrace.train(settings).directory
     rows = [fact for fact in read_metrics(run) if isinstance(fact, StepRow)]
@@ -96,6 +118,10 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=1, help="turns of a rollout")
+    parser.add_argument(
+        "--prompts", type=int, default=0, help="different prompts, which come again and again; 0: more than a run draws"
+    )
     parser.add_argument("--errors", action="store_true", help="means with standard errors, of two seeds or more")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -106,7 +132,16 @@ def main() -> None:
             cells = []
             for lag in told.lags:
                 runs = [
-                    trained(Path(name) / f"{recipe}-{lag}-{seed}", model, recipe, lag=lag, seed=seed, steps=told.steps)
+                    trained(
+                        Path(name) / f"{recipe}-{lag}-{seed}",
+                        model,
+                        recipe,
+                        lag=lag,
+                        seed=seed,
+                        steps=told.steps,
+                        turns=told.turns,
+                        prompts=told.prompts,
+                    )
                     for seed in told.seeds
                 ]
                 cells.append(cell(runs, told.errors))

@@ -76,7 +76,7 @@ def sections(
         here, hint = f"{path}{name}", hints[name]
         nested = next((one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)), None)
         if nested is None:
-            own.append((name, type_of(hint, field.metadata), default_of(field), told.get(name, "")))
+            own.append((name, type_of(hint, field.metadata), default_of(field, path), told.get(name, "")))
         elif typing.get_origin(hint) is tuple:
             lists.append((nested, f"{here}.", f"[[{here}]]", told.get(name, "")))
         else:
@@ -158,11 +158,14 @@ def type_of(hint: Any, metadata: list[Any]) -> str:
     return " ".join([words[hint], ", ".join(bounds)]).strip()
 
 
-def default_of(field: Any) -> str:
+def default_of(field: Any, path: str) -> str:
+    """`path`: of the section, with a dot at its end."""
     if field.is_required():
         return "must be given"
     default = field.get_default(call_default_factory=True)
-    return "the recipe's" if default is None else f"`{json.dumps(default)}`"
+    if default is None:
+        return "the recipe's" if path.startswith("algo.") else "not set"
+    return f"`{json.dumps(default)}`"
 
 
 def cell(text: str) -> str:

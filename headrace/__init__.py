@@ -97,8 +97,10 @@ def evaluate(
     dataset: Any = None,
     sets: Sequence[str] = (),
     step: int | None = None,
+    of: str = "",
 ) -> Evaluated:
-    """Measures the mean reward on `prompts` held-out prompts, of the config's model or of the last checkpoint of the directory `run`.
+    """Measures the mean reward on `prompts` held-out prompts, of the config's model or of the last checkpoint of the directory `run`. `of`: the
+    name of one of `eval.sets`, which is measured instead, on all of its prompts.
 
     The result's `step` is the step of that checkpoint. If the newest checkpoint is older than the last step of the run, it is refused
     unless `step` names it. With `run`, the settings are those of the run, changed by `sets`; a `config` is then ignored, and its
@@ -111,7 +113,8 @@ def evaluate(
         report_differences(config, resolved, Path(run))
     from headrace.run import one_shot
 
-    return one_shot.evaluate(resolved, Path(run) if run is not None else None, prompts, step, inputs)
+    directory = Path(run) if run is not None else None
+    return one_shot.evaluate(resolved, directory, prompts, step, inputs, of=of)[0]
 
 
 def export(

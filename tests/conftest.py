@@ -6,7 +6,9 @@ import gc
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,7 +25,11 @@ if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4e9:  # a containe
 
 pytest.register_assert_rewrite("support.native_calls", "support.trainer_calls")
 preloaded_python.share_with_runs()
-hypothesis.settings.register_profile("headrace", deadline=None)  # machines are up to ten times slower than others
+FULL = "full"
+"""The profile of `make test-slow`, in which properties are tested with all examples."""
+
+for profile in ("headrace", FULL):
+    hypothesis.settings.register_profile(profile, deadline=None)  # machines are up to ten times slower than others
 hypothesis.settings.load_profile("headrace")
 
 
@@ -31,15 +37,61 @@ def pytest_xdist_setupnodes() -> None:
     preloaded_python.share_with_workers_of_tests()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Those that wait come first: meanwhile others have the cores. At the end nobody would use them."""
     items.sort(key=lambda item: item.get_closest_marker("waits") is None)
+    if config.getoption("hypothesis_profile") != FULL:
+        usual = [item for item in items if isinstance(item, pytest.Function) and not item.get_closest_marker("slow")]
+        for test in {item.obj for item in usual if hypothesis.is_hypothesis_test(item.obj)}:
+            _draw_fewer(test)
+
+
+def _draw_fewer(test: Any) -> None:
+    """Lets a property be tested with a quarter of its examples. They are others in every suite."""
+    settings = test._hypothesis_internal_use_settings
+    fewer = max(settings.max_examples // 4, min(settings.max_examples, 3))
+    test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=fewer)
 
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay: nobody needs to look for garbage among them. As in a worker (`run/worker/worker.py`)."""
     gc.freeze()
     gc.enable()
+
+
+DEAR = 3.0
+"""Seconds of CPU time from which a test is slow, or `whole`: the one that shows a whole behaviour."""
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of those that it started and that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    before = _cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu", _cpu_seconds() - before))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what the suite costs, and which tests should be cheaper. Nothing fails of it: machines differ, and others may be busy on this one."""
+    found = [
+        (dict(report.user_properties).get("cpu", 0.0), report.nodeid)
+        for report in terminalreporter.stats.get("passed", ())
+        if report.when == "call" and not {"slow", "whole"} & set(report.keywords)
+    ]
+    if found:
+        terminalreporter.write_line(f"{_cpu_seconds():.0f} s of CPU time")
+    for seconds, name in sorted(found, reverse=True):
+        if seconds > DEAR:
+            terminalreporter.write_line(
+                f"{seconds:5.1f} s of CPU time: {name}: make it cheaper, or mark it slow or whole"
+            )
 
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=?.,:\n"

@@ -8,12 +8,14 @@ import dataclasses
 import functools
 import gc
 import graphlib
+import itertools
 import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +151,31 @@ def parsed(path: Path) -> ast.Module:
         gc.enable()
 
 
+@functools.cache
+def _by_kind(path: Path) -> dict[type, list[Any]]:
+    """The nodes of a file. A walk over all of the package takes a second, and there are twenty checkers."""
+    found: dict[type, list[Any]] = {}
+    for node in ast.walk(parsed(path)):
+        found.setdefault(type(node), []).append(node)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_no_trees() -> Iterator[None]:
+    """A million nodes would be looked through at each search for garbage in later tests."""
+    yield
+    parsed.cache_clear()
+    _by_kind.cache_clear()
+
+
+def nodes(path: Path, *kinds: type) -> Iterator[Any]:
+    """All nodes of these kinds in a file."""
+    return itertools.chain.from_iterable(_by_kind(path).get(kind, ()) for kind in kinds)
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 def modules(package: Path) -> dict[str, Path]:
     """Dotted name below the package -> file; the package's own `__init__.py` goes by that name."""
     names = {}
@@ -160,10 +187,10 @@ def modules(package: Path) -> dict[str, Path]:
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Our modules that a file imports, anywhere in it: at the top, in a function, under TYPE_CHECKING."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             yield from (target for alias in node.names if (target := _ours(alias.name, known)))
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:  # relative: rebuilt from the importing module's own name
                 package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
@@ -256,8 +283,8 @@ def budget_violations(package: Path) -> Iterator[str]:
         text = path.read_text()
         if (lines := len(text.splitlines())) > MAX_FILE:
             yield f"{name} has {lines} lines"
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _length(node) > MAX_FUNCTION:
+        for node in nodes(path, *FUNCTIONS):
+            if _length(node) > MAX_FUNCTION:
                 yield f"{name}.{node.name} has {_length(node)} lines"
 
 
@@ -267,29 +294,23 @@ def _length(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def function_lengths(package: Path) -> list[int]:
-    trees = (parsed(path) for path in modules(package).values())
-    return [
-        _length(node)
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    return [_length(node) for path in modules(package).values() for node in nodes(path, *FUNCTIONS)]
 
 
 def concrete_names(package: Path, concrete: dict[str, str]) -> Iterator[str]:
     for path in modules(package).values():
         place = path.relative_to(package)
-        for node in ast.walk(parsed(path)):
-            named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}.get(type(node))
-            word = getattr(node, named) if named else None
+        named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}
+        for node in nodes(path, *named):
+            word = getattr(node, named[type(node)])
             if word in concrete and place.parts[0] != concrete[word] and place.as_posix() not in BUILD:
                 yield f"{place} names {word}"
 
 
 def long_calls(package: Path) -> Iterator[str]:
     for path in modules(package).values():
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Call) and len(node.args) > MAX_BY_POSITION:
+        for node in nodes(path, ast.Call):
+            if len(node.args) > MAX_BY_POSITION:
                 called = ast.unparse(node.func)
                 if called.rpartition(".")[2] not in NAMELESS:
                     yield f"{path.relative_to(package)}:{node.lineno} passes {len(node.args)} values by position to {called}"
@@ -298,10 +319,10 @@ def long_calls(package: Path) -> Iterator[str]:
 def long_definitions(package: Path) -> Iterator[str]:
     """Dataclasses and functions that can be given more than five values by position."""
     for path in modules(package).values():
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ClassDef) and _is_dataclass(node) and _positional_fields(node) > MAX_BY_POSITION:
+        for node in nodes(path, ast.ClassDef):
+            if _is_dataclass(node) and _positional_fields(node) > MAX_BY_POSITION:
                 yield f"{path.relative_to(package)} {node.name}"
-            if isinstance(node, ast.ClassDef) and not _is_autograd(node):
+            if not _is_autograd(node):
                 yield from (
                     f"{path.relative_to(package)} {node.name}.{function.name}" for function in _long_functions(node)
                 )
@@ -351,7 +372,7 @@ def _long_functions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDe
         node = todo.pop(0)
         if isinstance(node, ast.ClassDef):
             continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, FUNCTIONS):
             names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
             launched = any(
                 "jit" in ast.unparse(decorator) for decorator in node.decorator_list
@@ -363,11 +384,12 @@ def _long_functions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDe
 
 def settings_past_the_door(package: Path) -> Iterator[str]:
     for name, path in modules(package).items():
-        for node in ast.walk(parsed(path)):
-            named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.Constant: "value"}.get(type(node))
-            if named and getattr(node, named) == "RunConfig" and name.split(".")[0] not in SETTINGS_AT:
+        named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.Constant: "value"}
+        for node in nodes(path, *named):
+            if getattr(node, named[type(node)]) == "RunConfig" and name.split(".")[0] not in SETTINGS_AT:
                 yield f"{name} names RunConfig"
-            ours = isinstance(node, ast.arg) and node.arg in SECTIONS and not name.startswith(FOREIGN_SETTINGS)
+        for node in nodes(path, ast.arg):
+            ours = node.arg in SECTIONS and not name.startswith(FOREIGN_SETTINGS)
             if ours and node.annotation and ast.unparse(node.annotation) == "Any":
                 yield f"{name} takes {node.arg} as Any"
 
@@ -377,15 +399,15 @@ LOOP_SAYS = ("Consumes: ", "Waits for: ", "Unblocked by: ")
 
 def silent_loops(room: Path) -> Iterator[str]:
     """Coroutine functions of a room that it starts as tasks, and whose docstrings lack a line of `LOOP_SAYS`."""
-    trees = [parsed(path) for path in sorted(room.glob("*.py"))]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    files = sorted(room.glob("*.py"))
     started = {
         _last_word(node.args[0])
-        for node in nodes
-        if isinstance(node, ast.Call) and _last_word(node) in ("create_task", "ensure_future") and node.args
+        for path in files
+        for node in nodes(path, ast.Call)
+        if _last_word(node) in ("create_task", "ensure_future") and node.args
     }
-    for node in nodes:
-        if isinstance(node, ast.AsyncFunctionDef) and node.name in started:
+    for node in (node for path in files for node in nodes(path, ast.AsyncFunctionDef)):
+        if node.name in started:
             text = ast.get_docstring(node) or ""
             yield from (f"{node.name} does not say: {line}" for line in LOOP_SAYS if line not in text)
 
@@ -432,12 +454,12 @@ def prints_elsewhere(package: Path) -> Iterator[str]:
         place = path.relative_to(package)
         if place.as_posix() in PRINTERS or any(place.match(other_program) for other_program in OTHER_PROGRAMS):
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path, ast.ImportFrom, ast.Call):
             if said := _way_to_the_terminal(node):
-                yield f"{place}:{node.lineno} {said}"  # type: ignore[attr-defined]
+                yield f"{place}:{node.lineno} {said}"
 
 
-def _way_to_the_terminal(node: ast.AST) -> str:
+def _way_to_the_terminal(node: ast.ImportFrom | ast.Call) -> str:
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rich":
         names = [(name.name, name.asname) for name in node.names]
         real, ours = RICH.get((node.module or "").removeprefix("rich."), ("", ""))
@@ -445,10 +467,9 @@ def _way_to_the_terminal(node: ast.AST) -> str:
             name for name, alias in names if (name == real and alias != ours) or name in ("print", "escape", "render")
         ]
         return f"imports rich's {wrong[0]}" if wrong else ""
-    if isinstance(node, ast.ImportFrom) and node.module == "traceback":
-        return "imports from traceback" if any(name.name.startswith("print") for name in node.names) else ""
-    if not isinstance(node, ast.Call):
-        return ""
+    if isinstance(node, ast.ImportFrom):
+        printing = node.module == "traceback" and any(name.name.startswith("print") for name in node.names)
+        return "imports from traceback" if printing else ""
     called, first = ast.unparse(node.func), ast.unparse(node.args[0]) if node.args else ""
     if called in PRINTING_CALLS:
         return f"calls {called}"
@@ -469,12 +490,8 @@ def _way_to_the_terminal(node: ast.AST) -> str:
 def dangling_docstrings(package: Path) -> Iterator[str]:
     """Docstrings, those of fields and constants included, that begin with one of the DANGLING words."""
     for path in modules(package).values():
-        for node in ast.walk(parsed(path)):
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
+        for node in nodes(path, ast.Expr):
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
                 first = node.value.value.split(maxsplit=1)[0].rstrip(",:")
                 if first in DANGLING:
                     yield f"{path.relative_to(package)}:{node.lineno} begins with {first}"
@@ -511,6 +528,7 @@ IMPORTS_MORE = {
 """Modules that import more than `MAX_IMPORTS` of ours, and why: each is where parts are put together."""
 
 MAY_BE_SMALL = {
+    "engine.native.runners.fp8_kernels": "imports triton, which is not everywhere",
     "__main__": "Python opens it by this name",
     "algo.policy": "a loss is its file",
     "commands": "a command, or what it prints, is loaded when it is asked for",
@@ -533,14 +551,14 @@ def crowded_modules(package: Path, allowed: Mapping[str, str]) -> Iterator[str]:
     known, wanted = modules(package), collections.defaultdict(set)
     for name, path in known.items():
         aliases: dict[str, str] = {}
-        for node in ast.walk(parsed(path)):
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+        for node in nodes(path, ast.ImportFrom):
+            for alias in node.names:
                 if inner := _ours(f"{node.module}.{alias.name}", known):
                     aliases[alias.asname or alias.name] = inner
                 elif (target := _ours(str(node.module), known)) and target != name:
                     wanted[target].add(alias.name)
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+        for node in nodes(path, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id in aliases:
                 wanted[aliases[node.value.id]].add(node.attr)
     for name in known.keys() - allowed:
         if len(offered := _with_behaviour(known[name]) & wanted[name]) > MAX_OFFERED:
@@ -549,12 +567,11 @@ def crowded_modules(package: Path, allowed: Mapping[str, str]) -> Iterator[str]:
 
 def _with_behaviour(path: Path) -> set[str]:
     """Public functions, and classes that have any: not constants, nor records of fields, of which a vocabulary may have many."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         node.name
         for node in parsed(path).body
-        if isinstance(node, functions)
-        or (isinstance(node, ast.ClassDef) and any(isinstance(one, functions) for one in node.body))
+        if isinstance(node, FUNCTIONS)
+        or (isinstance(node, ast.ClassDef) and any(isinstance(one, FUNCTIONS) for one in node.body))
         if not node.name.startswith("_")
     }
 
@@ -732,12 +749,7 @@ def test_concrete_classes_are_named_in_build_only():
 
 
 def test_concrete_classes_exist():
-    defined = {
-        node.name
-        for path in modules(PACKAGE).values()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ClassDef)
-    }
+    defined = {node.name for path in modules(PACKAGE).values() for node in nodes(path, ast.ClassDef)}
     assert set(CONCRETE) <= defined, f"CONCRETE names what is not there: {set(CONCRETE) - defined}"
 
 
@@ -756,12 +768,13 @@ def test_nothing_that_ships_imports_what_does_not():
         f"{path.relative_to(PACKAGE)} imports {node.module}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if not path.is_relative_to(PACKAGE / "testing")
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("headrace.testing")
+        for node in nodes(path, ast.ImportFrom)
+        if str(node.module).startswith("headrace.testing")
     ]
     assert imports == []
 
 
+@functools.cache
 def names_of(module: str) -> set[str]:
     """The names that a module binds, and the modules of a folder; empty if there is none of this name."""
     path = ROOT / module.replace(".", "/")
@@ -769,7 +782,7 @@ def names_of(module: str) -> set[str]:
     if not file.is_file():
         return set()
     found = {one.stem for one in path.iterdir()} if path.is_dir() else set()
-    for node in ast.walk(parsed(file)):
+    for node in nodes(file, *FUNCTIONS, ast.ClassDef, ast.Name, ast.ImportFrom, ast.Import):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 found.add(node.name)
@@ -786,8 +799,8 @@ def test_scripts_beside_the_package_import_what_there_is(folder: str) -> None:
     missing = [
         f"{path.relative_to(ROOT)}: {node.module} has no {name.name}"
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("headrace.")
+        for node in nodes(path, ast.ImportFrom)
+        if str(node.module).startswith("headrace.")
         for name in node.names
         if name.name not in names_of(str(node.module))
     ]

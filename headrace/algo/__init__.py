@@ -1,10 +1,12 @@
 """An algorithm as a value: an advantage, a policy loss, and the weights on it. Read in this order:
 
 recipes.py         the table of algorithms, and the parts of one
-config.py          the settings that replace a recipe's values; advice, and settings of older runs
+config.py          the settings that replace a recipe's values; advice
+earlier.py         settings of older runs
 policy/            the policy losses, each a value
 rules.py           the rules by which a correction takes tokens out, each a value
 advantages.py      one number per rollout from the rewards of its group; credit within a rollout and across a batch
+turn_states.py     turns of a group that began in one state of the environment
 training_rows.py   from scored groups to the trainer's batch
 critic.py          advantages of tokens by a value function, over a whole step
 objective.py       the loss that the trainer computes on every microbatch, and its parts

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from headrace.algo.policy.tokens import MAX_LOG_RATIO, RIGHT
 from headrace.algo.user_functions import load_function
+from headrace.core.batches import RewardsBefore
 from headrace.core.errors import ConfigError
 from headrace.core.rewards import Unusable, number_of, shown
 from headrace.core.types import Scored
@@ -39,6 +40,8 @@ class GroupRewards(NamedTuple):
     """Weights of the named rewards; 1 if missing."""
     attempts: int = ATTEMPTS
     """k of `best_of_k`."""
+    before: RewardsBefore = RewardsBefore()
+    """The rewards of the same prompt in earlier groups, for `smoothed` alone."""
 
     def chosen(self, kind: str, keep: int, by: str = "") -> list[int]:
         """Returns the places of the rollouts that are trained, in their order; of equals the first ones.
@@ -228,6 +231,26 @@ def _best_beside(rewards: list[float], own: float, k: int) -> float:
     return sum(math.comb(place, k - 2) / sets * max(own, other) for place, other in enumerate(others))
 
 
+def smoothed(group: GroupRewards) -> list[float]:
+    """DCPO's smooth advantage standardisation (arXiv 2509.02333; lime-RL/DCPO, `compute_dcpo_outcome_advantage`): the rewards standardised in their own
+    group (A_new), and by mean and deviation of all rewards of the prompt so far, these included (A_total). With i groups of the prompt so far, the advantage is
+    ((i - 1)·A_new + A_total)/i or (A_new + (i - 1)·A_total)/i, whichever is smaller. So a group without contrast is trained if earlier ones of its prompt had
+    some, and one with lopsided rewards moves less.
+
+    Choice: deviations as in the authors' code (`RewardsBefore`), groups weighted by their rollouts; +1e-6.
+    """
+    rewards, all_ = group.rewards, group.before.after(group.rewards) if len(group.rewards) > 1 else None
+    if all_ is None:
+        return [0.0] * len(rewards)
+    new, deviation, i = z_scores(rewards), math.sqrt(all_.variance), all_.groups
+    flat = _alike(all_.mean, all_.mean + deviation)
+    total = [0.0 if flat else (reward - all_.mean) / (deviation + EPSILON) for reward in rewards]
+    return [
+        min(((i - 1) * own + among) / i, (own + (i - 1) * among) / i, key=abs)
+        for own, among in zip(new, total, strict=True)
+    ]
+
+
 def raw(group: GroupRewards) -> list[float]:
     """REINFORCE (Williams 1992): the reward itself, without a baseline.
 
@@ -295,6 +318,8 @@ class Advantage(NamedTuple):
     """Whether `training_rows.Algorithm` turns it into a return for every token."""
     critic: bool = False
     """Whether rows have the rewards of tokens in its place, of which the trainer makes advantages by a value function (`algo/critic.py`)."""
+    remembers: bool = False
+    """Whether it uses the rewards of the same prompt in earlier groups."""
     pairs: Callable[[GroupRewards], list[Pair]] | None = None
     """The pairs of rollouts, chosen and rejected, that a loss of preferences compares; None for numbers alone."""
 
@@ -309,6 +334,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "pass@k": Advantage(pass_at_k),
     "best_of_k": Advantage(best_of_k),
     "group_baseline": Advantage(centred, whitened=True),  # REINFORCE++ with baseline, arXiv 2501.03262
+    "smoothed": Advantage(smoothed, remembers=True),
     "raw": Advantage(raw, compares=False),
     "return_to_go": Advantage(raw, compares=False, whitened=True, spread=True),  # REINFORCE++, the same paper
     "gae": Advantage(raw, compares=False, critic=True),  # arXiv 1506.02438

@@ -15,10 +15,12 @@ from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.user import UserLoss, UserPairLoss
 from headrace.algo.recipes import (
     LOSSES,
+    NOT_HERE,
     RECIPES,
     Aggregation,
     Correction,
     CorrectionConfig,
+    Credit,
     CriticConfig,
     DemonstratedConfig,
     Denominator,
@@ -78,13 +80,17 @@ class AlgoConfig:
     length_penalty: float = Field(default=0.0, ge=0)
     """A rollout of full length (rollout.max_tokens in each of environment.max_turns turns) loses this share of its group's
     mean reward, if that is above 0; shorter ones lose in proportion to their sampled tokens."""
-    credit: Literal["rollout", "turn", "agent", "segment"] = "rollout"
+    credit: Credit | None = None
     """The tokens that share an advantage. rollout: all of a rollout. turn: those of one turn, whose return (its rewards,
     those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts. agent: those of one
     agent, whose return (the rewards of its turns, and those of the end) is compared with those of the same agent in the others. segment: those
-    of one step of a process reward (`reward.services.segments`), whose return (`form`) is compared with the same step's in the others."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """The discount of rewards: of a later turn's by every turn before it (credit = turn), or of all rewards by every sampled token (advantage =
+    of one step of a process reward (`reward.services.segments`), whose return (`form`) is compared with the same step's in the others. state:
+    those of one turn, which has its rollout's advantage and, times `state_weight`, that of its return among all turns of the group that began in
+    the same state of the environment (GiGPO, arXiv 2505.10978): the one that it [names](environments.md#states), or that of an equal observation."""
+    state_weight: float | None = Field(default=None, gt=0)
+    """credit = state: the weight of what turns are better than others in their state, beside their rollouts' advantages; 1 if not given."""
+    gamma: float | None = Field(default=None, gt=0, le=1)
+    """The discount of rewards: of a later turn's by every turn before it (credit = turn or state), or of all rewards by every sampled token (advantage =
     return_to_go or gae)."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """λ of the returns. credit = turn: below 1, a turn's return counts what follows in part by the mean return of the group's next turns,
@@ -98,6 +104,8 @@ class AlgoConfig:
     @field_validator("name")
     @classmethod
     def _known_recipe(cls, name: str) -> str:
+        if why := NOT_HERE.get(name.lower().replace("-", "_").replace("nashmd", "nash_md")):
+            raise ValueError(f"algo.name = {name} is not here: it {why}")
         return _known("algo.name", name, tuple(RECIPES))
 
     @field_validator("advantage", "loss")
@@ -118,7 +126,9 @@ class AlgoConfig:
     def recipe(self) -> Recipe:
         """The row of the table with the settings given here."""
         row = RECIPES[self.name]
-        given = {name: getattr(self, name) for name in ("advantage", "aggregation", "old")}
+        if self.credit not in (None, row.credit):  # a discount of the recipe is one of its turns
+            row = replace(row, gamma=1.0)
+        given = {name: getattr(self, name) for name in ("advantage", "aggregation", "old", "credit", "gamma")}
         nested = {name: _with(getattr(row, name), getattr(self, name)) for name in _NESTED}
         nested["correction"] = _corrected(row.correction, self.correction)
         if nested["kl"].place == "reward" and self.kl.estimator is None:
@@ -160,6 +170,19 @@ class AlgoConfig:
     def given_answers(self) -> str:
         """The loss of demonstrations, or none."""
         return self.recipe.demonstrations.kind
+
+    @property
+    def of_whole_rollouts(self) -> bool:
+        """Whether it knows a rollout as one weight, as one reward, or as one chain of tokens, and no branches."""
+        advantage, loss = ADVANTAGES.get(self.recipe.advantage), self.recipe.loss
+        chained = advantage is not None and (advantage.spread or advantage.critic or advantage.remembers)
+        return chained or loss.weighs_rollouts or loss.whole
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the advantage uses the rewards of a prompt in earlier groups."""
+        advantage = ADVANTAGES.get(self.recipe.advantage)
+        return advantage is not None and advantage.remembers
 
     @property
     def reference_in_loss(self) -> bool:
@@ -233,6 +256,7 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _credits(config, recipe)
     yield from _critics(config, recipe)
     yield from _given_answers(config, recipe)
+    yield from _memories(config, recipe)
     yield from _preferences(config, recipe)
 
 
@@ -252,28 +276,32 @@ def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
             f"algo.attempts is k of algo.advantage = best_of_k, and algo.advantage = {recipe.advantage} has none; use algo.name = pass@k_training, or "
             "remove it"
         )
-    spread = recipe.advantage in ADVANTAGES and ADVANTAGES[recipe.advantage].spread
-    if config.gamma < 1 and config.credit != "turn" and not (spread or config.has_critic):
+    if config.state_weight and recipe.credit != "state":
         yield (
-            f"algo.gamma = {config.gamma:g} discounts rewards over turns or tokens, and algo.credit = {config.credit} with algo.advantage = "
+            f'algo.state_weight weighs turns in equal states, and algo.credit = {recipe.credit} compares none; set algo.credit = "state", or remove it'
+        )
+    spread = recipe.advantage in ADVANTAGES and ADVANTAGES[recipe.advantage].spread
+    if recipe.gamma < 1 and recipe.credit not in ("turn", "state") and not (spread or config.has_critic):
+        yield (
+            f"algo.gamma = {recipe.gamma:g} discounts rewards over turns or tokens, and algo.credit = {recipe.credit} with algo.advantage = "
             f'{recipe.advantage} has neither; set algo.credit = "turn", or algo.name = "reinforce++" or "ppo", or remove algo.gamma'
         )
-    if config.lam < 1 and config.credit != "turn" and not config.has_critic:
+    if config.lam < 1 and recipe.credit != "turn" and not config.has_critic:
         yield (
             f"algo.lam = {config.lam:g} needs values of what follows: a critic's, or the mean returns of turns; set algo.name = "
             '"ppo" or algo.credit = "turn", or remove algo.lam'
         )
-    if config.credit == "rollout":
+    if recipe.credit == "rollout":
         return
     if config.has_critic:
         yield (
-            f'algo.credit = "{config.credit}" compares {config.credit}s, and a critic (algo.advantage = gae) gives every token its own credit; '
+            f'algo.credit = "{recipe.credit}" compares {recipe.credit}s, and a critic (algo.advantage = gae) gives every token its own credit; '
             'remove algo.credit, or use algo.name = "grpo"'
         )
         return
     if recipe.advantage not in PER_TURN:
         yield (
-            f'algo.credit = "{config.credit}" compares {config.credit}s, and algo.advantage = {recipe.advantage} whole rollouts; use one of '
+            f'algo.credit = "{recipe.credit}" compares {recipe.credit}s, and algo.advantage = {recipe.advantage} whole rollouts; use one of '
             f"{', '.join(PER_TURN)}"
         )
     if recipe.loss.weighs_rollouts:
@@ -302,6 +330,21 @@ def _critics(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield (
             f"algo.critic.imitation = {recipe.critic.imitation:g} imitates rollouts whose rewards sum to more than 0, and with algo.kl.place = reward "
             'those are less a divergence, of either sign; set algo.kl.place = "loss", or algo.critic.imitation = 0'
+        )
+
+
+def _memories(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if not config.remembers:
+        return
+    others = {
+        "length_penalty": (config.length_penalty > 0, "0"),
+        "kl.place": (config.reference_in_reward, '"loss"'),
+        "subset.kind": (recipe.subset.kind != "none", '"none"'),
+    }
+    for name in (name for name, (given, _) in others.items() if given):
+        yield (
+            f"algo.advantage = {recipe.advantage} standardises over all rewards that a prompt had, and algo.{name} compares others; set algo.{name} = "
+            f'{others[name][1]}, or algo.advantage = "group_norm"'
         )
 
 
@@ -340,7 +383,7 @@ def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         "lag": recipe.lag.kind != "constant",
         "select": recipe.select.kind != "none",
         "entropy": recipe.entropy.on,
-        "credit": config.credit != "rollout",
+        "credit": recipe.credit != "rollout",
     }
     for name in (name for name, given in idle.items() if given):
         yield (
@@ -419,7 +462,7 @@ def _subsets(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         if subset.keep:
             yield "algo.subset.keep needs algo.subset.kind = max_variance, shortest, efficient or cleanest; set it, or remove algo.subset.keep"
         return
-    if config.credit != "rollout":
+    if recipe.credit != "rollout":
         yield f'algo.subset.kind = {subset.kind} chooses whole rollouts; set algo.credit = "rollout", or algo.subset.kind = "none"'
     if recipe.loss.pairs:
         yield f'algo.loss = {recipe.loss} chooses its own pairs of rollouts; set algo.subset.kind = "none", or another loss'
@@ -430,9 +473,16 @@ def _subsets(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         )
 
 
-def group_problems(config: AlgoConfig, group_size: int, forks: bool, rewards: Collection[str] = ()) -> Iterator[str]:
+def group_problems(
+    config: AlgoConfig, group_size: int, forks: bool, rewards: Collection[str] = (), turns: int = 0
+) -> Iterator[str]:
     """Yields a sentence for each reason why groups of so many rollouts cannot be compared. `forks`: whether rollouts branch; `rewards`: the names of
-    all rewards, if they are known."""
+    all rewards, `turns`: the most of a rollout, if they are known."""
+    if config.recipe.credit == "state" and turns == 1:
+        yield (
+            'algo.credit = "state" compares the later turns of a group, and a rollout has one turn here, which begins where all begin; set '
+            'environment.function (or another environment of several turns), or algo.name = "grpo"'
+        )
     if group_size < config.min_rollouts:
         yield (
             f"rollout.group_size = {group_size} gives {config.name} nothing to compare a rollout with, "
@@ -610,79 +660,3 @@ def _of_length(algo: AlgoConfig, max_tokens: int) -> list[str]:
         f"always outside [{correction.low}, {correction.high}] and most sequences will teach nothing; "
         "algo.correction.level = geometric does not depend on the length"
     ]
-
-
-# --- Translates settings of runs made before 2026-11-22
-# Translates settings of runs made before 2026-11-22 (and 2026-11-29), so that such a run is done again with the arithmetic that it had.
-#
-# Recipes had other constants then, one name stood for another algorithm, and an answer was extracted from completions
-# that were cut off. A run keeps all of its settings that have a value, and since that day `algo.denominator` is always
-# one of them: a resolved `[algo]` without it is from before.
-
-
-Tree = dict[str, Any]
-_ALWAYS_KEPT = {"name", "length_constant", "length_penalty", "overlong"}
-"""Settings that a resolved `[algo]` has had from the first version on, and that nobody sets all by hand."""
-_RENAMED = {"dppo_kl": "dppo_tv_quadratic"}
-_EARLIER_CONSTANTS: dict[str, Tree] = {
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "ipo": {"delta": 0.1, "penalty": 1e-3},
-}
-"""Constants by loss."""
-_CORRECTIONS: dict[str, Tree] = {"mis_geometric": {"low": 0.99, "high": 1.001}, "opsm": {"opsm": 1e-4}}
-"""Corrections by recipe."""
-
-
-def as_it_was(config: Tree) -> Tree:
-    """Returns the settings as they have to be read: unchanged, unless an earlier version resolved them."""
-    algo = config.get("algo")
-    if not isinstance(algo, dict) or not algo.keys() >= _ALWAYS_KEPT:
-        return config
-    if "gamma" not in algo:
-        algo = _with_first_m2po(algo)
-        config = {**config, "algo": algo}
-    if "denominator" in algo:
-        return config
-    translated = {**config, "algo": _translated(algo), **_rewards(config)}
-    if "adapters" in config:
-        translated["adapters"] = [_adapter(adapter) for adapter in config["adapters"]]
-    return translated
-
-
-def _with_first_m2po(algo: Tree) -> Tree:
-    """Returns the settings with `second_moment` for `m2po`, which it was until 2026-11-29, when `gamma` became one of those that are always kept."""
-    renamed = {key: "second_moment" if algo.get(key) == "m2po" else algo[key] for key in ("name",) if key in algo}
-    select = algo.get("select")
-    if isinstance(select, dict) and select.get("kind") == "m2po":
-        renamed["select"] = {**select, "kind": "second_moment"}
-    return {**algo, **renamed}
-
-
-def _adapter(table: Tree) -> Tree:
-    translated = {**table, **_rewards(table)}
-    return {**translated, "algo": _translated(table["algo"])} if "name" in table.get("algo", {}) else translated
-
-
-def _rewards(table: Tree) -> Tree:
-    """Restores that answers were extracted from completions that were cut off, too."""
-    reward = table.get("reward")
-    return {"reward": {"extract_truncated": True, **reward}} if isinstance(reward, dict) and reward else {}
-
-
-def _translated(algo: Tree) -> Tree:
-    name = str(algo["name"])
-    translated: Tree = {**algo, **{key: _RENAMED.get(algo[key], algo[key]) for key in ("name", "loss") if key in algo}}
-    recipe = RECIPES.get(_RENAMED.get(name, name))
-    if recipe is None:  # refused elsewhere
-        return translated
-    if translated.get("old") != "trainer":  # where no ratio reaches a bound
-        translated = {**_EARLIER_CONSTANTS.get(str(translated.get("loss", recipe.loss.name)), {}), **translated}
-    correction = dict(translated.get("correction", {}))
-    if name in _CORRECTIONS and correction.get("mode") != "none":
-        translated["correction"] = {**_CORRECTIONS[name], **correction}
-    kl = dict(translated.get("kl", {}))
-    if kl.get("place") == "reward":
-        kl.pop("estimator", None)  # recorded rows keep their values; new ones use the estimator that is sound
-        translated["kl"] = kl
-    return translated

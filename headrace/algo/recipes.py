@@ -34,6 +34,7 @@ Mode = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
 SelectKind = Literal["none", "second_moment", "clip_cov", "kl_cov", "entropy"]
 SubsetKind = Literal["none", "max_variance", "shortest", "efficient", "cleanest"]
+Credit = Literal["rollout", "turn", "agent", "segment", "state"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +253,7 @@ class CriticConfig:
     """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0, added to the loss (VAPO: 0.1)."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrated:
     """The loss of demonstrations, and their share of the step's (`algo/objective.py`)."""
 
@@ -274,7 +275,7 @@ class Demonstrated:
         return self.last_weight + (self.weight - self.last_weight) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-@settings_dataclass(frozen=True, config=STRICT)
+@settings_dataclass(frozen=True, kw_only=True, config=STRICT)
 class DemonstratedConfig:
     """The loss of the given answers of [demonstrations], which are trained beside the rollouts of each step: (1 - μ) times the loss of these, and μ times theirs."""
 
@@ -315,6 +316,8 @@ class Recipe:
     critic: Critic = Critic()
     """Only `advantage = gae` has one."""
     demonstrations: Demonstrated = Demonstrated()
+    credit: Credit = "rollout"
+    gamma: float = 1.0
     shown: Literal["", "more", "sibling"] = ""
     """The thing that its teacher is shown beside the policy's prompt (`episodes/scoring/teacher/own_prompt.py`)."""
     about: str = field(default="", compare=False)
@@ -341,7 +344,7 @@ RECIPES: dict[str, Recipe] = {
         "group_norm",
         PPOClip(),
         "token_mean",
-        demonstrations=Demonstrated("phi"),
+        demonstrations=Demonstrated(kind="phi"),
         about="given answers beside the rollouts, which count most where the policy is undecided",
         papers=("2508.11408",),
     ),
@@ -397,6 +400,15 @@ RECIPES: dict[str, Recipe] = {
         about="the cleanest right rollouts and any wrong ones",
         papers=("2508.20722",),
     ),
+    "gigpo": Recipe(
+        "centred",
+        PPOClip(),
+        "token_mean",
+        credit="state",
+        gamma=0.95,
+        about="turns that began in one state are compared, beside whole rollouts",
+        papers=("2505.10978",),
+    ),
     "gspo": Recipe("group_norm", GSPO(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)),
     "gspo_token": Recipe(
         "group_norm", GSPOToken(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)
@@ -451,7 +463,11 @@ RECIPES: dict[str, Recipe] = {
         "group_norm", ASPO(), "token_mean", about="the ratio of good tokens is inverted", papers=("2510.06062",)
     ),
     "dcpo": Recipe(
-        "group_norm", DCPO(), "seq_mean_token_mean", about="wider bounds for rarer tokens", papers=("2509.02333",)
+        "smoothed",
+        DCPO(),
+        "seq_mean_token_mean",
+        about="wider bounds for rarer tokens; rewards standardised over earlier groups of their prompt as well",
+        papers=("2509.02333",),
     ),
     "second_moment": Recipe(
         "group_norm",
@@ -604,6 +620,16 @@ RECIPES: dict[str, Recipe] = {
 LOSSES: dict[str, type[Loss]] = {recipe.loss.name: type(recipe.loss) for recipe in RECIPES.values()}
 """`algo.loss` -> its class. A loss exists only if a recipe names it."""
 
+NOT_HERE: dict[str, str] = {
+    "xpo": "pairs a rollout of the policy with one of the reference policy (arXiv 2405.21046), and all rollouts here are the policy's; "
+    'use algo.name = "dpo", which is XPO without its bonus for what the reference would not say',
+    "nash_md": "compares with rollouts of a geometric mixture of policy and reference (arXiv 2312.00886), and an engine samples each token from one "
+    'model; use algo.name = "ipo_pairs", whose pairs are both the policy\'s: the mixture without a share of the reference (arXiv 2403.08635)',
+    "prime": "trains a second model beside the policy, whose log-probs are the rewards of tokens (arXiv 2502.01456), and the trainer trains one; use "
+    'algo.credit = "segment" with a process reward that stays as it is, or algo.name = "rloo"',
+}
+"""Names of algorithms that are asked for and are not here -> why not, and the nearest that is. docs/algorithms.md says what they would need."""
+
 _VERL = "verl, `core_algos.compute_"
 REFERENCES: dict[str, str] = {
     "grpo": f"paper; {_VERL}grpo_outcome_advantage` and `compute_policy_loss_vanilla`",
@@ -622,6 +648,7 @@ REFERENCES: dict[str, str] = {
     "gfpo": "paper",
     "chord": "agentscope-ai/Trinity-RFT, `SFTPhiLossFn` and `mu_schedule_function`",
     "grpo_roc": "microsoft/rStar, `resample_of_correct`, with one as the least number of either kind",
+    "gigpo": "paper, eq. 3 to 8, without the deviation; langfengQ/verl-agent, `compute_gigpo_outcome_advantage` with `mode = mean_norm`",
     "gspo": "paper, eq. 5",
     "gspo_token": f"paper, eq. 13; {_VERL}policy_loss_gspo`",
     "cispo": f"paper; {_VERL}policy_loss_cispo`",
@@ -639,7 +666,7 @@ REFERENCES: dict[str, str] = {
     "m2po": "Infini-AI-Lab/M2PO, `core_algos.compute_m2po_policy_loss`",
     "bapo": "WooooDyy/BAPO, `compute_policy_loss_bapo`, without its dual clip",
     "aspo": "wizard-III/Archer2.0, `core_algos.compute_policy_loss_archer`, with one pair of bounds",
-    "dcpo": "lime-RL/DCPO, `core_algos.compute_policy_loss_dcpo` with `clip_type = dynamic`",
+    "dcpo": "lime-RL/DCPO, `core_algos.compute_policy_loss_dcpo` with `clip_type = dynamic`, `compute_dcpo_outcome_advantage`",
     "second_moment": "AReaL, `get_m2po_loss_mask`",
     "clip_cov": "paper, without its draw",
     "kl_cov": f"paper; {_VERL}policy_loss_kl_cov`",

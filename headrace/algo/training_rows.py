@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -32,7 +32,8 @@ from headrace.algo.advantages import (
     whiten,
 )
 from headrace.algo.config import AlgoConfig
-from headrace.core.batches import Group, Row
+from headrace.algo.turn_states import STATE_WEIGHT, state_advantages, states_of
+from headrace.core.batches import Group, RewardsBefore, Row
 from headrace.core.sampling_masks import joined_masks
 from headrace.core.types import Completion, Episode, Prompt, RoutingTrace, Scored, TeacherTrace, TopLogprobs
 
@@ -299,21 +300,22 @@ class Algorithm:
         self._needs_teacher = self._recipe.advantage == "zero"
         self.min_rollouts = algo.min_rollouts
 
-    def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
-        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories."""
-        rows = self._rows(prompt, scored)
+    def rows(self, prompt: Prompt, scored: Sequence[Scored], before: RewardsBefore | None = None) -> tuple[Row, ...]:
+        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories. `before`: the rewards of the
+        prompt in earlier groups, for an advantage that asks for them."""
+        rows = self._rows(prompt, scored, before or RewardsBefore())
         if self._needs_teacher:  # what no teacher scored has no loss, and would only be counted in the denominator
             rows = tuple(row if _taught(row) else replace(row, mask=(False,) * len(row.mask)) for row in rows)
         return tuple(with_trajectories(rows, scored, whole=self._recipe.loss.whole))
 
-    def _rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
-        if self._algo.credit == "segment":
+    def _rows(self, prompt: Prompt, scored: Sequence[Scored], before: RewardsBefore) -> tuple[Row, ...]:
+        if self._recipe.credit == "segment":
             return tuple(self._rows_of_segments(prompt, scored))
-        if self._algo.credit != "rollout" or any(rollout.branches for rollout in scored):
+        if self._recipe.credit != "rollout" or any(rollout.branches for rollout in scored):
             return self._rows_of_turns(prompt, scored)
         if self._advantage.pairs:
             return tuple(self._rows_of_pairs(prompt, scored))
-        advantages, trained = self._compared(self._group(scored))
+        advantages, trained = self._compared(self._group(scored)._replace(before=before))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
         for place, (rollout, advantage) in enumerate(zip(scored, advantages, strict=True)):
@@ -379,18 +381,36 @@ class Algorithm:
 
     def _turn_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
         """An advantage for every turn of every rollout."""
-        if self._algo.credit == "rollout":
+        if self._recipe.credit == "rollout":
             return self._branch_advantages(scored)
         compare = lambda column: self._advantage.function(GroupRewards(column))  # noqa: E731
-        if self._algo.credit == "turn":
-            rewards = [rewards_of_turns(rollout, self._kl(rollout)) for rollout in scored]
-            return turn_advantages(turn_returns(rewards, self._algo.gamma, self._algo.lam), compare)
+        if self._recipe.credit == "turn":
+            return turn_advantages(self._turn_returns(scored), compare)
+        if self._recipe.credit == "state":
+            return self._state_advantages(scored, compare)
         of_agents = agent_advantages(
             [agent_returns(rollout, self._kl_of_turns(rollout)) for rollout in scored], compare
         )
         return [
             [advantages[turn.agent] for turn in rollout.episode.turns]
             for rollout, advantages in zip(scored, of_agents, strict=True)
+        ]
+
+    def _turn_returns(self, scored: Sequence[Scored]) -> list[list[float]]:
+        rewards = [rewards_of_turns(rollout, self._kl(rollout)) for rollout in scored]
+        return turn_returns(rewards, self._recipe.gamma, self._algo.lam)
+
+    def _state_advantages(
+        self, scored: Sequence[Scored], compare: Callable[[tuple[float, ...]], list[float]]
+    ) -> list[list[float]]:
+        """Adds to each rollout's advantage, for each of its turns, that among the turns that began in the same state (GiGPO, arXiv 2505.10978, eq. 8)."""
+        weight = self._algo.state_weight or STATE_WEIGHT
+        states = [states_of(rollout.episode) for rollout in scored]
+        of_turns = state_advantages(self._turn_returns(scored), states, compare)
+        of_rollouts = self._advantage.function(self._group(scored))
+        return [
+            [whole + weight * advantage for advantage in advantages]
+            for whole, advantages in zip(of_rollouts, of_turns, strict=True)
         ]
 
     def _branch_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
@@ -483,7 +503,7 @@ class Algorithm:
             own[-1:] = [sum(own[-1:]) + given[number]]
             rewards += own
             mask += [number in trained] * len(own)
-        returns = iter(return_to_go(rewards, mask, self._algo.gamma))
+        returns = iter(return_to_go(rewards, mask, self._recipe.gamma))
         of_turns = [list(islice(returns, max(len(turn.completion.tokens), 1))) for turn in turns]
         for path, row in rows:
             pieces = _pieces(rollout.episode, path)

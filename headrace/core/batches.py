@@ -5,6 +5,8 @@ The examples go on with the values of those in `types.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import force_setattr
 
 from headrace.core.errors import encodable
@@ -77,6 +79,35 @@ class Row(Struct, frozen=True):
     in the order of their turns."""
 
 
+class RewardsBefore(Struct, frozen=True):
+    """The rewards that a prompt had in earlier groups of the run.
+
+    >>> RewardsBefore().after((1.0, 0.0)).after((1.0, 1.0))
+    RewardsBefore(groups=2, rollouts=4, mean=0.75, variance=0.3125)
+    """
+
+    groups: int = 0
+    rollouts: int = 0
+    mean: float = 0.0
+    """The mean of all these rewards."""
+    variance: float = 0.0
+    """The mean, over rollouts, of the variance within their group (with ddof = 1), and the variance of the groups' means: the form that DCPO's code
+    carries on from step to step (arXiv 2509.02333)."""
+
+    def after(self, rewards: Sequence[float]) -> RewardsBefore:
+        """Returns them with those of another group, of two rollouts or more."""
+        count = len(rewards)
+        total, mean = self.rollouts + count, sum(rewards) / count
+        within = sum((reward - mean) ** 2 for reward in rewards) / (count - 1)
+        apart = self.rollouts * count * (mean - self.mean) ** 2 / total**2
+        return RewardsBefore(
+            groups=self.groups + 1,
+            rollouts=total,
+            mean=(self.rollouts * self.mean + count * mean) / total,
+            variance=(self.rollouts * self.variance + count * within) / total + apart,
+        )
+
+
 class Group(Struct, frozen=True):
     """G scored rollouts of one prompt with their advantages: the value that the buffer holds and the trainer consumes.
 
@@ -94,6 +125,8 @@ class Group(Struct, frozen=True):
     """Rollouts of this group that failed; the advantages compare the others among themselves."""
     pairs: tuple[tuple[int, int], ...] = ()
     """Its preferences: places in `scored` of a chosen and a rejected rollout. Only for losses of pairs (`algo/policy/pairs.py`)."""
+    before: RewardsBefore | None = None
+    """The rewards that its prompt had before, where the advantage asks for it (`advantages.smoothed`)."""
 
 
 class Demonstration(Struct, frozen=True):

@@ -446,6 +446,7 @@ class Agent(Protocol):
         read: Callable[[Completion], dict[str, Any]] | None = None,
         heard: TokenListener | None = None,
         constraint: Constraint | None = None,
+        state: str = "",
     ) -> Completion:
         """Samples the next turn, and returns it decoded. `context`: the tokens before it that no turn holds yet (the prompt, or
         a tool's result before a later turn). They are never in the loss.
@@ -455,7 +456,8 @@ class Agent(Protocol):
         extends the last turn. `most`: the most tokens of the completion, if fewer than rollout.max_tokens; 0: as many. `role`: the agent whose
         turn it is, if the rollout has several. `messages` and `read` (which returns the completion as a message) are kept with the turn for
         reward functions and people. `heard` is called with the tokens as they are sampled, in their order; it may miss some at the end.
-        `constraint`: the language that the completion is held to, in place of rollout.constraint; what it leaves is recorded and trained over.
+        `constraint`: the language that the completion is held to, in place of rollout.constraint; what it leaves is recorded and trained over. `state`: the name of the
+        environment's state in which the turn begins.
 
         Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
 

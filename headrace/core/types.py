@@ -310,9 +310,11 @@ class Turn(Struct, frozen=True):
     """Whether its completion is trained. That of an agent which is a part of the world of the others is context."""
     messages: tuple[dict[str, Any], ...] = ()
     reply: dict[str, Any] = {}
-    """The messages that are new before the completion, and the completion as one, in a chat. Training never reads them (C5)."""
+    """The messages that are new before the completion, and the completion as one, in a chat. Training never makes tokens of them (C5)."""
     rewrites: tuple[int, ...] = ()
     """The index of the turn whose conversation it continues, if a template has rewritten the messages up to that turn."""
+    state: str = ""
+    """The name that its environment gave the state in which it began; empty if it gave none."""
 
 
 class Episode(Struct, frozen=True):

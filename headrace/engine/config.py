@@ -39,10 +39,11 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the served weights and of the KV cache. auto: the one measured to be faster on this machine (`headrace
     doctor` prints it)."""
-    weights: Literal["published", "int8"] = "published"
+    weights: Literal["published", "int8", "fp8"] = "published"
     """published: linear layers are served as they are published, in `dtype`. int8: the C++ kernels make codes of eight bits of them, with a
     scale for each output, when a version is loaded; decoding a few sequences is then nearly twice as fast, and samples from another policy,
-    which the run measures at every version (`watch.mismatch`; docs/quantised.md)."""
+    which the run measures at every version (`watch.mismatch`; docs/quantised.md). fp8: the same on a GPU from compute capability 8.9 on,
+    where activations have codes too; never run on a GPU."""
     kv_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """The largest size of the KV cache, in GiB. On a CPU its pages are taken from the system when they are first used. auto: 2 on a CPU;
     on a GPU what is free beside the weights, and beside the trainer where it is on the same one (docs/auto.md)."""

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
+from typing import NamedTuple
 
 from headrace.engine.config import OF_FLEETS, OF_SERVERS, OF_STARTED, EngineConfig
 from headrace.engine.kinds import SERVERS
@@ -51,14 +52,35 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
         yield f'engine.kind = "{config.kind}" needs aiohttp, which is not installed: {install("remote")}'
 
 
+class _Quantised(NamedTuple):
+    """A value of `engine.weights`."""
+
+    of: str
+    path: str
+    device: str
+    other: str
+    """The value that the other device has."""
+
+
+_QUANTISED = {
+    "int8": _Quantised("the native engine's C++ kernels on a CPU", "kernels", "cpu", "fp8"),
+    "fp8": _Quantised("the native engine's decoder in PyTorch on a GPU", "fused", "cuda", "int8"),
+}
+
+
 def _quantised_problems(config: EngineConfig) -> Iterator[str]:
-    served = f'engine.weights = "{config.weights}" is of the native engine\'s C++ kernels on a CPU'
+    kind = _QUANTISED[config.weights]
+    served, unset = f'engine.weights = "{config.weights}" is of {kind.of}', 'or engine.weights = "published"'
     if config.is_server:
-        yield f'{served}, and engine.kind = "{config.kind}" is a server; set engine.kind = "native", or engine.weights = "published"'
-    if config.path not in ("auto", "kernels"):
-        yield f'{served}, and engine.path = "{config.path}" does without; set engine.path = "kernels", or engine.weights = "published"'
-    if config.device == "cuda":
-        yield f'{served}, and engine.device = "cuda"; set engine.device = "cpu", or engine.weights = "published"'
+        yield f'{served}, and engine.kind = "{config.kind}" is a server; set engine.kind = "native", {unset}'
+    if config.path not in ("auto", kind.path):
+        yield f'{served}, and engine.path = "{config.path}" does without; set engine.path = "{kind.path}", {unset}'
+    if config.device not in ("auto", kind.device):
+        yield (
+            f'{served}, and engine.device = "{config.device}"; set engine.device = "{kind.device}", engine.weights = "{kind.other}", {unset}'
+        )
+    if config.weights == "fp8" and config.dtype == "float32":
+        yield f'{served}, whose products in FP8 become bfloat16, and engine.dtype = "float32"; set engine.dtype = "bfloat16", {unset}'
 
 
 def _named(kinds: Collection[str]) -> str:
@@ -87,6 +109,11 @@ def _fleet_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[st
 def _server_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[str]:
     """Settings that belong to the other of the two: a server that is joined, or one that is started."""
     server = server_kind(config.kind)
+    if quantised := [word for word in config.server_args if word.partition("=")[0] in ("--quantization", "-q")]:
+        yield (
+            f"engine.server_args has {quantised[0]}: a server with quantised weights would sample from another policy than the one that is trained, which "
+            'no run measures on a server; remove it, or set engine.kind = "native" with engine.weights = "fp8" (docs/quantised.md)'
+        )
     taken = server.starts.settings if server.starts else None
     for name in changed:
         if name == "swap" and not server.swaps:

@@ -257,6 +257,7 @@ class RolloutSession:
         read: Callable[[Completion], dict[str, Any]] | None = None,
         heard: TokenListener | None = None,
         constraint: Constraint | None = None,
+        state: str = "",
     ) -> Completion:
         if self._sampling and after is None and not fresh:
             raise RuntimeError("an environment asks for one turn at a time: await the one before")
@@ -281,6 +282,7 @@ class RolloutSession:
             agent=role,
             messages=tuple(map(storable, messages)),
             reply=storable(reply),
+            state=state,
         )
         self._rewards[number] = {}
         self._times[number] = asked, clock()

@@ -103,7 +103,8 @@ class GroupEnded(Fact, frozen=True):
     """Failed rollouts by `Failure.kind`, for example `KeyError` for the reason `reward_raised`."""
     talk: dict[str, int] = {}
     """Counts over the rollouts of an environment that talks: `turns`, those that were `forked` (on a path of their own, because the chat
-    template rewrote earlier messages), results of tools (`calls`), among them those with a problem, by its name, and messages that hold the text of control tokens
+    template rewrote earlier messages), turns behind the first of their rollout (`later`) and those of them that began in a state in which another turn of the
+    group began (`met`, see `algo.credit`), results of tools (`calls`), among them those with a problem, by its name, and messages that hold the text of control tokens
     (`specials`), which the model reads as text."""
     turns: tuple[int, ...] = ()
     """Turns of each rollout; empty if all have one. So are the next two."""
@@ -319,7 +320,7 @@ class HeldOutLook(Struct, frozen=True):
 
 
 class Evaluated(Fact, frozen=True):
-    """The held-out prompts were evaluated."""
+    """The held-out prompts were evaluated, or those of another evaluation set."""
 
     phase: Literal["before", "during", "after"]
     step: int
@@ -332,6 +333,7 @@ class Evaluated(Fact, frozen=True):
     failures: dict[str, int] = {}
     """Rollouts that failed, by reason."""
     seconds: float = 0.0
+    """Seconds that it took; for the held-out prompts, until all sets were measured."""
     asked: int = 0
     """Prompts that were to be evaluated; 0 in runs that did not record it."""
     kinds: dict[str, int] = {}
@@ -340,6 +342,10 @@ class Evaluated(Fact, frozen=True):
     """Completions that ended at max_tokens."""
     looks: tuple[HeldOutLook, ...] = ()
     """The first few prompts, the same ones in every evaluation; empty in runs that did not record them."""
+    name: str = ""
+    """The name of the set; the held-out prompts have one only if `eval.name` gives it."""
+    beside: bool = False
+    """Whether it is a further set of `eval.sets`, which no verdict reads."""
 
     @property
     def failed_prompts(self) -> int:

@@ -18,7 +18,7 @@ from headrace.facts.number_tables import MINUTES, StepColumns, merged
 from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
-from headrace.facts.thresholds import EARLY, ERRORS, LAST, LEAST, LIMITS, Mark, worst
+from headrace.facts.thresholds import EARLY, ERRORS, LAST, LEAST, LIMITS, WARM, Mark, worst
 from headrace.facts.waits import is_wait
 
 CURVE = 24
@@ -390,14 +390,11 @@ def _learns(state: RunState, draw: Draw) -> Iterable[Figure]:
     if mark == "warn" and change.changed > 0:
         trouble = "no held-out reward was measured"
     last = since or before
-    text = "not measured"
-    if before and since:
-        text = f"{reward_text(before.reward_mean)} → {_mean(since)}"
-    elif last:
-        text = _mean(last)
-    window = f"{verdicts.measured_on(last)}, step {last.step}" if last else ""
-    curve = draw("held_out/reward")
-    yield _judged("held out", text, window, mark, trouble=trouble, remedy=remedy, curve=curve)
+    text, window, curve = verdicts.gain_of(state.evals), _of(last) if last else "", draw("held_out/reward")
+    name = (last.name if last and state.sets else "") or "held out"
+    yield _judged(name, text, window, mark, trouble=trouble, remedy=remedy, curve=curve)
+    for name, evals in state.sets.items():
+        yield Figure(name, verdicts.gain_of(evals), _of(evals[-1]), curve=draw(f"held_out/{name}/reward"))
     if last and last.failed_prompts:
         lost = f"{plural(last.failed_prompts, 'held-out prompt')} of {last.asked} failed"
         failed = str(last.failed_prompts)
@@ -410,6 +407,10 @@ def _learns(state: RunState, draw: Draw) -> Iterable[Figure]:
         top = sorted(lengths)[math.ceil(0.95 * len(lengths)) - 1]
         text = f"{statistics.fmean(lengths):.1f} (p95 {top})"
         yield Figure("length", text, f"tokens, trained, last {LAST} steps", curve=draw("length/mean"))
+
+
+def _of(evaluation: Evaluated) -> str:
+    return f"{verdicts.measured_on(evaluation)}, step {evaluation.step}"
 
 
 def _mean(evaluation: Evaluated) -> str:
@@ -452,6 +453,7 @@ def _stable(state: RunState, draw: Draw) -> Iterable[Figure]:
     )
     if reference := _mean_of(rows, lambda row: row.report.reference_kl):
         yield Figure("KL to the reference", number(reference), window, curve=draw("train/reference_kl"))
+    yield from _critic(state, window, draw)
     if skipped := [row.report.skipped for row in rows if row.report.skipped]:
         yield _judged(
             "no change",
@@ -497,6 +499,31 @@ def _gradient(state: RunState, window: str, draw: Draw) -> Figure:
         trouble=f"the gradient is {number(times)} times its usual size",
         remedy="a smaller train.learning_rate, from the last good checkpoint",
         curve=draw("train/grad_norm"),
+    )
+
+
+def _critic(state: RunState, window: str, draw: Draw) -> Iterable[Figure]:
+    """Yields the part of the returns' variance that a critic explains. Steps count whose returns differ: in others there is nothing to explain, and it is 0."""
+    found = [critic for row in state.rows[-LAST:] if (critic := row.report.critic)]
+    if not found:
+        return
+    explained = [critic.explained_variance for critic in found if critic.explained_variance != 0.0]
+    share = statistics.fmean(explained) if explained else math.nan
+    judged = bool(explained) and len(state.rows) >= WARM
+    mark = LIMITS["train/explained_variance"].mark(1 - share if judged else None)
+    if mark == "warn" and _learned(state).changed > 0:
+        mark = "good"
+    more = (
+        "no more than a constant would" if share > -0.05 else "and mislead: a constant would be nearer to the returns"
+    )
+    yield _judged(
+        "values",
+        f"{number(share)} explained" if explained else "returns do not differ",
+        f"of the returns' variance, value loss {number(statistics.fmean(critic.value_loss for critic in found))}, {window}",
+        mark,
+        trouble=f"the critic's values explain {number(share)} of the variance of returns, {more}, and the reward has not risen",
+        remedy='another algo.critic.learning_rate, algo.critic.trunk = 0.1, or a group\'s mean instead: algo.name = "grpo"',
+        curve=draw("train/explained_variance"),
     )
 
 

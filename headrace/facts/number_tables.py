@@ -302,9 +302,9 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
             step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
             values |= _choice_scalars(state.choices) | _cost_scalars(state.costs, fact.report.loss_tokens)
         case Evaluated():
-            values = {"held_out/reward": fact.reward_mean, "held_out/length": fact.length_mean}
-            values |= {"held_out/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
-            step = fact.step
+            step, room = fact.step, f"held_out/{fact.name}" if fact.beside else "held_out"
+            values = {f"{room}/reward": fact.reward_mean, f"{room}/length": fact.length_mean}
+            values |= {f"{room}/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
         case WeightsLive():
             step = fact.update.version
             values = {"sync/publish_seconds": fact.update.seconds, "sync/swap_seconds": fact.load.swap_seconds}
@@ -334,6 +334,9 @@ TITLES = {
     "lag/outside_tokens": "Tokens of trained groups that are not in the loss",
     "lag/rollouts_swapped": "Rollouts that met new weights, share",
     "length/mean": "Length of completions in trained groups, tokens",
+    "length/p10": "Length of completions in trained groups, 10th percentile, tokens",
+    "length/p50": "Length of completions in trained groups, median, tokens",
+    "length/p90": "Length of completions in trained groups, 90th percentile, tokens",
     "length/truncated_share": "Completions cut off in trained groups, share",
     "prompts/distance": "Curriculum: distance from uniform draws",
     "prompts/effective": "Curriculum: effective number of prompts",
@@ -400,6 +403,9 @@ def title_of(name: str) -> str:
         return TITLES[name]
     if room == "reward":
         return f"Reward {leaf}, mean of trained groups"
+    of, _, what = leaf.rpartition("/")
+    if room == "held_out" and of and (known := TITLES.get(f"held_out/{what}")):
+        return f"{known} ({of})"
     if lag := room.removeprefix("by_lag_") if room.startswith("by_lag_") else "":
         said = (
             f"taken out by {leaf.removeprefix('masked_')}, share"
@@ -454,6 +460,8 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         values["lag/min"] = float(min(row.lags))
     if row.lengths:
         values["length/mean"] = sum(row.lengths) / len(row.lengths)
+        tenth, middle, ninth = np.percentile(row.lengths, (10, 50, 90)).tolist()
+        values |= {"length/p10": tenth, "length/p50": middle, "length/p90": ninth}
         values["length/truncated_share"] = row.truncated / len(row.lengths)
         values["lag/rollouts_swapped"] = row.swapped / len(row.lengths)
     values |= {name: float(count) for name, count in _uncommon(row).items() if count}

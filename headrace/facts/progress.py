@@ -95,6 +95,8 @@ class Evaluation:
     length_mean: float
     failed: int
     """Rollouts that failed. They are not in the mean, rather than scored as 0."""
+    name: str = ""
+    """The set (`eval.sets`); empty for the held-out prompts, unless `eval.name` names them."""
 
     @classmethod
     def of(cls, fact: facts.Evaluated, run: str) -> Evaluation:
@@ -108,6 +110,7 @@ class Evaluation:
             prompts=fact.prompts,
             length_mean=fact.length_mean,
             failed=sum(fact.failures.values()),
+            name=fact.name,
         )
 
 

@@ -109,6 +109,9 @@ class RunState(RunSums):
     swapped: SwapTotals = field(default_factory=SwapTotals)
     probed: ProbeTotals = field(default_factory=ProbeTotals)
     evals: list[Evaluated] = []
+    """Evaluations of the held-out prompts."""
+    sets: dict[str, list[Evaluated]] = {}
+    """Evaluations of the further sets, by name."""
     checks: list[IdentityChecked] = []
     files: FilesChecked | None = None
     """The newest preflight of the model's files."""
@@ -174,7 +177,7 @@ class RunState(RunSums):
             case FirstFailure():
                 self.failures.setdefault(fact.kind, fact)
             case Evaluated():
-                self.evals.append(fact)
+                self._evaluate(fact)
             case FilesChecked() | WarmStarted():
                 self._prepare(fact)
             case IdentityChecked() | TrialChecked():
@@ -213,6 +216,16 @@ class RunState(RunSums):
             self.files = fact
         else:
             self.warm = fact
+
+    def _evaluate(self, fact: Evaluated) -> None:
+        """A further set may have been measured twice, because a run that was killed before its held-out prompts were measures all sets again."""
+        if not fact.beside:
+            self.evals.append(fact)
+            return
+        known = self.sets.setdefault(fact.name, [])
+        if known and (known[-1].step, known[-1].phase) == (fact.step, fact.phase):
+            known.pop()
+        known.append(fact)
 
     def _start(self, fact: RunStarted) -> None:
         if self.started or fact.resumed_at:

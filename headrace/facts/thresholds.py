@@ -39,10 +39,12 @@ LIMITS = {
     "train/grad_norm": Limit(10.0, 100.0),
     "train/entropy": Limit(20.0),
     "train/skipped": Limit(0.05, 0.5),
+    "train/explained_variance": Limit(0.95),
 }
 """Names as on the boards. Shares are of 1 and KL is in nats. `train/grad_norm`: the mean of the last steps divided by the median of those
 before. `train/entropy`: its value at the start divided by the present one, or the reverse if it has risen. `train/skipped`: the share of
-the last steps that did not change the weights. `prompts/new`: the share of a curriculum's draws that were of prompts it had never drawn."""
+the last steps that did not change the weights. `train/explained_variance`: 1 less it, the share of the variance
+of returns that a critic leaves unexplained. `prompts/new`: the share of a curriculum's draws that were of prompts it had never drawn."""
 
 OFTEN = 0.5
 """Share of its time from which a trainer that waits is named in advice."""
@@ -52,6 +54,8 @@ EARLY = 10
 """Fewest steps from which the drawn reward is judged."""
 LAST = 20
 """Steps over which the numbers of a step are averaged."""
+WARM = 40
+"""Fewest steps of a critic from which its values are judged."""
 ERRORS = 2.0
 """Standard errors from which a reward has changed."""
 

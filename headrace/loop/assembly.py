@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from headrace.algo.noise import NoiseWatch
 from headrace.algo.training_rows import Algorithm
-from headrace.core.batches import Demonstration
 from headrace.core.errors import HeadraceError, IdentityError
 from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.core.types import Prompt
@@ -22,7 +21,7 @@ from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer
 from headrace.loop.checkpoints import Snapshots
 from headrace.loop.curriculum import Curriculum, open_curriculum
-from headrace.loop.evaluation import Evaluator, IdentityProbe
+from headrace.loop.evaluation import Evaluator, HeldOutSet, IdentityProbe
 from headrace.loop.ledger import Ledger
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.openings import CacheSize, Openings
@@ -34,6 +33,22 @@ from headrace.loop.run_limits import Minutes
 from headrace.loop.turns import DeviceShare
 from headrace.settings.process_config import EvalConfig
 from headrace.weight_sync.delta.efficiency import DeltaWatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSet:
+    """A further evaluation set."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    evaluation: EvalConfig
+    environment: EnvironmentKind | None = None
+    """None: that of the held-out prompts; so for the scorer."""
+    scorer: Scorer | None = None
+
+    def with_groups(self, groups: OwnGroups) -> HeldOutSet:
+        """`groups`: of the held-out prompts."""
+        return HeldOutSet(self.name, groups.measuring(self.evaluation, self.environment, self.scorer), self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +78,8 @@ def restore_state(
     buffer: Buffer | None = None,
 ) -> RestoredState:
     """`saved`: the run's directory as it was found; None for a new run. Raises ConfigError if the task now draws other prompts."""
-    buffer = buffer or Buffer(plan.staleness, plan.steps * plan.staleness.groups_per_step)
+    wanted = plan.steps * plan.staleness.groups_per_step
+    buffer = buffer or Buffer(plan.staleness, wanted, remembers=plan.remembers)
     interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
     curriculum = open_curriculum(task, plan.curriculum, plan.rollout.group_size)
     notebook = Notebook(plan.adapter)
@@ -103,13 +119,12 @@ def assemble(
     deltas: DeltaWatch | None = None,
     minutes: Minutes | None = None,
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
-    demonstrations: Callable[[int], tuple[Demonstration, ...]] = lambda step: (),
     elsewhere: GroupSource | None = None,
+    sets: Sequence[MeasuredSet] = (),
 ) -> Parts:
     """`evaluated_by` scores held-out rollouts, without penalties and teachers' log-probs. `elsewhere`: where rollouts are sampled, if not here."""
     groups = elsewhere or _own_groups(
-        restored.interrupts,
-        restored.notebook,
+        (restored.interrupts, restored.notebook),
         plan=plan,
         engine=engine,
         environment=environment,
@@ -135,13 +150,12 @@ def assemble(
         algorithm=algorithm,
         snapshots=snapshots,
         probe=probe,
-        evaluator=Evaluator(groups=groups, prompts=held_out, telemetry=telemetry),
+        evaluator=_evaluator(HeldOutSet(evaluation.name, groups, held_out), sets, telemetry),
         turns=turns or DeviceShare(),
         noise=noise or NoiseWatch(),
         deltas=deltas or DeltaWatch(),
         minutes=minutes or Minutes(),
         sentinels=sentinels,
-        demonstrations=demonstrations,
     )
 
 
@@ -159,8 +173,7 @@ def groups_alone(
 ) -> OwnGroups:
     """The groups of a process that has no pipeline: of an evaluation, of a rollout host."""
     return _own_groups(
-        Interrupts(engine, partial, telemetry.waits, telemetry.clock),
-        Notebook(plan.adapter),
+        (Interrupts(engine, partial, telemetry.waits, telemetry.clock), Notebook(plan.adapter)),
         plan=plan,
         engine=engine,
         environment=environment,
@@ -172,9 +185,15 @@ def groups_alone(
     )
 
 
+def _evaluator(held_out: HeldOutSet, sets: Sequence[MeasuredSet], telemetry: Telemetry) -> Evaluator:
+    groups = held_out.groups
+    further = [one.with_groups(groups) for one in sets if isinstance(groups, OwnGroups)]
+    assert len(further) == len(sets), "settings refuse further sets where rollout hosts sample"
+    return Evaluator(held_out, telemetry, further)
+
+
 def _own_groups(
-    interrupts: Interrupts,
-    notebook: Notebook,
+    sampled: tuple[Interrupts, Notebook],
     *,
     plan: LoopPlan,
     engine: Engine,
@@ -192,11 +211,11 @@ def _own_groups(
     return OwnGroups(
         plan=plan,
         evaluation=evaluation,
-        interrupts=interrupts,
+        interrupts=sampled[0],
         environment=environment,
         scorer=scorer,
         evaluated_by=evaluated_by,
-        notebook=notebook,
+        notebook=sampled[1],
         decode=decode,
         waits=telemetry.waits,
         context_length=has.context_length,

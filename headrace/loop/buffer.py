@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.core.batches import Group
+from headrace.core.batches import Group, RewardsBefore
 from headrace.core.types import Prompt, Struct
 from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, LiveRecord, ReadyRecord, SteppedRecord
 from headrace.facts.facts import Accounting
@@ -29,6 +29,8 @@ class BufferState(Struct, frozen=True):
     in_flight: dict[int, Prompt]
     """Prompts by ticket. A resumed run keeps the tickets."""
     accounting: Accounting
+    rewards: dict[str, RewardsBefore] = {}
+    """The rewards of each prompt so far, by its id, in runs whose advantage asks for it."""
 
 
 class Buffer:
@@ -62,8 +64,9 @@ class Buffer:
     ((12,), [11])
     """
 
-    def __init__(self, config: StalenessConfig, groups_wanted: int) -> None:
-        """`groups_wanted`: the number of groups that the whole run trains. No more prompts are drawn than that takes."""
+    def __init__(self, config: StalenessConfig, groups_wanted: int, *, remembers: bool = False) -> None:
+        """`groups_wanted`: the number of groups that the whole run trains. No more prompts are drawn than that takes. `remembers`: whether rewards are
+        kept by prompt."""
         self._config = config
         self._wanted = groups_wanted
         self._next_ticket = 0
@@ -78,6 +81,7 @@ class Buffer:
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._rollout_failures: Counter[str] = Counter()
+        self._rewards: dict[str, RewardsBefore] | None = {} if remembers else None
         self._closed = False
         self._sleepers: list[asyncio.Future[None]] = []
 
@@ -87,8 +91,10 @@ class Buffer:
             case DrawnRecord():
                 self.start(record.ticket, record.prompt)
             case ReadyRecord():
+                self._remember(record.group.ticket, [rollout.reward for rollout in record.group.scored])
                 self.put(record.group)
             case GoneRecord():
+                self._remember(record.ticket, record.rewards)
                 self.end(record.ticket, record.outcome, record.reason, record.failures)
             case SteppedRecord(report=report) if report.skipped:
                 for ticket in record.tickets:
@@ -116,6 +122,16 @@ class Buffer:
         self._next_ticket += 1
         self._in_flight[ticket] = prompt
         self._drawn += 1
+
+    def _remember(self, ticket: int, rewards: Sequence[float]) -> None:
+        """Counts the rewards of a group that is in flight: a ready one has been counted."""
+        if self._rewards is not None and ticket in self._in_flight and len(rewards) > 1:
+            name = self._in_flight[ticket].id
+            self._rewards[name] = self._rewards.get(name, RewardsBefore()).after(rewards)
+
+    def rewards_before(self, prompt: str) -> RewardsBefore | None:
+        """Returns the rewards that a prompt had in groups that are over, in the order of the journal; None if it is not kept."""
+        return None if self._rewards is None else self._rewards.get(prompt, RewardsBefore())
 
     def put(self, group: Group) -> None:
         """Makes a group in flight ready."""
@@ -227,9 +243,11 @@ class Buffer:
 
     def state(self) -> BufferState:
         groups = (*self._taken.values(), *self._ready.values())
-        return BufferState(self._next_ticket, groups, self.in_flight, self.accounting(in_checkpoint=True))
+        counted = self.accounting(in_checkpoint=True)
+        return BufferState(self._next_ticket, groups, self.in_flight, counted, dict(self._rewards or {}))
 
-    def restore(self, state: BufferState) -> None:
+    def restore(self, state: BufferState, *, same_rewards: bool = True) -> None:
+        """`same_rewards`: whether rewards still mean what they did."""
         assert self._next_ticket == 0, "restore before the first draw"
         counted = state.accounting
         self._next_ticket = state.next_ticket
@@ -238,6 +256,8 @@ class Buffer:
         self._drawn, self._trained = counted.drawn, counted.trained
         self._dropped, self._failed = Counter(counted.dropped), Counter(counted.failed)
         self._rollout_failures = Counter(counted.rollout_failures)
+        if self._rewards is not None and same_rewards:
+            self._rewards = dict(state.rewards)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

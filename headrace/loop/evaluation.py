@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
+from msgspec import structs
+
 from headrace.core.batches import Failure, Row
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import Engine, Trainer
@@ -21,45 +23,62 @@ from headrace.facts.telemetry import Telemetry
 from headrace.loop.ledger import Firsts, FirstTexts
 from headrace.loop.own_groups import GroupSource
 
+Phase = Literal["before", "during", "after"]
+
 # --- The held-out reward
 # The same prompts before, during and after training, with the same engine and scorer.
 
 
-class Evaluator:
-    """Measures the mean reward of held-out prompts."""
+class HeldOutSet(NamedTuple):
+    """Prompts that are measured, and where their rollouts come from."""
 
-    def __init__(
-        self,
-        *,
-        groups: GroupSource,
-        prompts: Sequence[Prompt],
-        telemetry: Telemetry,
-    ) -> None:
-        self._groups, self._prompts, self._telemetry = groups, prompts, telemetry
+    name: str
+    groups: GroupSource
+    prompts: Sequence[Prompt]
+
+
+class Evaluator:
+    """Measures the mean reward of held-out prompts, and of the further evaluation sets."""
+
+    def __init__(self, held_out: HeldOutSet, telemetry: Telemetry, sets: Sequence[HeldOutSet] = ()) -> None:
+        """`sets`: the further ones."""
+        self._first, self._sets, self._telemetry = held_out, sets, telemetry
         self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
         """Numbers for the measurements, because two may run at the same time."""
 
-    async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
-        """Measures all held-out prompts; None if the run has none. A failed rollout is counted by reason, not scored as zero. During training it
-        is a task beside the loops, and does not hold them up.
+    async def measure(self, phase: Phase, step: int) -> Evaluated | None:
+        """Measures all sets, and returns what the held-out prompts gave; None if the run has none. A failed rollout is counted by reason, not
+        scored as zero. During training it is a task beside the loops, and does not hold them up.
+
+        All facts are recorded when all sets were measured, that of the held-out prompts last: where a run has it, it has all of them.
 
         Consumes: the held-out prompts; no ticket and no slot.
         Waits for: their rollouts and rewards (`GroupSource.held_out`).
         Unblocked by: completions, results of environments, rewards. An interrupt of the run cancels the task.
         """
-        if not self._prompts:
+        if not self._first.prompts:
             return None
+        started = self._telemetry.clock()
+        fact, *further = await asyncio.gather(*(self._measured(one, phase, step) for one in (self._first, *self._sets)))
+        now = self._telemetry.clock()
+        for other in further:
+            self._telemetry.record(structs.replace(other, t=now, beside=True))
+        fact = structs.replace(fact, t=now, seconds=now - started)
+        self._telemetry.record(fact)
+        return fact
+
+    async def _measured(self, one: HeldOutSet, phase: Phase, step: int) -> Evaluated:
         clock = self._telemetry.clock
         started, number = clock(), next(self._numbers)
-        results = await asyncio.gather(*(self._one(number, i, prompt) for i, prompt in enumerate(self._prompts)))
+        results = await asyncio.gather(*(self._one(one, number, i, prompt) for i, prompt in enumerate(one.prompts)))
         scored = [rollout for group in results for rollout in group if isinstance(rollout, Scored)]
         failures = [rollout for group in results for rollout in group if isinstance(rollout, Failure)]
         # The standard error is over prompts, because samples of one prompt are not independent.
         means = [_mean([rollout.reward for rollout in group if isinstance(rollout, Scored)]) for group in results]
         kept = [mean for mean in means if not math.isnan(mean)]
-        fact = Evaluated(
+        return Evaluated(
             t=clock(),
             phase=phase,
             step=step,
@@ -69,16 +88,15 @@ class Evaluator:
             length_mean=_mean([rollout.episode.sampled for rollout in scored]),
             failures=dict(Counter(failure.reason for failure in failures)),
             seconds=clock() - started,
-            asked=len(self._prompts),
+            asked=len(one.prompts),
             kinds=dict(Counter(failure.kind for failure in failures)),
             truncated=sum(rollout.episode.truncated for rollout in scored),
-            looks=tuple(_look(prompt, group) for prompt, group in zip(self._prompts, results[:LOOKS], strict=False)),
+            looks=tuple(_look(prompt, group) for prompt, group in zip(one.prompts, results[:LOOKS], strict=False)),
+            name=one.name,
         )
-        self._telemetry.record(fact)
-        return fact
 
-    async def _one(self, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
-        group = await self._groups.held_out(number, index, prompt, partial(self._texts.report, prompt))
+    async def _one(self, of: HeldOutSet, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
+        group = await of.groups.held_out(number, index, prompt, partial(self._texts.report, prompt))
         self._firsts.report(group.failures, prompt.id)
         return [*group.scored, *group.failures]
 

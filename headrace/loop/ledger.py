@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headrace.algo.turn_states import met_again
 from headrace.core.batches import Batch, Failure, Group
 from headrace.core.reports import PromptChoice, TrainReport
 from headrace.core.types import Episode, Prompt, Scored
@@ -181,10 +182,12 @@ def talk_of(episodes: Sequence[Episode]) -> dict[str, int]:
     specials = sum(SPECIALS in message for turn in turns for message in turn.messages)
     begun = sum(len({turn.agent for turn in episode.turns}) for episode in episodes)
     forked = sum(not turn.parents for turn in turns) - begun
+    later, met = met_again(episodes)
     return {
         "turns": len(turns),
         "forked": forked,
         "calls": len(results),
+        **({"later": later, "met": met} if later else {}),
         **({"specials": specials} if specials else {}),
         **problems,
     }

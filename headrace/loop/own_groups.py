@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -135,6 +135,17 @@ class OwnGroups:
         async with waits.named("evaluation", "the scorer"):
             judged = await self.evaluated_by.score(prompt, [played_rollout.episode for played_rollout in played])
         return _group(results, played, judged)
+
+    def measuring(
+        self, evaluation: EvalConfig, environment: EnvironmentKind | None, scorer: Scorer | None
+    ) -> OwnGroups:
+        """Returns the groups of another evaluation set. None: what the held-out prompts have."""
+        return replace(
+            self,
+            evaluation=evaluation,
+            environment=environment or self.environment,
+            evaluated_by=scorer or self.evaluated_by,
+        )
 
     def forget(self, ticket: int) -> None:
         self.interrupts.tokens.forget_group(ticket)

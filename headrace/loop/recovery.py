@@ -242,7 +242,7 @@ def recover(
     Raises ConfigError if the task now draws other prompts."""
     if saved.state:
         curriculum.restore(saved.state.task, saved.state.curriculum)
-        buffer.restore(saved.state.buffer)
+        buffer.restore(saved.state.buffer, same_rewards=not saved.changed.groups)
     steps = list(_apply(saved.records, curriculum, buffer))
     buffer.release(saved.step)  # what was trained is live as soon as the run begins
     in_flight = buffer.in_flight

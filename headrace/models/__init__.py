@@ -7,5 +7,5 @@ mixture's layers choose), `vllm_names.py` (the same parameters in vLLM).
 
 Models that see: `images.py` (what an image is, and the numbers that stand for it among tokens), `vision.py` (takes such a model apart, and makes
 the features of images), `image_embedding.py` (these features beside the embedding), `image_axes.py` (what Qwen's families need beside them: places on
-three axes, and features for further layers).
+three axes, and features for further layers), `image_blocks.py` (what Gemma's need: tokens of an image that see each other).
 """

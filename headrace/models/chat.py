@@ -188,6 +188,8 @@ class ChatEncoder:
     def encode(self, written: Written) -> tuple[int, ...]:
         """Returns the tokens of what `write` returned, or of a part of it. The template has already written the special tokens: adding
         them again would double the start token."""
+        if self.images is not None:
+            written = self.images.surrounded(written)
         if written.plain:
             return self._control_tokens.encode(written)
         return self._tokens(written.text, add_special_tokens=False)

@@ -52,6 +52,17 @@ class Written:
         """The text from this character on."""
         return Written(self.text[start:], tuple((at - start, token) for at, token in self.plain if at >= start))
 
+    def with_around(self, mark: str, before: str, behind: str) -> Written:
+        """The text with others before and behind each `mark` that the template has written. An empty one stands nowhere."""
+        if not mark:
+            return self
+        text, plain, at = "", [], 0
+        for place, token in (*self.plain, (len(self.text), "")):
+            text += self.text[at:place].replace(mark, f"{before}{mark}{behind}")
+            plain.append((len(text), token))
+            text, at = text + token, place + len(token)
+        return Written(text, tuple(plain[:-1]))
+
 
 class Hidden:
     """Data whose control tokens are hidden, for one rendering."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
 from headrace.models.image_axes import give_axes
+from headrace.models.image_blocks import give_masks
 from headrace.models.images import FOLDER, ROWS, index_of
 
-FEATURES, MOVES, ADDED = "features", "moves", "added"
+FEATURES, MOVES, ADDED, AHEAD = "features", "moves", "added", "ahead"
 """The names of the tables in their file."""
 
 
@@ -27,6 +28,9 @@ class ImageTable:
         self._rows: Tensor = parts[FEATURES]
         self._moves: Any = parts.get(MOVES)
         self._added: Any = parts.get(ADDED)
+        self._ahead: Any = parts.get(AHEAD)
+        self.ahead_in = frozenset[str]() if self._ahead is None else frozenset(index_of(directory)["ahead_in"])
+        """The kinds of layers in which a feature sees the rest of its image."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -57,19 +61,41 @@ class ImageTable:
         found: Tensor = self._added[numbers.cpu()].to(numbers.device)
         return found
 
+    def ahead(self, numbers: Tensor) -> Tensor:
+        """[n] int64: by how many tokens each sees ahead. For a model with `ahead_in`."""
+        found: Tensor = self._ahead[numbers.cpu()].to(numbers.device)
+        return found
 
-class ImageEmbedding(nn.Embedding):
-    """Tokens beyond the vocabulary are rows of the table. Its own weight, its name and its gradient are those of a plain embedding."""
+
+class ImageEmbedding:
+    """Half of an embedding, whose other half is the model's own class, which may scale. Tokens beyond the vocabulary are rows of the table, as they
+    are. Its weight, its name and its gradient are those of the other half."""
 
     images: ImageTable
+    num_embeddings: int
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found = super().forward(tokens.clamp(max=self.num_embeddings - 1))
+        found: Tensor = super().forward(tokens.clamp(max=self.num_embeddings - 1))  # type: ignore[misc]
         seen = tokens >= self.num_embeddings
         if tokens.is_meta or not seen.any():
             return found
         rows = self.images.rows(tokens[seen] - self.num_embeddings)
         return found.index_put((seen,), rows.to(found.dtype))
+
+
+class PaddedEmbedding:
+    """Half of an embedding in which tokens beyond the vocabulary have the row of one of its tokens, as Gemma 4 has it for embeddings of every layer."""
+
+    num_embeddings: int
+    of_images: int
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = super().forward(tokens.masked_fill(tokens >= self.num_embeddings, self.of_images))  # type: ignore[misc]
+        return found
+
+
+def _over(half: type, other: type) -> type:
+    return type(half.__name__, (half, other), {})
 
 
 def vocabulary_of(model: Any) -> float:
@@ -87,13 +113,19 @@ def show_images(model: Any, directory: Path) -> int:
     table = ImageTable(directory)
     if not len(table):
         return 0
-    if type(embedding) is not nn.Embedding or embedding.embedding_dim != table.width:
+    if not isinstance(embedding, nn.Embedding) or embedding.embedding_dim != table.width:
         raise ConfigError(
             f"{type(model).__name__} does not embed tokens as a model that sees the images of {directory} does; choose another model"
         )
     # The class alone changes, so that the weight stays the same object wherever it is tied or known by its name.
-    embedding.__class__ = ImageEmbedding
+    embedding.__class__ = _over(ImageEmbedding, type(embedding))
     vars(embedding)["images"] = table
-    if (axis_of := index_of(directory).get("axes")) is not None:
+    index = index_of(directory)
+    if (each := getattr(model.base_model, "embed_tokens_per_layer", None)) is not None:
+        each.__class__ = _over(PaddedEmbedding, type(each))
+        each.of_images = index["padding"]
+    if (axis_of := index.get("axes")) is not None:
         give_axes(model, axis_of, table.layers)
+    if table.ahead_in:
+        give_masks(model)
     return len(table)

@@ -29,6 +29,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
+from headrace.models.control_tokens import Written
 from headrace.models.resolve import cache_dir
 from headrace.settings.extras import install, is_installed
 from headrace.version import __version__
@@ -36,16 +37,16 @@ from headrace.version import __version__
 SERVED = (
     *("idefics3", "smolvlm", "internvl", "llava"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("gemma3", "gemma4"),
 )
-"""Values of `model_type` whose images are tokens among others: causal attention, features in place of embeddings."""
-TEXT_TOO = ("qwen3_5", "qwen3_5_moe")
+"""Values of `model_type` whose images are tokens among others: features in place of embeddings, and attention that is causal but within an image."""
+TEXT_TOO = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
 """Those of them that are language models as a whole, too: without images they are not taken apart."""
 ALWAYS_APART = tuple(kind for kind in SERVED if kind not in TEXT_TOO)
 REFUSED = {
-    "gemma3": "the tokens of an image see later ones",
-    "gemma3n": "its tokens have embeddings in every layer",
-    "gemma4": "the tokens of an image see later ones",
-    "gemma4_unified": "the tokens of an image see later ones",
+    "gemma3n": "its tower is one of the package timm",
+    "gemma4_unified": "it has no tower, and its weights for images are part of its language model",
+    "paligemma": "all tokens of its prompt see each other",
 }
 """Well-known types that are not served with images, and the reason."""
 INDEX, ROWS = "index.json", "rows.safetensors"
@@ -124,6 +125,7 @@ class KnownImages:
             self._images: dict[str, list[int]] = index["images"]
             self._layouts = [tuple(layout) for layout in index["layouts"]]
             self.placeholder, self._vocabulary = int(index["placeholder"]), int(index["vocabulary"])
+            self._mark = index["mark"] or {"token": self.placeholder, "text": "", "around": ("", "")}
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"the images in {directory} cannot be read ({error}); remove the directory, and start again"
@@ -151,13 +153,18 @@ class KnownImages:
     def placed(self, tokens: Sequence[int], digests: Sequence[str]) -> tuple[int, ...]:
         """Returns the tokens of a conversation with those of the images where the template has marked their places. Raises ConfigError if it has
         marked another number of places, and as `tokens`."""
-        if (marked := tokens.count(self.placeholder)) != len(digests):
+        mark = self._mark["token"]
+        if (marked := tokens.count(mark)) != len(digests):
             raise ConfigError(
                 f"the chat template marks {marked} places for {len(digests)} images; use one that writes the parts of a message, images among them"
             )
         given = iter(digests)
-        found = ((self.tokens(next(given)) if token == self.placeholder else (token,)) for token in tokens)
+        found = ((self.tokens(next(given)) if token == mark else (token,)) for token in tokens)
         return tuple(itertools.chain.from_iterable(found))
+
+    def surrounded(self, written: Written) -> Written:
+        """Returns a conversation as the template has written it, with the text that the model's processor writes around each place of an image."""
+        return written.with_around(self._mark["text"], *self._mark["around"])
 
     def in_vocabulary(self, tokens: Sequence[int]) -> list[int]:
         """Returns tokens with the model's own number in place of those of features, as tokenizers know them."""

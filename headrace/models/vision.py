@@ -22,7 +22,8 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.models.image_axes import axes_of, grid_moves
-from headrace.models.image_embedding import ADDED, FEATURES, MOVES, show_images
+from headrace.models.image_blocks import ahead_in_image, kinds_that_see_ahead
+from headrace.models.image_embedding import ADDED, AHEAD, FEATURES, MOVES, show_images
 from headrace.models.images import FOLDER, INDEX, ROWS, KnownImages, move_in
 from headrace.models.tokenizer import load_tokenizer
 
@@ -37,7 +38,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 # --- The families: how an image becomes features, and the tokens around these
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Seen:
     """One image as a model sees it."""
 
@@ -51,9 +52,13 @@ class Seen:
     """[n, 4] where the image has places on three axes."""
     added: Tensor | None = None
     """[n, layers, H] where the first layers add features of their own."""
+    ahead: Tensor | None = None
+    """[n] where the tokens of an image see ahead."""
+    types: str = ""
+    """The argument by which the whole model is told which tokens are images; empty if it needs none."""
 
     def tables(self) -> dict[str, Tensor]:
-        found = {FEATURES: self.features, MOVES: self.moves, ADDED: self.added}
+        found = {FEATURES: self.features, MOVES: self.moves, ADDED: self.added, AHEAD: self.ahead}
         return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
 
 
@@ -61,7 +66,7 @@ def _plain(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
     """LLaVA: the placeholder alone, once a feature (transformers, processing_llava.py)."""
     inputs = dict(processor(images=image, return_tensors="pt"))
     features = _features(model, inputs)
-    return Seen(inputs, features, _word(model, tokenizer) * len(features))
+    return Seen(inputs=inputs, features=features, text=_word(model, tokenizer) * len(features))
 
 
 def _internvl(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
@@ -72,7 +77,8 @@ def _internvl(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
     begin, end = (
         getattr(tokenizer, name, word) for name, word in (("start_image_token", "<img>"), ("end_image_token", "</img>"))
     )
-    return Seen(inputs, features, f"{begin}{_word(model, tokenizer) * len(features)}{end}")
+    text = f"{begin}{_word(model, tokenizer) * len(features)}{end}"
+    return Seen(inputs=inputs, features=features, text=text)
 
 
 def _idefics(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
@@ -93,7 +99,7 @@ def _idefics(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
         image_token=_word(model, tokenizer),
         global_image_token=whole,
     )
-    return Seen(inputs, features, text)
+    return Seen(inputs=inputs, features=features, text=text)
 
 
 def _qwen(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
@@ -105,11 +111,44 @@ def _qwen(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
     _, height, width = (inputs["image_grid_thw"][0] // merged).tolist()
     layers = getattr(found, "deepstack_features", None)
     return Seen(
-        inputs,
-        features,
-        _word(model, tokenizer) * len(features),
+        inputs=inputs,
+        features=features,
+        text=_word(model, tokenizer) * len(features),
         moves=grid_moves(height, width),
         added=torch.stack([torch.cat(list(layer)) for layer in layers], 1) if layers else None,
+        types="mm_token_type_ids",
+    )
+
+
+def _gemma3(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
+    """Gemma 3: marks of begin and end; the empty lines around them are `AROUND` (transformers, processing_gemma3.py)."""
+    if getattr(processor, "do_pan_and_scan", None):
+        raise ConfigError(
+            "its preprocessor_config.json shows parts of an image beside the whole (do_pan_and_scan), which is not served; set that to false there"
+        )
+    inputs = {"pixel_values": processor(images=image, return_tensors="pt")["pixel_values"]}
+    return _fenced(model, tokenizer, inputs, ahead=True, types="token_type_ids")
+
+
+def _gemma4(processor: Any, model: Any, tokenizer: Any, image: Any) -> Seen:
+    """Gemma 4: marks of begin and end, and as many features as its budget holds for an image of this shape (transformers, processing_gemma4.py). Only
+    the larger ones of its models let an image see ahead."""
+    inputs = dict(processor(images=image, return_tensors="pt"))
+    inputs.pop("num_soft_tokens_per_image", None)
+    ahead = model.config.get_text_config().use_bidirectional_attention == "vision"
+    return _fenced(model, tokenizer, inputs, ahead=ahead, types="mm_token_type_ids")
+
+
+def _fenced(model: Any, tokenizer: Any, inputs: dict[str, Tensor], *, ahead: bool, types: str) -> Seen:
+    """Placeholders between marks of begin and end. `ahead`: whether the tokens of the image see each other."""
+    features = _features(model, inputs)
+    begin, end = tokenizer.convert_ids_to_tokens([model.config.boi_token_id, model.config.eoi_token_id])
+    return Seen(
+        inputs=inputs,
+        features=features,
+        text=f"{begin}{_word(model, tokenizer) * len(features)}{end}",
+        ahead=ahead_in_image(len(features)) if ahead else None,
+        types=types,
     )
 
 
@@ -124,7 +163,12 @@ FAMILIES: dict[str, Callable[[Any, Any, Any, Any], Seen]] = {
     "qwen3_vl_moe": _qwen,
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
 }
+AROUND = {"gemma3": ("\n\n", "\n\n")}
+"""The texts that a model's processor writes before and behind an image: a tokenizer joins them with what stands beside them. The template of such a
+model marks an image by its begin, and not by a placeholder."""
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl_text": ("qwen2", {}),
     "qwen2_5_vl_text": ("qwen2", {}),
@@ -288,6 +332,9 @@ def make(source: Path, home: Path, made: Path, images: Mapping[str, str]) -> Non
         "vocabulary": whole.get_input_embeddings().num_embeddings,
         "layouts": list(layouts),
         "images": known,
+        "mark": _mark(whole, tokenizer),
+        "ahead_in": kinds_that_see_ahead(whole.model.get_decoder()) if AHEAD in joined else [],
+        "padding": whole.config.get_text_config().pad_token_id,
         "axes": axes_of(whole.model.get_decoder().rotary_emb, joined[FEATURES].shape[1]) if MOVES in joined else None,
     }
     (made / FOLDER / INDEX).write_text(json.dumps(index), encoding="utf-8")
@@ -300,6 +347,14 @@ def make(source: Path, home: Path, made: Path, images: Mapping[str, str]) -> Non
             digest,
             see(processor, whole, tokenizer, _opened(made / FOLDER / digest, images[digest])),
         )
+
+
+def _mark(whole: Any, tokenizer: Any) -> dict[str, Any] | None:
+    """How the template marks the place of an image; None where that is by a placeholder."""
+    if (around := AROUND.get(whole.config.model_type)) is None:
+        return None
+    begin = whole.config.boi_token_id
+    return {"token": begin, "text": tokenizer.convert_ids_to_tokens(begin), "around": around}
 
 
 def _processor(source: Path) -> Any:
@@ -317,7 +372,7 @@ def _opened(path: Path, where: str) -> Any:
         seen = ImageOps.exif_transpose(opened).convert("RGB")  # as transformers' load_image does
     except Exception as error:  # every format's reader raises its own kind
         raise ConfigError(
-            f"{where} holds an image (sha256 {path.name[:12]}...) that cannot be read as one ({type(error).__name__}); remove its row, or save it as PNG"
+            f"{where} holds an image (sha256 {path.name[:12]}...) that cannot be read as one ({type(error).__name__}); remove its row, or save it as a PNG of usual size"
         ) from None
     if opened.mode[0] in "IF":  # Pillow cuts every value above 255 off
         raise ConfigError(
@@ -348,7 +403,7 @@ def _prove(whole: Any, made: Path, tokenizer: Any, digest: str, seen: Seen | Non
     text = tuple(tokenizer("How many are there?", add_special_tokens=False)["input_ids"])
     tokens = (*text, *(known.tokens(digest) if digest else ()), *text)
     ids = torch.tensor([known.in_vocabulary(tokens)])
-    expected = whole(input_ids=ids, **(whole_inputs(seen.inputs, ids, known.placeholder) if seen else {})).logits
+    expected = whole(input_ids=ids, **(whole_inputs(seen, ids, known.placeholder) if seen else {})).logits
     logits = part(input_ids=torch.tensor([tokens])).logits
     if not (logits - expected).norm() <= TOLERANCE * expected.norm():
         what = "a text" if seen is None else "a text with an image"
@@ -358,10 +413,10 @@ def _prove(whole: Any, made: Path, tokenizer: Any, digest: str, seen: Seen | Non
         )
 
 
-def whole_inputs(inputs: Mapping[str, Tensor], ids: Tensor, placeholder: int) -> dict[str, Tensor]:
-    """Returns the arguments of the whole model's forward pass of `ids`, from those of its images."""
-    kinds = {"mm_token_type_ids": (ids == placeholder).int()} if "image_grid_thw" in inputs else {}
-    return {**inputs, **kinds}
+def whole_inputs(seen: Seen, ids: Tensor, placeholder: int) -> dict[str, Tensor]:
+    """Returns the arguments of the whole model's forward pass of `ids`, from those of its image."""
+    types = {seen.types: (ids == placeholder).int()} if seen.types else {}
+    return {**seen.inputs, **types}
 
 
 def main(asked: str) -> int:

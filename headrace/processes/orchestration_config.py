@@ -60,7 +60,7 @@ class OrchestrationConfig:
     same devices, and the one that waits gives its memory back (docs/turns.md)."""
     kv: Literal["host", "drop"] = "host"
     """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
-    and back; drop: it is freed, and computed again."""
+    and back; drop: it is freed, and computed again. With vLLM it is always dropped."""
     lend: bool = False
     """Whether the trainer's devices generate while it waits, with an engine more, which gives way when a batch is ready (docs/turns.md)."""
     give_way: float = Field(default=30.0, gt=0)

@@ -2,7 +2,7 @@
 
 The parts: read `config.py`, `open_parts.py` (opens all parts of a run, and joins them), `build.py` (what plays and scores, and the settings
 of the loops), `pools.py` and `starting.py` (trainer and engine), `needs.py` (what a run needs of its engines), `teaching.py`, `python_inputs.py`, `seats.py`
-(workers elsewhere), `choosing.py` (settings that are left open), `quantised.py` (a sampler with coarser weights), `seeing.py` (models that see), `wording.py`.
+(workers elsewhere), `choosing.py` (settings that are left open), `evaluation_sets.py` (the further ones), `quantised.py` (a sampler with coarser weights), `sharing.py` (one device for engine and trainer), `seeing.py` (models that see), `wording.py`.
 
 The directory: `run_directory.py` (with all its files, opened together), `resume_rules.py` (which settings may change, and what becomes then
 of what the run has), `contents.py` (what is in the files that settings name).

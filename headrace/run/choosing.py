@@ -191,6 +191,7 @@ def wish_of(config: RunConfig, prompt_tokens: int) -> Wish:
         rollouts=math.ceil(config.rollout.played(config.environment.turns)),
         prompts=config.eval.prompts,
         samples=config.eval.samples,
+        beside=config.eval.beside,
         max_tokens=config.rollout.max_tokens,
         prompt_tokens=prompt_tokens,
         evaluate_every=config.eval.every,

@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.config import AlgoConfig, as_it_was, group_problems, step_problems
+from headrace.algo.config import AlgoConfig, group_problems, step_problems
+from headrace.algo.earlier import as_it_was
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
@@ -39,6 +39,7 @@ from headrace.native.resources import available_cores, core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
 from headrace.run.quantised import quantised_problems
 from headrace.run.seeing import images_problems
+from headrace.run.sharing import lending_problems, opening_problems, sharing_problems
 from headrace.settings.extras import install, is_installed
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -128,6 +129,7 @@ class RunConfig:
         return WeightEnds(
             server=server,
             fetches=bool(server) and server_kind(server).fetches,
+            opens=bool(server) and server_kind(server).cannot_open is not None,
             adapters=adapters,
             joined=joined,
             encrypted=encrypted,
@@ -269,8 +271,7 @@ def check(config: RunConfig) -> list[str]:
         *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
         *_bus_problems(config),
         *_user_code_problems(config),
-        *_placement_problems(config),
-        *_lending_problems(config.orchestration, config.engine, config.train, config.way, bool(config.teachers)),
+        *_device_problems(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *_parity_problems(config.train, config.engine, config.rollout, config.lora),
@@ -293,36 +294,39 @@ def check(config: RunConfig) -> list[str]:
         *answer_problems(
             config.demonstrations, config.algo.given_answers, config.train.minibatches, config.task.examples
         ),
-        *warm_start_problems(
-            config.warm_start,
-            elsewhere=not config.orchestration.is_here,
-            served=bool(config.engine.urls),
-            beside=config.algo.reference_in_reward or itself,
-            quantised=bool(config.lora.quantise),
-            examples=config.task.examples,
-            timed=bool(config.train.minutes),
-        ),
+        *_warm_start_problems(config, itself),
     ]
     try:
         check_installed(config.observe)
     except ConfigError as error:
         problems.append(str(error))
-    return problems
+    return [*problems, *_set_problems(config, problems)]
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
+def _warm_start_problems(config: RunConfig, itself: bool) -> Iterator[str]:
+    """`itself`: whether the student is its own teacher."""
+    return warm_start_problems(
+        config.warm_start,
+        elsewhere=not config.orchestration.is_here,
+        served=bool(config.engine.urls),
+        beside=config.algo.reference_in_reward or itself,
+        quantised=bool(config.lora.quantise),
+        examples=config.task.examples,
+        timed=bool(config.train.minutes),
+    )
+
+
 def _fork_problems(config: RunConfig) -> Iterator[str]:
     algo = config.algo
-    whole = algo.recipe.loss.weighs_rollouts or algo.recipe.loss.whole
-    one_weight = whole or algo.has_critic or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
     return fork_problems(
         config.rollout.forks,
         turns=config.environment.turns,
-        credit=algo.credit,
+        credit=algo.recipe.credit,
         kl_in_reward=algo.reference_in_reward,
-        per_rollout=algo.name if one_weight else "",
+        per_rollout=algo.name if algo.of_whole_rollouts else "",
     )
 
 
@@ -406,7 +410,7 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
             'lora.publish = "adapter"'
         )
-    if config.algo.credit == "segment" and not config.reward.segmented:
+    if config.algo.recipe.credit == "segment" and not config.reward.segmented:
         yield (
             'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
             'reward.functions or reward.services, or algo.credit = "rollout"'
@@ -417,8 +421,8 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             'or "drop"'
         )
     plays = config.environment.kind != "single_turn" or config.environment.function  # it may give rewards of its own
-    names = () if plays else config.reward_weights
-    yield from group_problems(config.algo, config.rollout.group_size, config.rollout.forks.alternatives > 0, names)
+    names, forks = () if plays else config.reward_weights, config.rollout.forks.alternatives > 0
+    yield from group_problems(config.algo, config.rollout.group_size, forks, names, config.environment.turns)
     yield from step_problems(config.algo, config.train.steps, config.train.minutes, config.train.updates)
     yield from window_problems(config.staleness, config.train.minutes)
 
@@ -480,72 +484,17 @@ def _parity_problems(
         yield f"{asks} where the trainer knows which tokens top_p, top_k and min_p kept; set rollout.keep_mask = true"
 
 
-# --- shared and lent devices -----------------------------------------------------------------------------------------
-
-_PLACED = 'orchestration.placement = "shared"'
-_LENT = "orchestration.lend = true"
-
-
-def _placement_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`."""
-    place, engine, train, way = config.orchestration, config.engine, config.train, config.way
-    if place.placement != "shared":
-        if place.kv != "host":
-            yield f'orchestration.kv = "{place.kv}" is about an engine that sleeps; set {_PLACED} too, or remove it'
-        return
-    if place.elsewhere or place.bus:
-        what = "orchestration.bus" if place.bus else f'orchestration.kind = "{place.kind}"'
-        yield f"{_PLACED} is for one machine, and {what} brings engines of others; remove one of the two"
-    elif engine.is_server:
-        yield (
-            f'{_PLACED} puts headrace\'s own engine to sleep, and engine.kind = "{engine.kind}" is a server, whose memory the run does not manage; '
-            'use engine.kind = "native", or remove it'
-        )
-    elif not way.transport.keeps_for_sleepers:
-        yield f'{_PLACED} takes weights from shared memory when the engine wakes, and weight_sync.kind = "{way.kind}" is another way; leave it out'
-    if engine.is_fleet:
-        yield f"{_PLACED} is for one engine; remove engine.replicas, or placement"
-    if train.parallel.ranks > 1:
-        yield f"{_PLACED} is for a trainer in one process, and train.parallel makes {train.parallel.ranks}; remove one of the two"
-    if config.teachers or config.algo.reference_in_reward:
-        what = "teachers have" if config.teachers else "algo.kl.place = reward has"
-        yield f"{_PLACED} does not put the engines to sleep that {what}; remove them, or placement"
-    for name, own in (("engine", engine), ("train", train)):
-        if own.cores:
-            yield f"{name}.cores divides what {_PLACED} gives to engine and trainer in turns; remove one of the two"
-    if "auto" not in (engine.device, train.device) and engine.device != train.device:
-        yield f'{_PLACED} is for one device, and engine.device = "{engine.device}" is not train.device = "{train.device}"; leave them out'
-
-
-def _lending_problems(
-    place: OrchestrationConfig, engine: EngineConfig, train: TrainConfig, way: Way, taught: bool
-) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.lend`. `way`: how weights travel; `taught`: whether there are teachers."""
-    ranks = train.parallel.ranks
-    if not place.lend:
-        if place.give_way != type(place).give_way:
-            yield f"orchestration.give_way is about an engine on devices that the trainer lends; set {_LENT} too, or remove it"
-        return
-    if place.placement == "shared":
-        yield f"{_PLACED} gives the engine the trainer's devices whenever that waits, and so does {_LENT}; remove one of the two"
-    if place.bus:
-        yield f"{_LENT} adds an engine to the run's own, and with orchestration.bus it has none; remove one of the two"
-    elif engine.is_server:
-        yield (
-            f'{_LENT} adds an engine of headrace\'s own, and engine.kind = "{engine.kind}" is a server, which computes otherwise; use '
-            'engine.kind = "native", or remove it'
-        )
-    elif way.transport.waits_for_all:
-        yield f'{_LENT} has an engine that comes and goes, and weight_sync.kind = "{way.kind}" waits for all; leave it out, or take "tcp"'
-    if not place.trains_here:
-        yield f'{_LENT} is for a trainer of this machine, and orchestration.trainer = "elsewhere"; remove one of the two'
-    elif ranks > 1:
-        yield f"{_LENT} is for a trainer in one process, and train.parallel makes {ranks}; remove one of the two"
-    if taught:
-        yield f"{_LENT} lets the trainer sleep while it waits, and teachers may need its older weights then; remove them, or lend"
-
-
 # --- hosts elsewhere -------------------------------------------------------------------------------------------------
+
+
+def _device_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that engine and trainer on one device exclude."""
+    place, engine, train, way = config.orchestration, config.engine, config.train, config.way
+    reference = "algo.kl.place = reward has" if config.algo.reference_in_reward else ""
+    beside = "teachers have" if config.teachers else reference
+    yield from sharing_problems(place, engine, train, way, kinds=config.ends.kinds, beside=beside)
+    yield from opening_problems(engine, way)
+    yield from lending_problems(place, engine, train, way, bool(config.teachers))
 
 
 def _user_code_problems(config: RunConfig) -> Iterator[str]:
@@ -645,6 +594,58 @@ def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
             lines = [f"the adapter {adapter.name}: {line}" for line in str(error).splitlines()]
             raise ConfigError("\n".join(lines)) from None
     return tuple(runs)
+
+
+def set_runs(config: RunConfig) -> dict[str, RunConfig]:
+    """Returns each of `eval.sets` by its name, as a run whose held-out prompts it is. Raises ConfigError naming the set."""
+    runs = {}
+    for one in config.eval.sets:
+        base = dataclasses.asdict(config)
+        task: Tree = dict(one.task)
+        if one.task.get("kind", config.task.kind) == config.task.kind:
+            task = merge(base["task"] | ({"held_out_path": ""} if one.has_own_rows else {}), one.task)
+        if one.task:
+            task["held_out"] = max(config.eval.of(one).prompts, task.get("held_out", 0))
+        own: Tree = {"task": task} if one.task else {}
+        own |= {name: getattr(one, name) for name in ("environment", "reward") if getattr(one, name)}
+        looks = dataclasses.asdict(config.eval.of(one))
+        try:
+            runs[one.name] = build(RunConfig, {**base, **own, "eval": looks, "adapters": ()}, meaning)
+        except ConfigError as error:
+            lines = [f"the evaluation set {one.name}: {line}" for line in str(error).splitlines()]
+            raise ConfigError("\n".join(lines)) from None
+    return runs
+
+
+def _set_problems(config: RunConfig, others: Sequence[str]) -> Iterator[str]:
+    """`others`: the problems of the run without its sets."""
+    if not config.eval.sets:
+        return
+    if config.orchestration.bus:
+        yield (
+            "eval.sets are measured by the run's own engines, and with orchestration.bus rollout hosts sample everything; remove the sets, and measure "
+            "them with headrace eval on a machine of your own"
+        )
+    try:
+        runs = set_runs(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for one in config.eval.sets:
+        run = runs[one.name]
+        if strange := [name for name in ("held_out", "held_out_path", "shuffle", "rows") if name in one.task]:
+            yield (
+                f"the evaluation set {one.name}: task.{strange[0]} divides rows into those that are trained and those that are held out, and a set holds "
+                "out all rows of its path; remove it"
+            )
+        if run.environment != config.environment and run.environment.is_handed_out:
+            yield (
+                f"the evaluation set {one.name}: {run.environment.setting} hands out the rollouts of a run at one address; give the set an environment "
+                "that headrace plays itself"
+            )
+        if run.task.images != config.task.images:
+            yield f"the evaluation set {one.name}: task.images has to be that of the run, which decides what the engine loads"
+        yield from (f"the evaluation set {one.name}: {problem}" for problem in check(run) if problem not in others)
 
 
 def _adapter_problems(config: RunConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
 
-from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, nearest
 from headrace.core.printing import echo
 from headrace.durable.named_logs import temporary_logs
 from headrace.facts.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
@@ -17,12 +17,13 @@ from headrace.facts.records import steps_done
 from headrace.facts.texts import plural
 from headrace.loop.assembly import groups_alone
 from headrace.loop.checkpoints import Checkpoints, damage, step_of
-from headrace.loop.evaluation import Evaluator
+from headrace.loop.evaluation import Evaluator, HeldOutSet
 from headrace.models.chat import ChatEncoder
 from headrace.run.auto.measurer import Measurer
 from headrace.run.build import load_files, loaded_model, open_players, open_telemetry, plan_of
 from headrace.run.choosing import settle_here
 from headrace.run.config import RunConfig
+from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.hosting import complete
 from headrace.run.pools import open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
@@ -31,9 +32,14 @@ from headrace.run.teaching import for_reading, open_teaching
 
 
 class _Stderr:
-    """Prints warnings and failures to stderr, and drops all other facts: an evaluation's result is returned."""
+    """Prints warnings and failures to stderr, keeps measurements, and drops all other facts."""
+
+    def __init__(self) -> None:
+        self.measured: list[Evaluated] = []
 
     def record(self, fact: Fact) -> None:
+        if isinstance(fact, Evaluated):
+            self.measured.append(fact)
         if isinstance(fact, Warned):
             echo(fact.message, err=True)
         elif isinstance(fact, FirstFailure):
@@ -50,10 +56,12 @@ def evaluate(
     inputs: PythonInputs = NO_INPUTS,
     *,
     measurer: Measurer | None = None,
-) -> Evaluated:
+    of: str | None = None,
+) -> tuple[Evaluated, ...]:
     """Measures the mean reward on `prompts` held-out prompts: of the config's model, or of the last checkpoint of `run` (or of `step`, see
-    `checkpoint_of`). With `run`, `config` must be that run's config. `inputs`: functions and rows that the config names but cannot
-    hold. `measurer`: chooses what a config without a run leaves open, as at the start of a run; a run has chosen already."""
+    `checkpoint_of`); then that of each of `eval.sets`. With `run`, `config` must be that run's config. `inputs`: functions and rows that the
+    config names but cannot hold. `measurer`: chooses what a config without a run leaves open, as at the start of a run; a run has chosen already.
+    `of`: the one set that is measured; empty: the held-out prompts alone; None: all."""
     if config.adapters:
         names = ", ".join(adapter.name for adapter in config.adapters)
         raise ConfigError(
@@ -66,34 +74,56 @@ def evaluate(
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
+    known = [one.name for one in config.eval.sets]
+    if of and of not in known:
+        raise ConfigError(
+            f"eval.sets has no set called {of}{nearest(of, known)}; there are: {', '.join(known) or 'none'}"
+        )
     if step is not None and run is None:
         raise ConfigError("a step belongs to a run: name the directory of a run, not a config")
-    return complete(_choose_and_evaluate(config, checkpoint_of(run, step) if run else None, count, inputs, measurer))
+    if of is not None:
+        sets = tuple(one for one in config.eval.sets if one.name == of)
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets=sets))
+    return complete(
+        _choose_and_evaluate(config, checkpoint_of(run, step) if run else None, count, inputs, measurer, only=bool(of))
+    )
 
 
 async def _choose_and_evaluate(
-    config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs, measurer: Measurer | None
-) -> Evaluated:
+    config: RunConfig,
+    checkpoint: Path | None,
+    prompts: int,
+    inputs: PythonInputs,
+    measurer: Measurer | None,
+    *,
+    only: bool,
+) -> tuple[Evaluated, ...]:
     if checkpoint is None:
         model_dir = await asyncio.to_thread(loaded_model, config, inputs.rows)
         config = await asyncio.to_thread(settle_here, config, model_dir, measurer)
         for what, why in config.chosen.why.items():
             echo(f"{what}: {why}", err=True)
-    return await _evaluate(config, checkpoint, prompts, inputs)
+    return await _evaluate(config, checkpoint, prompts, inputs, only=only)
 
 
-async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs) -> Evaluated:
+async def _evaluate(
+    config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs, *, only: bool
+) -> tuple[Evaluated, ...]:
+    """`only`: whether the further set that the config has is measured alone."""
     config = dataclasses.replace(config, orchestration=config.orchestration.at_home)
     adapter, reading = config.lora.served_name, for_reading(config)
     restore = {adapter: checkpoint} if checkpoint else {}
     async with AsyncExitStack() as undo:
         logs = undo.enter_context(temporary_logs())
-        telemetry = open_telemetry(config.watch, _Stderr(), time.monotonic)
+        observer = _Stderr()
+        telemetry = open_telemetry(config.watch, observer, time.monotonic)
         async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
             model_dir = await asyncio.to_thread(loaded_model, config, inputs.rows)
             encoder = await asyncio.to_thread(ChatEncoder, model_dir)
             files = await load_files(reading, encoder, inputs.rows)
+        read = await asyncio.to_thread(read_sets, config, files.encoder, files.task, inputs.rows)
         players = await undo.enter_async_context(open_players(config, files.encoder, telemetry, rewards=inputs.rewards))
+        sets = await undo.enter_async_context(open_sets(read, files.encoder, telemetry))
         pools = await undo.enter_async_context(open_pools(config, model_dir, logs, telemetry, restore))
         async with telemetry.waits.named("start", "the first weights to be live"):
             if adapter:
@@ -116,10 +146,14 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             decode=files.encoder.decode,
             telemetry=telemetry,
         )
-        evaluator = Evaluator(groups=groups, prompts=files.task.held_out(prompts), telemetry=telemetry)
+        further = [one.with_groups(groups) for one in sets]
+        first = HeldOutSet(config.eval.name, groups, files.task.held_out(prompts))
+        first, *further = further if only else (first, *further)
+        evaluator = Evaluator(first, telemetry, further)
         measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
         assert measured is not None
-        return measured
+        found = {fact.name: fact for fact in observer.measured if fact.beside}
+        return measured, *(found[one.name] for one in further)
 
 
 def checkpoint_of(run: Path, step: int | None = None) -> Path:

@@ -15,9 +15,9 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.episodes.scoring.parts import ScoreLog
 from headrace.episodes.scoring.reward_scorer import punished
-from headrace.episodes.tasks.demonstrations import Course
+from headrace.episodes.tasks.demonstrations import AnswerCourse
 from headrace.facts.telemetry import Telemetry
-from headrace.loop.assembly import RestoredState, assemble, restore_state
+from headrace.loop.assembly import MeasuredSet, RestoredState, assemble, restore_state
 from headrace.loop.checkpoints import Snapshots
 from headrace.loop.evaluation import PROBE, ROUNDING, TEXT, IdentityProbe, Quantised, pieces_of
 from headrace.loop.loop_plan import LoopPlan
@@ -29,6 +29,7 @@ from headrace.run.build import LoadedFiles, Players, build_course, load_files, l
 from headrace.run.choosing import allowance_of
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.config import RunConfig
+from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.lane import Lane
 from headrace.run.pools import Pools, open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
@@ -96,13 +97,15 @@ class _LoadedLane:
     adapter: str
     """The one that the lane trains; empty if the engine serves full weights."""
     files: LoadedFiles
-    course: Course | None
+    course: AnswerCourse | None
     """The demonstrations beside the steps, if there are any."""
     players: Players
     scores: ScoreLog
     """The scores that an earlier process of this run was given."""
     prompts: Sequence[Prompt]
     """The held-out ones."""
+    sets: Sequence[MeasuredSet]
+    """The further evaluation sets."""
     telemetry: Telemetry
     ending: AsyncExitStack
     """Closes what is the lane's own."""
@@ -110,6 +113,8 @@ class _LoadedLane:
     async def join(self, pools: Pools) -> _JoinedLane:
         """Starts the teachers, and restores the state in which an earlier process left the lane. Raises ConfigError if either cannot be."""
         config, files, plan = self.config, self.files, plan_of(self.config, self.adapter)
+        if self.course:
+            plan = dataclasses.replace(plan, demonstrations=self.course.of_step)
         teaching = await open_teaching(
             config, files.planned_teachers, pools, files.encoder, self.telemetry, adapted=bool(self.adapter)
         )
@@ -156,15 +161,18 @@ async def _load(
             group_size=config.rollout.group_size,
             encode=files.encoder.encode_completion,
         )
+        read = await asyncio.to_thread(read_sets, config, files.encoder, files.task, inputs.rows)
+        sets = open_sets(read, files.encoder, telemetry, logs=lane.directory.logs, sites=sites)
         return _LoadedLane(
             config=config,
             storage=lane.storage,
             adapter=name or config.lora.served_name,
             files=files,
-            course=files.course or await asyncio.to_thread(build_course, config, files.encoder),
+            course=await asyncio.to_thread(build_course, config, files.encoder),
             players=players,
             scores=scores,
             prompts=await asyncio.to_thread(files.task.held_out, config.eval.prompts),
+            sets=await ending.enter_async_context(sets),
             telemetry=telemetry,
             ending=ending.pop_all(),
         )
@@ -216,6 +224,7 @@ class _JoinedLane:
             scorer=self.teaching.tracing(penalised),
             evaluated_by=rewarding,
             held_out=loaded.prompts,
+            sets=loaded.sets,
             evaluation=config.eval,
             journal=storage.journal,
             algorithm=algorithm_of(config.algo, config.longest_rollout, config.reward_weights),
@@ -237,7 +246,6 @@ class _JoinedLane:
                 allowance_of(config.train, config.chosen), storage.keep_steps, telemetry.record, telemetry.clock
             ),
             sentinels=(self.teaching.watch,),
-            demonstrations=loaded.course.of_step if loaded.course else lambda step: (),
             elsewhere=pools.engine.groups(self.restored.buffer.in_flight)
             if isinstance(pools.engine, BusEngine)
             else None,

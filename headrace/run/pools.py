@@ -16,6 +16,7 @@ from headrace.core.protocols import Engine, Launcher, Trainer
 from headrace.core.weights import Manifest
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.fleet import Fleet
+from headrace.engine.remote.sleeping_server import SleepingServer
 from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.facts.facts import WeightsLive
 from headrace.facts.telemetry import Telemetry
@@ -164,7 +165,7 @@ def devices_of(
         return SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True)
     if place.placement != "shared":
         return None
-    assert isinstance(engine, ProcessEngine), "`check` refuses all others"
+    assert isinstance(engine, ProcessEngine | SleepingServer), "`check` refuses all others"
     return SharedDevices(engine, trainer, keep=place.kv == "host", telemetry=telemetry)
 
 

@@ -33,7 +33,7 @@ from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import is_async
 from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.demonstrations import Course, Demonstrations, read_demonstrations
+from headrace.episodes.tasks.demonstrations import Demonstrations, read_demonstrations
 from headrace.facts.facts import FilesChecked, Warned
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.run_limits import SHORT
@@ -46,6 +46,7 @@ from headrace.run.auto.measurer import Measurer, ProbeMeasurer, measure_share
 from headrace.run.build import LoadedFiles, build_course, build_environment, build_scorer, build_task, loaded_model
 from headrace.run.choosing import fit_minutes, settle, settle_adapter, settle_sizes
 from headrace.run.config import RunConfig, read_config
+from headrace.run.evaluation_sets import read_sets
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.quantised import correction_of, quantised_words
@@ -89,7 +90,18 @@ from headrace.views.screen.start_line import StartSteps
 from headrace.weight_sync.cuda_ipc import NO_GPU
 from headrace.weight_sync.delta.efficiency import poor_settings
 
-_ORDER = ("Run", "Warm start", "Prompts", "Teachers", "Environment", "Reward", "Algorithm", "Where", "Memory")
+_ORDER = (
+    "Run",
+    "Warm start",
+    "Prompts",
+    "Teachers",
+    "Environment",
+    "Reward",
+    "Evaluation sets",
+    "Algorithm",
+    "Where",
+    "Memory",
+)
 
 
 @dataclass(kw_only=True)
@@ -286,6 +298,8 @@ async def _task_and_reward(
         return
     async with _reward_worker(config.reward, config.sandbox, inputs.rewards) as beginning:
         await _tried(found, config, model_dir, inputs, beginning, needs_reward=needs_reward)
+    with found.part():
+        await _sets(found, config, inputs, needs_reward=needs_reward)
 
 
 async def _tried(
@@ -327,8 +341,7 @@ async def _tried(
             context=config.engine.context_length,
             most=config.rollout.max_tokens,
         )
-        await _warm_start(found, config, encoder.using(config.task.rendering))
-        course = await _demonstrations(found, config, encoder)
+        await _given_answers(found, config, encoder.using(config.task.rendering))
         found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
         await _shown(found, planned, task, encoder, most=config.rollout.max_tokens)
         episode: Episode | None = None
@@ -347,9 +360,36 @@ async def _tried(
         found.sight = _sight(config.task, config.reward, encoder, prompts[0], episode=episode, tried=tried)
         name = config.name if several else ""
         loaded = beginning.result().functions if beginning else ()
-        found.tried[name] = LoadedFiles(
-            encoder=encoder, task=task, planned_teachers=planned, rewards=loaded, course=course
-        )
+        found.tried[name] = LoadedFiles(encoder=encoder, task=task, planned_teachers=planned, rewards=loaded)
+
+
+async def _sets(found: Rehearsal, config: RunConfig, inputs: PythonInputs, *, needs_reward: bool) -> None:
+    """Reads the further evaluation sets, and tries what each has of its own, and the reward, on its first prompt."""
+    name = config.name if found.config.adapters else ""
+    if not config.eval.sets or not (files := found.tried.get(name)):
+        return
+    encoder, lines = files.encoder, list[tuple[str, str]]()
+    with found.steps.doing("reading the evaluation sets"):
+        sets = await asyncio.to_thread(read_sets, config, encoder, files.task, inputs.rows)
+    for one in sets:
+        run, named = one.run, f"the evaluation set {one.config.name}"
+        found.notes += one.remarks
+        seen = lengths(one.prompts, config.engine.context_length - config.rollout.max_tokens)
+        if problem := length_problem(seen, config.rollout.max_tokens, config.engine.context_length, 0):
+            found.doubt(f"{named}: {problem}", certain=seen.too_long == seen.looked_at)
+        lines.append((one.config.name, f"{one.words}, prompts of {seen.shortest} to {seen.longest} tokens"))
+        episode: Episode | None = None
+        if run.environment.in_processes and one.has_own_environment:
+            with found.steps.doing(f"playing a rollout of {named}"):
+                episode, played = await _environment(run, one.prompts[0], encoder)
+            lines += played
+        unknown = run.environment.in_processes and not episode
+        if needs_reward and (run.reward.given or inputs.rewards) and not unknown:
+            rewards = () if one.config.reward else inputs.rewards
+            with found.steps.doing(f"trying the reward on {named}"):
+                tried, _ = await _reward(run, rewards, one.prompts[0], encoder, episode=episode, begun=None)
+            lines += tried
+    found.sections[", ".join(["Evaluation sets", *filter(None, [name])])] = lines
 
 
 async def _encoder(found: Rehearsal, config: RunConfig, model_dir: Path) -> ChatEncoder:
@@ -464,8 +504,10 @@ def _of_images(prompts: Sequence[Prompt]) -> str:
     return f"{each} in a prompt; their features are computed, and what sees is frozen"
 
 
-async def _warm_start(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> None:
-    """Reads the rows of the warm start, which a run that is resumed has behind it."""
+async def _given_answers(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> None:
+    """Reads the given answers: those beside the steps, and those of the warm start, which a run that is resumed has behind it."""
+    if course := await asyncio.to_thread(build_course, config, encoder):
+        found.sections["Demonstrations"] = course_lines(config, course, encoder)
     if not config.warm_start.path or found.resumes:
         return
     own, task, room = config.warm_start, config.task, config.engine.context_length
@@ -474,17 +516,6 @@ async def _warm_start(found: Rehearsal, config: RunConfig, encoder: ChatEncoder)
             read_demonstrations, own, task, encoder, seed=config.seed, context=room
         )
         found.sections["Warm start"] = described(config, found.demonstrations, encoder)
-
-
-async def _demonstrations(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> Course | None:
-    """Reads the rows that are trained beside the steps, and shows the first one."""
-    if not config.demonstrations.path:
-        return None
-    with found.steps.doing("reading the demonstrations"):
-        course = await asyncio.to_thread(build_course, config, encoder)
-    assert course is not None
-    found.sections["Demonstrations"] = course_lines(config, course, encoder)
-    return course
 
 
 async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:
@@ -503,7 +534,7 @@ async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) 
     first = encoder.written(played.episode.turns[0].context)
     remarks = [("", remark) for remark in kind.remarks()]
     return played.episode, [
-        *episode_lines(played, first, config.algo.credit),
+        *episode_lines(played, first, config.algo.recipe.credit),
         *remarks,
         *(("it printed", line) for line in printed[:3]),
     ]
@@ -619,9 +650,9 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
         found.notes += gpu_notes(wanted, machine, config)
     if config.engine.starts_server:
-        fetches = config.way.transport.listens
-        server = require(config.engine.kind, config.engine.python, fetches)
-        if problem := server_kind(config.engine.kind).cannot_reload(server, shape.experts):
+        server = require(config.engine.kind, config.engine.python, not config.way.transport.writes_files)
+        kind, opening = server_kind(config.engine.kind), plan.published == "cuda"
+        if problem := kind.cannot_serve(server, shape.experts, sleeping=plan.shared, opening=opening):
             found.doubt(problem, certain=True)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
         found.sections["Where"] = [*found.sections["Where"], line]

@@ -65,8 +65,13 @@ class RunResult:
 
     @property
     def held_out(self) -> dict[str, list[Any]]:
-        """A row for each evaluation. The columns are the fields of `headrace.Evaluation`."""
+        """A row for each evaluation of the held-out prompts. The columns are the fields of `headrace.Evaluation`."""
         return progress.held_out(self.state.evals)
+
+    @property
+    def sets(self) -> dict[str, dict[str, list[Any]]]:
+        """A table like `held_out` for each of `eval.sets`, by its name."""
+        return {name: progress.held_out(evals) for name, evals in self.state.sets.items()}
 
     @property
     def samples(self) -> dict[str, list[Any]]:

@@ -62,8 +62,8 @@ def _rows(config: RunConfig) -> Any:
         "length": (algo.length_penalty, config.longest_rollout) if algo.length_penalty else None,
         "reference": dataclasses.asdict(recipe.kl) if algo.reference_in_reward else None,
         "top": algo.teacher_top,
-        "credit": algo.credit,
-        "discount": (algo.gamma, algo.lam),
+        "credit": (recipe.credit, algo.state_weight) if recipe.credit == "state" else recipe.credit,
+        "discount": (recipe.gamma, algo.lam),
         "attempts": algo.attempts,
         "subset": dataclasses.asdict(recipe.subset) if recipe.subset.kind != "none" else None,
     }
@@ -184,7 +184,7 @@ RULES = (
     CarryRule("algo.advantage", "set aside", "dropped"),
     CarryRule("algo.*", "set aside"),
     CarryRule(
-        "algo.name algo.credit algo.gamma algo.lam algo.attempts algo.overlong algo.length_penalty algo.subset.* algo.kl.* algo.distill.k",
+        "algo.name algo.credit algo.state_weight algo.gamma algo.lam algo.attempts algo.overlong algo.length_penalty algo.subset.* algo.kl.* algo.distill.k",
         "set aside",
         "dropped",
         why="where rows are made of them",

@@ -20,6 +20,7 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
 from headrace.engine.remote.server_kind import Described, Place, open_control, server_kind
+from headrace.engine.remote.sleeping_server import SleepingServer
 from headrace.engine.servers.installed import require
 from headrace.engine.servers.server_process import Command, ServerProcess, command
 from headrace.facts.telemetry import Telemetry
@@ -188,9 +189,10 @@ def _process(
 def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerProcess:
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
-    fetches = config.way.transport.listens
-    found = require(settings.kind, settings.python, fetches)
-    if problem := server_kind(settings.kind).cannot_reload(found, read_shape(model_dir).experts):
+    transport, shared = config.way.transport, config.orchestration.placement == "shared"
+    fetches, opening = not transport.writes_files, transport.device_of_buffers == "cuda"
+    found, kind = require(settings.kind, settings.python, fetches), server_kind(settings.kind)
+    if problem := kind.cannot_serve(found, read_shape(model_dir).experts, sleeping=shared, opening=opening):
         raise ConfigError(problem)
     loras = [run.lora for run in config.runs]
     serves = max(settings.max_adapters, config.adapters_served) > 0
@@ -206,6 +208,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
             rank=max(lora.rank for lora in loras),
             adapted=sorted(adapted),
             fetches=fetches,
+            sleeps=shared,
         )
         return command(settings, found, place)
 
@@ -225,7 +228,10 @@ def _server(
         (url,) = settings.urls
         token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
     dialect = server_kind(settings.kind).dialect(Described(model_dir, config.watch.identity_every, transport.access))
-    engine = RemoteEngine(
+    make: Callable[..., RemoteEngine] = RemoteEngine
+    if config.orchestration.placement == "shared":
+        make = functools.partial(SleepingServer, keeps_base=config.ends.adapters)
+    engine = make(
         Connection(url, token),
         dialect,
         patience=math.inf if waits_alone else settings.patience,

@@ -96,6 +96,7 @@ MEANINGS: dict[str, Meaning] = {
     "entropy_coeff": Meaning("verl", "algo.entropy.coef"),
     "entropy_coef": Meaning("TRL", "algo.entropy.coef"),
     "gamma": Meaning("PPO", "algo.gamma", 'over turns, or over tokens with algo.name = "ppo" or "reinforce++"'),
+    "step_advantage_w": Meaning("verl-agent", "algo.state_weight"),
     "lam": Meaning("PPO", "algo.lam", 'over tokens with algo.name = "ppo", else over turns'),
     "vf_coef": Meaning("TRL", "algo.critic.trunk", "the head itself has a learning rate of its own"),
     "cliprange_value": Meaning("verl", "", "values are not clipped (docs/decisions/0049-several-updates.md)"),

@@ -45,6 +45,11 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         changed["adapters"] = _each(
             adapters, lambda adapter: resolve_paths(adapter, base) if isinstance(adapter, dict) else adapter
         )
+    if isinstance(looks := tree.get("eval"), dict) and (sets := looks.get("sets")) is not None:
+        changed["eval"] = {
+            **looks,
+            "sets": _each(sets, lambda one: resolve_paths(one, base) if isinstance(one, dict) else one),
+        }
     return {**tree, **changed}
 
 

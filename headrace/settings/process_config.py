@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -22,7 +25,42 @@ class CheckpointConfig:
     either way."""
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvalSetConfig:
+    name: str
+    """Its name in metrics (`held_out/NAME/reward`), on the board and in reports: letters, digits, "_", "-" and "."."""
+    prompts: int = Field(default=0, ge=0)
+    """The most prompts of this set; 0: `eval.prompts`."""
+    samples: int = Field(default=0, ge=0)
+    """Completions per prompt; 0: `eval.samples`."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature; if not given, `eval.temperature`."""
+    task: dict[str, Any] = Field(default_factory=dict)
+    """Settings of [task] for this set, on top of the run's; with another `kind` they replace the run's. All rows of its own `path` are there
+    to be measured. Without one the set has the run's held-out prompts, which it may measure with another temperature, say."""
+    environment: dict[str, Any] = Field(default_factory=dict)
+    """Replaces the run's [environment]."""
+    reward: dict[str, Any] = Field(default_factory=dict)
+    """Replaces the run's [reward]."""
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> EvalSetConfig:
+        if not SET_NAME.fullmatch(self.name):
+            raise ValueError(
+                f'eval.sets: name = "{self.name}" is part of the names of metrics; use at most 40 letters, digits, "_", "-" and "." in it'
+            )
+        return self
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether it measures the rows of a file of its own."""
+        return bool(self.task.get("path"))
+
+
+SET_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvalConfig:
     prompts: int = Field(default=64, ge=0)
     """Held-out prompts; 0 switches evaluation off."""
@@ -32,6 +70,40 @@ class EvalConfig:
     """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
     """Optimizer steps between evaluations while training goes on; 0 evaluates only before and after."""
+    name: str = ""
+    """The name of the held-out prompts where other sets stand beside them; empty: "held out"."""
+    sets: tuple[EvalSetConfig, ...] = ()
+    """Further sets of prompts that are measured whenever the held-out prompts are. The verdict is of the held-out prompts alone."""
+
+    @property
+    def beside(self) -> int:
+        """Completions of the further sets in one evaluation, at most."""
+        return sum(one.prompts * one.samples for one in map(self.of, self.sets))
+
+    def of(self, one: EvalSetConfig) -> EvalConfig:
+        """Returns the settings with which a set is measured."""
+        return EvalConfig(
+            name=one.name,
+            prompts=one.prompts or self.prompts,
+            samples=one.samples or self.samples,
+            temperature=self.temperature if one.temperature is None else one.temperature,
+            every=self.every,
+        )
+
+    @model_validator(mode="after")
+    def _names_each_set_once(self) -> EvalConfig:
+        names = [self.name, *(one.name for one in self.sets)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"eval.sets: two sets are called {twice[0]}; give each a name of its own")
+        if self.name and not SET_NAME.fullmatch(self.name):
+            raise ValueError(
+                f'eval.name = "{self.name}" is part of the names of metrics; use at most 40 letters, digits, "_", "-" and "." in it'
+            )
+        if self.sets and not self.prompts:
+            raise ValueError(
+                "eval.sets are measured beside the held-out prompts, and eval.prompts = 0 switches evaluation off; set it, or remove the sets"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -65,7 +137,7 @@ class WatchConfig:
     """Versions between two policy-identity probes (C3); 0 switches probes off. The fingerprint is checked at every version. A vLLM server
     has none: its checksums are compared at the versions that are probed."""
     mismatch: float = Field(default=0.05, gt=0)
-    """engine.weights = "int8": the largest mean |difference| per token, in nats, between the log-probs of the quantised policy and those of the
+    """engine.weights = "int8" or "fp8": the largest mean |difference| per token, in nats, between the log-probs of the quantised policy and those of the
     policy that is trained, on tokens that were sampled. The run measures it at every version, and ends above (docs/quantised.md)."""
     trial: bool = True
     """Whether weights of which every trained value is changed by some percent are published once before the first version: an engine that

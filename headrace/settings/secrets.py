@@ -11,8 +11,11 @@ from headrace.core.errors import ConfigError
 GATEWAY = "HEADRACE_GATEWAY"
 """The environment variable with the address at which a run hands out its rollouts."""
 
-OWN = (GATEWAY, "HEADRACE_TOKEN")
-"""Environment variables that open doors of a run. Programs of the user's do not get them."""
+WEBHOOK = "HEADRACE_WEBHOOK"
+"""The environment variable with the address to which messages about a run go: whoever knows it may post there."""
+
+OWN = (GATEWAY, WEBHOOK, "HEADRACE_TOKEN")
+"""Environment variables that open doors of a run or of its people. Programs of the user's do not get them."""
 
 
 def read_token(path: Path, setting: str) -> str:

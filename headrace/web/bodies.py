@@ -59,6 +59,7 @@ class Drawing(OpenBody, kw_only=True):
     """vLLM's form of a constraint, with json, regex, choice or grammar."""
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
+    """False: texts show special tokens, but for the one that ends them."""
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
 

@@ -53,6 +53,8 @@ class WeightEnds(NamedTuple):
     """`engine.kind` of engines behind HTTP; empty for processes of the run."""
     fetches: bool = False
     """Whether that server can fetch weights over HTTP."""
+    opens: bool = False
+    """Whether that server can open the memory of a GPU that it shares with the trainer."""
     adapters: bool = False
     """Whether adapters are published beside a base that never changes."""
     joined: str = ""
@@ -68,6 +70,11 @@ class WeightEnds(NamedTuple):
         if self.server:
             return "fetching server" if self.fetches else "server"
         return "joined" if self.joined else "rollout host" if self.bus else "child"
+
+    @property
+    def kinds(self) -> frozenset[Reach]:
+        """All kinds that the engines are of."""
+        return frozenset({self.reach, "opening server"} if self.opens else {self.reach})
 
 
 class Way(NamedTuple):
@@ -103,7 +110,7 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
 def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterator[str]:
     """Yields a sentence with the remedy for each setting that cannot work with these ends."""
     way = way_of(settings, ends)
-    reaches = ends.reach in way.transport.reaches
+    reaches = bool(ends.kinds & way.transport.reaches)
     yield from _out_of_reach(way, ends) if not reaches else ()
     if ends.encrypted and reaches and not way.transport.encrypts:
         yield (

@@ -137,6 +137,7 @@ class Files(TransportKind, frozen=True, tag="files"):
     reaches: ClassVar = frozenset({"child", "rollout host", "server", "fetching server"})
     condition: ClassVar = "where all see one directory: engine.shared_dir"
     writes_files: ClassVar = True
+    keeps_for_sleepers: ClassVar = frozenset({"server", "fetching server"})
     serves_deltas: ClassVar = False
     keeps: ClassVar = "two versions"
 

@@ -119,6 +119,7 @@ class Http(SecuredTransport, frozen=True, tag="http"):
     words: ClassVar = "HTTP"
     about: ClassVar = "they fetch from it and from each other"
     reaches: ClassVar = frozenset({"child", "rollout host", "fetching server"})
+    keeps_for_sleepers: ClassVar = frozenset({"fetching server"})
 
     @staticmethod
     def copies(engines: int) -> int:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 
-Reach = Literal["child", "joined", "rollout host", "server", "fetching server"]
+Reach = Literal["child", "joined", "rollout host", "server", "fetching server", "opening server"]
 """Engines that weights may travel to: processes of the run on this machine, engines elsewhere that are connected to it, those of rollout hosts
-on a bus (which come and go), any server behind HTTP, and servers that can fetch weights."""
+on a bus (which come and go), any server behind HTTP, servers that can fetch weights, and those that can open the memory of a GPU."""
 
 
 class Encoding(Struct, frozen=True):
@@ -78,8 +78,8 @@ class TransportKind(Struct, frozen=True):
     """Whether servers that it reaches can read differences."""
     waits_for_all: ClassVar[bool] = False
     """Whether one engine that is away holds all of them up."""
-    keeps_for_sleepers: ClassVar[bool] = False
-    """Whether an engine that slept finds the newest weights in its place when it wakes."""
+    keeps_for_sleepers: ClassVar[frozenset[Reach]] = frozenset()
+    """The engines that find the newest weights in their place when they wake, however long they slept."""
     keeps: ClassVar[str] = "full"
     """The copies of a whole model that the trainer's end keeps, in words."""
     device_of_buffers: ClassVar[Literal["cpu", "cuda"]] = "cpu"

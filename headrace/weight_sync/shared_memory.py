@@ -35,7 +35,7 @@ class SharedMemory(TransportKind, frozen=True, tag="shared_memory"):
     about: ClassVar = "engines map the trainer's pages"
     reaches: ClassVar = frozenset({"child"})
     sends_bytes: ClassVar = False
-    keeps_for_sleepers: ClassVar = True
+    keeps_for_sleepers: ClassVar = frozenset({"child"})
     keeps: ClassVar = "two packed buffers"
     takes_parts = True
 

@@ -83,6 +83,7 @@ def test_advantages_against_numpy(values):
         z = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
         expected = {
             "group_norm": z,
+            "smoothed": z,  # of a first group
             "centred": r - r.mean(),
             "group_baseline": r - r.mean(),
             "leave_one_out": np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]),

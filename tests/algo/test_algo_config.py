@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -14,7 +16,7 @@ from headrace.algo.config import AlgoConfig, caveats, ratio_problems
 from headrace.algo.objective import AGGREGATIONS, objective_of, reach_of
 from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.user import UserLoss
-from headrace.algo.recipes import KL, LOSSES, RECIPES, Correction, Recipe
+from headrace.algo.recipes import KL, LOSSES, NOT_HERE, RECIPES, Correction, Recipe
 from headrace.algo.rules import OPSM, KPop, Veto
 from headrace.core.errors import ConfigError
 from headrace.run.config import load_config
@@ -325,6 +327,16 @@ def test_a_bound_that_no_ratio_reaches_is_refused_and_one_of_several_updates_is_
     assert words in problem
     assert not list(ratio_problems(AlgoConfig(**given), updates=2))
     assert not list(ratio_problems(AlgoConfig(**{**given, "old": "sampler"}), updates=1))
+
+
+@pytest.mark.parametrize("name", [*NOT_HERE, "XPO", "nash-md", "NashMD"])
+def test_what_is_not_here_is_refused_by_its_name_with_what_is(name):
+    with pytest.raises(ValidationError, match=f"algo.name = {name} is not here: it .*; use algo") as refused:
+        AlgoConfig(name)
+    for setting, value in re.findall(r'algo\.(name|credit) = "(\w+)"', str(refused.value)):
+        assert AlgoConfig(**{setting: value}).recipe
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text().partition("## What is not here")[2]
+    assert {one for one in NOT_HERE if f"**`{one}`**" in page} == set(NOT_HERE)
 
 
 def test_k1_is_offered_in_the_reward():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import starmap
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from headrace.core.reports import TrainReport
 from headrace.core.types import Completion, Episode, Prompt, Scored, TeacherTrace, TopLogprobs, Turn
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
+from support.few import few
 from support.spans import spans_of
 
 V, K = 32, 4
@@ -80,7 +82,7 @@ def step(
     return trainer.step(Batch(0, algorithm.assemble(tuple(groups)), skippable=skippable))
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", few(sorted(RECIPES), keep=10))
 def test_every_recipe_takes_a_step(model_dir, name):
     report = step(model_dir, recipe(name), 16)
     assert report.skipped == "" and report.microbatches > 1
@@ -93,7 +95,9 @@ def test_every_recipe_takes_a_step(model_dir, name):
 REJECTING = {"correction": {"mode": "mask", "low": 0.7, "high": 1.4}, "old": "trainer"}
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"])
+@pytest.mark.parametrize(
+    "aggregation", few(["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"], keep=2)
+)
 def test_microbatches_do_not_change_the_denominator_of_what_is_kept(model_dir, aggregation):
     algo = AlgoConfig(aggregation=aggregation, denominator="kept", **REJECTING).with_length(8)
     whole, split = (step(model_dir, algo, budget) for budget in (10_000, 16))
@@ -126,7 +130,7 @@ def test_a_step_that_the_clip_stopped_whole_is_skipped_too_and_one_without_advan
     assert step(model_dir, AlgoConfig("reinforce"), 16, rewards=(0.0,) * 4).skipped == ""
 
 
-@pytest.mark.parametrize("name", ["gspo", "m2po", "clip_cov", "reinforce++", "topr", "opd_topk"])
+@pytest.mark.parametrize("name", few(["gspo", "m2po", "clip_cov", "reinforce++", "topr", "opd_topk"], keep=3))
 def test_microbatches_do_not_change_the_step(model_dir, name):
     """Of those that look beyond a token: at its sequence, at the batch, at the whole step."""
     whole, split = (step(model_dir, recipe(name), budget) for budget in (10_000, 16))
@@ -137,7 +141,9 @@ def test_microbatches_do_not_change_the_step(model_dir, name):
     assert [lag.name for lag in whole.lags] == [lag.name for lag in split.lags]
 
 
-@pytest.mark.parametrize(("estimator", "unbiased"), [("k2", False), ("k3", False), ("k3", True)])
+@pytest.mark.parametrize(
+    ("estimator", "unbiased"), few(starmap(pytest.param, [("k2", False), ("k3", False), ("k3", True)]), keep=1)
+)
 def test_without_advantages_the_divergence_brings_the_trainer_back_from_far_away(
     model_dir, tmp_path, estimator, unbiased
 ):

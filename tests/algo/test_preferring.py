@@ -30,6 +30,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.share import head_of
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import numbers_of, pairs_of
+from support.few import few
 from support.trainer_calls import V, model_dir, near  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,7 +226,7 @@ def plain(
     return total.item(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, keep=2))
 def test_the_gradient_is_that_of_the_pairs_however_the_step_is_split(name, model_dir):  # noqa: F811
     directory, algo = model_dir("llama"), AlgoConfig(name)
     first = make(directory, algo)

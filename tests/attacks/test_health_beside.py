@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from headrace.serve.training.tinker_messages import MESSAGES, PROTOBUF
+from support.few import few
 from support.health_beside import Attacked, attacked_doors, request, said_to
 
 Attack = Callable[[Attacked], bytes]
@@ -225,7 +226,7 @@ LIMITS = {": chunks of": 0.2}
 """Attacks that may take less at once than others, by a part of their names."""
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", few(ATTACKS, keep=30))
 def test_others_are_answered_beside(name: str, attacked: Attacked) -> None:
     attacked.begin()
     answer = ATTACKS[name](attacked)

@@ -18,6 +18,7 @@ import pytest
 from talking_engine import talking_engine
 
 from headrace.web.limits import ServerLimits
+from support.few import few
 from support.served import faked
 from support.tool_chats import HERMES, save_tokenizer
 
@@ -60,7 +61,7 @@ def played(command: list[str], tmp_path: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["openai", "anthropic", "pydantic_ai"])
+@pytest.mark.parametrize("name", few(["openai", "anthropic", "pydantic_ai"], keep=1))
 def test_a_client_of_this_interpreter(name: str, tmp_path: Path) -> None:
     played([sys.executable, str(HERE / f"with_{name}.py")], tmp_path)
 

@@ -14,6 +14,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.testing.makers import request
 from support.fake_engine_model import CoreDriver, prompt
+from support.few import few
 from support.native_calls import drawn, greedy, make_engine, prompts, put, run, save_model, saved, step  # noqa: F401
 from support.tiny_models import skip_where_inexact
 
@@ -113,7 +114,7 @@ def test_nothing_is_forked_or_reused_from_a_cache_that_is_gone():
     assert forwarded(driver, before) >= 40, "the prompt is computed again"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few(range(12), keep=5))
 def test_whatever_happens_between_two_naps_tokens_are_the_models(seed: int):
     """The bookkeeping is checked after every pass (`engine.check`), and every span against the entries in the cache."""
     rng, driver = random.Random(seed), CoreDriver(blocks=24, max_running=3)
@@ -145,7 +146,7 @@ def test_whatever_happens_between_two_naps_tokens_are_the_models(seed: int):
 PATHS = ("kernels", "fused", "hf")
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", few([True, False], keep=1))
 @pytest.mark.parametrize("path", PATHS)
 def test_every_runner_gives_the_same_bits_after_a_nap(path: str, keep: bool, tmp_path: Path):
     if path != "kernels":

@@ -218,7 +218,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("faults", few(cases(), keep=12))
+@pytest.mark.parametrize("faults", few(cases(), keep=5))
 def test_every_contract_holds_whoever_dies_or_hangs(faults: tuple[Fault, ...]) -> None:
     """Without lag, the weights are those of the undisturbed run: `trial` compares them."""
     for max_lag in (0, 1):
@@ -241,7 +241,7 @@ def test_a_fleet_that_drains_does_not_wait_for_one_that_rests() -> None:
     trial(msgspec.structs.replace(case, lent=True, served=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, keep=3))
 def test_the_weights_are_those_of_a_run_that_lends_nothing(mode: Any) -> None:
     for seed in range(3):
         case = Case(seed, mode=mode, groups=3, max_lag=0, steps=4, group_size=4)

@@ -29,13 +29,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Ray": ({"orchestration": {"kind": "ray"}}, 'orchestration.kind = "ray" brings engines of others'),
     "a bus": ({"orchestration": {"bus": "jsonl:there"}}, "orchestration.bus brings engines of others; remove one"),
-    "a server": ({"engine": {"kind": "vllm"}}, 'use engine.kind = "native", or remove it'),
-    "a server that runs": (
-        {"engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}},
-        "memory the run does not manage",
+    "a server": (
+        {"engine": {"kind": "headrace"}},
+        'that cannot; use engine.kind = "native" or engine.kind = "vllm", or remove',
     ),
-    "another way": ({"weight_sync": {"kind": "tcp"}}, 'weight_sync.kind = "tcp" is another way; leave it out'),
-    "CUDA's memory": ({"weight_sync": {"kind": "cuda_ipc"}}, "is another way; leave it out"),
+    "a server that runs": ({"engine": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]}}, "is a server that cannot"),
+    "another machine": (
+        {"engine": {"kind": "vllm", "urls": ["http://10.0.0.1:8000"]}},
+        "is for one machine, and http://10.0.0.1:8000 is another one (engine.urls); remove",
+    ),
+    "another GPU": ({"engine": {"kind": "vllm", "gpus": [1]}}, "GPU 0, is not among engine.gpus = [1]; leave that out"),
+    "another way": (
+        {"weight_sync": {"kind": "tcp"}},
+        'weight_sync.kind = "tcp" does not keep them for it; leave it out',
+    ),
+    "CUDA's memory": ({"weight_sync": {"kind": "cuda_ipc"}}, "does not keep them for it; leave it out"),
     "a fleet": ({"engine": {"replicas": 2}}, "is for one engine; remove engine.replicas"),
     "ranks": ({"train": {"parallel": {"shard": 2}}}, "and train.parallel makes 2; remove one of the two"),
     "a teacher": (
@@ -63,6 +71,31 @@ def test_a_plain_run_may_share(tmp_path: Path) -> None:
         assert (
             check(read_config(tiny_config(tmp_path, tmp_path, orchestration={"placement": "shared", "kv": kv}))) == []
         )
+
+
+VLLM = {"dtype": "float32", "kind": "vllm"}
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"engine": VLLM},
+        {"engine": {**VLLM, "gpus": [0, 1]}},
+        {"engine": VLLM, "weight_sync": {"kind": "http"}},
+        {"engine": VLLM, "orchestration": {"kv": "drop"}},
+        {"engine": VLLM, "lora": {"rank": 2}},
+    ],
+)
+def test_a_vllm_server_may_share(tables: dict[str, Any], tmp_path: Path) -> None:
+    place = {"placement": "shared", **tables.pop("orchestration", {})}
+    assert check(read_config(tiny_config(tmp_path, tmp_path, orchestration=place, **tables))) == []
+
+
+def test_a_vllm_that_runs_here_may_share(tmp_path: Path) -> None:
+    text = tiny_config(tmp_path, tmp_path, orchestration={"placement": "shared"}, engine=VLLM)
+    joined = {name: value for name, value in text["engine"].items() if name in ("dtype", "kind", "context_length")}
+    config = read_config({**text, "engine": {**joined, "urls": ["http://localhost:8000"]}})
+    assert check(config) == []
 
 
 def test_what_works_on_a_run_without_training_it_has_an_engine_that_is_awake() -> None:

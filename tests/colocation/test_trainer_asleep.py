@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.few import few
 from support.trainer_calls import batch, model_dir, trainer  # noqa: F401
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -20,7 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, keep=2))
 def test_steps_and_checkpoints_are_those_of_a_trainer_that_never_sleeps(
     way: str,
     model_dir: Callable[[str], Path],  # noqa: F811

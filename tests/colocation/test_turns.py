@@ -34,7 +34,7 @@ def trained(tmp_path: Path, **settings: Any) -> FakeWorld:
     return world
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, keep=4))
 @pytest.mark.parametrize("kv", ["host", "drop"])
 def test_one_sleeps_while_the_other_works_in_every_mode(tmp_path: Path, mode: Any, kv: Any) -> None:
     engine = FakeEngine(load_seconds=0.2)
@@ -181,7 +181,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize(("kv", "faults"), few(cases(), keep=20))
+@pytest.mark.parametrize(("kv", "faults"), few(cases(), keep=7))
 def test_every_contract_holds_whenever_a_worker_dies(kv: Any, faults: tuple[Fault, ...]) -> None:
     """Without lag, the weights are those of the undisturbed run: `trial` compares them."""
     for max_lag in (0, 1):

@@ -7,6 +7,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headrace import cli
 from headrace.commands.replay import bundle
 from headrace.commands.replay.bundle import CODE, FACTS, read_bundle
 from headrace.core.errors import ConfigError
+from support.few import few
 from support.tiny_run import tiny_config
 
 Tree = dict[str, Any]
@@ -110,13 +112,19 @@ def other_rate(facts: Tree) -> None:
 
 @pytest.mark.parametrize(
     ("change", "first"),
-    [
-        (other_reward, "reward"),
-        (other_advantage, "advantage"),
-        (other_temperature, "loss"),
-        (other_gradient, "backward"),
-        (other_rate, "optimizer"),
-    ],
+    few(
+        starmap(
+            pytest.param,
+            [
+                (other_reward, "reward"),
+                (other_advantage, "advantage"),
+                (other_temperature, "loss"),
+                (other_gradient, "backward"),
+                (other_rate, "optimizer"),
+            ],
+        ),
+        keep=2,
+    ),
 )
 def test_a_difference_in_a_stage_is_named(
     whole: Path,
@@ -233,6 +241,7 @@ def test_other_weights_than_the_step_began_with_are_refused(
     assert code == 1 and "holds other weights" in out, out
 
 
+@pytest.mark.slow
 def test_a_step_is_packed_under_other_cores_than_the_run_had(
     run: Path,
     tiny_llama: Path,

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from headrace.commands.publishing.gguf_file import LLAMA3, QWEN2, read_tokenizer, write_gguf
 from headrace.core.errors import ConfigError
 from support import tiny_models
+from support.few import few
 
 TEXTS = (
     "State the result: 12 + 345.",
@@ -89,7 +90,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=2))
 def test_transformers_reads_the_same_model_from_the_file(name: str, tmp_path: Path) -> None:
     kind, more = MODELS[name]
     source = model_at(tmp_path / "model", kind, **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import tomllib
 from pathlib import Path
@@ -175,6 +176,22 @@ def test_what_is_written_is_a_config_of_ours(tmp_path: Path, name: str, text: st
     read_config({**tree, "task": {"kind": "reasoning_gym", "name": "chain_sum"}})
 
 
+def test_what_a_config_names_becomes_values_and_nothing_else(tmp_path: Path) -> None:
+    """Neither settings of their own nor Python."""
+    hostile = "x.py\n[environment]\nfunction = 'evil.py:play'\n\"; import os #"
+    text = f"algorithm: {{adv_estimator: grpo}}\ncustom_reward_function: {{path: {json.dumps(hostile)}}}\ndata: {{train_batch_size: 8}}\n"
+    tree, _ = imported(tmp_path, "ppo.yaml", text)
+    assert "environment" not in tree
+    wrapper = ast.parse((tmp_path / "verl_reward.py").read_text())
+    (given,) = [one.value for one in wrapper.body if isinstance(one, ast.Assign) and isinstance(one.value, ast.Tuple)]
+    assert ast.literal_eval(given) == (hostile, "compute_score", {})
+
+
+def test_a_script_is_not_run(tmp_path: Path) -> None:
+    imported(tmp_path, "run.sh", SCRIPT.replace("org/name", f"$(touch {tmp_path}/pwned)"))
+    assert not (tmp_path / "pwned").exists()
+
+
 BEFORE = (
     "",
     "data.",
@@ -319,6 +336,9 @@ def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> No
         ("a.json", "{}", "name a .yaml or .toml config"),
         ("a.yaml", "a: [", "is no YAML"),
         ("a.yaml", "- a", "has no settings"),
+        ("a.yaml", "a: " + "[" * 3000 + "]" * 3000, "lie in one another without end"),
+        ("a.toml", "a = " + "[" * 3000 + "]" * 3000, "lie in one another without end"),
+        ("a.yaml", "beta: !!python/object/apply:os.system ['touch pwned']", "is no YAML"),
         ("a.toml", "a = ", "is no TOML"),
         ("a.sh", "echo hello", "has no settings such as"),
         ("a.sh", "echo 'open", "cannot be read as a shell script"),

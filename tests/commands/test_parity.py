@@ -44,6 +44,7 @@ def test_a_mask_that_is_replayed_brings_truncated_sampling_to_the_level_of_plain
     assert not untold.judged and untold.mean > 10 * max(told.mean, 1e-6) and untold.mean > 0.01
 
 
+@pytest.mark.slow
 def test_experts_are_replayed_in_the_trainer_of_a_mixture():
     found = agreeing("qwen3_moe")
     assert found["float32", "fused", "plain", "experts"].ok
@@ -64,6 +65,7 @@ def test_rounding_is_larger_in_bfloat16_and_still_within_its_limits():
     assert low.ok
 
 
+@pytest.mark.slow
 def test_a_path_that_does_not_serve_the_model_is_named_and_not_judged():
     found = [one for one in measure(saved("gpt_neox"), ("float32",), TOKENS) if one.sampling == "plain"]
     absent = {one.path: one.absent for one in found if one.absent}

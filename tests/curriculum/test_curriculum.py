@@ -34,6 +34,7 @@ from headrace.testing.faultsim.case import Case
 from headrace.testing.faultsim.faults import Fault
 from headrace.testing.faultsim.lives import trial
 from headrace.testing.makers import completion, group, row, scored
+from support.few import few
 
 POOLS = CurriculumConfig(kind="pools", candidates=4, rest=10, wait=4)
 CONTRAST = CurriculumConfig(kind="contrast", candidates=4)
@@ -330,7 +331,7 @@ def test_from_its_saved_state_it_chooses_on_as_it_would_have(config: CurriculumC
 
 
 @pytest.mark.parametrize("kind", ["pools", "contrast"])
-@pytest.mark.parametrize("at", [30, 60, 90, 130])
+@pytest.mark.parametrize("at", few([30, 60, 90, 130], keep=2))
 def test_killed_and_resumed_a_run_draws_what_its_journal_says(kind: Any, at: int):
     """`testing/faultsim/chosen_anew.py` reads the journal from its first record, without a checkpoint, and compares every draw."""
     faults = (Fault("kill", 0, at), Fault("kill", 1, at // 2), Fault("kill", 2, at))

@@ -38,6 +38,7 @@ def killed_after(command: list[str], run_dir: Path, steps: int) -> None:
 GROWS = {"kind": "contrast", "largest_group": 12, "least_chance": 0.8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [GROWS, pytest.param({"kind": "pools"}, marks=pytest.mark.slow)])
 def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(
     tmp_path: Path, tiny_llama: Path, setting: dict[str, Any]

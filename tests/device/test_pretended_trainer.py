@@ -75,7 +75,7 @@ def same(directory: Path, place: Path, cuda: PretendedCuda, *way: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("name", few(MODELS, keep=6))
+@pytest.mark.parametrize("name", few(MODELS, keep=2))
 def test_steps_of_every_family_are_those_of_the_cpu(
     name: str,
     model_dir: Callable[[str], Path],  # noqa: F811
@@ -85,7 +85,7 @@ def test_steps_of_every_family_are_those_of_the_cpu(
     same(model_dir(name), tmp_path, cuda, {}, AlgoConfig(), None)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, keep=3))
 def test_every_way_of_training_is_that_of_the_cpu(
     way: str,
     model_dir: Callable[[str], Path],  # noqa: F811
@@ -105,7 +105,7 @@ def on_device(made: TorchTrainer) -> list[torch.Tensor]:
     return [tensor for tensor in kept if isinstance(tensor, OnDevice) and tensor.is_cuda]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, keep=2))
 def test_asleep_it_has_nothing_on_the_device_and_goes_on_as_if_it_had_not_slept(
     way: str,
     model_dir: Callable[[str], Path],  # noqa: F811

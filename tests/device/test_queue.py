@@ -13,12 +13,14 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.device import __main__ as queue  # noqa: E402
-from benchmarks.device import demo  # noqa: E402
+from benchmarks.device import demo, vllm  # noqa: E402
 from benchmarks.device.entry import ORDER, Figure, Line, Result, all_results, entry_of, failed, read, verdict  # noqa: E402
 from benchmarks.device.packages import missing, needed, remedy  # noqa: E402
 from benchmarks.device.run_entry import run_entry  # noqa: E402
+from benchmarks.device.runs import Case  # noqa: E402
 from headrace.commands.plan.rates.hardware import GPUS  # noqa: E402
 from headrace.run.config import load_config  # noqa: E402
+from support.few import few  # noqa: E402
 
 SLOW = ("demo", "ranks")
 """Entries that start processes."""
@@ -37,7 +39,7 @@ def rehearsed(name: str, directory: Path) -> Result:
     return result
 
 
-@pytest.mark.parametrize("name", [name for name in ORDER if name not in SLOW])
+@pytest.mark.parametrize("name", few([name for name in ORDER if name not in SLOW], keep=3))
 def test_an_entry_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     rehearsed(name, tmp_path)
 
@@ -59,8 +61,8 @@ def test_every_figure_has_a_prediction_for_both_cards_with_its_formula() -> None
                 assert all(line.predicted(GPUS[card]) > 0 for card in ("h100", "h200")), (entry.name, line.name)
 
 
-@pytest.mark.parametrize("case", demo.CASES, ids=lambda case: case.name)
-def test_settings_of_whole_runs_are_not_refused(case: demo.Case) -> None:
+@pytest.mark.parametrize("case", [*demo.CASES, *vllm.CASES], ids=lambda case: case.name)
+def test_settings_of_whole_runs_are_not_refused(case: Case) -> None:
     """Those that only a GPU can run, too: their minutes would go to a sentence."""
     load_config(ROOT / "recipes" / "demo" / "demo.toml", case.sets)
 

@@ -15,6 +15,7 @@ from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.layers import PREFIX, by_adapter
+from support.few import few
 from support.tiny_models import MIXTURES, RunnerDriver, parameters, prompts, reference, skeleton
 
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def put(to: RunnerDriver, slot: int, tensors: Tensors, **spec: Any) -> None:
 # --- against computations of others ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, keep=3))
 def test_an_adapter_beside_the_weights_equals_one_merged_into_them(name):
     tensors, text = adapters_of(name), prompts(50)[0]
     ours = driver(name)

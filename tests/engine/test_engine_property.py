@@ -253,6 +253,7 @@ def test_whatever_happens_passes_that_are_asked_for_ahead_change_nothing(seed: i
     Chaos(seed, ahead=True).run(60)
 
 
+@pytest.mark.slow
 def test_passes_are_asked_for_ahead_in_most_orders() -> None:
     """Not in all: where sequences begin and end all the time, there is nothing to ask for."""
     assert sum(Chaos(seed, ahead=True).run(60)["fed"] > 0 for seed in range(3)) >= 2

@@ -24,6 +24,7 @@ from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.paged import cut, fill_up, require_exact
 from headrace.engine.native.runners.skeleton import parameters_from_dir, read
 from headrace.models.resolve import resolve_model
+from support.few import few
 from support.padded_model import Padded
 from support.plain_pages import read_pages
 from support.tiny_models import (
@@ -64,7 +65,7 @@ def worst(a: torch.Tensor, b: torch.Tensor) -> float:
 # --- against Hugging Face ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=6))
 def test_log_probs_equal_hugging_faces_whole_or_in_chunks(name):
     ours, text = driver(name), prompts(100)[0]
     expected = wanted(reference(name), text)
@@ -73,7 +74,7 @@ def test_log_probs_equal_hugging_faces_whole_or_in_chunks(name):
     assert worst(ours.logprobs(text[:40], chunk=1), expected[:40]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=5))
 def test_ragged_batches_choose_the_tokens_that_generate_does(name):
     """Prompts longer and shorter than a chunk, computed beside those that decode; sequences join and leave."""
     texts, counts = prompts(1, 5, 17, 70, 3, 33), (12, 3, 20, 7, 1, 15)
@@ -263,7 +264,7 @@ def test_blame_names_the_first_layer_that_is_not_finite(name):
 # --- exact -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen2-sliding", "qwen3_moe"])
+@pytest.mark.parametrize("name", few(["llama", "gemma3_text", "qwen2-sliding", "qwen3_moe"], keep=2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_log_probs_depend_on_nothing_but_the_sequence(name, dtype):
     """Bit for bit: alone and whole, alone in chunks, and token by token beside others in any order."""

@@ -97,8 +97,8 @@ def copied(driver: RunnerDriver, *arguments: Any, **options: Any) -> torch.Tenso
 # --- what is computed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("instructions", ["native", PORTABLE])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("instructions", few(["native", PORTABLE], keep=1))
+@pytest.mark.parametrize("name", few(NAMES, keep=3))
 def test_it_is_closer_to_the_truth_than_hugging_face_in_bfloat16(name, instructions):
     if binding.library(instructions) is None:
         pytest.skip("cannot be compiled here")
@@ -112,8 +112,8 @@ def test_it_is_closer_to_the_truth_than_hugging_face_in_bfloat16(name, instructi
         assert error.quantile(0.98) < 0.1
 
 
-@pytest.mark.parametrize("instructions", ["native", PORTABLE])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("instructions", few(["native", PORTABLE], keep=1))
+@pytest.mark.parametrize("name", few(NAMES, keep=3))
 def test_in_float32_it_is_hugging_faces_forward_up_to_the_order_of_sums(name, instructions):
     if binding.library(instructions, "float32") is None:
         pytest.skip("cannot be compiled here")
@@ -125,7 +125,7 @@ def test_in_float32_it_is_hugging_faces_forward_up_to_the_order_of_sums(name, in
         assert torch.equal(ours.logprobs(text, chunk), whole)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, keep=3))
 def test_greedy_tokens_are_the_best_there_are_up_to_rounding(name):
     """Prompts in chunks beside those that decode; sequences join and leave."""
     texts, counts = prompts(1, 5, 17, 70, 3, 33), (12, 3, 20, 7, 1, 15)
@@ -152,7 +152,7 @@ def test_the_experts_told_are_those_that_the_router_scores_highest(name):
 # --- a token's result depends on its own sequence alone ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, keep=4))
 def test_prefill_and_decoding_are_one_path(name):
     text = prompts(90)[0]
     ours = driver(name)
@@ -162,7 +162,7 @@ def test_prefill_and_decoding_are_one_path(name):
 
 
 @pytest.mark.parametrize("instructions", few(["native", PORTABLE], keep=1))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, keep=3))
 def test_a_sequence_is_bit_equal_alone_and_in_any_batch(name, instructions):
     if binding.library(instructions) is None:
         pytest.skip("cannot be compiled here")
@@ -180,7 +180,7 @@ def test_a_sequence_is_bit_equal_alone_and_in_any_batch(name, instructions):
             assert torch.equal(row, alone[sequences.index(s)][s.cached - 1])
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "mistral-sliding", "qwen3", "olmoe"])
+@pytest.mark.parametrize("name", few(["llama-tied-biased", "mistral-sliding", "qwen3", "olmoe"], keep=2))
 @pytest.mark.parametrize("siblings", [2, 20])
 def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, siblings):
     prompt, *tails = prompts(2 * BLOCK + 5, *([9] * siblings))

@@ -17,6 +17,7 @@ from headrace.testing.small_models import TYPES
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.packed import PackedBuffer, lay_out
+from support.few import few
 from support.native_calls import greedy, make_engine, run, teacher_forced
 from support.tiny_models import SMALL
 
@@ -48,7 +49,7 @@ def test_every_architecture_of_this_transformers_is_on_the_page():
     assert set(rows()) == set(TYPES)
 
 
-@pytest.mark.parametrize("model_type", SHORT)
+@pytest.mark.parametrize("model_type", few(SHORT, keep=3))
 def test_what_the_page_says_is_so(model_type):
     row = MADE["tried"](model_type)
     assert row.outcome == rows()[model_type], row

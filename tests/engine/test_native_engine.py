@@ -21,6 +21,7 @@ from headrace.testing.makers import update
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
 from support import native_calls
+from support.few import few
 from support.native_calls import (
     EOS,
     TOKENIZER,
@@ -73,7 +74,7 @@ def assert_logprobs(model, request: Request, answer: Answer, temperature: float 
 # --- against Hugging Face ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=3))
 def test_ragged_batches_with_joins_and_leaves_equal_generate(name, saved):
     """Prompts longer and shorter than a chunk, more requests than slots, some arriving while others decode."""
     engine, model = make_engine(saved(name)), reference(saved(name))

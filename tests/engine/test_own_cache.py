@@ -16,6 +16,7 @@ from headrace.engine.native.served_how import served_how
 from headrace.testing.makers import request
 from support.fake_engine_model import CoreDriver, prompt
 from support.fake_own_cache import FakeOwnCache
+from support.few import few
 from support.native_calls import Answer, drawn, greedy, make_engine, put, reference, run, saved, step, teacher_forced
 from support.native_calls import prompts as texts
 from support.tiny_models import OWN_CACHE, RunnerDriver, parameters, prompts, skeleton
@@ -35,14 +36,14 @@ def wanted(model, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", ["llama", *OWN_CACHE])
+@pytest.mark.parametrize("name", few(["llama", *OWN_CACHE], keep=3))
 def test_log_probs_equal_the_models_own_however_the_text_is_cut(name):
     ours, text = driver(name), prompts(70)[0]
     for chunk in (70, 17):
         assert (ours.logprobs(text, chunk=chunk) - wanted(plain(name), text)).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mamba", "deepseek_v32", "trocr", "qwen3_next"])
+@pytest.mark.parametrize("name", few(["gemma2", "gpt_oss", "mamba", "deepseek_v32", "trocr", "qwen3_next"], keep=3))
 def test_ragged_batches_choose_the_models_own_tokens(name):
     assert_greedy(driver(name), name)
 
@@ -121,7 +122,7 @@ def test_a_group_shares_its_prompt_and_a_conversation_what_it_has(name, saved):
     assert engine.stats().recomputed_tokens == 0, "states were found, none was made twice"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mamba"])
+@pytest.mark.parametrize("name", few(["gemma2", "mamba"], keep=1))
 @pytest.mark.parametrize("swap", ["keep", "recompute"])
 def test_a_swap_in_the_middle_of_a_completion_keeps_or_recomputes_its_state(name, swap, saved):
     old, new = saved(name), saved(name, 1)

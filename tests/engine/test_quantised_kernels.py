@@ -97,7 +97,7 @@ def test_a_weight_that_is_no_number_is_not_made_one(bad, place):
     assert broken.nonzero().flatten().tolist() == [7]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, keep=3))
 def test_it_is_hugging_faces_forward_of_the_quantised_weights(name):
     """In float32, up to the order of sums; and that is another policy than the one of the weights themselves."""
     text = prompts(60)[0]
@@ -106,7 +106,7 @@ def test_it_is_hugging_faces_forward_of_the_quantised_weights(name):
     assert (got - wanted(reference(name), text)).abs().max() > 2e-3
 
 
-@pytest.mark.parametrize("instructions", ["native", PORTABLE, "x86-64-v2"])
+@pytest.mark.parametrize("instructions", few(["native", PORTABLE, "x86-64-v2"], keep=2))
 @pytest.mark.parametrize("name", few(["llama3-rope", "gemma3_text", "olmoe"], keep=1))
 def test_a_sequence_is_bit_equal_alone_in_any_batch_and_in_any_chunks(name, instructions):
     texts = prompts(70, 41, 3, 96, 33, 64, 20, 11)

@@ -16,6 +16,7 @@ from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.own_cache import OwnCacheRunner
 from headrace.testing.small_models import VOCABULARY, small_model
+from support.few import few
 from support.native_calls import Answer, make_engine, put, run, step
 from support.tiny_models import RunnerDriver, parameters, reference, skeleton
 
@@ -82,7 +83,7 @@ def engine_of(directory: Path, **settings: Any) -> NativeEngine:
     return make_engine(directory, routing=True, **settings)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", few(TYPES, keep=1))
 def test_siblings_turns_and_forks_have_the_experts_of_a_plain_pass(name, saved):
     engine, model = engine_of(saved(name), context_length=128), model_of(name)
     prompt, other = text(40), text(21)

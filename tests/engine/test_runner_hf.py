@@ -7,6 +7,7 @@ import torch
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
+from support.few import few
 from support.tiny_models import (
     MODELS,
     OTHERS,
@@ -37,7 +38,7 @@ def wanted(model, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", few(BOTH, keep=3))
 def test_log_probs_equal_the_models_own(name):
     assert name in OTHERS or name in MODELS
     ours, text = driver(name), prompts(90)[0]

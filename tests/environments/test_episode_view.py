@@ -156,7 +156,7 @@ def test_reward_functions_see_all_messages() -> None:
 
 def test_turns_tools_and_forks_are_counted() -> None:
     episodes = [episode(), episode(parents=(), result=WRONG)]
-    assert talk_of(episodes) == {"turns": 4, "forked": 1, "calls": 2, "calls: unknown_tool": 1}
+    assert talk_of(episodes) == {"turns": 4, "forked": 1, "calls": 2, "later": 2, "met": 0, "calls: unknown_tool": 1}
     assert talk_of([Episode((Turn((1, 2), completion(10, version=0, text="a")),))]) == {}
     scored = tuple(Scored(one, 1.0, {"play": 1.0}) for one in [*episodes, episode(cut="tokens")])
     fact = Rolled(ticket=0, prompt=PROMPT, scored=scored).ended(0.0, "ready")

@@ -98,7 +98,7 @@ def test_each_role_has_a_conversation_of_its_own(env: Path, encoder: ChatEncoder
 
 def test_roles_are_no_forks_of_a_template(env: Path, encoder: ChatEncoder) -> None:
     found, _ = played(env, encoder, "plain", "e4", "e5", "Nf3")
-    assert talk_of([found.episode]) == {"turns": 3, "forked": 0, "calls": 0}
+    assert talk_of([found.episode]) == {"turns": 3, "forked": 0, "calls": 0, "later": 2, "met": 0}
     assert found.turn_rewards == ({}, {}, {"white.won": 1.0})
     (scored,) = with_rewards([Scored(found.episode, 0.0, {})], [found])
     assert isinstance(scored, Scored) and scored.rewards == {"said": 0.5, "white.won": 1.0} and scored.reward == 1.5

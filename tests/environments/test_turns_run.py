@@ -100,6 +100,52 @@ def read_by(encoder: ChatEncoder, model: torch.nn.Module, rollout: Scored) -> fl
     return total / count
 
 
+ROOMS = """
+async def play(agent, prompt, answer):
+    room = 0
+    for turn in range(3):
+        agent.state(f"room {room}")
+        reply = await agent.chat(f"Turn {turn}." if turn else prompt)
+        room = len(reply.text) % 2
+    return {"long": 1.0 * len(reply.text)}
+"""
+
+
+@pytest.mark.slow
+def test_turns_in_one_room_are_compared_whatever_their_index(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "env.py").write_text(ROOMS)
+    config = tiny_config(
+        tmp_path,
+        tiny_llama,
+        reward={"function": ""},
+        environment={"function": f"{tmp_path / 'env.py'}:play", "workers": 1, "max_turns": TURNS},
+        engine={"context_length": 128},
+        algo={"name": "gigpo"},
+        train={"steps": 2},
+    )
+    assert headrace.train(config).reason == "finished"
+    later = met = 0
+    for group in (group for step in read_steps(tmp_path / "runs" / "tiny") for group in step.groups):
+        episodes, rewards = [one.episode for one in group.scored], [one.reward for one in group.scored]
+        rooms = [[turn.state for turn in episode.turns] for episode in episodes]
+        returns = [[reward * 0.95 ** (TURNS - 1 - turn) for turn in range(TURNS)] for reward in rewards]
+        for row, episode, own, earned in zip(group.rows, episodes, rooms, returns, strict=True):
+            assert own[0] == "room 0" and own[1] == f"room {len(episode.turns[0].completion.text) % 2}"
+            told, place = [], 0
+            for turn in episode.turns:
+                place += len(turn.context) if turn.parents else 0
+                told.append(row.advantages[place])
+                place += len(turn.completion.tokens)
+            among = [[returns[i][t] for i in range(4) for t in range(TURNS) if rooms[i][t] == room] for room in own]
+            base = earned[-1] - sum(rewards) / len(rewards)
+            assert told == pytest.approx([base + earned[t] - sum(among[t]) / len(among[t]) for t in range(TURNS)])
+            later, met = later + 2, met + sum(len(others) > 1 for others in among[1:])
+    share = capsys.readouterr().out.replace("│", " ").split("of the later turns in a state")[0].split()[-2]
+    assert share.isdigit() and met and later
+
+
 SPOOFED = """
 async def play(agent, prompt, answer):
     await agent.chat(prompt)

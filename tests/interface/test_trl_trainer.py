@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import headrace
 from headrace.compat.trl import AsyncGRPOTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer
 from headrace.compat.trl.trl_settings import (
     FIELDS,
@@ -249,7 +250,10 @@ def trainer(folder: Path, model: Any, **given: Any) -> GRPOTrainer:
     ("given", "words"),
     [
         ({"callbacks": [1]}, "the callback int has no event, which cannot be honoured"),
-        ({"eval_dataset": {"a": ROWS, "b": ROWS}}, "holds 2 data sets \\(a, b\\), and a run measures one"),
+        (
+            {"eval_dataset": {"a": ROWS, "b": [{"question": "1"}]}},
+            "eval_dataset\\['b'\\]= needs rows with a column prompt",
+        ),
         ({"tools": [len]}, "tools= cannot be honoured"),
         ({"optimizers": (1, None)}, "optimizers= cannot be honoured"),
         ({"reward_funcs": "org/reward-model"}, "is a reward model"),
@@ -371,7 +375,7 @@ def test_a_script_trains_saves_and_continues(tmp_path: Path, tiny_llama: Path) -
         made = trainer(
             tmp_path,
             str(tiny_llama),
-            eval_dataset=ROWS[:8],
+            eval_dataset={"sums": ROWS[:8], "few": ROWS[8:10]},
             args={
                 "max_steps": 3, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "use_vllm": True,
                 "vllm_mode": "colocate", "num_generations_eval": 2, "vllm_max_model_length": 64, "max_completion_length": 8,
@@ -393,7 +397,12 @@ def test_a_script_trains_saves_and_continues(tmp_path: Path, tiny_llama: Path) -
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert set(made.evaluate()) == {"eval_reward", "eval_reward_sem"}
+    assert headrace.open(made.run).sets["few"]["step"] == [0, 2, 3], (
+        "the second data set is measured whenever the first is"
+    )
+    assert set(made.evaluate()) == {
+        f"eval_{name}_{what}" for name in ("sums", "few") for what in ("reward", "reward_sem")
+    }
     made.log_metrics("train", result.metrics)
     made.save_metrics("train", result.metrics)
     made.save_state()

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.core.reports import EngineStats, LoadReport, TrainReport
+from headrace.core.reports import CriticNumbers, EngineStats, LoadReport, TrainReport
 from headrace.core.weights import WeightUpdate
 from headrace.facts import health as facts_health
 from headrace.facts.facts import (
@@ -38,7 +38,7 @@ from headrace.facts.facts import (
 )
 from headrace.facts.health import Figure, Health, Standing, health, then_and_now
 from headrace.facts.index_file import thinned
-from headrace.facts.number_tables import Numbers
+from headrace.facts.number_tables import Numbers, title_of
 from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState
 from headrace.facts.thresholds import LIMITS, Mark
@@ -73,6 +73,14 @@ class Told:
         mean = self.of("held_out", step, 0.2 + 0.4 * min(1.0, step / 40))
         return Evaluated(10.0 * step, phase, step, 16, mean, 0.03, 9.0, asked=16)  # type: ignore[arg-type]
 
+    def critic(self, step: int) -> CriticNumbers | None:
+        explained = self.of("explained", step, None)
+        if explained is None:
+            return None
+        return CriticNumbers(
+            value_loss=0.25, value_mean=0.4, return_mean=0.5, explained_variance=explained, advantage_std=0.5
+        )
+
     def step(self, step: int) -> Iterable[Any]:
         t, ready = 10.0 * (step + 1), []
         for _ in range(GROUPS):
@@ -97,6 +105,7 @@ class Told:
             grad_norm=self.of("grad_norm", step, 0.5),
             kl=self.of("kl", step, 0.002),
             skipped=self.of("skipped", step, ""),
+            critic=self.critic(step),
         )
         drawn = self.of("drawn", step, 0.2 + 0.4 * step / 40 + 0.02 * (-1) ** step)
         yield StepRow(t, report, {self.of("lag", step, 1): 100}, drawn, 0.1, drawn, 1.0, tuple(ready), {}, (9,) * 16, 0)
@@ -210,6 +219,25 @@ def test_a_policy_that_repeats_itself_is_marked_unless_it_has_learned() -> None:
     assert marks(judged(Told(entropy=lambda step: 1.0 if step < 10 else 0.001).facts()))["stable"] == "good"
 
 
+def test_a_critic_that_explains_nothing_is_marked_once_it_is_warm_unless_the_run_learns() -> None:
+    still: dict[str, Any] = {"held_out": 0.2, "drawn": 0.2}
+    found = judged(Told(explained=0.01, **still).facts())
+    assert marks(found)["stable"] == "warn" and "values explain 0.010 of the variance" in found.sentence
+    assert "algo.critic.learning_rate" in found.remedy and figure(found, "stable", "values").text == "0.010 explained"
+    assert "value loss 0.25" in figure(found, "stable", "values").window
+    assert "and mislead" in judged(Told(explained=-0.5, **still).facts()).sentence
+    for told in (
+        Told(explained=0.01),
+        Told(explained=0.4, **still),
+        Told(explained=0.01, steps=39, planned=39, **still),
+        Told(explained=lambda step: 0.01 if step < 20 else 0.0, **still),
+    ):
+        assert marks(judged(told.facts()))["stable"] == "good", (
+            "it learns, or explains, or is young, or all returns are one"
+        )
+    assert not [one for one in judged(Told().facts()).rows[3].figures if one.name == "values"], "without a critic"
+
+
 def test_what_cannot_be_believed_is_broken() -> None:
     for numbers, said in (({"lag": 3}, "older than the bound"), ({"identity": False}, "does not serve the weights")):
         found = judged(Told(**numbers).facts())
@@ -310,6 +338,34 @@ def test_a_run_that_is_read_from_its_digest_is_judged_alike() -> None:
 
 
 # --- one prompt, then and now -------------------------------------------------------------------------------------------
+
+
+def test_further_evaluation_sets_have_their_numbers_and_no_part_in_the_verdict() -> None:
+    """The set `hard` falls, was measured twice at step 0 by a run that was killed in between, and changes nothing but its own number."""
+
+    def told(phase: str, step: int, mean: float) -> Evaluated:
+        return Evaluated(1.0, phase, step, 8, mean, 0.02, 9.0, asked=9, name="hard", beside=True)  # type: ignore[arg-type]
+
+    plain = list(Told().facts())
+    first = replace(plain[1], name="sums")
+    facts = [
+        plain[0],
+        told("before", 0, 0.7),
+        told("before", 0, 0.5),
+        first,
+        *plain[2:-1],
+        told("after", 40, 0.1),
+        replace(plain[-1], name="sums"),
+    ]
+    state, numbers = folded(facts)
+    assert [evaluation.reward_mean for evaluation in state.sets["hard"]] == [0.5, 0.1] and len(state.evals) == 2
+    found = health(state, numbers.columns, ALIVE)
+    assert (found.kind, found.sentence) == (judged(plain).kind, judged(plain).sentence)
+    assert figure(found, "learns", "hard")[1:3] == ("0.500 → 0.100 ± 0.020", "8 of 9 prompts, 1 failed: , step 40")
+    assert figure(found, "learns", "sums").text == figure(judged(plain), "learns", "held out").text
+    step, values = numbers.columns.series("held_out/hard/reward")
+    assert (step.tolist(), values.tolist()) == ([0, 40], [0.5, 0.1])
+    assert title_of("held_out/hard/reward") == "Held-out reward, mean (hard)"
 
 
 def test_one_prompt_then_and_now_is_scored_in_both() -> None:

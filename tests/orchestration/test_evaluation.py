@@ -18,7 +18,7 @@ from headrace.episodes.rollout_session import Notebook
 from headrace.facts.facts import Evaluated
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
-from headrace.loop.evaluation import Evaluator
+from headrace.loop.evaluation import Evaluator, HeldOutSet
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import OwnGroups, PlayedGroup, Seen
 from headrace.loop.partial import Interrupts, PartialConfig
@@ -77,7 +77,7 @@ def test_each_measurement_draws_the_same_numbers_as_the_first() -> None:
             context_length=1000,
         )
         engine.version = engine.adapters["south"] = 0
-        evaluator = Evaluator(groups=groups, prompts=PROMPTS, telemetry=told)
+        evaluator = Evaluator(HeldOutSet("", groups, PROMPTS), told)
         before, after = await evaluator.measure("before", 0), await evaluator.measure("after", 4)
         assert before and after and before.reward_mean == after.reward_mean == 1.0, "the scorer of evaluations"
 
@@ -119,7 +119,7 @@ def measured(rewards: Sequence[Sequence[float | None]]) -> Evaluated:
         told, facts = telemetry()
         prompts = [Prompt(f"held-out/{number}", "?", (1,)) for number in range(len(rewards))]
         groups = Given(rewards)
-        evaluator = Evaluator(groups=groups, prompts=prompts, telemetry=told)  # type: ignore[arg-type]
+        evaluator = Evaluator(HeldOutSet("", groups, prompts), told)  # type: ignore[arg-type]
         found = await evaluator.measure("during", 7)
         assert found and facts.of(Evaluated) == [found] and found.step == 7
         assert groups.asked == [(0, index, prompt.id) for index, prompt in enumerate(prompts)]
@@ -135,6 +135,28 @@ def test_a_prompt_all_of_whose_rollouts_failed_is_in_no_mean() -> None:
     assert found.reward_sem == pytest.approx(0.25)
     assert (found.failures, found.kinds) == ({"reward_raised": 3}, {"reward_raised": 3})
     assert (found.length_mean, found.truncated) == (2.0, 6)
+
+
+def test_further_sets_are_measured_beside_the_held_out_prompts_and_told_before_them() -> None:
+    """Where a run has the fact of the held-out prompts, all sets were measured: a run that is killed earlier measures all of them again."""
+
+    async def case() -> None:
+        told, facts = telemetry()
+        first, greedy = Given([[1.0], [0.0]]), Given([[0.5, 0.5]])
+        further = [HeldOutSet("greedy", greedy, PROMPTS[:1]), HeldOutSet("none", Given([[None]]), PROMPTS[:1])]  # type: ignore[arg-type]
+        evaluator = Evaluator(HeldOutSet("sums", first, PROMPTS[:2]), told, further)  # type: ignore[arg-type]
+        found = await evaluator.measure("during", 3)
+        assert found and (found.name, found.beside, found.reward_mean) == ("sums", False, 0.5)
+        *others, last = facts.of(Evaluated)
+        assert last == found and {(fact.name, fact.beside, fact.step) for fact in others} == {
+            ("greedy", True, 3),
+            ("none", True, 3),
+        }
+        assert {fact.name: fact.asked - fact.prompts for fact in others} == {"greedy": 0, "none": 1}
+        numbers = [number for number, _, _ in (*first.asked, *greedy.asked)]
+        assert len(set(numbers)) == 2, "requests of two sets have two names"
+
+    virtual_time.run(case())
 
 
 def test_without_a_reward_there_is_no_mean() -> None:

@@ -34,9 +34,10 @@ from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
 from headrace.testing.fake_trainer import FakeTrainer
 from support.fake_world import PATIENT, FakeWorld, scheduled_world, schedules
+from support.few import few
 
 
-@settings(max_examples=100)  # `test_partial.py` asserts the same in 25 more of each of seven modes
+@settings(max_examples=100)  # `test_partial.py` asserts the same in more of each of seven modes
 @given(schedules)
 def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
     world = scheduled_world(tmp_path_factory.mktemp("run"), s)
@@ -374,7 +375,7 @@ MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier"
 
 
 @pytest.mark.parametrize("when", ["generating", "swapping"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, keep=4))
 def test_one_interrupt_is_enough_whatever_the_engine_does(tmp_path: Path, mode: Any, when: str) -> None:
     """It is stopped, and answers nobody: a checkpoint needs the trainer only."""
     partial = PartialConfig(mode=mode)
@@ -399,7 +400,7 @@ def test_one_interrupt_is_enough_whatever_the_engine_does(tmp_path: Path, mode: 
 
 
 @pytest.mark.parametrize("who", ["engine", "trainer"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, keep=4))
 def test_whoever_leaves_at_once_waits_for_nobody(tmp_path: Path, mode: Any, who: str) -> None:
     """A second interrupt cancels the run."""
     world = FakeWorld(

@@ -171,8 +171,9 @@ def test_corrections_are_called_by_their_names():
 # --- what cannot be beside it ------------------------------------------------------------------------------------------
 
 
-def problems(tmp_path: Path, *sets: str) -> list[str]:
-    return check(read_config(tiny_config(tmp_path, tmp_path), ("engine.weights=int8", *sets)))
+def problems(tmp_path: Path, *sets: str, weights: str = "int8") -> list[str]:
+    dtype = ["engine.dtype=bfloat16"] if weights == "fp8" else []
+    return check(read_config(tiny_config(tmp_path, tmp_path), (f"engine.weights={weights}", *dtype, *sets)))
 
 
 @pytest.mark.parametrize(
@@ -198,6 +199,38 @@ def test_what_it_excludes_is_refused_with_a_remedy_that_works(given, words, reme
     assert problems(tmp_path, *given, *remedy) == []
 
 
+@pytest.mark.parametrize(
+    "given, words, remedy",
+    [
+        (["algo.name=kimi"], "use algo.name = grpo, tis or mis", ["algo.name=tis"]),
+        (["engine.path=kernels"], 'set engine.path = "fused"', ["engine.path=fused"]),
+        (["engine.device=cpu"], 'set engine.device = "cuda"', ["engine.device=cuda"]),
+        (["engine.device=cpu"], 'engine.weights = "int8", or', ["engine.weights=int8"]),
+        (["engine.dtype=float32"], 'set engine.dtype = "bfloat16"', ["engine.dtype=bfloat16"]),
+        (["engine.kind=vllm"], 'engine.kind = "vllm" is a server; set engine.kind = "native"', ["engine.kind=native"]),
+    ],
+)  # fmt: skip
+def test_what_fp8_excludes_is_refused_with_a_remedy_that_works(given, words, remedy, tmp_path):
+    (problem,) = problems(tmp_path, *given, weights="fp8")
+    assert 'engine.weights = "fp8"' in problem and words in problem
+    assert problems(tmp_path, *given, *remedy, weights="fp8") == []
+
+
+@pytest.mark.parametrize("words", ['["--quantization", "fp8"]', '["--quantization=fp8"]', '["-q", "fp8"]'])
+def test_a_server_that_quantises_by_itself_is_refused_with_remedies_that_work(words: str, tmp_path: Path):
+    sets = ["engine.kind=vllm", "engine.dtype=bfloat16"]
+    (problem,) = problems(tmp_path, *sets, f"engine.server_args={words}", weights="published")
+    assert "which no run measures on a server; remove it, or" in problem
+    assert problems(tmp_path, *sets, weights="published") == []
+    assert problems(tmp_path, "engine.kind=native", weights="fp8") == []
+
+
+def test_int8_on_a_gpu_leads_to_fp8(tmp_path: Path):
+    (problem,) = problems(tmp_path, "engine.device=cuda")
+    assert 'engine.weights = "fp8"' in problem
+    assert problems(tmp_path, "engine.device=cuda", weights="fp8") == []
+
+
 def test_what_scores_the_policy_is_not_quantised():
     assert EngineConfig(weights="int8", exact=True).for_worker == EngineConfig(exact=True).for_worker
 
@@ -205,6 +238,8 @@ def test_what_scores_the_policy_is_not_quantised():
 def test_auto_chooses_among_ways_that_serve_it():
     engine = [one for one in candidates(EngineConfig(weights="int8"), TrainConfig()) if one.part == "engine"]
     assert {(one.dtype, one.path) for one in engine} == {("bfloat16", "kernels"), ("float32", "kernels")}
+    engine = [one for one in candidates(EngineConfig(weights="fp8"), TrainConfig()) if one.part == "engine"]
+    assert {(one.dtype, one.path) for one in engine} == {("bfloat16", "fused")}
 
 
 def test_a_server_measures_nothing_and_serves_no_quantised_weights():
@@ -216,11 +251,12 @@ def test_a_server_measures_nothing_and_serves_no_quantised_weights():
 def test_the_plan_of_memory_has_a_byte_for_each_weight(tiny_llama: Path):
     shape = read_shape(tiny_llama)
     sizes = {
-        weights: engine_needs("engine", shape, EngineConfig(weights=weights), "cpu")[1].bytes for weights in ("published", "int8")
+        weights: engine_needs("engine", shape, EngineConfig(weights=weights), "cpu")[1].bytes for weights in ("published", "int8", "fp8")
     }  # fmt: skip
     linear = sum(rows * columns for _, rows, columns in shape.matrices)
     assert sizes["int8"] == shape.parameters + 2 * (shape.parameters - linear) and linear > 0
     assert sizes["published"] == 2 * shape.parameters
+    assert sizes["fp8"] == linear + 2 * (shape.parameters - linear), "the head stays as it is published"
 
 
 # --- whole -------------------------------------------------------------------------------------------------------------

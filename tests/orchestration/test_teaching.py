@@ -177,6 +177,7 @@ def with_solution(encoder: ChatEncoder, group: Group) -> tuple[int, ...]:
     return encoder.encode_messages([{"role": "user", "content": words}])[1]
 
 
+@pytest.mark.slow
 def test_a_student_is_taught_by_itself_with_solutions_that_it_never_reads(
     config: Config, tiny_llama: Path, tmp_path: Path
 ) -> None:

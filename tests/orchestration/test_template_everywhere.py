@@ -45,6 +45,7 @@ def shown(found: Rehearsal, section: str) -> str:
     return " ".join(text for _, text in found.sections[section])
 
 
+@pytest.mark.slow
 def test_prompts_of_a_run_and_of_its_evaluation_have_the_argument(moody: Path, tmp_path: Path) -> None:
     settings: Config = {"task": {"template": {"mood": "calm"}}, "train": {"steps": 1}, "eval": {"prompts": 2}}
     config = tiny_config(tmp_path, moody, **settings)

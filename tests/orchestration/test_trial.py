@@ -32,6 +32,7 @@ from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import Trial, hypotheses, kind_of
 from support import tiny_models
+from support.few import few
 
 TRIAL = trial_version(0)
 
@@ -131,7 +132,7 @@ def test_kinds_and_blocks() -> None:
     assert sorted(name for label in list(found)[3:] for name in found[label]) == sorted(names[1:-1]), "each layer once"
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
+@pytest.mark.parametrize("name", few(["llama-tied-biased", "mixtral"], keep=1))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trainer_goes_on_from_the_weights_that_it_had(name: str, dtype: str) -> None:
     """Weights that kernels have packed are packed again."""
@@ -227,7 +228,7 @@ def test_the_version_of_a_trial_has_a_packed_buffer_of_its_own(version: int) -> 
 # -- what it finds ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=3))
 def test_each_kind_of_parameter_that_keeps_old_values_is_found_and_named(name: str) -> None:
     trainer, pieces = trainer_of(name), tokens_of(name)
     old = {n: one.detach().clone() for n, one in trainer.parameters()}
@@ -256,7 +257,7 @@ def test_each_kind_of_parameter_that_keeps_old_values_is_found_and_named(name: s
         assert found.stale == label, (label, found)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
+@pytest.mark.parametrize("name", few(["llama-tied-biased", "mixtral"], keep=1))
 def test_a_few_tokens_decide_only_where_nothing_has_kept_old_values(name: str) -> None:
     """Whatever kept them, and also where it shows only in tokens of which no effect was computed."""
     trainer, pieces = trainer_of(name), tokens_of(name)

@@ -42,7 +42,7 @@ from headrace.facts.facts import Waited, Warned
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Lasting, Waits, counted
 from headrace.facts.waits import Testimony as Told
-from headrace.loop.evaluation import Evaluator
+from headrace.loop.evaluation import Evaluator, HeldOutSet
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import OwnGroups
 from headrace.loop.partial import Interrupts, PartialConfig
@@ -367,7 +367,7 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits], environment:
         context_length=1000,
     )
     telemetry = Telemetry(FactList().record, clock, waits)
-    evaluator = Evaluator(groups=groups, prompts=[Prompt("p", "a text", (1, 2))], telemetry=telemetry)
+    evaluator = Evaluator(HeldOutSet("", groups, [Prompt("p", "a text", (1, 2))]), telemetry)
     await evaluator.measure("before", 0)
 
 

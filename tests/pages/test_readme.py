@@ -78,3 +78,8 @@ def test_a_csv_file_becomes_a_run_by_the_lines_of_the_readme(
     scope: dict[str, object] = {}
     exec(re.search(r"```python\n(def exact.*?)```", README, re.DOTALL)[1], scope)  # type: ignore[index]
     assert scope["exact"](prompts=[], completions=["4", "5"], answer=["4", "4"]) == [1.0, 0.0]  # type: ignore[operator]
+
+
+def test_every_decision_has_a_line_in_the_design_notes() -> None:
+    listed = re.findall(r"\]\(decisions/([^)]+)\)", (ROOT / "docs/design-notes.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs/decisions").glob("*.md"))

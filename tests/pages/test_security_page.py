@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOORS = {"board", "serve", "Tinker", "gateway", "dial-in port", "weights", "pool door", "bus"}
+DOORS = {
+    "board",
+    "serve",
+    "Tinker",
+    "gateway",
+    "dial-in port",
+    "weights",
+    "pool door",
+    "bus",
+    "sandbox",
+    "reward worker",
+}
+DOORS |= {"judge", "teacher", "images", "webhook", "import", "export"}
 
 
 def rows(page: str) -> list[list[str]]:

@@ -52,6 +52,7 @@ def test_trial_and_probe_stop_a_run_whose_server_did_not_load(
             headrace.train(config_for(tmp_path, tiny_llama, server, lora=lora, train=train, watch=watch))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_before_the_trainer_starts(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(sglang(tiny_llama)) as server:
         for tables, words in (

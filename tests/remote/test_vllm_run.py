@@ -102,6 +102,7 @@ def test_a_run_ends_whose_server_did_not_load_all(
             headrace.train(config_for(tmp_path, tiny_llama, server, lora=lora, train=train, watch=watch))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_before_the_trainer_starts(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(vllm(tiny_llama)) as server:
         for tables, words in (

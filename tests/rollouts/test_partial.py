@@ -61,7 +61,7 @@ def _busy(tmp: Path, mode: Any, **other: Any) -> FakeWorld:
     )
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [5, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_keeps_the_contracts_in_every_schedule(
     tmp_path_factory: pytest.TempPathFactory, mode: Any, examples: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import textwrap
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.episodes.episodes import Played, roll_out
 from headrace.episodes.rollout_session import NotebookPage, TurnAsked
 from headrace.models.chat import ChatEncoder
 from support import tool_chats
+from support.few import few
 from support.tool_chats import CALL, WrittenEngine
 
 ENV = '''
@@ -73,6 +75,7 @@ class Looks:
         results = await agent.call(reply)
         self.found += [one["content"] for one in results]
         agent.reward("found", len(results))
+        agent.state(f"{len(self.found)} found")
         return results
 
     def export_state(self):
@@ -93,6 +96,7 @@ class Plain(Looks):
             return {"turns": self.turns, "found": len(self.found)}
         results = agent.call(reply)
         self.found += [one["content"] for one in results]
+        agent.state(f"{len(self.found)} found")
         return results
 
     def close(self):
@@ -124,6 +128,8 @@ class Two:
             self.said.append(f"{reply.role}: {reply.text}")
         if reply and reply.tool_calls:
             return "black", await agent.role("black").call(reply)
+        if len(self.said) == 1:
+            agent.role("white").state("white alone knows it")
         if len(self.said) == 4:
             agent.role("white").reward("won", 1)
             return {"said": len(self.said)}
@@ -236,7 +242,9 @@ def killed_at(
 SAYS = (LOOK.replace("WORD", "one"), LOOK.replace("WORD", "two"), "12<|im_end|>")
 
 
-@pytest.mark.parametrize(("name", "turn"), [("Looks", 0), ("Looks", 2), ("Plain", 1)])
+@pytest.mark.parametrize(
+    ("name", "turn"), few(starmap(pytest.param, [("Looks", 0), ("Looks", 2), ("Plain", 1)]), keep=1)
+)
 def test_the_state_of_the_last_turn_is_restored(env: Path, encoder: ChatEncoder, name: str, turn: int) -> None:
     found, engine, before = killed_at(env, encoder, turn, *SAYS, function=f"{env}:{name}")
     assert [line for line in lines(env) if line.startswith("look")] == ["look one", "look two"], "each once"
@@ -249,6 +257,9 @@ def test_the_state_of_the_last_turn_is_restored(env: Path, encoder: ChatEncoder,
     turns = found.episode.turns
     assert [one.parents for one in turns] == [(), (0,), (1,)]
     assert [one.messages[0]["content"].split()[0] for one in turns[1:]] == ["one", "two"]
+    assert [one.state for one in turns] == ["", "1 found", "2 found"], (
+        "the names of its states, that of each turn alone"
+    )
     paths = [one.context for one in engine.asked]
     assert len(set(paths)) == len(paths) == 3 and all(
         later[: len(path)] == path for path, later in itertools.pairwise(paths)
@@ -314,6 +325,7 @@ def test_roles_go_on_with_their_own_conversations(env: Path, encoder: ChatEncode
     assert [turn.agent for turn in found.episode.turns] == ["white", "black", "black", "black"]
     assert [turn.parents for turn in found.episode.turns] == [(), (), (1,), (2,)]
     assert found.turn_rewards[0] == {"white.won": 1.0} and lines(env) == ["look one"]
+    assert not any(turn.state for turn in found.episode.turns), "what one role names is no state of another's"
 
 
 def test_notes_that_follow_other_completions_are_not_used(env: Path, encoder: ChatEncoder) -> None:

@@ -78,6 +78,7 @@ def _mean_length(world: FakeWorld) -> float:
     return sum(lengths) / len(lengths)
 
 
+@pytest.mark.slow
 def test_discarding_biases_the_run_to_short_completions_and_pacing_does_not(tmp_path: Path) -> None:
     """The mean length that the load has is 1.7."""
     policies: dict[str, dict[str, Any]] = {
@@ -114,6 +115,7 @@ def test_trimmed_tokens_stay_as_context_and_leave_the_loss(tmp_path: Path) -> No
     assert told == sum(sum(row.mask) for batch in world.trainer.batches for row in batch.rows)
 
 
+@pytest.mark.slow
 def test_the_stalest_group_goes_first_or_the_one_that_was_finished_first(tmp_path: Path) -> None:
     orders = {}
     for order in ("stalest", "finished"):

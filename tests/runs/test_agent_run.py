@@ -91,6 +91,7 @@ def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -
     )
 
 
+@pytest.mark.slow
 def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
     """The second turn is a stream, whose pieces arrive while it is sampled."""
     tables = {

@@ -52,6 +52,7 @@ from headrace.durable.segments import HEAD, JOURNAL, SEGMENT, framed, index_of, 
 from headrace.facts.facts import StepTrained
 from headrace.testing.faultsim.faults import Disk, Fault, Killed
 from support.fact_stream import FactStream, records_of, write_journal
+from support.few import few
 from support.journal_frames import frames_of, places_of, put_frames, spoil
 
 FACTS = list(FactStream(steps=3, groups=2, size=2, tokens=4).facts())
@@ -544,7 +545,7 @@ def test_a_segment_that_was_begun_and_not_written_to_is_none(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("segment", [SEGMENT, SMALL, 1])
-@pytest.mark.parametrize("position", range(0, PLACES + 2, 2))
+@pytest.mark.parametrize("position", few(range(0, PLACES + 2, 2), keep=3))
 def test_cutting_sets_the_rest_aside_and_numbers_go_on(tmp_path: Path, segment: int, position: int) -> None:
     """Also when it is killed between any two operations, and done again; each state between is a whole journal."""
 

@@ -26,6 +26,7 @@ from headrace.run.rehearse import try_files
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
 from support.tiny_run import Config, kill_when, of, tiny_config
+from support.tool_chats import PLAIN, save_tokenizer
 
 NUMBERS = [{"prompt": f"{a} and {b}?", "answer": f"{b} then {a}"} for a in "123456789" for b in "abcdef"]
 
@@ -36,10 +37,12 @@ def written(directory: Path, rows: list[Any], name: str = "answers.jsonl") -> st
     return str(path)
 
 
-def given(directory: Path, rows: list[Any], model: Path, context: int = 64, **settings: Any) -> Demonstrations:
+def given(
+    directory: Path, rows: list[Any], model: Path, context: int = 64, template: Config | None = None, **settings: Any
+) -> Demonstrations:
     config = WarmStartConfig(**{"path": written(directory, rows), "held_out": 0, **settings})
-    task = TaskConfig(kind="jsonl", path="x")
-    return read_demonstrations(config, task, ChatEncoder(model), seed=0, context=context)
+    task = TaskConfig(kind="jsonl", path="x", template=template or {})
+    return read_demonstrations(config, task, ChatEncoder(model).using(task.rendering), seed=0, context=context)
 
 
 def loss_of(model: Any, rows: Demonstrations, held_out: bool = False) -> torch.Tensor:
@@ -139,6 +142,31 @@ def test_a_row_that_cannot_be_trained_is_refused_and_the_remedy_helps(
     assert given(tmp_path, remedied or rows, tiny_llama, **{**settings, **remedy}).trained
 
 
+OPENS = PLAIN.replace("assistant\n", "assistant\n{% if enable_thinking is not defined %}<think>\n{% endif %}")
+THOUGHT = [TALK[0], {**TALK[1], "reasoning_content": "hm"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "words", "remedied", "remedy"),
+    [
+        (ROW, {}, "its answer does not end it", {**ROW, "answer": "hm\n</think>\n\none"}, {}),
+        (ROW, {}, "turn thinking off", ROW, {"template": {"enable_thinking": False}}),
+        ({**ROW, "answer": "<think>\nhm\n</think>\none"}, {}, "has written before it already", {**ROW, "answer": "hm\n</think>\none"}, {}),
+        ({"prompt": THOUGHT}, {"answer": ""}, "has reasoning_content beside its text", {"prompt": [TALK[0], {**TALK[1], "content": "hm</think>one"}]}, {}),
+    ],
+)  # fmt: skip
+def test_an_answer_that_would_be_learned_within_a_thought_or_without_one_is_refused(
+    tmp_path: Path, row: Config, settings: Config, words: str, remedied: Config, remedy: Config
+) -> None:
+    assert OPENS != PLAIN
+    model = save_tokenizer(tmp_path / "model", OPENS)
+    with pytest.raises(ConfigError, match=words):
+        given(tmp_path, [row], model, **settings)
+    (one,) = given(tmp_path, [remedied], model, **{**settings, **remedy}).trained
+    whole = ChatEncoder(model).written(one.tokens)
+    assert whole.count("<think>") == whole.count("</think>") == (0 if remedy else 1)
+
+
 def test_a_model_without_an_end_of_answers_is_refused_and_naming_one_helps(tmp_path: Path, tiny_llama: Path) -> None:
     model = tmp_path / "endless"
     shutil.copytree(tiny_llama, model)
@@ -167,7 +195,7 @@ def test_a_model_without_an_end_of_answers_is_refused_and_naming_one_helps(tmp_p
         ({"lora": {"rank": 4, "quantise": "int8"}}, "lora.quantise is rounded"),
         ({"task": {"examples": 2}}, "task.examples shows"),
         ({"train": {"minutes": 3.0}}, "train.minutes does not count"),
-        ({"lora": {"rank": 4}, "adapters": [{"name": "a"}, {"name": "b"}]}, "warm_start is for one policy"),
+        ({"lora": {"rank": 4}, "adapters": [{"name": "a"}, {"name": "b"}]}, "warm_start and demonstrations are for one policy"),
         ({"warm_start": {"path": "", "epochs": 3}}, "warm_start.path is missing"),
         ({"warm_start": {"held_out": 0, "held_out_path": "more.jsonl"}}, "measures no row of warm_start.held_out_path"),
     ],

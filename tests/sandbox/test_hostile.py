@@ -14,6 +14,7 @@ import pytest
 from headrace.episodes.sandbox.isolation import examine_isolation
 from headrace.episodes.sandbox.sandbox import Sandbox, SandboxLost
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
+from support.few import few
 from support.runs.beside import until
 from support.runs.processes import alive, descendants
 
@@ -87,7 +88,7 @@ HOSTILE = {
 """A program, the reason of its end, and a word of the detail."""
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", few(HOSTILE, keep=8))
 def test_hostile_code_ends_its_own_call(name, sandbox):
     code, reason, word = HOSTILE[name]
     if reason == "time":

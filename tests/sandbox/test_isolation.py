@@ -12,6 +12,7 @@ from headrace.episodes.sandbox.config import Isolation
 from headrace.episodes.sandbox.isolation import KINDS, examine_isolation, refuse_missing
 from headrace.episodes.sandbox.kernel import landlock, seccomp
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT
+from support.few import few
 
 pytestmark = pytest.mark.skipif(
     not (landlock.version() and seccomp.known()), reason="the kernel has no Landlock or no filters"
@@ -45,7 +46,7 @@ def test_nothing_is_missing_where_the_kernel_has_the_means():
     assert [one for one in examine_isolation() if not one.there] == []
 
 
-@pytest.mark.parametrize("name", LACKING)
+@pytest.mark.parametrize("name", few(LACKING, keep=3))
 def test_the_trial_finds_out_what_is_missing(name, monkeypatch):
     change, kinds = LACKING[name]
     lack(monkeypatch, change)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from decimal import Decimal
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, Versi
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.extract import Extractor, last_number
 from headrace.episodes.scoring.reward_scorer import RewardScorer
+from support.few import few
 
 VALUES = {
     "": "", "none": "", "so 1,234.": "1234", "a\n12\n": "12", "The answer is 1,234.": "1234", "$1,234.00": "1234.00", "1,234,567": "1234567",
@@ -138,12 +140,18 @@ def test_what_is_considered_in_thinking_is_no_answer(kind: Any, said: str) -> No
 
 @pytest.mark.parametrize(
     ("end", "said", "counts"),
-    [
-        ("<think>\n", "so 5", 0.0),
-        ("<think>\n", "or 3 </think>\n5", 1.0),
-        ("", "so 5", 1.0),
-        ("<think> </think>", "5", 1.0),
-    ],
+    few(
+        starmap(
+            pytest.param,
+            [
+                ("<think>\n", "so 5", 0.0),
+                ("<think>\n", "or 3 </think>\n5", 1.0),
+                ("", "so 5", 1.0),
+                ("<think> </think>", "5", 1.0),
+            ],
+        ),
+        keep=2,
+    ),
 )
 def test_a_thought_that_the_template_has_opened_ends_before_there_is_an_answer(
     end: str, said: str, counts: float, tmp_path: Path

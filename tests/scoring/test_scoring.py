@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.loop.world import virtual_time
 from headrace.processes.health.user_prints import LOG, SCREEN
 from headrace.testing.fake_scorer import FakeScorer
+from support.few import few
 from support.runs.processes import gone
 
 PROMPT = Prompt("train/0", "2 + 2 =", (7, 8), {"answer": "4", "tags": ["easy"]})
@@ -551,12 +553,18 @@ def test_a_sum_that_overflows_is_no_reward() -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        ("never", "its process was killed"),
-        ("sleeps_for_ever", "it was cancelled"),
-        ("refuses_to_end", "it was cancelled"),
-        ("blocks", "it blocked its event loop"),
-    ],
+    few(
+        starmap(
+            pytest.param,
+            [
+                ("never", "its process was killed"),
+                ("sleeps_for_ever", "it was cancelled"),
+                ("refuses_to_end", "it was cancelled"),
+                ("blocks", "it blocked its event loop"),
+            ],
+        ),
+        keep=2,
+    ),
 )
 def test_a_function_of_a_file_that_never_returns(file: Path, name: str, words: str) -> None:
     async def main() -> None:

@@ -286,3 +286,31 @@ def test_a_chat_has_the_bytes_too(tmp_path: Path) -> None:
 
     assert save_tokenizer(tmp_path, PLAIN)
     run(PLAIN, tmp_path, saying("ok"), case)
+
+
+# --- special tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shown", [None, True, False])
+def test_special_tokens_are_shown_where_a_request_asks_for_them(tmp_path: Path, shown: bool | None) -> None:
+    """Whole and in a stream, in both formats, with the places of tokens in the text; never the one that ends it."""
+    said = "no<|im_start|>yes" if shown is False else "noyes"
+    fields: dict[str, Any] = {} if shown is None else {"skip_special_tokens": shown}
+    engine = FakeEngine(seconds_per_token=0.0005, script=lambda request: tokens_of("no<|im_start|>yes<|im_end|>"))
+
+    async def case() -> None:
+        async with faked(save_tokenizer(tmp_path, PLAIN), engine) as (client, _):
+            body = {"prompt": "ab", "logprobs": 0, "max_tokens": 20, **fields}
+            _, whole = await client.post(TEXT, body)
+            events = await client.events(TEXT, {**body, "stream_options": {"continuous_usage_stats": True}})
+            offsets = whole["choices"][0]["logprobs"]["text_offset"]
+            assert whole["choices"][0]["text"] == "".join(one["choices"][0]["text"] for one in events) == said
+            assert offsets[:4] == [0, 1, 2, said.index("yes")] and offsets[-1] == len(said)
+            _, chat = await client.post(CHAT, {"messages": ASKING, **fields})
+            assert chat["choices"][0]["message"]["content"] == said
+            async with client.session.post(
+                TEXT, json={**body, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+            ) as answer:
+                assert answer.headers[HEADER] == "stream_options.continuous_usage_stats"
+
+    asyncio.run(case())

@@ -24,6 +24,7 @@ from headrace.serve.serving import Serving
 from headrace.serve.start import make_app, opened
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import lay_out
+from support.runs import preloaded_python
 from support.served import Client, answering
 
 GENERATE = "/inference/v1/generate"
@@ -161,7 +162,7 @@ def test_an_adapter_of_peft_is_served_beside_the_model(tiny_llama: Path, tmp_pat
 
 def test_the_command_answers_and_leaves_when_it_is_told_to(tiny_llama: Path, tmp_path: Path) -> None:
     sets = ["--set", "engine.kv_gib=0.01", "--set", "engine.context_length=64"]
-    process = subprocess.Popen(
+    process = preloaded_python.Program(
         [sys.executable, "-m", "headrace", "serve", str(tiny_llama), "--port", "0", *sets],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

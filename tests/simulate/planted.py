@@ -12,6 +12,7 @@ import argparse
 import ast
 import copy
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -89,10 +90,12 @@ def edited(planted: Planted, package: Path) -> dict[Path, str]:
     return {path: ast.unparse(ast.fix_missing_locations(tree)) for path, tree in trees.items()}
 
 
-def apply(planted: Planted, package: Path) -> None:
-    """Raises `AssertionError` where the code has moved away from the table."""
-    for path, text in edited(planted, package).items():
+def apply(planted: Planted, package: Path) -> list[Path]:
+    """Returns the changed files. Raises `AssertionError` where the code has moved away from the table."""
+    texts = edited(planted, package)
+    for path, text in texts.items():
         path.write_text(text)
+    return list(texts)
 
 
 @functools.cache
@@ -105,12 +108,20 @@ def _place(planted: Planted, edit: Edit, package: Path, trees: dict[Path, ast.Mo
     words, found = edit.function.split("."), []
     for path, text in _texts(package).items():
         if all(f"def {word}(" in text or f"class {word}" in text for word in words):
-            tree = trees.get(path) or ast.parse(text)
+            tree = trees.get(path) or _parsed(text)
             if (function := _function(tree, edit.function)) and (times := _replace(function, edit)):
-                found += [(path, tree)] * times
+                found += [path] * times
     assert len(found) == 1, f"{planted.name}: {edit.function} has this {len(found)} times instead of once:\n{edit.old}"
-    path, trees[path] = found[0]
+    (path,) = found
+    if path not in trees:
+        trees[path] = ast.parse(path.read_text())  # to be changed
     return path
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    """A tree in which edits are looked for, and which nobody changes."""
+    return ast.parse(text)
 
 
 def _function(scope: ast.AST, qualified: str) -> ast.AST | None:
@@ -194,11 +205,11 @@ def hunt_days(planted: Planted, seeds: range = range(4)) -> Hunt:
 
 def _hunt(planted: Planted, script: str, told: object) -> Hunt:
     with tempfile.TemporaryDirectory() as name:
-        # Without compiled files: one of an edit in the same second and of the same size would be taken for the original's.
-        package = shutil.copytree(
-            PACKAGE, Path(name) / "headrace", ignore=shutil.ignore_patterns("__pycache__", "*.so")
-        )
-        apply(planted, package)
+        # With compiled files, so that the process imports quickly, but for those that are edited: one of an edit in the same second and
+        # of the same size would be taken for the original's.
+        package = shutil.copytree(PACKAGE, Path(name) / "headrace", ignore=shutil.ignore_patterns("*.so"))
+        for path in apply(planted, package):
+            Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
         command = [sys.executable, "-W", "ignore", "-c", script, str(Path(name).resolve())]
         environment = {**os.environ, "PYTHONPATH": str(Path(name).resolve())}
         done = subprocess.run(

@@ -44,6 +44,7 @@ def test_every_contract_holds_over_a_bus() -> None:
     assert day.mishaps and day.steps > 2 and day.books.balance() == 0
 
 
+@pytest.mark.slow
 def test_equal_days_run_equally() -> None:
     one, other = (run_day(SMALL, 1.5, 3, 100.0) for _ in range(2))
     assert msgspec.structs.replace(one, cpu=0.0) == msgspec.structs.replace(other, cpu=0.0)

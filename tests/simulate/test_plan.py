@@ -327,6 +327,7 @@ def test_pools_are_split_where_neither_waits(tmp_path: Path):
     assert found.recommended.prediction.tokens_per_second >= 0.98 * best > 1.5 * worst
 
 
+@pytest.mark.slow
 def test_one_gpu_holds_both_pools_of_a_small_model_and_is_counted_once():
     asked = PlanRequest(
         config=config_of(), hardware="h100", model="1.5b", gpus=1, steps=4, lengths="200", prompts="100", sweep=True
@@ -356,6 +357,7 @@ def test_a_pool_too_small_for_the_model_is_refused():
 TURNS = {"function": "env.py:play", "max_turns": 6, "episode_seconds": 90.0}
 
 
+@pytest.mark.slow
 def test_several_turns_are_planned(tmp_path: Path):
     config = config_of(environment=TURNS, reward={"function": ""})
     guessed = answer(question(tmp_path, config=config, steps=8), silent)
@@ -385,6 +387,7 @@ def choices_of(tmp_path: Path) -> list[Option]:
     return sweep(found.asked.scenario, None, silent)
 
 
+@pytest.mark.slow
 def test_reasons_name_who_waits(tmp_path: Path):
     one = choices_of(tmp_path)[0].prediction
     replace = msgspec.structs.replace
@@ -396,6 +399,7 @@ def test_reasons_name_who_waits(tmp_path: Path):
     assert "12% shorter" in bias(replace(one, drawn_length=100.0, trained_length=88.0))
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_whole_page(tmp_path: Path):
     found = answer(question(tmp_path, sweep=True), silent)
     page = draw(found, "a <name>", price=2.0)

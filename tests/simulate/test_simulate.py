@@ -47,6 +47,7 @@ from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.makers import request, update
 from support.fake_world import FakeWorld
+from support.few import few
 
 FLAT = EngineRates(((1.0, 0.01), (64.0, 0.01)), max_running=64)
 """10 ms a pass, however many run."""
@@ -495,7 +496,7 @@ def test_an_episode_that_is_over_its_seconds_is_cut_off():
     assert found.trained_length == pytest.approx(60) and found.seconds_per_step == pytest.approx(6.6 + 1.16 + 0.03)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("max_lag", few([0, 1, 3], keep=1))
 def test_the_plan_of_several_turns_is_what_a_run_over_fakes_takes(max_lag: int):
     """The same environments, with tools of a heavy tail, over an engine that is simulated token by token."""
     shape = TurnShape(
@@ -568,6 +569,7 @@ def test_the_known_arithmetic_of_grpo_on_one_gpu(rate: float, minutes: dict[int,
         assert seconds / 60 == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 def test_stragglers_set_the_pace_of_synchronous_steps_alone():
     """With a heavy tail the longest of a synchronous step decides; asynchronously the mean does."""
     tail = parse("pareto:mean=100,alpha=1.5")

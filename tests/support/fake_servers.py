@@ -54,10 +54,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--lora-target-modules", nargs="+")
     parser.add_argument("--shutdown-timeout", type=int, default=0)
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
-    for switch in ("--enable-scale-out", "--enable-lora", "--disable-uvicorn-access-log"):
+    for switch in ("--enable-scale-out", "--enable-lora", "--enable-sleep-mode", "--disable-uvicorn-access-log"):
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--fault", action="append", default=[], choices=[*FAULTS, *OWN_FAULTS])
     parser.add_argument("--weight-transfer-config")
+    parser.add_argument("--gpu-memory-utilization", type=float)
     return parser.parse_args(words)
 
 
@@ -87,6 +88,7 @@ async def vllm(words: list[str]) -> None:
                 dtype=given.dtype,
                 max_loras=loras,
                 logprobs_mode=given.logprobs_mode,
+                sleep_mode=given.enable_sleep_mode,
                 faults=set(given.fault) - set(OWN_FAULTS),
                 absent=[name for name, there in has.items() if not there],
             )

@@ -9,13 +9,21 @@ import pytest
 
 
 def few(cases: Iterable[Any], keep: int) -> list[Any]:
-    """Returns all cases for `pytest.mark.parametrize`, of which `keep` are not slow: evenly spread, the first one among them."""
+    """Returns all cases for `pytest.mark.parametrize`, of which `keep` are not slow: evenly spread, the first one among them. Those of several
+    arguments are made by `pytest.param`."""
     every = list(cases)
-    kept = {len(every) * number // keep for number in range(min(keep, len(every)))}
+    usual = [place for place, case in enumerate(every) if not _is_slow(case)]
+    kept = {usual[len(usual) * number // keep] for number in range(min(keep, len(usual)))}
     return [case if place in kept else _slow(case) for place, case in enumerate(every)]
 
 
+def _is_slow(case: Any) -> bool:
+    return isinstance(case, type(pytest.param())) and any(mark.name == "slow" for mark in case.marks)
+
+
 def _slow(case: Any) -> Any:
+    if _is_slow(case):
+        return case
     if isinstance(case, type(pytest.param())):
         return pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)
     return pytest.param(case, marks=pytest.mark.slow)

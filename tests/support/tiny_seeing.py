@@ -14,15 +14,18 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.models.images import FOLDER, ImageFile, KnownImages
 from headrace.models.vision import make
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-FAMILIES = ("idefics3", "internvl", "llava", "smolvlm", *QWEN)
+GEMMA = ("gemma3", "gemma4")
+FAMILIES = ("idefics3", "internvl", "llava", "smolvlm", *QWEN, *GEMMA)
 TILES = [f"<row_{row}_col_{col}>" for row in (1, 2, 3) for col in (1, 2, 3)]
 SPECIAL = ["<end>", "<fake_token_around_image>", "<image>", "<global-img>", "<img>", "</img>", "<IMG_CONTEXT>", *TILES]
+GEMMA_SPECIAL = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+SPECIAL += [*GEMMA_SPECIAL.values(), "<video>", "<audio>"]
 SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}"
@@ -36,6 +39,8 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": ("SmolVLMImageProcessorPil", {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}),
     "internvl": ("GotOcr2ImageProcessorPil", {"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 4}),
     "llava": ("LlavaImageProcessorPil", {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}),
+    "gemma3": ("Gemma3ImageProcessorPil", {"size": {"height": 32, "width": 32}}),
+    "gemma4": ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
     **dict.fromkeys(
         QWEN, ("Qwen2VLImageProcessorPil", {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024})
     ),
@@ -44,17 +49,25 @@ _saved = TemporaryDirectory(prefix="headrace-seeing-")
 
 
 def placeholder(family: str) -> str:
+    if family in GEMMA:
+        return GEMMA_SPECIAL["image_token"]
     return "<IMG_CONTEXT>" if family == "internvl" else "<|image_pad|>" if family in QWEN else "<image>"
 
 
 def tokenizer(family: str) -> Any:
-    letters = [*map(chr, range(32, 127)), "\n"]
+    """One token for each letter; in the families of Gemma, one for several line ends."""
+    lines = ["\n" * count for count in range(1, 6 if family in GEMMA else 2)]
+    letters = [*map(chr, range(32, 127)), *lines]
     words = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(letters)}, unk_token="?"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    if family in GEMMA:
+        words.pre_tokenizer = pre_tokenizers.Split(Regex("\\n+|[^\\n]"), "isolated")
+    named = GEMMA_SPECIAL if family in GEMMA else {}
     made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<end>", pad_token="<pad>", additional_special_tokens=SPECIAL
+        tokenizer_object=words, eos_token="<end>", pad_token="<pad>", additional_special_tokens=SPECIAL, **named
     )
-    made.chat_template = TEMPLATE.replace("IMAGE", placeholder(family))
+    mark = GEMMA_SPECIAL["boi_token"] if family == "gemma3" else placeholder(family)
+    made.chat_template = TEMPLATE.replace("IMAGE", mark)
     return made
 
 
@@ -88,6 +101,30 @@ def _qwen(family: str, words: Any, text: dict[str, Any]) -> Any:
     return type(kind)(vision_config=sees, text_config=text, tie_word_embeddings=False, **special)
 
 
+def _gemma(family: str, words: Any, text: dict[str, Any], sees: dict[str, Any]) -> Any:
+    """A config. An image is longer than a window; of Gemma 4, the last two layers have the keys of the first two."""
+    number = words.convert_tokens_to_ids
+    special = {
+        "boi_token_id": number("<start_of_image>"),
+        "eoi_token_id": number("<end_of_image>"),
+        "image_token_id": number("<image_soft_token>"),
+    }
+    text = {name: value for name, value in text.items() if name != "model_type"}
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * (1 if family == "gemma3" else 2)}
+    text |= {"num_hidden_layers": len(text["layer_types"]), "head_dim": 12, "sliding_window": 12}
+    text |= {"max_position_embeddings": 2048}
+    if family == "gemma3":
+        text |= {"query_pre_attn_scalar": 12}
+        sees |= {"model_type": "siglip_vision_model", "vision_use_head": False}
+        return transformers.Gemma3Config(vision_config=sees, text_config=text, mm_tokens_per_image=16, **special)
+    text |= {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 6, "global_head_dim": 16}
+    text |= {"vocab_size_per_layer_input": text["vocab_size"], "num_kv_shared_layers": 2}
+    sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+    sees |= {"num_key_value_heads": 4, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 64}
+    special |= {"video_token_id": number("<video>"), "audio_token_id": number("<audio>")}
+    return transformers.Gemma4Config(vision_config=sees, text_config=text, audio_config=None, **special)
+
+
 def seeing(family: str) -> Any:
     """A model in float32 and eval mode, with biases and norms that differ from 0 and 1."""
     torch.manual_seed(3)
@@ -117,6 +154,8 @@ def seeing(family: str) -> Any:
     config: Any
     if family in QWEN:
         config = _qwen(family, words, text)
+    elif family in GEMMA:
+        config = _gemma(family, words, text, sees)
     elif family == "llava":
         sees |= {"model_type": "siglip_vision_model", "vision_use_head": False}
         more = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
@@ -132,7 +171,10 @@ def seeing(family: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-        if family in QWEN:  # a placeholder is never the best token: transformers would take it for another feature
+        if family in (
+            *QWEN,
+            *GEMMA,
+        ):  # a placeholder is never the best token: transformers would take it for another feature
             model.get_output_embeddings().weight[image] = 0
     return model.eval()
 
@@ -191,4 +233,8 @@ def inputs(family: str, images: Sequence[ImageFile], ids: torch.Tensor) -> dict[
     if family in QWEN:
         more = {"mm_token_type_ids": (ids == tokenizer(family).convert_tokens_to_ids(placeholder(family))).int()}
         return {**found, **more}
+    if family in GEMMA:
+        types = (ids == tokenizer(family).convert_tokens_to_ids(placeholder(family))).int()
+        found["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = types
+        return {key: value for key, value in found.items() if not key.startswith("num_")}
     return {key: value for key, value in found.items() if key.startswith("pixel")}

@@ -24,6 +24,7 @@ from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.packing import ROOT, Segment, StepRows, pack_rows
 from headrace.trainer.step.trainer import TorchTrainer
 from support import plain_trainer
+from support.few import few
 
 NAMES = ["qwen3_next", "granitemoehybrid", "gpt_oss", "lfm2_moe", "moshi"]
 """A delta rule, Mamba 2 and experts; sinks and windows; short convolutions; a window that its config names, its cache has, and a pass over a row has not."""
@@ -67,7 +68,8 @@ def numbers(model: Any, hidden: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "granitemoehybrid" else name for name in NAMES]
+    "name",
+    few([pytest.param(name, marks=pytest.mark.slow) if name == "granitemoehybrid" else name for name in NAMES], keep=1),
 )
 def test_any_tree_has_the_numbers_of_single_rows(name):
     model, rng = model_of(name), random.Random(name)
@@ -114,6 +116,7 @@ def test_layers_that_begin_anew_or_keep_nothing_go_row_by_row(name):
     assert not forward.shares and forward.path == "row by row, chunked head"
 
 
+@pytest.mark.slow
 def test_a_step_shares_prompts_unless_layers_are_checkpointed(tmp_path):
     small_model("qwen3_next").save_pretrained(tmp_path)
     rows = tuple(plain_trainer.rows(random.Random(1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,6 +90,7 @@ def test_the_kernel_is_tried_before_it_is_trusted():
     assert flex_kernel(CPU, torch.bfloat16, 64) is None
 
 
+@pytest.mark.slow
 def test_flex_attention_itself_takes_the_mask():
     """Its forward pass on a CPU, eagerly: the lists of blocks are not read there, the lengths and the mask are."""
     from headrace.trainer.forward.flex import flex_calls

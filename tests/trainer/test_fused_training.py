@@ -31,6 +31,7 @@ from headrace.trainer.packing import Segment
 from headrace.trainer.placement.port import Single
 from headrace.trainer.step.learner import apply
 from support import tiny_models
+from support.few import few
 
 pytestmark = [
     pytest.mark.skipif(binding.library() is None, reason="no C++ compiler"),
@@ -345,7 +346,7 @@ def pair(name: str) -> tuple[Any, Any, Any, Any, tuple[str, ...]]:
     return own, own_forward, mine, my_forward, fuse(my_forward)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, keep=5))
 def test_float32_gradients_are_the_models_own(name):
     own, own_forward, mine, my_forward, kinds = pair(name)
     assert kinds == KINDS[name]
@@ -356,7 +357,9 @@ def test_float32_gradients_are_the_models_own(name):
         assert distance(actual[key], expected[key]) < 1e-5, key
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3_text", "qwen3_moe-mixed", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "name", few(["llama-tied-biased", "qwen3", "gemma3_text", "qwen3_moe-mixed", "mixtral", "olmoe"], keep=3)
+)
 def test_bfloat16_is_as_near_to_float32_as_autocast(name):
     own, own_forward, mine, my_forward, _ = pair(name)
     with torch.no_grad():  # what is served is rounded anyway, vectors too
@@ -382,7 +385,7 @@ def test_checkpointing_changes_nothing(dtype, name):
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", few(["llama-tied-biased", "qwen3_moe", "mixtral"], keep=1))
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_the_number_of_threads_changes_no_bit(dtype, name):
     """Experts run one after the other where they are few, and side by side where they are many."""

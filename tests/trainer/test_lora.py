@@ -20,6 +20,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.adapters import NF4, Adapters, QuantisedLinear
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from support.few import few
 from support.tiny_models import prompts, reference, saved
 
 PREFIX = "base_model.model."
@@ -203,7 +204,7 @@ def test_the_seed_of_an_adapter_draws_it_whatever_was_drawn_before():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("name", few(["qwen2", "mixtral"], keep=1))
 def test_gradients_of_packed_trees_are_those_of_pefts_model_row_by_row(name, checkpointing):
     train = TrainConfig(dtype="float32", device="cpu", gradient_checkpointing=checkpointing)
     algo, lora = AlgoConfig(name="dapo"), LoraConfig(rank=4, experts=name == "mixtral")

@@ -17,6 +17,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.lowered import StepCopies, step_copies
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from support.few import few
 from support.trainer_calls import batch, model_dir, trainer  # noqa: F401
 
 LOW = {"dtype": "bfloat16", "path": "torch", "microbatch_tokens": 8}
@@ -67,7 +68,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], AlgoConfig]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, keep=3))
 def test_gradients_are_bit_for_bit_those_of_autocasts_own_copies(way: str, model_dir: Callable[[str], Path]):  # noqa: F811
     name, settings, algo = WAYS[way]
     made = trainer(model_dir(name), algo, **{**LOW, **settings})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import within
 from headrace.trainer.step.checkpoint_files import SavedTensors
 from headrace.trainer.step.trainer import TorchTrainer
+from support.few import few
 from support.plain_trainer import same_numbers
 from support.trainer_calls import batch, gradients, model_dir, near, reference  # noqa: F401
 
@@ -75,7 +77,7 @@ def learner_tokens(pack: Any, logprob: torch.Tensor) -> Any:
 # -- the root ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "mixtral", "phi"])
+@pytest.mark.parametrize("name", few(["llama", "gemma2", "granite", "mixtral", "phi"], keep=2))
 def test_every_weight_is_used_within_the_call_of_the_root(name, model_dir):  # noqa: F811
     """And the head's within the call of the head: hooks on either have gathered it."""
     one = make(model_dir(name), AlgoConfig())
@@ -125,7 +127,9 @@ def whole_gradients(trainer: TorchTrainer) -> tuple[float, float, dict[str, torc
     return sums.loss, float(norm), found, len(plan.packs)
 
 
-@pytest.mark.parametrize(("algo", "ranks"), [("grpo", 3), ("kept", 2), ("m2po", 2), ("kl", 2)])
+@pytest.mark.parametrize(
+    ("algo", "ranks"), few(starmap(pytest.param, [("grpo", 3), ("kept", 2), ("m2po", 2), ("kl", 2)]), keep=2)
+)
 def test_ranks_have_the_gradient_of_one_device(algo, ranks, model_dir):  # noqa: F811
     loss, norm, expected, _ = whole_gradients(make(model_dir("llama"), ALGOS[algo]))
     found = on_ranks(model_dir("llama"), ALGOS[algo], whole_gradients, ranks)
@@ -152,7 +156,7 @@ def three_steps(trainer: TorchTrainer) -> tuple[list[Any], dict[str, torch.Tenso
     return reports, {name: tensor.clone() for name, tensor in trainer.parameters()}, trainer.score([3, 1, 4, 1, 5])
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", few(["llama", "mixtral"], keep=1))
 def test_three_steps_of_ranks_end_at_the_weights_of_one_device(name, model_dir):  # noqa: F811
     expected_reports, expected, score = three_steps(make(model_dir(name), ALGOS["kl"]))
     for reports, found, one_score in on_ranks(model_dir(name), ALGOS["kl"], three_steps):

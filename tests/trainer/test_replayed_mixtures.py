@@ -15,6 +15,7 @@ from headrace.testing.small_models import small_config, small_model
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.packing import Pack, pack_sequence
+from support.few import few
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MIXTURES = re.findall(r"^\| (\S+) \|(?:[^|]*\|){5} (?:0e\+00|\de-\d\d) \|[^|]*\|$", PAGE.read_text(), re.MULTILINE)
@@ -28,7 +29,7 @@ def test_the_page_has_the_mixtures():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in MIXTURES]
+    "name", few([pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in MIXTURES], keep=2)
 )
 def test_recorded_experts_give_the_numbers_of_a_plain_pass_and_others_give_others(name):
     assert_replayed(small_model(name))

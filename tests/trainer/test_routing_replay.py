@@ -36,6 +36,7 @@ from headrace.trainer.packing import Pack, StepRows, pack_rows, pack_sequence
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trainer import TorchTrainer
 from support import plain_trainer, tiny_models
+from support.few import few
 
 MIXTURES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "olmoe"]
 TOKENS = list(range(3, 20))
@@ -116,7 +117,7 @@ def test_what_was_not_recorded_is_chosen_live_and_counted(name):
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "row-by-row"])
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", few(MIXTURES, keep=2))
 def test_layers_that_are_computed_again_see_the_same_routes(name, shared):
     given = packs(name, shared)
     plain, checkpointed = forward_of(name, shared), forward_of(name, shared)
@@ -173,7 +174,9 @@ def test_a_model_with_adapters_on_experts_and_routers_is_replayed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3_text", "gpt2", "qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "name", few(["llama-tied-biased", "gemma3_text", "gpt2", "qwen3_moe", "mixtral", "olmoe"], keep=3)
+)
 def test_the_reference_is_the_policy_bit_for_bit_until_a_weight_moves(name, dtype):
     forward = forward_of(name)
     routes = name in MIXTURES

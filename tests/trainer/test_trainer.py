@@ -26,6 +26,7 @@ from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.packing import StepRows, split_ranks
 from headrace.trainer.step.trainer import TorchTrainer
 from support import trainer_calls
+from support.few import few
 from support.trainer_calls import MODELS, SIZES, V, batch, gradients, reference, trainer
 
 model_dir = trainer_calls.model_dir
@@ -44,7 +45,7 @@ def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], to
 # -- the gradient -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, keep=5))
 def test_packed_loss_and_gradient_equal_padded_full_logits(name, model_dir):
     one = trainer(model_dir(name))
     assert one._forward.path == MODELS[name][2]
@@ -364,7 +365,7 @@ def test_the_random_generator_is_restored(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
+@pytest.mark.parametrize("damage", few(["missing", "truncated"], keep=1))
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(file, damage, model_dir, tmp_path):
     one, twin = trainer(model_dir("llama")), trainer(model_dir("llama"))
     one.step(batch(1))

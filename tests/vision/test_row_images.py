@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,13 +269,35 @@ def test_a_bundle_of_a_model_that_sees_is_not_trained_again(kind: str, shown: bo
     assert why.startswith("the model sees, and a bundle holds no images") if sees else not why
 
 
-def test_a_file_that_is_no_image_is_refused_with_its_row(tmp_path: Path):
-    (tmp_path / "broken.png").write_bytes(b"no image")
+def cut(image: Image.Image, kind: str) -> bytes:
+    saved = io.BytesIO()
+    image.save(saved, kind)
+    return saved.getvalue()[:-40]
+
+
+def bomb() -> bytes:
+    """Some kilobytes, and 600 megabytes of pixels."""
+    saved = io.BytesIO()
+    Image.new("1", (20_000, 10_000)).save(saved, "PNG")
+    return saved.getvalue()
+
+
+BROKEN: dict[str, Callable[[], bytes]] = {
+    "no image": lambda: b"no image",
+    "half a JPEG": lambda: cut(Image.effect_noise((64, 64), 50), "JPEG"),
+    "half a PNG": lambda: cut(Image.effect_noise((64, 64), 50), "PNG"),
+    "a bomb": bomb,
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_file_that_is_no_image_is_refused_with_its_row(kind: str, tmp_path: Path):
+    (tmp_path / "broken.png").write_bytes(BROKEN[kind]())
     found = images_of_row(
         {"image": "broken.png"}, TaskConfig(kind="jsonl", path="x", images=("image",)), str(tmp_path), 7
     )
     with pytest.raises(ConfigError, match=r"row 7: the column image .* cannot be read as one .* remove its row"):
-        made("llava", [PICTURES[0], *found["image"]])
+        made("llava", [*found["image"]])
 
 
 def saved_as(kind: str, *frames: Image.Image) -> ImageFile:

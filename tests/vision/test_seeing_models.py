@@ -21,6 +21,7 @@ from headrace.trainer.model.causal_lm import export_model, load_model
 from headrace.trainer.step.reference import frozen
 from headrace.trainer.step.trainer import residual_stream
 from support import tiny_seeing
+from support.few import few
 from support.native_calls import drawn, greedy, make_engine, run
 from support.tiny_seeing import FAMILIES, inputs, made, picture, prompt, seeing
 from support.trainer_calls import gradients, near, trainer
@@ -52,14 +53,14 @@ WAYS = [
     pytest.param(family, path, marks=[pytest.mark.slow] if family in ALIKE else [])
     for family in FAMILIES
     for path in ("hf", "cache")
-    if path == "cache" or not family.startswith("qwen3_5")
+    if path == "cache" or not family.startswith(("qwen3_5", "gemma4"))
 ]
 
 
-@pytest.mark.parametrize(("family", "path"), WAYS)
+@pytest.mark.parametrize(("family", "path"), few(WAYS, keep=4))
 def test_the_engine_has_the_log_probs_of_the_whole_model(family, path):
     directory = directory_of(family)
-    engine = make_engine(directory, path=path)
+    engine = make_engine(directory, path=path, context_length=160)
     asked = {"one": IMAGES[:1], "other": IMAGES[1:2], "both": [IMAGES[2], IMAGES[0]], "none": []}
     requests = [greedy(name, prompt(family, directory, images), 5) for name, images in asked.items()]
     answers = run(engine, requests)
@@ -148,7 +149,7 @@ def expected_gradients(family, directory, given) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("path", ["torch", "kernels"])
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", few(EACH, keep=2))
 def test_the_trainer_has_the_gradient_of_the_whole_model(family, path):
     directory = directory_of(family)
     given = rows(family, directory, random.Random(5))
@@ -159,9 +160,8 @@ def test_the_trainer_has_the_gradient_of_the_whole_model(family, path):
     _, found = gradients(made_trainer, Batch(0, groups, 1.0))
     expected = expected_gradients(family, directory, given)
     assert found.keys() == expected.keys() and len(found) > 15
-    near(
-        found, expected, 5e-5 if family.startswith("qwen3_5") else 3e-6
-    )  # its blocks of the delta rule are rounded elsewhere
+    # blocks of the delta rule are rounded elsewhere; Gemma 4's four layers by the kernels have 8e-6 of a text, too
+    near(found, expected, {"qwen3_5": 5e-5, "qwen3_5_moe": 5e-5}.get(family, 1e-5 if family == "gemma4" else 3e-6))
 
 
 @pytest.mark.parametrize("family", ["idefics3", "llava"])
@@ -262,7 +262,7 @@ def test_an_export_keeps_the_heads_that_predict_further_tokens(tmp_path):
     assert before.keys() == after.keys() and all(after[name].equal(before[name]) for name in before)
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", few(EACH, keep=2))
 def test_an_export_is_the_whole_model_with_the_trained_language_part(family, tmp_path):
     directory = directory_of(family)
     assert source_of(directory) == tiny_seeing.saved(family)

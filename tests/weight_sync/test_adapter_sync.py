@@ -23,6 +23,7 @@ from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
+from support.few import few
 from support.tiny_models import prompts, saved
 
 Loras = dict[str, LoraConfig]
@@ -99,7 +100,7 @@ def make() -> Iterator[Any]:
         one.memory.close()
 
 
-@pytest.mark.parametrize("path", ["auto", "fused"])
+@pytest.mark.parametrize("path", few(["auto", "fused"], keep=1))
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
 def test_the_engine_holds_the_trainers_bits_and_says_what_it_says(make, path, dtype, tolerance):
     one, text = make("qwen2", dtype, LORAS, path=path), prompts(30)[0]

@@ -237,6 +237,7 @@ def test_a_slow_receiver_holds_a_round_up_only_while_it_moves(monkeypatch: pytes
     assert done == [MANIFESTS[""].nbytes]
 
 
+@pytest.mark.slow
 def test_whoever_never_answers_is_left_and_the_others_go_on() -> None:
     """It asks, joins, and takes nothing: its connection stays, so that only the lack of progress shows it."""
     ends = Ends()

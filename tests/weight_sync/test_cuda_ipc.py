@@ -13,7 +13,9 @@ import torch
 
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.weight_sync.cuda_ipc import CudaIpc, IpcReceiver, IpcSender
+from headrace.weight_sync.cuda_ipc import CudaIpc, IpcReceiver, IpcSender, UnpreparedIpcReceiver
+from headrace.weight_sync.device_memory import CudaMemory, PageMemory
+from headrace.weight_sync.in_vllm.receiving import Receiving
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
 
@@ -91,6 +93,42 @@ def test_memory_that_is_too_small_is_refused() -> None:
     large = CudaIpc("cpu").receiver({"": lay_out([("w", torch.empty(3000, 70))], torch.bfloat16)})
     with pytest.raises(IdentityError, match="and this engine's weights"):
         large.receive(sender.send(0, weights(0)))
+
+
+def test_a_server_that_was_started_before_the_run_finds_the_layout_in_the_same_memory() -> None:
+    sender, receiver = CudaIpc("cpu").sender(MANIFESTS), Receiving("cpu")
+    for version in range(3):
+        update = sender.send(version, weights(version))
+        shown = msgspec.structs.replace(update, where={**update.where, **CudaIpc("cpu").access})
+        views = receiver.of(shown).receive(shown)
+        assert all(torch.equal(views[name], tensor.bfloat16()) for name, tensor in weights(version))
+    adapter = sender.send(0, [("a", torch.ones(5, 7))], NORTH)
+    opened = UnpreparedIpcReceiver(PageMemory())
+    assert torch.equal(opened.receive(adapter)["a"], torch.ones(5, 7).bfloat16())
+    assert opened.manifest("north") == MANIFESTS["north"]
+    again = CudaIpc("cpu").sender(MANIFESTS).send(7, weights(7))
+    assert torch.equal(opened.receive(again)["b"], torch.full((3,), 7.0).bfloat16()), "another trainer's memory"
+    torn = again.where["layout"]
+    with pytest.raises(IdentityError, match="the layout of version 8 cannot be read"):
+        handle = {"handle": torn, "layout": again.where["handle"]}
+        opened.receive(msgspec.structs.replace(again, version=8, where=handle))
+
+
+def test_memory_of_another_gpu_is_refused_with_a_remedy() -> None:
+    """Whichever numbers two processes give to the GPUs that they see."""
+    memory = CudaMemory(0, name_of=["GPU-b", "GPU-a"].__getitem__)
+    update = CudaIpc("cpu").sender(MANIFESTS).send(0, weights(0))
+    there = msgspec.structs.replace(update, where={"handle": ["GPU-a", 1], "layout": ["GPU-a", 2]})
+    for receiver in (IpcReceiver(memory, MANIFESTS), UnpreparedIpcReceiver(memory)):
+        with pytest.raises(IdentityError, match="it is on the GPU GPU-a, .* on GPU-b.*leave weight_sync.kind out"):
+            receiver.receive(there)
+
+
+def test_memory_of_another_kind_of_device_is_refused() -> None:
+    update = CudaIpc("cpu").sender(MANIFESTS).send(0, weights(0))
+    there = msgspec.structs.replace(update, where={**update.where, "memory": "cuda"})
+    with pytest.raises(IdentityError, match="in memory of a device cuda, and vLLM computes on cpu; leave"):
+        Receiving("cpu").of(there)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

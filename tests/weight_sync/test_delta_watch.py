@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from headrace.run.rehearse import rehearse
 from headrace.weight_sync.delta.efficiency import DeltaWatch
 from headrace.weight_sync.kind import FULL, Encoding
 from support.fake_world import FakeWorld
+from support.few import few
 from support.tiny_run import of, tiny_config
 
 DELTA = Encoding(delta=True, anchor_every=4)
@@ -143,12 +145,18 @@ def test_a_run_warns_and_its_remedies_end_that(
 
 @pytest.mark.parametrize(
     ("tables", "notes"),
-    [
-        ({}, True),
-        ({"engine": {"dtype": "bfloat16"}}, False),
-        ({"weight_sync": {"kind": "tcp", "encoding": "full"}}, False),
-        ({"lora": {"rank": 2, "publish": "merged"}}, False),
-    ],
+    few(
+        starmap(
+            pytest.param,
+            [
+                ({}, True),
+                ({"engine": {"dtype": "bfloat16"}}, False),
+                ({"weight_sync": {"kind": "tcp", "encoding": "full"}}, False),
+                ({"lora": {"rank": 2, "publish": "merged"}}, False),
+            ],
+        ),
+        keep=2,
+    ),
 )
 def test_the_rehearsal_notes_what_the_settings_make_certain(
     tables: dict[str, Any], notes: bool, tiny_llama: Path, tmp_path: Path

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.weight_sync.in_vllm.read_back import COLUMNS, unlike
+from headrace.weight_sync.in_vllm.read_back import COLUMNS, borrowed, unlike
 
 HIDDEN, VOCABULARY, PADDED = 24, 10, 16
 LAYER = {"qkv_proj": [("q_proj", 24), ("k_proj", 8), ("v_proj", 8)], "o_proj": [("o_proj", 24)]}
@@ -105,3 +105,15 @@ def test_shards_and_what_the_files_do_not_hold_are_not_read() -> None:
     model.layer["o_proj"].tp_size = 2  # type: ignore[assignment]
     del tensors["layer.k_proj.weight"]
     assert unlike(model, tensors, 0) == ([], 3)
+
+
+def test_a_parameter_that_is_no_copy_is_named() -> None:
+    """It would change with a version that is written to the same memory."""
+    memory = torch.randn(64)
+    given = {"table.weight": memory[:24], "norm.weight": memory[24:48]}
+    model = Model()
+    model.norm.weight.data.copy_(given["norm.weight"])
+    assert borrowed(model, given) == []
+    model.norm.weight.data = given["norm.weight"]
+    model.register_buffer("scales", memory[60:])
+    assert borrowed(model, given) == ["norm.weight", "scales"]

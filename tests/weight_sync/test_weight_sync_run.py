@@ -114,6 +114,22 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
         ({"weight_sync": {"anchor_every": 3}}, 'weight_sync.anchor_every is about weight_sync.encoding = "delta"'),
         ({"weight_sync": {"kind": "cuda_ipc", "encoding": "delta"}}, "through memory that both ends share none do"),
         (
+            {"weight_sync": {"kind": "cuda_ipc"}, "engine": {"kind": "vllm", "urls": ["http://10.0.0.2:1"]}},
+            "opens memory of this machine's GPU, and http://10.0.0.2:1 is another machine .engine.urls.; leave",
+        ),
+        (
+            {"weight_sync": {"kind": "cuda_ipc"}, "engine": {"kind": "vllm", "replicas": 2, "gpus": [0, 1]}},
+            "is for one server, on the trainer's GPU; leave it out, or remove engine.replicas",
+        ),
+        (
+            {"weight_sync": {"kind": "cuda_ipc"}, "engine": {"kind": "vllm", "gpus": [1]}},
+            "is for the trainer's GPU, which is 0, and engine.gpus = .1.; leave one of the two out",
+        ),
+        (
+            {"weight_sync": {"kind": "cuda_ipc"}, "engine": {"kind": "headrace"}},
+            'does not reach engine.kind = "headrace", which is a server; use weight_sync.kind = "files"',
+        ),
+        (
             {"weight_sync": {"kind": "broadcast"}, "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}},
             'does not reach engine.kind = "vllm", which is a server; use weight_sync.kind = "files"',
         ),

@@ -250,8 +250,7 @@ class DCPO(Clipped):
     high = ½ + ½√(1 + 4·clip_high/q), and dual clip (DCPO, arXiv 2509.02333; the authors' `compute_policy_loss_dcpo`, lime-RL/DCPO): a rare token may
     grow far more than by PPO's bounds, and less where it is already likely.
 
-    Choice: the clip alone. The paper's other half, advantages that are smoothed over the steps, needs the rewards that a prompt had in earlier
-    steps, which a group here does not carry.
+    The paper's other half, advantages that are smoothed over the steps, is `algo.advantage = "smoothed"`.
     """
 
     name: ClassVar[str] = "dcpo"

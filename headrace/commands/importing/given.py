@@ -51,7 +51,10 @@ def read_given(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    return _resolved(readers[path.suffix](text, path))
+    try:
+        return _resolved(readers[path.suffix](text, path))
+    except RecursionError:
+        raise ConfigError(f"{path} is no config: its values lie in one another without end") from None
 
 
 def _yaml(text: str, path: Path) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Translation:
         if value is not None:
             self.settings[setting] = value
             if note:
-                self.notes[setting] = note
+                self.notes[setting] = " ".join(note.split())  # a line of the file, whatever values it names
 
     def take(self, setting: str, *names: str, note: str = "") -> None:
         """Sets one of ours to the value of the first of these names that is given."""

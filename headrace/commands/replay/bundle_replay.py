@@ -135,7 +135,7 @@ def advantage_stage(bundle: Bundle, algo: AlgoConfig, train: TrainConfig) -> tup
         return not_done("advantage", f"{error}; --include code packs it"), None
     rows = 0
     for group in bundle.journaled.groups:
-        made = algorithm.rows(group.prompt, group.scored)
+        made = algorithm.rows(group.prompt, group.scored, group.before)
         rows += len(made)
         if problem := _rows_apart(replace(group, rows=made), group, _near(train, bundle)):
             return StageResult("advantage", "", f"ticket {group.ticket}: {problem}"), algorithm

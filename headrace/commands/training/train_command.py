@@ -104,12 +104,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     named = is_config(arguments.source)
     run_dir = None if named else run_directory(arguments.source)
     config = _config(arguments.source if named else None, run_dir, arguments.set)
-    measured = one_shot.evaluate(config, run_dir, arguments.prompts, arguments.step)
-    which = f"step {measured.step} of {run_dir}" if run_dir else "the untrained model"
-    echo(
-        f"{which}: reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
-        f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
-    )
+    for measured in one_shot.evaluate(config, run_dir, arguments.prompts, arguments.step):
+        which = f"step {measured.step} of {run_dir}" if run_dir else "the untrained model"
+        which += f", {measured.name}" if measured.name else ""
+        echo(
+            f"{which}: reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
+            f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
+        )
     return 0
 
 

@@ -273,7 +273,8 @@ class GRPOTrainer:
         with refusals.part():
             rows = _rows(self.train_dataset, "train_dataset")
         with refusals.part():
-            held_out = _rows(_only(self.eval_dataset), "eval_dataset") if self.eval_dataset else []
+            self._measured = _data_sets(self.eval_dataset)
+            held_out = next(iter(self._measured.values()), [])
         with refusals.part():
             tree = settings_from(self.kind, args, rows=rows, held_out=len(held_out))
         with refusals.part():
@@ -289,7 +290,19 @@ class GRPOTrainer:
             if rows:
                 held_out = held_out if tree.get("eval", {}).get("prompts") else []
                 tree["task"], self._dataset = self._task(rows, held_out)
+                if len(self._measured) > 1 and held_out:
+                    tree["eval"] |= self._sets()
         return tree
+
+    def _sets(self) -> Tree:
+        """Names the first of several data sets, and makes evaluation sets of the others, each with a file of its own."""
+        first, *others = self._measured
+        tables = []
+        for name in others:
+            rows = self._measured[name]
+            path = self._kept(f"held_out-{name}", rows)
+            tables.append({"name": name, "prompts": len(rows), "task": {"path": str(path)}})
+        return {"name": first, "sets": tables}
 
     def _task(self, rows: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> tuple[Tree, Any]:
         """The section [task], and rows to be passed from memory. Rows for evaluation are a file beside the training rows'."""
@@ -303,15 +316,17 @@ class GRPOTrainer:
         self._tables: dict[Path, str] = {}
         if not held_out:
             return {**task, "held_out": 0}, rows
-        paths = []
-        for name, table in (("train", rows), ("held_out", held_out)):
-            paths.append((self.output_dir / "headrace-data" / f"{name}.jsonl").absolute())
-            try:
-                self._tables[paths[-1]] = "".join(json.dumps(row) + "\n" for row in table)
-            except TypeError as error:
-                raise ConfigError(f"eval_dataset= needs rows that JSON can hold: {error}") from None
-        places = {"path": str(paths[0]), "held_out_path": str(paths[1])}
+        places = {"path": str(self._kept("train", rows)), "held_out_path": str(self._kept("held_out", held_out))}
         return {**task, "kind": "jsonl", **places, "held_out": len(held_out)}, None
+
+    def _kept(self, name: str, rows: list[dict[str, Any]]) -> Path:
+        """Returns the file that the rows will be in."""
+        path = (self.output_dir / "headrace-data" / f"{name}.jsonl").absolute()
+        try:
+            self._tables[path] = "".join(json.dumps(row) + "\n" for row in rows)
+        except TypeError as error:
+            raise ConfigError(f"eval_dataset= needs rows that JSON can hold: {error}") from None
+        return path
 
     def _write_inputs(self) -> None:
         """Writes what the run reads from files: rows with an eval_dataset, and a model that was given as an object."""
@@ -478,9 +493,15 @@ class GRPOTrainer:
         self._callbacks.remove(callback)
 
     def evaluate(self) -> dict[str, float]:
-        """Measures the reward on the prompts of eval_dataset."""
-        measured = headrace.evaluate(run=self._trained(), reward=self._rewards, dataset=self._dataset)
-        return {"eval_reward": measured.reward_mean, "eval_reward_sem": measured.reward_sem}
+        """Measures the reward on the prompts of eval_dataset; of several data sets on each, and puts its name into those of the numbers."""
+        found: dict[str, float] = {}
+        for number, name in enumerate(self._measured or ("",)):
+            measured = headrace.evaluate(
+                run=self._trained(), reward=self._rewards, dataset=self._dataset, of=name if number else ""
+            )
+            before = f"eval_{name}_" if len(self._measured) > 1 else "eval_"
+            found |= {f"{before}reward": measured.reward_mean, f"{before}reward_sem": measured.reward_sem}
+        return found
 
     def end(self) -> None:
         """Does nothing: a run's processes end with `train`."""
@@ -558,9 +579,9 @@ class ScriptCallbacks:
         self.tell("on_log", logs=dataclasses.asdict(step))
 
     def evaluated(self, evaluation: headrace.Evaluation) -> None:
-        self.tell(
-            "on_evaluate", metrics={f"eval_{name}": value for name, value in dataclasses.asdict(evaluation).items()}
-        )
+        before = f"eval_{evaluation.name}_" if evaluation.name else "eval_"
+        values = dataclasses.asdict(evaluation).items()
+        self.tell("on_evaluate", metrics={f"{before}{name}": value for name, value in values if name != "name"})
 
     def tell(self, event: str, **more: Any) -> None:
         """Raises StopTraining, which ends the run with a checkpoint, where a callback asks for the end."""
@@ -618,15 +639,11 @@ def _rewards(given: Any, weights: Sequence[float] | None) -> list[RewardFunction
     )
 
 
-def _only(given: Any) -> Any:
-    """Returns the one data set of a dict of data sets by name, and anything else as it is."""
+def _data_sets(given: Any) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows for evaluation by the name of their data set, which is empty where there is only one without a name."""
     if not isinstance(given, Mapping):
-        return given
-    if len(given) > 1:
-        raise ConfigError(
-            f"eval_dataset= holds {len(given)} data sets ({', '.join(map(str, given))}), and a run measures one; concatenate them, or pass one"
-        )
-    return next(iter(given.values()))
+        return {"": _rows(given, "eval_dataset")} if given else {}
+    return {str(name): _rows(rows, f"eval_dataset[{name!r}]") for name, rows in given.items()}
 
 
 def _loaded(folder: Path) -> Any:

@@ -30,7 +30,7 @@ from headrace.engine.native.kv_cache import Blocks, RecordedRouting
 from headrace.engine.native.live_weights import Served
 from headrace.engine.native.model_loading import ServableModel, count_blocks, read_model
 from headrace.engine.native.scheduler import Forks, Scheduler
-from headrace.engine.native.sequences import EngineSequence, Planner, Running
+from headrace.engine.native.sequences import EngineSequence, Planner, Running, SeesAhead
 from headrace.engine.native.stepping import Stepper
 from headrace.models.grammars import Grammars
 from headrace.native.memory import held, trim
@@ -44,7 +44,7 @@ HOTTEST = 1e30
 """Divided by more than a float32 holds, masked logits are no numbers."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestLimits:
     """The limits that requests are checked against."""
 
@@ -54,16 +54,31 @@ class RequestLimits:
     routing: bool
     images: int = 0
     """Numbers beyond the vocabulary that prompts may have: features of images."""
+    ahead: SeesAhead | None = None
+    """None for a model whose tokens see back alone."""
 
     def check(self, request: Request, context: int) -> None:
         """Raises ValueError if the request can never run. `context`: tokens of its prompt, or of the sequence that it forks."""
         _check_tokens(request.prompt, self.vocabulary + self.images)
         _check_tokens(request.prefix, self.vocabulary)
+        self._check_images(request.prompt)
         if not context:
             raise ValueError("the prompt has no tokens; begin it with a start token at least")
         _check_sampling(request.sampling)
         self._check_length(request, context)
         self._check_wishes(request)
+
+    def _check_images(self, tokens: tuple[int, ...]) -> None:
+        if self.ahead is None or max(tokens, default=0) < self.vocabulary:
+            return
+        own = np.array(tokens)
+        before, behind = np.concatenate([[-1], own[:-1]]), np.concatenate([own[1:], [-1]])
+        lacks_rest = (self.ahead(own) > 0) & (behind != own + 1)
+        lacks_begin = (self.ahead(own - 1) > 0) & (before != own - 1)
+        if (lacks_rest | lacks_begin).any():
+            raise ValueError(
+                "the prompt holds a part of an image, whose tokens see each other in this model: give all of them, in order"
+            )
 
     def _check_length(self, request: Request, context: int) -> None:
         most = request.sampling.max_tokens
@@ -276,18 +291,19 @@ class Core:
         self._model, self._runner, self._config = model, model.runner, config
         sizes = model.sizes or config.sizes
         blocks = Blocks(count_blocks(model, sizes.kv_gib))
-        running = Running(sizes.max_running, model.context_length, model.moves)
+        running = Running(sizes.max_running, model.context_length, model.moves, model.ahead)
         self._served = Served(config.max_adapters)
         self._schedule = Scheduler(blocks, running, self._served)
         self._sleeping = Sleeping(self._runner, self._schedule, model.device, asleep)
         self._forks = Forks(self._schedule, running, blocks)
         routing = _routing(model, config, blocks.count)
         self._limits = RequestLimits(
-            model.context_length,
-            model.vocabulary,
+            context_length=model.context_length,
+            vocabulary=model.vocabulary,
             stop_strings=model.decode is not None,
             routing=config.routing,
             images=model.images,
+            ahead=model.ahead,
         )
         guides = Guides(_grammars(model), model.decode, model.vocabulary, model.ends)
         self._compiling = Compiling(guides)

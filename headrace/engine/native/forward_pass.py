@@ -50,6 +50,8 @@ class ForwardInput:
     """Whether the experts chosen at every position are returned."""
     moved: np.ndarray | None = None
     """[N] int64: by how many places each token has moved up, by images before it (`models/image_axes.py`); None where places are positions."""
+    ahead: np.ndarray | None = None
+    """[N] int64: how many of the tokens behind it in its segment each token sees, those of its image (`models/image_blocks.py`); None where all are 0."""
     fed: torch.Tensor | None = None
     """[N] int64 on the runner's device: the tokens, where the host does not know them yet. For runners with `feeds`."""
 

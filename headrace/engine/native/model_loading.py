@@ -18,9 +18,10 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Decode
 from headrace.engine.native.runners import skeleton
-from headrace.engine.native.sequences import Moves
+from headrace.engine.native.sequences import Moves, SeesAhead
 from headrace.engine.sizes import Cost, Demand, Sizes, cost, fitting, longest, usable
 from headrace.models.image_axes import has_axes, moved_up
+from headrace.models.image_blocks import ahead_in, ahead_of
 from headrace.models.tokenizer import decoder_of, endings_of, load_tokenizer
 from headrace.native.memory import own_pages
 
@@ -40,6 +41,8 @@ class ServableModel:
     """Numbers of prompt tokens beyond the vocabulary, which stand for features of images."""
     moves: Moves | None = None
     """None for a model whose places are positions."""
+    ahead: SeesAhead | None = None
+    """None for a model whose tokens see back alone."""
     ends: frozenset[int]
     """Every end-of-sequence token."""
     decode: Decode | None
@@ -81,6 +84,7 @@ def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> S
         vocabulary=model.vocabulary,
         images=model.images,
         moves=partial(_moves, model.model) if has_axes(model.model) else None,
+        ahead=partial(_ahead, model.model) if ahead_in(model.model) else None,
         ends=endings_of(model_dir, tokenizer).all,
         decode=decoder_of(tokenizer) if tokenizer else None,  # with special tokens, so that they can be stop strings
         tokenizer=tokenizer,
@@ -95,6 +99,11 @@ def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> S
 def _moves(model: Any, tokens: np.ndarray) -> np.ndarray:
     moved: np.ndarray = moved_up(model, torch.from_numpy(tokens.astype(np.int64))).numpy()
     return moved
+
+
+def _ahead(model: Any, tokens: np.ndarray) -> np.ndarray:
+    found: np.ndarray = ahead_of(model, torch.from_numpy(tokens.astype(np.int64))).numpy()
+    return found
 
 
 def _sizes(model: skeleton.Skeleton, runner: Runner, config: EngineConfig, context: int, *, asleep: bool) -> Sizes:
@@ -138,18 +147,24 @@ def _runner(
     model: skeleton.Skeleton, config: EngineConfig, context: int, dtype: torch.dtype, device: torch.device
 ) -> Runner:
     from headrace.engine.native.kernels.runner import INT8_LEVELS, KernelRunner
+    from headrace.engine.native.runners import fp8
     from headrace.engine.native.runners.decoder import FusedRunner
     from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
     from headrace.engine.native.runners.own_cache import OwnCacheRunner
 
     runners = {"kernels": KernelRunner, "fused": FusedRunner, "hf": HuggingFaceRunner, "cache": OwnCacheRunner}
     chosen = choose_path(model, config, dtype, device)
-    if config.weights == "int8":
-        return KernelRunner(
-            model, context, dtype=dtype, device=device, max_adapters=config.max_adapters, levels=INT8_LEVELS
-        )
+    quantised: dict[str, dict[str, Any]] = {"published": {}, "int8": {"levels": INT8_LEVELS}}
+    if config.weights == "fp8":
+        quantised["fp8"] = {"fp8": fp8.fp8_of(device)}
     return runners[chosen](
-        model, context, dtype=dtype, device=device, exact=config.exact, max_adapters=config.max_adapters
+        model,
+        context,
+        dtype=dtype,
+        device=device,
+        exact=config.exact,
+        max_adapters=config.max_adapters,
+        **quantised[config.weights],
     )
 
 
@@ -157,7 +172,7 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
     """Returns the value of `engine.path` that serves this model here: the one that is set, or for `auto` the first of four. Raises
     ConfigError with the reason if the one that is set does not."""
     from headrace.engine.native.kernels import runner as kernels
-    from headrace.engine.native.runners import families
+    from headrace.engine.native.runners import families, fp8
 
     sees = "its prompts hold features of images, which this path does not read" if model.images else ""
     refusals: dict[str, Callable[[], str]] = {
@@ -166,13 +181,20 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
         "hf": lambda: model.objection,
         "cache": str,
     }
-    if config.weights != "published":
+    if config.weights == "int8":
         if reason := refusals["kernels"]():
             raise ConfigError(
-                f'engine.weights = "{config.weights}" is of the C++ kernels, which do not serve {model.model_type} here: {reason}; set '
+                f'engine.weights = "int8" is of the C++ kernels, which do not serve {model.model_type} here: {reason}; set '
                 'engine.weights = "published"'
             )
         return "kernels"
+    if config.weights == "fp8":
+        if reason := fp8.device_refusal(device) or refusals["fused"]() or fp8.refusal(families.read_spec(model)):
+            other = '"int8" or "published"' if device.type == "cpu" else '"published"'
+            raise ConfigError(
+                f'engine.weights = "fp8" does not serve {model.model_type} here: {reason}; set engine.weights = {other}'
+            )
+        return "fused"
     if config.path != "auto":
         if reason := refusals[config.path]():
             raise ConfigError(

@@ -47,6 +47,8 @@ _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "counter")
 
 Moves = Callable[[np.ndarray], np.ndarray]
 """Tokens [T] -> [T], by how many places each moves up what is behind it."""
+SeesAhead = Callable[[np.ndarray], np.ndarray]
+"""Tokens [T] -> [T], by how many tokens each sees ahead."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -116,9 +118,11 @@ class Pinned:
 class Running:
     """Rows [0, len) are in use. A row that ends is filled with the last one."""
 
-    def __init__(self, slots: int, context_length: int, moves: Moves | None = None) -> None:
-        """`moves`: None for a model whose places are positions."""
-        self.slots, self._moves = slots, moves
+    def __init__(
+        self, slots: int, context_length: int, moves: Moves | None = None, ahead: SeesAhead | None = None
+    ) -> None:
+        """`moves`: None for a model whose places are positions; `ahead`: None for one whose tokens see back alone."""
+        self.slots, self._moves, self._ahead = slots, moves, ahead
         self.columns = np.zeros(slots, dtype=ROW)
         self.tables = np.zeros((slots, -(-context_length // BLOCK)), dtype=np.int32)
         self.history = np.zeros((slots, context_length + 1), dtype=np.int32)
@@ -192,6 +196,26 @@ class Running:
             return None
         moved = [self._moves(self.history[row, :stop]) for row, stop in zip(rows, stops, strict=True)]
         return np.concatenate([(one.cumsum() - one)[start:] for one, start in zip(moved, starts, strict=True)])
+
+    def ahead(self, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> np.ndarray | None:
+        """Returns `ForwardInput.ahead` of the tokens [start, stop) of these rows, one row after the other."""
+        if self._ahead is None:
+            return None
+        parts = [self.history[row, start:stop] for row, start, stop in zip(rows, starts, stops, strict=True)]
+        found = self._ahead(np.concatenate(parts))
+        return found if found.any() else None
+
+    def end_of_chunk(self, row: int, start: int, stop: int) -> int:
+        """Returns where a chunk [start, stop) of a row may end: `stop`, or where the image begins that reaches over it; behind that image, if the
+        chunk would be empty."""
+        if self._ahead is None or stop <= start:
+            return stop
+        ahead = self._ahead(self.history[row, start:stop])
+        if not (left := int(ahead[-1])):
+            return stop
+        of_image = ahead[::-1] == left + np.arange(stop - start)
+        begin = stop - (stop - start if of_image.all() else int(of_image.argmin()))
+        return begin if begin > start else stop + left
 
     def settings(self, rows: np.ndarray | None) -> Settings:
         """Returns the sampling settings of these rows; None: of all rows."""
@@ -286,6 +310,7 @@ class Planner:
             adapters=columns["adapter"][rows],
             routing=self._routing,
             moved=running.moved(rows.tolist(), context.tolist(), (context + np.diff(starts)).tolist()),
+            ahead=running.ahead(rows.tolist(), context.tolist(), (context + np.diff(starts)).tolist()),
         )
         sampling = np.array([*decoding, *(chunk.row for chunk in chunks if chunk.samples)], dtype=np.int64)
         return Plan(
@@ -305,6 +330,7 @@ class Planner:
                 stop = min(known, (start // unit + 1) * unit)
                 if chunks and stop - start > (min(room, scores) if scored else room):
                     break
+            stop = running.end_of_chunk(row, start, stop)
             if stop <= start:
                 continue
             last = running.sequences[row].prompt - 1 if scored else 0

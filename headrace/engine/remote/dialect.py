@@ -87,6 +87,20 @@ class Dialect(Protocol):
     async def unload(self, connection: Connection, adapter: str, seconds: float) -> None: ...
 
 
+class SleepingDialect(Dialect, Protocol):
+    """A server that can give its device up. Both calls may be repeated, and raise ConfigError for a server that cannot do it."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is awake, with weights that are known."""
+
+    async def sleep(self, connection: Connection, keeps_base: bool, seconds: float) -> None:
+        """`keeps_base`: whether the base model's weights go to the host's memory, and come back. Else they are discarded."""
+
+    async def wake(self, connection: Connection, seconds: float) -> None:
+        """Takes the device back. Where the weights were discarded, requests wait at the server until the next `load`."""
+
+
 # --- The common part of dialects whose servers carry a label for their weights
 # The common part of dialects whose servers carry a label for their weights, and report no fingerprint: vLLM and SGLang.
 #
@@ -101,10 +115,11 @@ UNLABELLED = "default"
 """The label of a server that nobody has given one, of both kinds (`vllm/v1/engine/core.py`, SGLang's `server_args.py`)."""
 
 _REACH = {
-    False: "both machines must see engine.shared_dir under the same path",
-    True: "the server must reach the trainer at weight_sync.host",
+    "path": "both machines must see engine.shared_dir under the same path",
+    "url": "the server must reach the trainer at weight_sync.host",
+    "handle": "server and trainer must be on one GPU, or leave weight_sync.kind out",
 }
-"""The remedy where weights are files, and where the server fetches them."""
+"""The remedy, by what says in `WeightUpdate.where` how the server gets the weights."""
 
 ENDS: dict[str, Stop] = {"stop": "stop", "length": "length"}
 
@@ -119,6 +134,8 @@ class ServerFacts:
     """Whether requests may have a priority."""
     metrics: bool = True
     """Whether it counts its work for `/metrics`."""
+    sleeps: bool = False
+    """Whether it was started such that it can give its device up."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +288,11 @@ class LabelledDialect(ABC):
             except (ValueError, Unreachable) as error:
                 if not await self._is_refusal(connection, error, seconds):
                     raise
+                how = next(how for how in _REACH if how in update.where)
+                place = "the trainer's memory" if how == "handle" else update.where[how]
                 raise ConfigError(
-                    f"{self.kind} at {connection.url} could not load version {update.version} from "
-                    f"{update.where.get('path') or update.where.get('url')}: {error}. Its log has the reason; {_REACH[update.where.keys() >= {'url'}]}"
+                    f"{self.kind} at {connection.url} could not load version {update.version} from {place}: {error}. Its log has the reason; "
+                    f"{_REACH[how]}"
                 ) from None
         return LoadReport(update.version, verify_seconds=0.0, swap_seconds=time.perf_counter() - begun)
 

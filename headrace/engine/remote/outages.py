@@ -84,6 +84,9 @@ class Presence:
         self._since = 0.0
         """The time from which on it has been up."""
         self._up, self._missed = asyncio.Event(), asyncio.Event()
+        self._room, self._vacant = asyncio.Event(), asyncio.Event()
+        """Whether a process may be started; whether there is none, because the last one ended."""
+        self._room.set()
         self._why = ""
         self._outage: asyncio.Future[None] | None = None
         self._given_up: asyncio.Future[None] | None = None
@@ -132,11 +135,15 @@ class Presence:
 
     async def until_up(self) -> None:
         """Waits until the server is up. Raises the error that ended the watch for good."""
+        await self._until(self._up)
+
+    async def _until(self, *any_of: asyncio.Event) -> None:
         assert self._given_up is not None
-        while not (self._up.is_set() or self._given_up.done()):
-            up: asyncio.Future[Any] = asyncio.ensure_future(self._up.wait())
-            await asyncio.wait([self._given_up, up], return_when=asyncio.FIRST_COMPLETED)
-            up.cancel()
+        while not (any(event.is_set() for event in any_of) or self._given_up.done()):
+            events: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in any_of]
+            await asyncio.wait([self._given_up, *events], return_when=asyncio.FIRST_COMPLETED)
+            for event in events:
+                event.cancel()
         if self._given_up.done():
             self._given_up.result()
 
@@ -149,6 +156,29 @@ class Presence:
             except Unreachable as error:
                 await self.doubt(str(error))
                 await asyncio.sleep(AGAIN)
+
+    async def vacating(self, ask: Callable[[], Awaitable[object]]) -> None:
+        """Asks the server to give its device up, again when it is back. Returns when it has, or when its process has ended. The run's own server
+        is not started again before `may_start`: a new process would take the device from whoever has it then."""
+        self._room.clear()
+        while True:
+            await self._until(self._up, self._vacant)
+            if self._vacant.is_set():
+                return
+            try:
+                await ask()
+                return
+            except Unreachable as error:
+                await self.doubt(str(error))
+                await asyncio.sleep(AGAIN)
+
+    def may_start(self) -> None:
+        self._room.set()
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether the run's own server has ended, and is not started again before `may_start`."""
+        return self._vacant.is_set()
 
     def give_up(self, error: Exception) -> None:
         assert self._given_up is not None
@@ -238,25 +268,31 @@ class Presence:
                         return await self._dialect.look(self._connection, SILENT)
                     except (Unreachable, Busy) as error:
                         self._why = str(error)
-                    if self._host and self._tend(self._host, began):
+                    if self._host and self._is_gone(self._host, began):
+                        deadline.reschedule(None)
+                        await self._start_again(self._host)
                         deadline.reschedule(asyncio.get_running_loop().time() + patience)
                     await asyncio.sleep(AGAIN)
         except TimeoutError:
             message = f"at {self._connection.url} was away for {patience:g} s (engine.patience): {self._why}"
             raise WorkerDied("engine", message) from None
 
-    def _tend(self, host: OwnServer, missed: float) -> bool:
-        """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`.
-        Returns whether it has started one."""
+    def _is_gone(self, host: OwnServer, missed: float) -> bool:
+        """Returns whether the run's own server has died, and counts that. Ends it where it was up and has been silent too long since `missed`."""
         if how := host.ended():
             self._refuse_hopeless(host, how)
             self._was_up = False
             self._died(f"{host.who} {how}", how)
-            host.start()
             return True
         if self._was_up and asyncio.get_running_loop().time() - missed > self._patience:
             host.kill()
         return False
+
+    async def _start_again(self, host: OwnServer) -> None:
+        self._vacant.set()
+        await self._room.wait()
+        self._vacant.clear()
+        host.start()
 
     def _refuse_hopeless(self, host: OwnServer, how: str) -> None:
         """Raises ConfigError for a server that would end in the same way again, because nothing of it has ever worked: the first process

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -88,8 +89,8 @@ class Standstill:
     def __init__(self) -> None:
         self._streams: dict[str, tuple[str, asyncio.Future[Any]]] = {}
         """Request -> its adapter, and what its stream is left by."""
-        self._updating: set[str] = set()
-        """Adapters whose requests wait; all wait for the base model's update, which goes by the empty name."""
+        self._closed: Counter[str] = Counter()
+        """Adapters whose requests wait, and for how many reasons; all wait for the base model's, which goes by the empty name."""
         self._changed = asyncio.Event()
 
     def enter(self, request: Request) -> asyncio.Future[Any]:
@@ -112,21 +113,33 @@ class Standstill:
 
     @asynccontextmanager
     async def of(self, adapter: str) -> AsyncIterator[None]:
-        """Keeps the server free of requests that the adapter's weights would sample. One at a time for each adapter."""
-        self._updating.add(adapter)
+        """Keeps the server free of requests that the adapter's weights would sample."""
+        self.close(adapter)
         try:
-            while streams := [left for name, left in self._streams.values() if self._waits(name)]:
-                for left in streams:
-                    if not left.done():
-                        left.set_result(None)
-                await self._changed.wait()
+            await self.emptied()
             yield
         finally:
-            self._updating.discard(adapter)
-            self._notify()
+            self.reopen(adapter)
+
+    def close(self, adapter: str) -> None:
+        """Makes requests of the adapter wait, until as many calls of `reopen`."""
+        self._closed[adapter] += 1
+
+    def reopen(self, adapter: str) -> None:
+        self._closed[adapter] -= 1
+        self._closed += Counter()  # forgets what is zero
+        self._notify()
+
+    async def emptied(self) -> None:
+        """Returns when all streams of requests that have to wait are left."""
+        while streams := [left for name, left in self._streams.values() if self._waits(name)]:
+            for left in streams:
+                if not left.done():
+                    left.set_result(None)
+            await self._changed.wait()
 
     def _waits(self, adapter: str) -> bool:
-        return "" in self._updating or adapter in self._updating
+        return "" in self._closed or adapter in self._closed
 
     def _notify(self) -> None:
         self._changed.set()

@@ -54,7 +54,9 @@ class Place:
     adapted: Sequence[str] = ()
     """Names of the modules that adapters may adapt, without their path."""
     fetches: bool = False
-    """Whether it fetches new weights over HTTP instead of reading files."""
+    """Whether it takes new weights by headrace's own part in it instead of reading files."""
+    sleeps: bool = False
+    """Whether it has to give its device up while the trainer works (`orchestration.placement = "shared"`)."""
 
 
 class Described(NamedTuple):
@@ -105,6 +107,18 @@ class ServerKind:
     """Control routes that it may answer without a token beyond its machine; None if it never does."""
     cannot_reload: Callable[[Found, int], str] = lambda found, experts: ""
     """The reason why it cannot be given new weights of a model with so many experts in a layer, with the remedy; empty if it can."""
+    cannot_sleep: Callable[[Found], str] | None = None
+    """The reason why a build of it cannot give its device up while the trainer works, with the remedy; empty if it can. None: no build can."""
+
+    cannot_open: Callable[[Found], str] | None = None
+    """The reason why a build of it cannot open the trainer's memory on a GPU, with the remedy; empty if it can. None: no build can."""
+
+    def cannot_serve(self, found: Found, experts: int, *, sleeping: bool, opening: bool) -> str:
+        """Returns the reason why a build cannot serve a run, with the remedy; empty if it can. `sleeping`: whether it takes turns with the trainer;
+        `opening`: whether it opens the trainer's memory."""
+        asleep = self.cannot_sleep(found) if sleeping and self.cannot_sleep else ""
+        closed = self.cannot_open(found) if opening and self.cannot_open else ""
+        return asleep or closed or self.cannot_reload(found, experts)
 
 
 def server_kind(kind: str) -> ServerKind:
@@ -125,7 +139,7 @@ async def open_control(kind: str, url: str, stranger: Connection, seconds: float
     """Returns a warning about a server that other machines reach and may change; an empty string for one that they cannot. `stranger`: a
     connection to it without a token."""
     control = server_kind(kind).control
-    if control is None or _is_here(urlsplit(url).hostname or ""):
+    if control is None or is_here(url):
         return ""
     try:
         await stranger.get(control.path, seconds)
@@ -137,7 +151,9 @@ async def open_control(kind: str, url: str, stranger: Connection, seconds: float
     )
 
 
-def _is_here(host: str) -> bool:
+def is_here(url: str) -> bool:
+    """Returns whether a server is reached at an address of this machine alone."""
+    host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

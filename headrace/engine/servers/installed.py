@@ -16,7 +16,7 @@ from headrace.version import PACKAGE, __version__
 SETTING = "engine.python"
 
 PLUGINS = "vllm.general_plugins"
-"""The group of entry points with which headrace teaches vLLM to fetch weights over HTTP (`pyproject.toml`)."""
+"""The group of entry points with which headrace teaches vLLM to fetch weights over HTTP, and to open them (`pyproject.toml`)."""
 
 
 def look(kind: str, python: str) -> Found:
@@ -41,7 +41,7 @@ def places(named: Sequence[str]) -> list[str]:
 
 
 def require(kind: str, named: str, fetches: bool = False) -> Found:
-    """Returns what `engine.python` has of a server. `fetches`: whether it has to fetch new weights over HTTP. Raises ConfigError, with the
+    """Returns what `engine.python` has of a server. `fetches`: whether headrace's part in it has to fetch new weights, or open them. Raises ConfigError, with the
     remedy, if something is missing."""
     starts = _starts(kind)
     found = look(kind, interpreter(named, SETTING))
@@ -63,7 +63,7 @@ def _require_plugin(where: str, found: Found) -> None:
     headrace: one that can merely be imported is not found."""
     if "headrace" not in found.plugins:
         raise ConfigError(
-            f"vLLM is to fetch new weights over HTTP (weight_sync), and {where} has no headrace installed, which does that there: install it "
+            f"vLLM is to fetch or open new weights (weight_sync), and {where} has no headrace installed, which does that there: install it "
             f'({_installs_this(found.python)}), or set weight_sync.kind = "files"'
         )
     _require_version(where, found)

@@ -231,10 +231,11 @@ class Conversation:
         *,
         asked: TemplateUse = ROW,
         constraint: Constraint | None = None,
+        state: str = "",
     ) -> ChatReply:
         """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before. `most`: the most tokens of the
         answer; 0: rollout.max_tokens. `stream`: follows the answer while it is sampled. `asked`: of the template.
-        `constraint`: the language that the answer is held to, in place of the run's.
+        `constraint`: the language that the answer is held to, in place of the run's. `state`: the name of the environment's state.
 
         Raises ConfigError if the chat template refuses the messages or has no place for tools."""
         if problem := self._encoder.argument_problem(asked.arguments) if asked.arguments else "":
@@ -270,6 +271,7 @@ class Conversation:
             read=read,
             heard=stream.heard if stream else None,
             constraint=constraint,
+            state=state,
         )
         self.last, self.path = done, extended(before, place.context + done.tokens)
         given = place.given[:-1] if place.continues else place.given

@@ -319,7 +319,7 @@ class _Listener:
             self._talks[asked.role] = self._make(self._agent, asked.role)
         talk = self._talks[asked.role]
         try:
-            reply = await talk.say(asked.messages, asked.tools)
+            reply = await talk.say(asked.messages, asked.tools, state=asked.begins_in)
         except ConfigError as error:  # the template refuses: raised into the function, whose line the person sees
             return ChatReply(refused=str(error))
         if self._log and not reply.over and talk.last:

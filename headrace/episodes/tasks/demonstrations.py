@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from headrace.core.batches import Batch, Demonstration, Group
+from headrace.core.chat.reading import CLOSING, OPENING, is_opened_by
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Prompt
 from headrace.episodes.tasks.config import TaskConfig
@@ -153,6 +154,14 @@ class AnswerTokenizer(Encoder, Protocol):
 
     def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]: ...
 
+    def written(self, tokens: Sequence[int]) -> str: ...
+
+
+_LAST = 8
+"""Tokens of a prompt in which a template opens the thinking."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of messages in which data sets keep a thought beside the text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
@@ -196,7 +205,7 @@ class Demonstrations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class AnswerCourse:
     """The demonstrations beside the steps of a run: which ones a step has depends on its number alone, so that a run that goes on repeats none and leaves
     none out."""
 
@@ -219,10 +228,10 @@ class Course:
 
 def read_course(
     config: AnswersConfig, task: TaskConfig, encoder: AnswerTokenizer, *, seed: int, context: int
-) -> Course:
+) -> AnswerCourse:
     """Reads and checks the rows that are trained beside the steps of a run, as `read_demonstrations` does."""
     rows = _Reader(config, task, encoder, context).read(config.path)
-    return Course(rows=rows, seed=seed, rows_per_step=config.rows_per_step)
+    return AnswerCourse(rows=rows, seed=seed, rows_per_step=config.rows_per_step)
 
 
 def read_demonstrations(
@@ -301,6 +310,8 @@ class _Reader:
             raise ConfigError("its answer is empty, or no text; remove such rows")
         maker.check(columns)
         prompt = maker.make(name, question, columns)
+        if is_opened_by(self.encoder.written(prompt.tokens[-_LAST:])):
+            _check_thought(answer)
         return self._checked(Demonstration(prompt.tokens, self.encoder.encode_completion(answer, True)))
 
     def _checked(self, one: Demonstration) -> Demonstration:
@@ -315,6 +326,19 @@ class _Reader:
         return one
 
 
+def _check_thought(answer: str) -> None:
+    """Raises ConfigError for an answer that the model would learn to write within its thinking, which the chat template has begun."""
+    if answer.lstrip().startswith(OPENING):
+        raise ConfigError(
+            f"its answer begins with {OPENING}, which the chat template has written before it already; remove it from the answers"
+        )
+    if CLOSING not in answer:
+        raise ConfigError(
+            f"the chat template begins the model's thinking ({OPENING}), and its answer does not end it; write the thought and {CLOSING} before the answer, or "
+            "turn thinking off, with task.template = { enable_thinking = false } where the template knows that"
+        )
+
+
 def _last_message(question: str | list[Message], column: str, section: str) -> tuple[list[Message], Any]:
     """Splits a conversation before its last message."""
     if isinstance(question, str) or len(question) < 2 or question[-1]["role"] != "assistant":
@@ -325,6 +349,11 @@ def _last_message(question: str | list[Message], column: str, section: str) -> t
     if question[-1].get("tool_calls"):
         raise ConfigError(
             f"its last message calls a tool, and {section} trains answers that are text; remove such rows"
+        )
+    if thoughts := [name for name in _THOUGHTS if question[-1].get(name)]:
+        raise ConfigError(
+            f"its last message has {thoughts[0]} beside its text, and the text alone would be trained; write it into the text as the model does, as in "
+            f"{OPENING}...{CLOSING}, or remove {thoughts[0]}"
         )
     return question[:-1], question[-1]["content"]
 

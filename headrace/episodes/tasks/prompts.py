@@ -28,11 +28,17 @@ class RemarkedTask(Task, Protocol):
 
 
 def open_task(
-    config: TaskConfig, seed: int, encoder: Encoder, rows: Sequence[Mapping[str, Any]] | None = None
+    config: TaskConfig,
+    seed: int,
+    encoder: Encoder,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    measured: bool = False,
 ) -> RemarkedTask:
-    """Makes the task of a kind. `rows`: those that were passed from Python, if any."""
+    """Makes the task of a kind. `rows`: those that were passed from Python, if any. `measured`: whether all rows of a file are held out."""
     passed = [rows] if config.facts.passed else []
-    task: RemarkedTask = resolve_name(config.facts.opens)(config, seed, encoder, *passed)
+    only: dict[str, Any] = {"measured": True} if measured else {}
+    task: RemarkedTask = resolve_name(config.facts.opens)(config, seed, encoder, *passed, **only)
     return task
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.core.chat.messages import ARGUMENTS, TOOLS
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.protocols import Task
 from headrace.core.types import Prompt
 from headrace.durable.spelling import jsonable
 from headrace.episodes.tasks.config import TaskConfig
@@ -41,12 +42,18 @@ class RowsTask:
     """
 
     def __init__(
-        self, config: TaskConfig, seed: int, encoder: Encoder, passed: Sequence[Mapping[str, Any]] | None = None
+        self,
+        config: TaskConfig,
+        seed: int,
+        encoder: Encoder,
+        passed: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        measured: bool = False,
     ) -> None:
         """Reads and checks all rows. Raises ConfigError with the place and the remedy if one is wrong.
 
-        `passed`: the rows, if `task.kind = "python"`."""
-        self._config, self._seed = config, seed
+        `passed`: the rows, if `task.kind = "python"`. `measured`: whether all rows are held out, and none is ever drawn."""
+        self._config, self._seed, self._measured = config, seed, measured
         self._known = encoder.images
         raw = _given(passed) if config.facts.passed else read_rows(config.kind, config.path)
         self._rows = self._all_checked(raw, config.source)
@@ -60,6 +67,8 @@ class RowsTask:
                 with about(f"{path}, row {number}:"):
                     self._maker.check(row)
         self._held = [self._prompt(f"held-out/{index}", row) for index, row in held]
+        self.asks = [self._key(row) for _, row in held]
+        """The questions of the held-out rows, in their order."""
         self._train = train
         self._epoch = self._place = 0
         self._order = self._shuffled(0)
@@ -95,7 +104,13 @@ class RowsTask:
         return self._prompt(f"train/{self._epoch}/{index}", self._rows[index])
 
     def held_out(self, count: int) -> list[Prompt]:
-        return take(self._held, count)
+        """Returns so many prompts; of a file that is measured whole, those that there are."""
+        return self._held[:count] if self._measured else take(self._held, count)
+
+    @property
+    def trained(self) -> set[str]:
+        """The questions of the rows that are drawn."""
+        return {self._key(self._rows[index]) for index in self._train}
 
     def remarks(self) -> list[str]:
         rows = [*self._rows, *self._apart]
@@ -121,6 +136,11 @@ class RowsTask:
         order = list(range(count))
         if config.shuffle:
             random.Random(f"split/{count}").shuffle(order)
+        if self._measured:
+            shown, order = order[: config.examples], order[config.examples :]
+            in_examples = {self._key(self._rows[index]) for index in shown}
+            held = [(index, self._rows[index]) for index in order if self._key(self._rows[index]) not in in_examples]
+            return [], held, shown
         if config.held_out_path:
             apart = self._all_checked(read_rows(config.kind, config.held_out_path), config.held_out_path)
             held = list(enumerate(apart))[: config.held_out]
@@ -172,6 +192,14 @@ class RowsTask:
         }
         chat = "" if isinstance(question, str) else self._config.prompt
         return self._maker.make(id, question, columns, chat, files_of(row, self._config))
+
+
+def trained_too(task: Task, other: Task, count: int) -> int:
+    """Returns how many of the first `count` rows that the other task holds out ask what this one trains on; 0 where either makes its problems."""
+    if not (isinstance(task, RowsTask) and isinstance(other, RowsTask)):
+        return 0
+    drawn = task.trained
+    return sum(asked in drawn for asked in other.asks[:count])
 
 
 def _given(rows: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:

@@ -99,7 +99,7 @@ def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> l
     for candidate in CANDIDATES:
         config = engine if candidate.part == "engine" else train
         fits = config.dtype in ("auto", candidate.dtype) and config.path in ("auto", candidate.path)
-        if candidate.part == "engine" and engine.weights != "published" and candidate.path != "kernels":
+        if candidate.part == "engine" and not _serves(candidate, engine.weights):
             fits = False
         if candidate.part == "engine" and config.dtype == "auto" and candidate.dtype == "float32" and not wide:
             fits = False
@@ -116,6 +116,13 @@ def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> l
         if fits:
             allowed.append(candidate)
     return allowed
+
+
+def _serves(candidate: Candidate, weights: str) -> bool:
+    """Whether it is a way to serve `engine.weights`."""
+    if weights == "fp8":
+        return (candidate.dtype, candidate.path) == ("bfloat16", "fused")
+    return weights == "published" or candidate.path == "kernels"
 
 
 def choose(

@@ -31,6 +31,8 @@ class Wish(Struct, frozen=True, kw_only=True):
     """Tokens of a prompt."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 evaluates only before and after training."""
+    beside: int = 0
+    """Completions of further evaluation sets, which stay as they are."""
     save_every: int = 0
     """Steps between checkpoints; 0 writes only the last one."""
     warmup: int = 0
@@ -96,7 +98,7 @@ def step_seconds(wish: Wish, speeds: Speeds, groups: int) -> float:
 
 def evaluation_seconds(wish: Wish, speeds: Speeds, prompts: int) -> float:
     """Returns the seconds of one evaluation."""
-    return prompts * wish.samples * wish.max_tokens * speeds.sampled
+    return (prompts * wish.samples + wish.beside) * wish.max_tokens * speeds.sampled
 
 
 def fit(wish: Wish, speeds: Speeds, seconds: float) -> Fitted:

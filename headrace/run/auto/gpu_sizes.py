@@ -128,12 +128,12 @@ def _has(engine: EngineConfig) -> set[str]:
 def asking_of(config: RunConfig, shape: ModelShape, prompt_tokens: int, others: tuple[float, ...] = ()) -> Asking:
     context = min(config.engine.context_length, shape.positions or config.engine.context_length)
     rollouts = sum(run.staleness.generating * run.rollout.group_size for run in config.runs)
-    evaluated = sum(run.eval.prompts * run.eval.samples for run in config.runs)
+    evaluated = sum(run.eval.prompts * run.eval.samples + run.eval.beside for run in config.runs)
     return Asking(
         context=context,
         usual=min(context, prompt_tokens + config.longest_rollout / 2),
         most=max(1, rollouts, evaluated),
-        keeps=config.orchestration.kv == "host",
+        keeps=config.orchestration.kv == "host" and not config.engine.is_server,
         others=sum(others),
         processes=len(others),
     )
@@ -153,6 +153,7 @@ def gpu_sizes(plan: MemoryPlan, shape: ModelShape, machine: Machine, asking: Ask
     room -= asking.others + held["between"]
     token = SLACK * token_activations(shape, plan.train.gradient_checkpointing) * BYTES[plan.train_dtype]
     left = room - held["trainer"] - (held["engine"] if both and not turns else 0.0)
+    left -= OF_SERVER if both and turns and plan.engine.is_server else 0.0  # its graphs stay while it sleeps
     share = BESIDE if both and not turns else ALONE
     microbatch = next((size for size in MICROBATCHES if size * token <= share * left), ON_CPU)
     if plan.train.microbatch_tokens != "auto":
@@ -237,7 +238,8 @@ def _smaller(plan: MemoryPlan, context: int, least: int) -> Iterator[tuple[str, 
     while shorter >= max(least, BLOCK):
         yield f"set engine.context_length = {shorter}", plan, shorter
         shorter //= 2
-    if plan.trains and plan.train_device == "cuda" and not plan.shared and not plan.engine.is_server:
+    sleeps = not plan.engine.is_server or server_kind(plan.engine.kind).cannot_sleep
+    if plan.trains and plan.train_device == "cuda" and not plan.shared and sleeps:
         yield 'set orchestration.placement = "shared"', plan._replace(shared=True), context
     if not plan.adapters:
         adapted = plan._replace(lora=LoraConfig(rank=16), adapters=1)

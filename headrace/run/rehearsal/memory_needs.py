@@ -130,7 +130,7 @@ PROCESS = 0.4 * GIB
 """Bytes of a process with Python and torch: engine and trainer of a tiny model took 0.38 GiB each."""
 CONTROLLER = 0.15 * GIB
 """Bytes of the controller, which does not import torch."""
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "nf4": 0.5}
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1, "nf4": 0.5}
 
 KV = "KV cache, at most (engine.kv_gib)"
 ACTIVATIONS = "activations, about"
@@ -231,6 +231,8 @@ def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         whole = not plan.adapters or plan.lora.merged
         if plan.engine_device == "cuda" and whole and not plan.engine.is_server:
             arriving = shape.parameters * BYTES[plan.engine.serving_dtype]
+            if plan.engine.weights != "published":  # codes are made of what arrived, beside those that are served
+                arriving += _linear(shape) * BYTES[plan.engine.weights]
             yield MemoryNeed(who, "new weights, until they are swapped in", arriving, "cuda")
         if plan.fetches:
             serving = 2 * shape.parameters * BYTES[plan.engine.serving_dtype]
@@ -243,15 +245,21 @@ def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Devi
     """Returns the memory of an engine. On a CPU the weights are stored packed for the kernels, if these serve the model."""
     what, weights = "weights, in the dtype of the computation", shape.parameters * BYTES[config.serving_dtype]
     if config.weights != "published":
-        others = shape.parameters - sum(rows * columns for _, rows, columns in shape.matrices)
-        # A head that is tied to the embedding, which stays as it is published, is a second matrix.
+        others = shape.parameters - _linear(shape)
+        # In int8 a head that is tied to the embedding, which stays as it is published, is a second matrix. In FP8 it stays too.
+        coded = _linear(shape) if config.weights == "fp8" else shape.parameters
         what = f"weights in {config.weights}, embeddings in {config.serving_dtype}"
-        weights = BYTES[config.weights] * shape.parameters + BYTES[config.serving_dtype] * others
+        weights = BYTES[config.weights] * coded + BYTES[config.serving_dtype] * others
     return [
         MemoryNeed(who, "Python and torch", PROCESS, "cpu"),
         MemoryNeed(who, what, weights, device),
         MemoryNeed(who, KV, config.sizes.kv_gib * GIB, device),
     ]
+
+
+def _linear(shape: ModelShape) -> int:
+    """Returns the parameters of linear layers, without embeddings and head."""
+    return sum(rows * columns for _, rows, columns in shape.matrices)
 
 
 def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:

@@ -11,6 +11,7 @@ import msgspec
 from headrace.algo.advantages import ATTEMPTS
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
+from headrace.algo.turn_states import STATE_WEIGHT
 from headrace.core.types import Prompt
 from headrace.episodes.scoring.teacher.own_prompt import OwnPrompt
 from headrace.native.resources import gib
@@ -33,7 +34,7 @@ def algorithm(algo: AlgoConfig) -> Lines:
         ("anchor", _ANCHORS[recipe.old]),
         ("advantage", recipe.advantage + _attempts(algo) + _penalties(algo)),
         ("trained", _SUBSETS[recipe.subset.kind].format(keep=recipe.subset.keep or "half")),
-        ("credit", f"every {algo.credit} of a group has its own advantage"),
+        ("credit", _credit(algo)),
         ("correction", _correction(recipe)),
         ("lag weight", _tuple(recipe.lag, {"constant": "none", "exponential": "decay", "trim": "maximum"})),
         (
@@ -52,6 +53,16 @@ def algorithm(algo: AlgoConfig) -> Lines:
         ),
         ("cut off", "completions cut off at max_tokens " + _OVERLONG[algo.overlong]),
     ]
+
+
+def _credit(algo: AlgoConfig) -> str:
+    recipe = algo.recipe
+    if recipe.credit != "state":
+        return f"every {recipe.credit} of a group has its own advantage"
+    return (
+        f"every turn has its rollout's advantage, and {algo.state_weight or STATE_WEIGHT:g} times that of its return (discounted by {recipe.gamma:g} a turn) "
+        "among turns that began in the same state"
+    )
 
 
 def _entropy(recipe: Recipe) -> str:

@@ -26,7 +26,7 @@ from headrace.models.chat import ChatEncoder, off_loop
 from headrace.serve.routes.generate import REASONS, choice, finite, size_of_answer, tops, usage_of
 from headrace.serve.sampling import begins_thinking, given_prompts, holds_strict_tools, of_chat, of_completions, work_of
 from headrace.serve.serving import Piece, Serving, check_end, follow, to_their_ends
-from headrace.web.bodies import Chat, Completions
+from headrace.web.bodies import Chat, Completions, StreamOptions
 from headrace.web.formats import anthropic_messages as anthropic
 from headrace.web.formats import responses as openai_responses
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn, said_token
@@ -237,7 +237,7 @@ async def completions(request: HttpRequest) -> Response:
     body = await read_body(request, Completions, serving.limits)
     name = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     requests = await off_loop(work_of(body, body_bytes(request)), partial(of_completions, serving, body, name))
-    top = body.logprobs is not None
+    top, encoder = body.logprobs is not None, _encoder_for(serving, body)
     return await _answer(
         request,
         body,
@@ -248,14 +248,16 @@ async def completions(request: HttpRequest) -> Response:
             chat=False,
             logprobs=top,
             stops=stops(body),
-            prompts=[_text_of(serving, prompt) for prompt in given_prompts(body)],
+            encoder=encoder,
+            prompts=[prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in given_prompts(body)],
             echo=body.echo,
         ),
     )
 
 
-def _text_of(serving: Serving, prompt: str | Sequence[int]) -> str:
-    return prompt if isinstance(prompt, str) else serving.encoder.decode(prompt)
+def _encoder_for(serving: Serving, body: Completions | Chat) -> ChatEncoder:
+    """Returns what decodes an answer: with special tokens where its request asks for them (vLLM's `skip_special_tokens = false`)."""
+    return serving.encoder.with_special_tokens("show") if body.skip_special_tokens is False else serving.encoder
 
 
 async def chat(request: HttpRequest) -> Response:
@@ -272,6 +274,7 @@ async def chat(request: HttpRequest) -> Response:
         chat=True,
         logprobs=bool(body.logprobs),
         stops=stops(body),
+        encoder=_encoder_for(serving, body),
         format=serving.encoder.call_format if offered_tools(body) else None,
         thinking=begins_thinking(serving.encoder, requests[0].prompt, body),
         tools=offered_tools(body),
@@ -281,9 +284,12 @@ async def chat(request: HttpRequest) -> Response:
 
 async def _answer(request: HttpRequest, body: Completions | Chat, answering: Answering) -> Response:
     answering.serving.room_for(len(answering.requests))
-    if body.stream:
-        return Events(answering.events(body.stream_options is not None and body.stream_options.include_usage))
-    return await while_there(request, answering.whole()) or GONE
+    if not body.stream:
+        return await while_there(request, answering.whole()) or GONE
+    options = body.stream_options or StreamOptions()
+    if options.continuous_usage_stats:
+        note_ignored(request.scope, "stream_options.continuous_usage_stats")
+    return Events(answering.events(options.include_usage))
 
 
 @dataclass(kw_only=True)
@@ -296,6 +302,7 @@ class Answering:
     chat: bool
     logprobs: bool
     stops: Sequence[str]
+    encoder: ChatEncoder
     format: CallFormat | None = None
     """The format of tool calls, where tools were offered."""
     thinking: bool | None = None
@@ -313,10 +320,9 @@ class Answering:
             self.prompts[place // self._several] if self.echo else "" for place in range(len(self.requests))
         ]
         echoed = self._echoes if self.echo else [None] * len(self.requests)
-        self._logprobs = [TextLogprobs(self.serving.encoder, echo) for echo in echoed]
+        self._logprobs = [TextLogprobs(self.encoder, echo) for echo in echoed]
         self._answers = [
-            CompletionText(self.serving.encoder, self.stops, self.format, self.thinking, self.tools)
-            for _ in self.requests
+            CompletionText(self.encoder, self.stops, self.format, self.thinking, self.tools) for _ in self.requests
         ]
         self._head = {
             "id": self.name,
@@ -383,7 +389,7 @@ class Answering:
         return own
 
     def _logprobs_of(self, piece: Piece) -> dict[str, Any]:
-        return chat_logprobs(self.serving.encoder, piece) if self.chat else self._logprobs[piece.index].of(piece)
+        return chat_logprobs(self.encoder, piece) if self.chat else self._logprobs[piece.index].of(piece)
 
     def _reason(self, piece: Piece) -> str:
         reason = REASONS[piece.stream.end.stop] if piece.stream.end else "abort"

@@ -14,8 +14,8 @@ from headrace.serve.serving import Serving
 from headrace.web.bodies import Body
 from headrace.web.errors import Refused
 from headrace.web.sending import json_response, read_body
-from headrace.weight_sync.http_ranges import UnpreparedReceiver
 from headrace.weight_sync.in_vllm.adapter_files import write_adapter
+from headrace.weight_sync.in_vllm.receiving import Receiving
 
 
 class InitTransfer(Body, kw_only=True):
@@ -37,7 +37,7 @@ class FakeTransfer:
         """`load`: takes a whole model. `there`: whether the server was started with the engine."""
         self._serving, self._load, self._there = serving, load, there
         self._active = False
-        self._receiver = UnpreparedReceiver()
+        self._receiving = Receiving("cpu")
 
     async def init(self, request: HttpRequest) -> Response:
         await read_body(request, InitTransfer, self._serving.limits)
@@ -54,13 +54,16 @@ class FakeTransfer:
         update = (await read_body(request, UpdateWeights, self._serving.limits)).update_info.update
         self._check(active=True)
         self._active = False
+        receiver = self._receiving.of(update)
         if update.adapter:
-            tensors = await asyncio.to_thread(self._receiver.receive, update)
-            manifest = self._receiver.manifest(update.adapter.name)
+            tensors = await asyncio.to_thread(receiver.receive, update)
+            manifest = receiver.manifest(update.adapter.name)
             await asyncio.to_thread(write_adapter, Path(update.where["files"]), update, manifest, tensors)
         elif not self._serving.paused:
             raise Refused(400, "weights are replaced while the server is not paused: tokens of both would be mixed")
         else:
+            if "handle" in update.where:  # the engine behind this fake cannot open it
+                await asyncio.to_thread(receiver.receive, update)
             await self._load(update)
         self._active = True
         return json_response({"message": "Weights updated"})

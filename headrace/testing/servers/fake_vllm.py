@@ -2,7 +2,8 @@
 
 It takes the fields that vLLM 0.32 documents in its source (`entrypoints/scale_out/token_in_token_out/protocol.py`, `entrypoints/rl/online`,
 `entrypoints/serve`), and refuses any other with 400, where vLLM itself would ignore some: a client that misspells a field is found out. It
-is strict about the order of an update, too: weights are read while the server is paused, and no cache salt outlives its weights.
+is strict about the order of an update, too: weights are read while the server is paused, and no cache salt outlives its weights. Its sleep
+(`fake_sleep.py`) gives no memory back.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from headrace.core.reports import EngineStats
 from headrace.core.types import Request, Sampling
 from headrace.core.weights import WeightUpdate
 from headrace.serve.serving import Piece, Serving, follow, to_their_ends
+from headrace.testing.servers.fake_sleep import FakeSleep
 from headrace.testing.servers.fake_transfer import FakeTransfer
 from headrace.testing.servers.runtime_checksums import checksums_of
 from headrace.web.bodies import Body, LoadAdapter, StreamOptions, Token, UnloadAdapter
@@ -103,18 +105,21 @@ class FakeVllm:
         logprobs_mode: str = "processed_logprobs",
         faults: Collection[str] = (),
         absent: Collection[str] = (),
+        sleep_mode: bool = False,
     ) -> None:
-        """`weights`: the directory of those that it begins with; without one it has no checksums."""
+        """`weights`: the directory of those that it begins with; without one it has no checksums. `sleep_mode`: `--enable-sleep-mode`."""
         assert set(faults) <= set(FAULTS)
         self.serving, self.dtype, self.max_loras, self.logprobs_mode = serving, dtype, max_loras, logprobs_mode
         self.faults, self.absent = set(faults), set(absent)
         self.label = "default"
         self.bodies: list[VllmGenerate] = []
         """Requests that were served, for tests to look at."""
-        self._salts: dict[str, int] = {}
-        """The number of reloads under which each salt was used first."""
-        self.reloads = 0
+        self._salts: dict[str, str] = {}
+        """The fingerprint of the weights under which each salt was used first."""
+        self._told, self.reloads = "", 0
+        """The fingerprint of what it was last told to load; how often that was."""
         self._checksums = checksums_of(weights) if weights else {}
+        self.rest = FakeSleep(serving, sleep_mode)
 
     # -- generation -----------------------------------------------------------------------------------------------------
 
@@ -131,6 +136,7 @@ class FakeVllm:
 
     def _check(self, body: VllmGenerate) -> None:
         drawn = body.sampling_params
+        self.rest.check_weights()
         if body.priority:
             raise Refused(400, "the server does not use priority scheduling (--scheduling-policy priority)")
         if drawn.stop and not drawn.detokenize:
@@ -138,7 +144,7 @@ class FakeVllm:
         room = self.serving.engine.capabilities.context_length - len(body.token_ids)
         if room < 1:
             raise Refused(400, f"the prompt has {len(body.token_ids)} tokens and leaves room for {room}")
-        if self._salts.setdefault(body.cache_salt or "", self.reloads) != self.reloads:
+        if self._salts.setdefault(body.cache_salt or "", self._told) != self._told:
             raise Refused(400, f"cache_salt {body.cache_salt} was used with other weights, whose KV it would be given")
 
     def _request(self, body: VllmGenerate, name: str, scores: bool = False) -> Request:
@@ -233,6 +239,7 @@ class FakeVllm:
             raise Refused(400, f"this server knows reload_weights(weights_path=...), and was asked for {body}")
         if not self.serving.paused:
             raise Refused(400, "weights are reloaded while the server is not paused: tokens of both would be mixed")
+        self.rest.check_memory()
         if "load_fails" in self.faults:
             raise RuntimeError("no safetensors there")
         record = msgspec.json.decode((Path(body.kwargs["weights_path"]) / RECORD).read_bytes(), type=UpdateRecord)
@@ -243,13 +250,16 @@ class FakeVllm:
                 found = await asyncio.to_thread(checksums_of, Path(body.kwargs["weights_path"]), without)
                 # Its parameters stay the same ones, whatever else the files hold: a tied head is none of its own.
                 self._checksums |= {name: digest for name, digest in found.items() if name in self._checksums}
-        self.reloads += 1
+            self.rest.loaded()
+        self._told, self.reloads = record.update.fingerprint, self.reloads + 1
         return json_response({"results": [None]})
 
     async def _fetch(self, update: WeightUpdate) -> None:
+        self.rest.check_memory()
         if "weights_ignored" not in self.faults:
             await asyncio.shield(asyncio.ensure_future(self.serving.load(update)))
-        self.reloads += 1
+            self.rest.loaded()
+        self._told, self.reloads = update.fingerprint, self.reloads + 1
 
     async def check_weights(self, request: HttpRequest) -> Response:
         await read_body(request, CheckWeights, self.serving.limits)
@@ -297,6 +307,7 @@ class FakeVllm:
             "dtype": f"torch.{self.dtype}",
             "max_model_len": self.serving.engine.capabilities.context_length,
             "logprobs_mode": self.logprobs_mode,
+            "enable_sleep_mode": self.rest.enabled,
         }
         lora = {"max_loras": self.max_loras} if self.max_loras else None
         config = {"model_config": model, "lora_config": lora, "scheduler_config": {"policy": "fcfs"}}
@@ -329,6 +340,9 @@ class FakeVllm:
                 _post("/update_weights", transfer.update),
                 _post("/finish_weight_update", transfer.finish),
                 _get("/server_info", self.server_info),
+                _post("/sleep", self.rest.sleep),
+                _post("/wake_up", self.rest.wake_up),
+                _get("/is_sleeping", self.rest.is_sleeping),
             ]
         if self._checksums and not {"dev", "checker"} & self.absent:
             routes.append(_post("/weight_checker", self.check_weights))

@@ -26,13 +26,13 @@ Flex = Callable[[Tensor, Tensor, Tensor, BlockMask, float | None], Tensor]
 
 
 def block_mask(columns: Tensor, window: int | None, device: torch.device) -> BlockMask:
-    """The mask of a tree. `columns` [3, N] on the CPU: place, where the subtree ends to whose root segment the token belongs, position (as
-    `Block.seen`); `window`: positions that a query sees, its own included; None or 0: all before it."""
-    place, end, position = columns
+    """The mask of a tree. `columns` [4, N] on the CPU: place, where the subtree ends to whose root segment the token belongs, position, the last place
+    that it sees (as `Block.seen`); `window`: positions that a query sees, its own included; None or 0: all before it."""
+    place, end, position, sees = columns
     count = len(place)
     lowest = position - window if window else torch.full_like(position, -1)  # of the positions that are too far back
-    on_device = [column.to(device, torch.int32) for column in (end, position, lowest)]
-    partly, wholly = _blocks(place, end, position, lowest)
+    on_device = [column.to(device, torch.int32) for column in (end, position, lowest, sees)]
+    partly, wholly = _blocks(place, end, position, lowest, sees)
     (some, which), (every, full) = _listed(partly), _listed(wholly)
     named: dict[str, Any] = {"BLOCK_SIZE": BLOCK, "mask_mod": _seen(*on_device), "seq_lengths": (count, count)}
     mask = BlockMask.from_kv_blocks(some, which, every, full, **named)
@@ -40,23 +40,26 @@ def block_mask(columns: Tensor, window: int | None, device: torch.device) -> Blo
     return found
 
 
-def _seen(end: Tensor, position: Tensor, lowest: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Segments lie in preorder: the token at place q sees exactly the places k <= q < end of k."""
+def _seen(
+    end: Tensor, position: Tensor, lowest: Tensor, sees: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Segments lie in preorder: the token at place q sees exactly the places k up to `sees` whose end is behind q."""
 
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (end[k] > q) & (position[k] > lowest[q])
+        return (k <= sees[q]) & (end[k] > q) & (position[k] > lowest[q])
 
     return mask_mod
 
 
-def _blocks(place: Tensor, end: Tensor, position: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
+def _blocks(place: Tensor, end: Tensor, position: Tensor, lowest: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
     """Twice [B, B] bool: which blocks of queries may see some of a block of keys, and which see all of it."""
     first, last = _bounds(place)
     soonest, latest = _bounds(end)
     nearest, farthest = _bounds(position)
     low, high = _bounds(lowest)
-    some = (first <= last[:, None]) & (latest > first[:, None]) & (farthest > low[:, None])
-    every = (last <= first[:, None]) & (soonest > last[:, None]) & (nearest > high[:, None])
+    least, most = _bounds(sees)
+    some = (first <= most[:, None]) & (latest > first[:, None]) & (farthest > low[:, None])
+    every = (last <= least[:, None]) & (soonest > last[:, None]) & (nearest > high[:, None])
     if len(place) % BLOCK:  # the last block is not full
         every[-1], every[:, -1] = False, False
     return some & ~every, every
@@ -125,13 +128,14 @@ def _trial_columns() -> Tensor:
         for start, length, above, end in (*segments, (390, 40, 0, 430))
         for i in range(length)
     ]
-    return torch.tensor(columns).t().contiguous()
+    place, end, position = torch.tensor(columns).t()
+    return torch.stack([place, end, position, place])
 
 
 def _dense(columns: Tensor, window: int | None) -> Tensor:
     """[N, N] bool"""
-    place, end, position = columns
-    seen = (place <= place[:, None]) & (end > place[:, None])
+    place, end, position, sees = columns
+    seen = (place <= sees[:, None]) & (end > place[:, None])
     return seen & (position[:, None] - position < window) if window else seen
 
 

@@ -17,7 +17,7 @@ from headrace.core.errors import ConfigError
 from headrace.trainer.forward.carried import UNABLE, carried_hidden, carries, close
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
-from headrace.trainer.forward.image_places import image_places
+from headrace.trainer.forward.image_places import image_places, images_ahead
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
 from headrace.trainer.packing import ROOT, Kept, Pack, Segment
 
@@ -152,7 +152,8 @@ class Forward:
             return torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
         context, device = self.context, pack.tokens.device
         if context is None:
-            tree = tree_of(pack.segments, device, flex=bool(self.backend))
+            ahead = images_ahead(self.model, pack.tokens)
+            tree = tree_of(pack.segments, device, flex=bool(self.backend), ahead=ahead)
             return _packed_hidden(self.model, pack.tokens, pack.positions, tree)
         tree = tree_of(context.segments(pack), device, context=context, flex=bool(self.backend))
         return _packed_hidden(self.model, context.part(pack.tokens), context.part(pack.positions), tree)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.models.image_embedding import ImageEmbedding
 from headrace.trainer.forward.carried import carried_hidden
 from headrace.trainer.forward.forward import Forward, inner_of, own_hidden, packed_hidden, within
 from headrace.trainer.forward.fused import fused_ops, fused_products
@@ -156,7 +157,7 @@ def _fuse_ends(model: Any, served: bool) -> None:
     if type(head) is nn.Linear and head.bias is None:
         head.packed = PackedWeight()
     plain = type(embedding) is nn.Embedding or hasattr(embedding, "scalar_embed_scale")  # the other is Gemma's
-    if served and plain and embedding.max_norm is None:
+    if served and plain and not isinstance(embedding, ImageEmbedding) and embedding.max_norm is None:
         setattr(embedding, "forward", MethodType(_embedding, embedding))  # noqa: B010 (mypy knows the class)
 
 
@@ -310,7 +311,7 @@ def _attention(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) ->
 def _mixed(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor | None:
     """The input of the attention's last product; None if the module's own forward has to run."""
     tree, places = kwargs.get("tree"), kwargs.get("position_embeddings")
-    if tree is None or places is None or kwargs.get("past_key_values") is not None:
+    if tree is None or tree.ahead is not None or places is None or kwargs.get("past_key_values") is not None:
         return None
     spec: AttentionSpec = module.fused
     tree.windows.append(spec.window)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from headrace.models.image_blocks import kind_of
 from headrace.native.cuda_ops import Kernel, Layout, varlen_kernel
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.flex import block_mask, flex_kernel
@@ -122,42 +123,56 @@ class Block:
     keys: tuple[int, ...]
     """Indices of the pieces that they may see, the root first and their own last."""
     seen: Tensor
-    """[3, keys] int64: place in the pack; where the subtree ends to whose root segment the key belongs; position in the sequence.
-    Segments lie in preorder, so a query at place p sees exactly the keys with place <= p < end."""
+    """[4, keys] int64: place in the pack; where the subtree ends to whose root segment the key belongs; position in the sequence; the last place
+    that it sees as a query, its own or the end of its image. Segments lie in preorder, so a query at place p that sees up to place r sees exactly the
+    keys with place <= r and p < end."""
     asking: range
     """Which of the keys are the queries: the last ones, or every n-th of these."""
     alone: bool
     """Whether it is a root segment with all its queries, for which plain causal attention is enough."""
-    _parts: dict[tuple[int, torch.dtype], list[Part]] = field(default_factory=dict)
+    _parts: dict[tuple[int, torch.dtype, bool], list[Part]] = field(default_factory=dict)
 
-    def parts(self, window: int | None, dtype: torch.dtype) -> list[Part]:
-        """The parts of the call, cached: every layer needs them, and autograd keeps them alive anyway."""
-        asked = window or 0, dtype
+    def parts(self, window: int | None, dtype: torch.dtype, ahead: bool = False) -> list[Part]:
+        """The parts of the call, cached: every layer needs them, and autograd keeps them alive anyway. `ahead`: whether images see ahead."""
+        asked = window or 0, dtype, ahead
         if asked not in self._parts:
             self._parts[asked] = self._make_parts(*asked)
         return self._parts[asked]
 
-    def _make_parts(self, reach: int, dtype: torch.dtype) -> list[Part]:
+    def _make_parts(self, reach: int, dtype: torch.dtype, ahead: bool) -> list[Part]:
         count, total = len(self.asking), self.seen.shape[1]
-        if self.alone and not 0 < reach < total:
+        causal = not ahead or bool((self.seen[3] == self.seen[0]).all())
+        if self.alone and causal and not 0 < reach < total:
             return [Part(slice(0, count), slice(0, total), None)]
         size = max(MASK_ELEMENTS // total, 128)
-        return [self._part(slice(start, min(start + size, count)), reach, dtype) for start in range(0, count, size)]
+        starts = range(0, count, size)
+        return [self._part(slice(start, min(start + size, count)), reach, dtype, ahead) for start in starts]
 
-    def _part(self, queries: slice, reach: int, dtype: torch.dtype) -> Part:
+    def _part(self, queries: slice, reach: int, dtype: torch.dtype, ahead: bool) -> Part:
         asking = self.asking[queries]
         mine = self.seen[:, asking.start : asking.stop : asking.step]
-        place, end, position = self.seen
-        candidates = (place <= mine[0].max()) & (end > mine[0].min())
+        sees = mine[3 if ahead else 0]
+        place, end, position, _ = self.seen
+        candidates = (place <= sees.max()) & (end > mine[0].min())
         if reach:
             candidates &= position > mine[2].min() - reach
         first, last = candidates.nonzero()[[0, -1], 0].tolist()
         keys = slice(first, last + 1)
-        place, end, position = self.seen[:, keys]
-        hidden = (place > mine[0][:, None]) | (end <= mine[0][:, None])
+        place, end, position, _ = self.seen[:, keys]
+        hidden = (place > sees[:, None]) | (end <= mine[0][:, None])
         if reach:
             hidden |= mine[2][:, None] - position >= reach
         return Part(queries, keys, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf))
+
+
+@dataclass(frozen=True)
+class ImagesAhead:
+    """Tokens of images that see later ones."""
+
+    counts: Tensor
+    """[N] int64 on the CPU: how many of the tokens behind it each token sees. They lie in its segment."""
+    kinds: frozenset[str]
+    """The kinds of layers in which they do (`models/image_blocks.py`)."""
 
 
 @dataclass(kw_only=True)
@@ -173,9 +188,11 @@ class Tree:
     """The ranks that the tokens are spread over; None: all are here."""
     flex: bool = False
     """Whether FlexAttention may compute it (`flex.py`): where layers are compiled."""
+    ahead: ImagesAhead | None = None
+    """None where every token sees back alone."""
     windows: list[int | None] = field(default_factory=list)
     """The sliding window that each attention call asked for, in order."""
-    _masks: dict[int, BlockMask] = field(default_factory=dict)
+    _masks: dict[tuple[int, bool], BlockMask] = field(default_factory=dict)
     _varlen: Varlen | None = None
     _own: list[Block] | None = None
 
@@ -183,11 +200,16 @@ class Tree:
         self._varlen = self._varlen or varlen_of(self.segments, device)
         return self._varlen
 
+    def sees_ahead(self, window: int | None) -> bool:
+        """Whether images do in a layer with this window."""
+        return self.ahead is not None and kind_of(window) in self.ahead.kinds
+
     def mask(self, window: int | None, device: torch.device) -> BlockMask:
-        asked = window or 0
+        asked = window or 0, self.sees_ahead(window)
         if asked not in self._masks:
             ends = _subtree_ends(self.segments)
-            columns = _columns(self.segments, _tokens_above(self.segments), ends)
+            ahead = self.ahead if asked[1] else None
+            columns = _columns(self.segments, _tokens_above(self.segments), ends, ahead)
             self._masks[asked] = block_mask(columns, window, device)
         return self._masks[asked]
 
@@ -207,14 +229,17 @@ def tree_of(
     segments: Sequence[Segment],
     device: torch.device,
     call_price: int = CALL_PRICE,
+    *,
     context: Context | None = None,
     flex: bool = False,
+    ahead: ImagesAhead | None = None,
 ) -> Tree:
-    """The attention calls for the segments of a pack, which are in preorder. A higher `call_price` means fewer calls."""
+    """The attention calls for the segments of a pack, which are in preorder. A higher `call_price` means fewer calls. Raises ValueError for an image
+    that lies in several segments."""
     above, ends = _tokens_above(segments), _subtree_ends(segments)
     whole = _whole_is_cheaper(segments, above, ends, call_price)
-    tree = Tree(segments=tuple(segments), pieces=[], blocks=[], context=context, flex=flex)
-    columns = _columns(segments, above, ends)
+    tree = Tree(segments=tuple(segments), pieces=[], blocks=[], context=context, flex=flex, ahead=ahead)
+    columns = _columns(segments, above, ends, ahead)
     piece_of: dict[int, int] = {}
     i = 0
     while i < len(segments):
@@ -243,12 +268,18 @@ def _tokens_above(segments: Sequence[Segment]) -> list[int]:
     return above
 
 
-def _columns(segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int]) -> Tensor:
-    """[3, N]: `Block.seen` of every token of the pack."""
-    columns = torch.arange(segments[-1].end).repeat(3, 1)
+def _columns(
+    segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int], ahead: ImagesAhead | None = None
+) -> Tensor:
+    """[4, N]: `Block.seen` of every token of the pack."""
+    columns = torch.arange(segments[-1].end).repeat(4, 1)
+    if ahead is not None:
+        columns[3] += ahead.counts
     for i, segment in enumerate(segments):
         columns[1, segment.start : segment.end] = segments[ends[i] - 1].end
         columns[2, segment.start : segment.end] -= segment.start - above[i]
+        if columns[3, segment.start : segment.end].max() >= segment.end:
+            raise ValueError("an image whose tokens see each other lies in two segments of a tree")
     return columns
 
 
@@ -332,11 +363,12 @@ def tree_attention(
 def _whole(
     tree: Tree, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
 ) -> Tensor:
+    ahead = tree.sees_ahead(window)
     if tree.flex and (flex := flex_kernel(query.device, value.dtype, value.shape[3])):
         q, k = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings leave them in float32
         with torch.autocast(query.device.type, enabled=False):
             return flex(q, k, value, tree.mask(window, query.device), scaling).transpose(1, 2).contiguous()
-    if kernel := varlen_kernel(query.device, value.dtype, value.shape[3]):
+    if not ahead and (kernel := varlen_kernel(query.device, value.dtype, value.shape[3])):
         return tree.varlen(query.device).attend(kernel, query, key, value, scaling=scaling, window=window)
     return _by_blocks(tree, tree.blocks, query, key, value, scaling=scaling, window=window)
 
@@ -361,19 +393,22 @@ def _by_blocks(
             v=_join([values[i] for i in block.keys]),
             scaling=scaling,
             window=window,
+            ahead=tree.sees_ahead(window),
         )
         for block in blocks
     ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
-def _attend(block: Block, q: Tensor, *, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _attend(
+    block: Block, q: Tensor, *, k: Tensor, v: Tensor, scaling: float | None, window: int | None, ahead: bool
+) -> Tensor:
     small = q.device.type == "cpu" and k.shape[2] <= FLOAT32_UP_TO
     # under autocast, rotary embeddings leave q and k in float32 and v in bf16
     dtype = torch.promote_types(v.dtype, torch.float32) if small else v.dtype
     lowered, outputs = [x.to(dtype) for x in (q, k, v)], []
     with torch.autocast(q.device.type, enabled=False):
-        for part in block.parts(window, dtype):
+        for part in block.parts(window, dtype, ahead):
             places = (part.queries, part.keys, part.keys)
             mine, keys, values = (_cut(x, place) for x, place in zip(lowered, places, strict=True))
             outputs.append(

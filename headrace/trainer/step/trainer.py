@@ -39,6 +39,7 @@ from headrace.trainer.forward.compiled import Compilation, compiled
 from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
+from headrace.trainer.forward.image_places import images_ahead
 from headrace.trainer.forward.lowered import StepCopies, step_copies
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.forward.tree_attention import tree_of
@@ -642,7 +643,8 @@ def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Float[Tensor
     pack = pack_sequence((*tokens, tokens[-1])).to(device)  # the last one is only predicted
     try:
         with computed_in(dtype, device):
-            packed_hidden(model, pack.tokens, pack.positions, tree_of(pack.segments, device))
+            tree = tree_of(pack.segments, device, ahead=images_ahead(model, pack.tokens))
+            packed_hidden(model, pack.tokens, pack.positions, tree)
     finally:
         for hook in hooks:
             hook.remove()

@@ -50,7 +50,7 @@ class ValueHead(torch.nn.Module):
         """`width`: of the hidden states. `updates`: those of a step."""
         super().__init__()
         recipe = algo.recipe.critic
-        self._recipe, self._discounts = recipe, Discounts(algo.gamma, algo.lam, recipe)
+        self._recipe, self._discounts = recipe, Discounts(algo.recipe.gamma, algo.lam, recipe)
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from headrace.facts.health import Standing
-from headrace.facts.number_tables import StepColumns
+from headrace.facts.number_tables import Numbers, StepColumns
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import percent
 from headrace.views.board.followed_run import OF_POOLS, StepWindow, read_window
 from headrace.views.report import page, plots
 from headrace.views.report.data import ReportData, bins
+from headrace.views.report.distributions import over_time
 from headrace.views.report.gantt import MAX_BARS
 from headrace.views.report.overview import ON_BOARD
 from headrace.views.report.plots import kl_by_lag, lag_table
@@ -130,7 +131,7 @@ def overview(data: ReportData) -> str:
 
 def drawn(data: ReportData) -> str:
     """Returns what was drawn beside what was trained: lags, lengths, solve rates."""
-    figures = [plots.lengths(data.state), plots.solve_rates(data.state)]
+    figures = [*over_time(data.columns, data.groups), plots.lengths(data.state), plots.solve_rates(data.state)]
     if data.bins:
         staleness = (plots.lag, kl_by_lag, plots.ratio, plots.met_a_swap, plots.thrown, plots.pauses)
         figures += [draw(data) for draw in staleness]
@@ -151,20 +152,25 @@ def part(
     name: str,
     run_dir: Path,
     state: RunState,
-    columns: StepColumns,
+    numbers: Numbers,
     *,
     asked: Steps = None,
     standing: Standing | None = None,
 ) -> str:
     """Returns a part of PARTS. `asked`: first and last step, for parts that show some steps of a long run. `standing`: the state of the
     run's process."""
+    columns = numbers.columns
     long = steps_of(columns) > MAX_BARS or not state.whole
     if name == "pools" and long:
         return _some_pools(run_dir, state, columns, asked)
     if name == "drawn" and long:
-        return _some_drawn(run_dir, state, columns, asked)
-    data = _data(run_dir, state, bins_too=name == "drawn")
-    return PARTS[name](dataclasses.replace(data, columns=columns, standing=standing))
+        return _some_drawn(run_dir, state, numbers, asked)
+    data = _with(_data(run_dir, state, bins_too=name == "drawn"), numbers)
+    return PARTS[name](dataclasses.replace(data, standing=standing))
+
+
+def _with(data: ReportData, numbers: Numbers) -> ReportData:
+    return dataclasses.replace(data, columns=numbers.columns, groups=numbers.groups.rows.view)
 
 
 def _data(run_dir: Path, state: RunState, bins_too: bool) -> ReportData:
@@ -186,11 +192,11 @@ def _some_pools(run_dir: Path, state: RunState, columns: StepColumns, asked: Ste
     return head + page.pools(_data(run_dir, state, bins_too=False), shown.state)
 
 
-def _some_drawn(run_dir: Path, state: RunState, columns: StepColumns, asked: Steps) -> str:
-    steps = steps_of(columns)
+def _some_drawn(run_dir: Path, state: RunState, numbers: Numbers, asked: Steps) -> str:
+    steps = steps_of(numbers.columns)
     if asked is None:
         note = '<p class="note">Distributions and the table are of the whole run.</p>'
-        return pager(1, steps, steps, whole=True) + note + drawn(_data(run_dir, state, bins_too=True))
+        return pager(1, steps, steps, whole=True) + note + drawn(_with(_data(run_dir, state, bins_too=True), numbers))
     first, last = chosen(steps, asked)
     shown = read_window(run_dir, state.started, first, last)
     note = '<p class="note">Groups that were ready before the first of these steps are missing in the distributions of what was trained.</p>'

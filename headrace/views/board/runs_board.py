@@ -112,7 +112,7 @@ class RunsBoard:
             f'<p class="banner">{100 * run.read_share:.0f} % of the facts have been read so far.</p>' if unread else ""
         )
         standing = next((Standing(line.words, line.mark) for line in self.lines() if line.name == name), None)
-        return note + part(which, run.run_dir, run.state, run.numbers.columns, asked=steps, standing=standing)
+        return note + part(which, run.run_dir, run.state, run.numbers, asked=steps, standing=standing)
 
     def metrics(self, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
         """Returns every number by its name, with the last value of each run that has it."""

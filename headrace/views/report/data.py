@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps
 from headrace.facts.facts import GroupEnded, Warned
 from headrace.facts.group_numbers import NO_CONTRAST, Tally
@@ -37,6 +39,8 @@ class ReportData:
     """The smallest and the largest reward of a rollout."""
     columns: StepColumns | None = None
     """Its numbers by step."""
+    groups: np.ndarray | None = None
+    """Rows of the numbers of its groups (`number_tables.ROW`), by ticket."""
     standing: Standing | None = None
     """The state of its process; None where only the files are known."""
 
@@ -138,7 +142,7 @@ def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None 
         state.fold(fact)
         if not indexed:
             numbers.take(fact, state)
-    config, damage = run_dir / "config.toml", Damage()
+    config, damage, known = run_dir / "config.toml", Damage(), index.numbers if indexed else numbers
     samples = tuple(sampled(run_dir, pieces, damage))
     if damage:
         state.fold(Warned(state.now, f"of the journal cannot be read: {damage}"))
@@ -149,7 +153,8 @@ def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None 
         config=config.read_text() if config.exists() else "",
         bins=tuple(bins(state, ended)),
         rewards=tuple(seen),
-        columns=index.numbers.columns if indexed else numbers.columns,
+        columns=known.columns,
+        groups=known.groups.rows.view,
         standing=standing,
     )
 

@@ -19,6 +19,7 @@ from headrace.facts.run_totals import EngineSpan, over_steps, trimmed
 from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
 from headrace.facts.verdicts import measured_on
 from headrace.views.report.data import Bin, ReportData
+from headrace.views.report.distributions import over_time
 from headrace.views.report.svg import Chart, extent, figure, table
 
 # --- The common parts of all charts over optimizer steps
@@ -295,8 +296,17 @@ def _of_agent(name: str, point: Bin) -> float:
 
 
 def held_out(data: ReportData) -> str:
-    """Draws every evaluation with its error, and notes prompts without a reward; nothing if there are fewer than two evaluations."""
-    evals = data.state.evals
+    """Draws every evaluation of the held-out prompts, then of each further set, with its error, and notes prompts without a reward; nothing of
+    a set that has fewer than two evaluations."""
+    state = data.state
+    first = _evaluations(data, state.evals, "Held-out reward", data.range_of_rewards)
+    return first + "".join(_evaluations(data, evals, f"Held-out reward, {name}") for name, evals in state.sets.items())
+
+
+def _evaluations(
+    data: ReportData, evals: Sequence[Evaluated], title: str, within: tuple[float, float] = (-math.inf, math.inf)
+) -> str:
+    """`within`: the least and the largest reward that there can be."""
     if len(evals) < 2:
         return ""
     low, high = of_steps(data)
@@ -305,9 +315,7 @@ def held_out(data: ReportData) -> str:
         max([high, *(evaluation.step + 0.5 for evaluation in evals)]),
     )
     sides = [evaluation.reward_mean + sign * evaluation.reward_sem for evaluation in evals for sign in (-1, 1)]
-    chart = Chart(
-        ends, extent([*sides, *(evaluation.reward_mean for evaluation in evals)], within=data.range_of_rewards)
-    )
+    chart = Chart(ends, extent([*sides, *(evaluation.reward_mean for evaluation in evals)], within=within))
     points = [(float(evaluation.step), evaluation.reward_mean) for evaluation in evals]
     chart.line(points, "c2").dots(points, "c2", [evaluation.reward_sem for evaluation in evals])
     for evaluation in evals:
@@ -318,7 +326,7 @@ def held_out(data: ReportData) -> str:
         )
     failed = [f"step {evaluation.step} on {measured_on(evaluation)}" for evaluation in evals if evaluation.failures]
     note = f"mean ± standard error; {'; '.join(failed) if failed else 'no prompt failed'}"
-    return figure("Held-out reward", chart.html("Held-out reward"), note=clip(note, MAX_NOTE))
+    return figure(title, chart.html(title), note=clip(note, MAX_NOTE))
 
 
 def _measured(evaluation: Evaluated) -> str:
@@ -397,6 +405,7 @@ def _learning(data: ReportData) -> Sequence[str]:
         held_out(data),
         failures(data),
         lengths_over_steps(data),
+        *over_time(data.columns, data.groups),
         lengths(data.state),
         solve_rates(data.state),
     )

@@ -4,6 +4,7 @@ the report's parts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -15,6 +16,7 @@ from headrace.facts.costs import dollars
 from headrace.facts.records import StepRow
 from headrace.facts.rollout_view import settings_of
 from headrace.facts.texts import clip, duration, number, percent, reward_text
+from headrace.facts.verdicts import gain_of
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.page import THEME, document
 from headrace.views.report.svg import Chart, extent, figure, table
@@ -105,6 +107,7 @@ def final_numbers(run: ComparedRun) -> dict[str, str]:
     held_out = [
         f"{reward_text(evaluation.reward_mean)} ± {reward_text(evaluation.reward_sem)}" for evaluation in measured
     ]
+    sets = {_in_set(name): gain_of(evals) for name, evals in state.sets.items()}
     return {
         "state": run.life,
         "steps": f"{state.step:,} of {state.started.steps:,}" if state.started else "–",
@@ -112,6 +115,7 @@ def final_numbers(run: ComparedRun) -> dict[str, str]:
         "reward of the last steps": _or_dash(run_state.recent_reward(state), "{:.3f}"),
         "held-out reward, first": held_out[0] if held_out else "–",
         "held-out reward, last": held_out[-1] if len(held_out) > 1 else "–",
+        **sets,
         "tokens trained": f"{state.totals.tokens:,}",
         "tokens a second sampled": _or_dash(state.engine.rate, "{:,.0f}"),
         "tokens a second trained": _or_dash(run_state.trainer_rate(state), "{:,.0f}"),
@@ -128,13 +132,20 @@ def final_numbers(run: ComparedRun) -> dict[str, str]:
     }
 
 
+def _in_set(name: str) -> str:
+    return f"held-out reward, {name}"
+
+
 COST_ROWS = ("cost", "cost a step", "cost of a million trained tokens")
 
 
 def compared_numbers(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Returns the last numbers of all runs by name. Costs that no run has are left out."""
+    """Returns the last numbers of all runs by name. Costs that no run has are left out; an evaluation set stands if one of the runs has it."""
     columns = [final_numbers(run) for run in runs]
-    rows = {name: [column[name] for column in columns] for name in columns[0]}
+    names = list(columns[0])
+    place = names.index("tokens trained")
+    names[place:place] = [name for name in dict.fromkeys(itertools.chain(*columns)) if name not in names]
+    rows = {name: [column.get(name, "–") for column in columns] for name in names}
     return {name: values for name, values in rows.items() if name not in COST_ROWS or set(values) != {"–"}}
 
 

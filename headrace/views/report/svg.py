@@ -167,6 +167,14 @@ class Chart:
             )
         return self
 
+    def cell(self, xs: tuple[float, float], ys: tuple[float, float], name: str, strength: float) -> Chart:
+        """Draws a box of a heat map. `strength`: 0 to 1."""
+        left, right, top, bottom = self.x(xs[0]), self.x(xs[1]), self.y(ys[1]), self.y(ys[0])
+        self._parts.append(
+            f'<rect class="box {name}" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" fill-opacity="{strength:.2f}"/>'
+        )
+        return self
+
     def rule(self, y: float) -> Chart:
         """Draws a dashed horizontal line."""
         at = self.y(y)

@@ -33,9 +33,11 @@ from headrace.facts.verdicts import (
     bias,
     equation,
     failings,
+    gain_of,
     held_out,
     identity,
     lag,
+    measured_on,
     prompts,
     reasons,
     record,
@@ -121,6 +123,8 @@ def _judged(table: Table, state: RunState) -> None:
 
 def _learned(table: Table, state: RunState) -> None:
     _row(table, held_out(state))
+    for name, evals in state.sets.items():
+        _more(table, f"  {name}", f"{gain_of(evals)}   {measured_on(evals[-1])}")
     if state.rows:
         rewards = [row.reward_drawn for row in state.spread]
         curve = Text(sparkline(rewards, 40), "green")
@@ -225,6 +229,8 @@ def _talk(state: RunState) -> str:
     words = f"{total.talk['turns'] / max(total.scored, 1):.1f} turns a rollout"
     if forked:
         words += f", {percent(forked / total.talk['turns'])} on a path of their own (the agent or the chat template rewrites history)"
+    if later := total.talk["later"]:
+        words += f"; {percent(total.talk['met'] / later)} of the later turns in a state in which another turn of their group began"
     wrong = {name.removeprefix("calls: "): count for name, count in total.talk.items() if ": " in name and count}
     if calls:
         words += f"; {plural(calls, 'tool call')}{f' ({counted(wrong)})' if wrong else ''}"

@@ -293,7 +293,8 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
             return step_line(fact, state)
         case Evaluated():
             mean = with_error(fact.reward_mean, fact.reward_sem)
-            return f"held-out reward {fact.phase} (step {fact.step}): {mean} on {measured_on(fact)}"
+            of = f" of {fact.name}" if fact.name else ""
+            return f"held-out reward{of} {fact.phase} (step {fact.step}): {mean} on {measured_on(fact)}"
         case FirstFailure():
             where = "of a held-out prompt, " if fact.held_out else ""
             text = f"FAILED {fact.reason} (the first, {where}{fact.prompt_id}): {clip(fact.detail, 400)}"

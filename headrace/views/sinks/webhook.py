@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -22,15 +23,17 @@ from headrace.facts.recorder import Sink
 from headrace.facts.records import MetricsFact, StepRow
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, duration
+from headrace.settings.secrets import WEBHOOK as ADDRESS
 from headrace.views.sinks.queued import PATIENCE, OwnThread
 
-ADDRESS = "HEADRACE_WEBHOOK"
 EVERY, HELD = 60.0, 3
 """Seconds of the run between two looks at its verdict, each of some milliseconds; and looks at which a verdict is the same before it is sent."""
 MOST = 20
 """Warnings that a process of a run sends."""
 LONGEST = 1500
 """Characters of a message; Discord takes 2,000."""
+_MENTION = re.compile(r"(?<=<)(?=[!@#])|(?<=@)(?=\w)")
+"""The places within `<!channel>`, `<@U123>` and `@everyone` at which a character that is not seen makes them plain text."""
 TIMEOUT = 10.0
 PAUSES = (2.0, 8.0)
 """Seconds before the second and the third try."""
@@ -157,9 +160,11 @@ class Webhook:
 
 
 def body_of(name: str, step: int, alert: Alert) -> bytes:
-    """Returns the body of a request. `text` is what Slack and Mattermost show, `content` what Discord does."""
-    text = clip(f"{name}: {alert.text}", LONGEST)
-    return json.dumps({"text": text, "content": text, "run": name, "step": step, "event": alert.event}).encode()
+    """Returns the body of a request. `text` is what Slack and Mattermost show, `content` what Discord does. Warnings may hold words of a model: they
+    call nobody."""
+    text = _MENTION.sub("\u200b", clip(f"{name}: {alert.text}", LONGEST))
+    said = {"text": text, "content": text, "allowed_mentions": {"parse": []}}
+    return json.dumps({**said, "run": name, "step": step, "event": alert.event}).encode()
 
 
 class _Unmoved(urllib.request.HTTPRedirectHandler):

@@ -40,6 +40,14 @@ def unlike(model: torch.nn.Module, tensors: Mapping[str, Tensor], version: int) 
     return wrong, read
 
 
+def borrowed(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of parameters and buffers that lie in the memory of `tensors` instead of being copies. That memory is written to again for the
+    version after the next."""
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, tensor in held if tensor.numel() and tensor.untyped_storage().data_ptr() in theirs]
+
+
 def _multiplies_by(module: Any, parts: list[Tensor], version: int) -> bool | None:
     """None if the module is no whole, unquantised product or table."""
     method = getattr(module, "quant_method", None)

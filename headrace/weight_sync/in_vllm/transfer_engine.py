@@ -1,9 +1,11 @@
-"""vLLM's end of weight sync over HTTP, at its public extension point: a weight transfer engine (vLLM 0.32, `distributed/weight_transfer/base.py`).
+"""vLLM's end of weight sync, at its public extension point: a weight transfer engine (vLLM 0.32, `distributed/weight_transfer/base.py`).
 
-The run sends each update, with the trainer's address and token, to `/update_weights`. Every worker fetches the packed buffer, whole or as a
-difference, compares the fingerprint (C3), and only then gives the tensors to the model's own `load_weights`, which divides them among ranks,
-fuses and quantises them. So an update whose bytes are refused leaves the weights as they are. An adapter is written into files, which
-`/v1/load_lora_adapter` loads afterwards.
+The run sends each update to `/update_weights`: with the trainer's address and token, or with handles of its memory on the same GPU. Every worker
+fetches the packed buffer, whole or as a difference, or opens it, compares the fingerprint (C3), and only then gives the tensors to the model's
+own `load_weights`, which divides them among ranks, fuses and quantises them. So an update whose bytes are refused leaves the weights as they
+are. An adapter is written into files, which `/v1/load_lora_adapter` loads afterwards.
+
+vLLM has an engine for such handles itself (its backend "ipc"). It takes a pickle over HTTP (`VLLM_ALLOW_INSECURE_SERIALIZATION`), and compares nothing.
 
 vLLM reloads module by module, and makes what it derives from weights (packed, fused or quantised copies) anew in each module that was given
 tensors. A module without any is left as it was, with no more than a warning. So a tied parameter is given to each of its modules, and a module that
@@ -27,9 +29,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
-from headrace.weight_sync.http_ranges import UnpreparedReceiver
 from headrace.weight_sync.in_vllm.adapter_files import write_adapter
-from headrace.weight_sync.in_vllm.read_back import unlike
+from headrace.weight_sync.in_vllm.read_back import borrowed, unlike
+from headrace.weight_sync.in_vllm.receiving import Receiving
 
 SHOWN = 3
 """Names of modules in a message."""
@@ -43,7 +45,8 @@ class NoInitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     update: dict[str, Any]
-    """A `WeightUpdate` as JSON, with `url`, `token`, and for an adapter the directory to write (`files`) in `where`."""
+    """A `WeightUpdate` as JSON. In `where` it has `url` and `token`, or `handle`, `layout` and `memory`; for an adapter also the directory to
+    write (`files`)."""
 
 
 class HeadraceTransferEngine(WeightTransferEngine):
@@ -52,7 +55,7 @@ class HeadraceTransferEngine(WeightTransferEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._receiver = UnpreparedReceiver()
+        self._receiving = Receiving(self.device.type, self.device.index)
         self._directories: set[Path] = set()
         """The directories of the adapters that were written."""
 
@@ -70,14 +73,15 @@ class HeadraceTransferEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         update = msgspec.convert(update_info.update, WeightUpdate)
-        tensors = self._receiver.receive(update)
+        receiver = self._receiving.of(update)
+        tensors = receiver.receive(update)
         if update.adapter:
-            manifest = self._receiver.manifest(update.adapter.name)
+            manifest = receiver.manifest(update.adapter.name)
             target = Path(update.where["files"])
             self._directories.add(target.parent)
             write_adapter(target, update, manifest, tensors)
             return
-        tied = self._receiver.manifest("").tied
+        tied = receiver.manifest("").tied
         given = {**tensors, **{other: tensors[name] for other, name in tied.items()}}
         initialize_layerwise_reload(self.model)
         self.model.load_weights(given.items())
@@ -86,6 +90,10 @@ class HeadraceTransferEngine(WeightTransferEngine):
         if missed:
             shown = ", ".join(missed[:SHOWN])
             raise IdentityError(f"vLLM loaded no weights into {shown}: it would serve those of before")
+        if kept := borrowed(self.model, given):
+            raise IdentityError(
+                f"vLLM has copied nothing into {', '.join(kept[:SHOWN])}: they lie in memory that a later version is written to"
+            )
         wrong, read = unlike(self.model, given, update.version)
         if wrong:
             raise IdentityError(

@@ -452,7 +452,8 @@ def test_the_address_is_no_argument_of_any_process_and_no_agent_gets_it(
     async def case(service: Service) -> None:
         assert main(["gateway", service.address, "--", sys.executable, "agent.py"]) == 2
         (name,) = set(re.findall(r"HEADRACE_\w+", capsys.readouterr().err))
-        names = {**os.environ, name: service.address, "HEADRACE_TOKEN": "x", "PYTHONPATH": PACKAGE}
+        secrets = {name: service.address, "HEADRACE_TOKEN": "x", "HEADRACE_WEBHOOK": "http://x/secret"}
+        names = {**os.environ, **secrets, "PYTHONPATH": PACKAGE}
         words = [sys.executable, "-m", "headrace", "gateway", "--at-once", "1", "--", sys.executable, "agent.py"]
         started.append(await asyncio.to_thread(subprocess.Popen, words, env=names))
         while not found.exists():
@@ -467,7 +468,8 @@ def test_the_address_is_no_argument_of_any_process_and_no_agent_gets_it(
     assert started[0].wait(LONGEST) == 0
     assert isinstance(good, Played) and good.rewards == {"agent": 1.0} and seen == []
     inherited = json.loads(found.read_text())
-    assert "OPENAI_BASE_URL" in inherited and not {"HEADRACE_GATEWAY", "HEADRACE_TOKEN"} & set(inherited)
+    assert "OPENAI_BASE_URL" in inherited
+    assert not {"HEADRACE_GATEWAY", "HEADRACE_TOKEN", "HEADRACE_WEBHOOK"} & set(inherited)
 
 
 def command_lines() -> Iterator[bytes]:

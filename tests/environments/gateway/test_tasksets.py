@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from headrace.episodes.rollout_session import Played
 from headrace.facts.facts import Evaluated, GroupEnded
 from headrace.run.config import load_config
 from support import tool_chats
+from support.few import few
 from support.gateway.written_turns import Model, check_rows, encoder_of
 from support.tiny_run import of, tiny_config
 
@@ -275,19 +277,33 @@ def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [
-        ({"options": {"agent": {"harness": {"id": "bash"}}}}, "the harness bash of the agent agent executes what the"),
-        (
-            {"options": {"id": "judged", **{one: {"client": {"base_url": "http://x"}} for one in ("agent", "judge")}}},
-            "all agents of the environment (agent, judge) have a model of their own, and none would be trained",
+    few(
+        starmap(
+            pytest.param,
+            [
+                (
+                    {"options": {"agent": {"harness": {"id": "bash"}}}},
+                    "the harness bash of the agent agent executes what the",
+                ),
+                (
+                    {
+                        "options": {
+                            "id": "judged",
+                            **{one: {"client": {"base_url": "http://x"}} for one in ("agent", "judge")},
+                        }
+                    },
+                    "all agents of the environment (agent, judge) have a model of their own, and none would be trained",
+                ),
+                ({"options": {"retries": {"max_retries": 1}}}, "retries would train a rollout that was given up"),
+                ({"options": {"agent": {"retries": {"max_retries": 1}}}}, "retries would train"),
+                ({"options": {"taskset": {"endless": True}}}, "is endless: set environment.options.select.limit"),
+                ({"options": {"select": {"limit": 1}}}, "has one task, and none to hold out: set task.held_out = 0"),
+                ({"options": {"taskset": {"level": 3}}}, "TasksetConfig.level: Extra inputs are not permitted"),
+                ({"name": "no_such_taskset"}, "No module named 'no_such_taskset'"),
+            ],
         ),
-        ({"options": {"retries": {"max_retries": 1}}}, "retries would train a rollout that was given up"),
-        ({"options": {"agent": {"retries": {"max_retries": 1}}}}, "retries would train"),
-        ({"options": {"taskset": {"endless": True}}}, "is endless: set environment.options.select.limit"),
-        ({"options": {"select": {"limit": 1}}}, "has one task, and none to hold out: set task.held_out = 0"),
-        ({"options": {"taskset": {"level": 3}}}, "TasksetConfig.level: Extra inputs are not permitted"),
-        ({"name": "no_such_taskset"}, "No module named 'no_such_taskset'"),
-    ],
+        keep=3,
+    ),
 )
 def test_an_environment_that_cannot_be_trained_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
     (found,) = played(tmp_path, [seed(2)], seeds=True, **settings)

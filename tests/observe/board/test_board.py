@@ -32,6 +32,7 @@ from headrace.views.board.runs_board import RunsBoard
 from headrace.views.report.side_by_side import settings_apart
 from headrace.web.server import bind
 from support.fact_stream import FactStream, standing, write_journal, write_run
+from support.few import few
 from support.journal_frames import places_of, spoil
 
 TOKEN = "a-token-of-the-tests-only"
@@ -285,7 +286,7 @@ def test_the_overview_knows_whether_a_run_goes_on(runs: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*(f"part?part={part}" for part in PARTS), "lanes?", "rollouts?", "differences?", "csv?metric=loss", "curves?metric=loss", "metrics?"],
+    few([*(f"part?part={part}" for part in PARTS), "lanes?", "rollouts?", "differences?", "csv?metric=loss", "curves?metric=loss", "metrics?"], keep=4),
 )  # fmt: skip
 def test_a_run_that_was_deleted_is_not_shown_and_its_name_may_be_given_again(path: str, tmp_path: Path):
     for number, name in enumerate(("one", "other")):

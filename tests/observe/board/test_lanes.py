@@ -310,6 +310,7 @@ def long_run(directory: Path, steps: int) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="bytes that are read are counted by Linux")
 def test_a_window_of_a_long_run_is_bounded_in_rows_and_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     most = 300_000

@@ -128,7 +128,7 @@ def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def parts(run: FollowedRun) -> dict[str, str]:
     """The tabs that have no choice of steps."""
     names = PARTS.keys() - {"pools", "drawn"}
-    return {name: part(name, run.run_dir, run.state, run.numbers.columns) for name in names}
+    return {name: part(name, run.run_dir, run.state, run.numbers) for name in names}
 
 
 def test_a_state_is_the_same_when_it_comes_back_from_bytes():
@@ -171,7 +171,7 @@ def test_a_long_run_is_known_from_its_digest_as_from_all_its_facts(tmp_path: Pat
     assert parts(opened) == parts(read)
     assert opened.state.step == 300 and len(opened.state.rows) < 200 < len(read.state.rows)
     for name in ("lag", "tokens", "KL (k3)", "max"):  # the table by lag is of all steps
-        cells = [re.findall(rf'data-head="{re.escape(name)}">(.*?)</td>', part("drawn", tmp_path, one.state, one.numbers.columns)) for one in (opened, read)]  # fmt: skip
+        cells = [re.findall(rf'data-head="{re.escape(name)}">(.*?)</td>', part("drawn", tmp_path, one.state, one.numbers)) for one in (opened, read)]  # fmt: skip
         assert cells[0] == cells[1] != []
 
 
@@ -263,7 +263,7 @@ def test_the_pools_of_a_long_run_are_shown_for_some_steps(tmp_path: Path, long: 
     run = FollowedRun(tmp_path)
 
     def shown(name: str, asked: tuple[int, int] | None = None) -> tuple[list[int], str]:
-        html = part(name, tmp_path, run.state, run.numbers.columns, asked=asked)
+        html = part(name, tmp_path, run.state, run.numbers, asked=asked)
         return [int(one) for one in re.findall(r'data-tip="step (\d+)\ntrained', html)], html
 
     steps, html = shown("pools")

@@ -31,7 +31,7 @@ from headrace.views.config import ObserveConfig, check_installed
 from headrace.views.sinks import queued
 from headrace.views.sinks.queued import Dashboard, QueuedSink
 from headrace.views.sinks.wandb import chosen_mode
-from headrace.views.sinks.webhook import EVERY, HELD, AlertChoice, Webhook, address_of, post
+from headrace.views.sinks.webhook import EVERY, HELD, Alert, AlertChoice, Webhook, address_of, body_of, post
 from support.fact_stream import FactStream, standing
 from support.runs.beside import until
 
@@ -333,6 +333,16 @@ def test_a_message_is_tried_three_times_and_its_loss_is_said_without_the_address
     assert bool(said) != arrives and "a-secret" not in "".join(said)
     assert (
         arrives or f"lacks 1 messages: HeadraceError: its server answered {answers[-1] if answers else ''}" in said[0]
+    )
+
+
+@pytest.mark.parametrize("call", ["@everyone", "@channel", "<!channel>", "<!subteam^S1>", "<@U123>", "<#C1>"])
+def test_words_of_a_model_in_a_warning_call_nobody(call: str) -> None:
+    body = json.loads(body_of("demo", 1, Alert("warning", f"the judge wrote {call}, a@b and x < 3")))
+    assert body["allowed_mentions"] == {"parse": []} and body["text"] == body["content"]
+    assert (
+        call not in body["text"]
+        and body["text"].replace("\u200b", "") == f"demo: the judge wrote {call}, a@b and x < 3"
     )
 
 

@@ -227,6 +227,7 @@ def _second(directory: Path, port: int, run: Path) -> None:
         worker.wait(PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_rollouts_of_a_lost_machine_go_on_elsewhere_from_their_last_turn(
     sign: signal.Signals, tiny_llama: Path, tmp_path: Path

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from headrace.core.batches import Row
 from headrace.core.types import SamplingMask
+from support.few import few
 
 FILTERS = {
     "top-p": {"top_p": 0.8},
@@ -49,7 +50,7 @@ def counts_of(rows):
     return [end - start for own in offsets for start, end in pairwise(own)]
 
 
-@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("filters", few(FILTERS, keep=2))
 @pytest.mark.parametrize(("dtype", "temperature"), DTYPES_AND_TEMPERATURES)
 def test_of_what_filters_kept(filters, temperature, dtype):
     forward = trainer_of("llama3-rope")
@@ -61,7 +62,7 @@ def test_of_what_filters_kept(filters, temperature, dtype):
             assert torch.equal(scored(forward, pack, temperature, dtype), pack.sampled)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, keep=3))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_every_family(name, dtype):
     forward = trainer_of(name)

@@ -24,6 +24,7 @@ from headrace.trainer.parallel import ParallelConfig, repeats
 from headrace.trainer.placement.port import Microbatches, Placement, Single
 from headrace.trainer.placement.sharded import Sharded
 from support import tiny_models
+from support.few import few
 from support.trainer_calls import own_plan
 
 
@@ -70,7 +71,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, keep=2))
 def test_two_ranks_that_share_microbatches_have_the_gradient_of_one_device(name: str, two: RankProcesses) -> None:
     compare(two, spread(CASES[name]))
 

@@ -20,6 +20,7 @@ from headrace.trainer.forward.forward import choose_forward
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.outline import is_outline, outline, sample
 from support import tiny_models
+from support.few import few
 
 CASES = {
     "FSDP2": Case(model="llama-deep"),
@@ -56,7 +57,7 @@ def others(trainer: object) -> list[str]:
     return [mark(whole), *([adapters.base_mark, adapters._frozen_mark] if adapters else [])]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, keep=4))
 def test_the_values_that_ranks_read_are_those_of_one_device(name: str, two: RankProcesses) -> None:
     case = CASES[name]
     directory = tiny_models.saved(case["model"])
@@ -70,7 +71,7 @@ def test_the_values_that_ranks_read_are_those_of_one_device(name: str, two: Rank
 FAMILIES = [*tiny_models.MODELS, *tiny_models.OTHERS, "gemma2", "granite-scaled", "gemma3-deep"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, keep=6))
 def test_an_outline_is_the_model_without_its_values(name: str) -> None:
     directory = tiny_models.saved(name)
     found, whole = outline(directory), load_model(directory, CPU)

@@ -26,6 +26,7 @@ from headrace.trainer.parallel import ParallelConfig, sums_once
 from headrace.trainer.placement.sharded import least
 from headrace.trainer.step.checkpoint import saved_weights
 from support import tiny_models
+from support.few import few
 
 CASES = {
     "llama": Case(model="llama"),
@@ -74,7 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, keep=9))
 def test_two_ranks_have_the_gradient_of_one_device(name: str, two: RankProcesses) -> None:
     compare(two, CASES[name], least=2 if "filled up" in name else 3)
 
@@ -124,7 +125,7 @@ def test_a_model_without_experts_is_refused(two: RankProcesses) -> None:
 # -- in float64 --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("name", few(["llama", "llama-tied-biased", "qwen3", "gemma3_text"], keep=1))
 def test_three_steps_in_float64_end_at_the_weights_of_one_device(name: str, two: RankProcesses) -> None:
     compare_exact(two, name, ParallelConfig(shard=2, reduce="step" if name == "qwen3" else "auto"))
 
@@ -154,7 +155,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", few(STEPS, keep=2))
 def test_three_steps_end_at_the_weights_of_one_device(name: str, two: RankProcesses) -> None:
     compare_steps(two, STEPS[name], share=0.5)
 
@@ -171,7 +172,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", few(RESUMED, keep=2))
 def test_a_checkpoint_goes_on_bit_for_bit_on_its_mesh_and_equally_on_another(
     name: str, two: RankProcesses, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from headrace.trainer.step.checkpoint import saved_weights
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import pairs_of
 from support import tiny_models
+from support.few import few
 from support.plain_trainer import same_numbers
 
 # -- gradients ---------------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, keep=3))
 def test_two_stages_have_the_gradient_of_one_device(name: str, two: RankProcesses) -> None:
     compare(two, CASES[name])
 
@@ -229,7 +230,7 @@ def compare_exactly(ranks: RankProcesses, name: str, parallel: ParallelConfig) -
         assert (found[key] - one).abs().max() <= 1e-12, key
 
 
-@pytest.mark.parametrize("name", ["llama-deep", "qwen3-deep", "gemma3-deep"])
+@pytest.mark.parametrize("name", few(["llama-deep", "qwen3-deep", "gemma3-deep"], keep=1))
 def test_three_steps_in_float64_end_at_the_weights_of_one_device(name: str, two: RankProcesses) -> None:
     compare_exactly(two, name, ParallelConfig(pipeline=2))
 
@@ -273,7 +274,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", few(STEPS, keep=1))
 def test_three_steps_end_at_the_weights_of_one_device(name: str, two: RankProcesses) -> None:
     case = STEPS[name]
     directory = tiny_models.saved(case["model"])

@@ -141,15 +141,25 @@ class Pass:
     """Inputs of the kernel that reads pages."""
     ragged: tuple[Layout, torch.Tensor] | None = None
     """Inputs of the kernel over gathered keys: the segments, and [K] int64 where their keys lie in the cache."""
+    ahead: torch.Tensor | None = None
+    """[N] int64: how many of the tokens behind it in its chunk each token sees, in layers that are called so."""
     _plans: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None, bool], torch.Tensor | None] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        ahead: bool = False,
     ) -> torch.Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D] in q's dtype. Writes k and v into the cache first.
 
-        `window`: a token sees itself and the window - 1 tokens before it.
+        `window`: a token sees itself and the window - 1 tokens before it. `ahead`: a token of an image sees the rest of it.
         """
         self.cache.write(layer, self.where, k, v)
         if self.paged is not None and self.cache.kernel is not None:
@@ -164,7 +174,8 @@ class Pass:
         if len(self.single):
             out[self.single] = self._decode(layer, q[self.single], scale, window)
         for index, chunk in enumerate(self.chunks):
-            out[chunk.start : chunk.stop] = self._chunk(layer, index, q[chunk.start : chunk.stop], scale, window)
+            of_chunk = slice(chunk.start, chunk.stop)
+            out[of_chunk] = self._chunk(layer, index, q[of_chunk], scale=scale, window=window, ahead=ahead)
         return out
 
     # -- tokens alone -------------------------------------------------------------------------------------------------------
@@ -210,11 +221,13 @@ class Pass:
 
     # -- chunks -------------------------------------------------------------------------------------------------------------
 
-    def _chunk(self, layer: int, index: int, q: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    def _chunk(
+        self, layer: int, index: int, q: torch.Tensor, *, scale: float, window: int | None, ahead: bool
+    ) -> torch.Tensor:
         chunk = self.chunks[index]
         length = chunk.context + len(q)
         keys, values = self.cache.gather(layer, chunk.table[None])
-        mask = self._chunk_mask(index, window)
+        mask = self._chunk_mask(index, window, ahead)
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys[:, :length].transpose(1, 2),
@@ -226,15 +239,17 @@ class Pass:
         )
         return out[0].transpose(0, 1)
 
-    def _chunk_mask(self, index: int, window: int | None) -> torch.Tensor | None:
+    def _chunk_mask(self, index: int, window: int | None, ahead: bool) -> torch.Tensor | None:
         """[n, context + n] to be added to the scores; None where plain causality says it all."""
-        key, chunk = (index, window), self.chunks[index]
+        key, chunk = (index, window, ahead), self.chunks[index]
         if key not in self._masks:
             queries = self.positions[chunk.start : chunk.stop, None]
             length = chunk.context + len(queries)
+            further = self.ahead[chunk.start : chunk.stop, None] if ahead and self.ahead is not None else None
             plain = chunk.context == 0 and (window is None or window >= length)
+            plain = plain and (further is None or not bool(further.any()))
             keys = torch.arange(length, device=queries.device)[None]
-            self._masks[key] = None if plain else self._mask(_visible(keys, queries, window))
+            self._masks[key] = None if plain else self._mask(_visible(keys, queries, window, further))
         return self._masks[key]
 
     # -- all segments in one call -------------------------------------------------------------------------------------------
@@ -255,13 +270,16 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
     positions, segments, sizes = batch.positions(), batch.segments(), np.diff(batch.starts)
     batch = replace(batch, tables=batch.tables[:, : positions.max() // BLOCK + 1])  # a caller's tables may be wider
     where = batch.tables[segments, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-    if cache.kernel is not None:
+    kernels = batch.ahead is None  # they know causal attention alone
+    assert batch.ahead is None or not batch.ahead[batch.starts[1:] - 1].any(), "an image is forwarded to its end"
+    if cache.kernel is not None and kernels:
         return _read_in_place(batch, cache, positions, where)
     made = partial(Pass, cache=cache, positions=move(positions), where=move(where))
     if exact:
+        assert kernels, "a piece of fixed size may end within an image"
         return made(tables=move(batch.tables[segments]), exact=True)
     ends = batch.context + sizes
-    if cache.ragged is not None:
+    if cache.ragged is not None and kernels:
         key_starts, source = _keys(batch, ends)
         longest = int(sizes.max()), int(ends.max())
         layout = Layout(move(batch.starts, np.int32), move(key_starts, np.int32), *longest)
@@ -277,7 +295,8 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
         for s in np.flatnonzero(sizes > 1)
     ]
     tables = batch.tables if len(alone) == len(sizes) else batch.tables[alone]
-    return made(single=move(batch.starts[alone]) if chunks else None, tables=move(tables), chunks=chunks)
+    ahead = None if batch.ahead is None else move(batch.ahead)
+    return made(single=move(batch.starts[alone]) if chunks else None, tables=move(tables), chunks=chunks, ahead=ahead)
 
 
 def _keys(batch: ForwardInput, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -302,8 +321,10 @@ def _read_in_place(batch: ForwardInput, cache: PagedCache, positions: np.ndarray
     return Pass(cache=cache, positions=at, where=to, paged=Pages(starts, lengths, tables, tiles))
 
 
-def _visible(keys: torch.Tensor, queries: torch.Tensor, window: int | None) -> torch.Tensor:
-    seen = keys <= queries
+def _visible(
+    keys: torch.Tensor, queries: torch.Tensor, window: int | None, ahead: torch.Tensor | None = None
+) -> torch.Tensor:
+    seen = keys <= (queries if ahead is None else queries + ahead)
     return seen if window is None else seen & (keys > queries - window)
 
 

@@ -23,12 +23,14 @@ from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
     LayerWeights,
+    Linear,
     Spec,
     Tensors,
     read_spec,
     read_weights,
     rotary_tables,
 )
+from headrace.engine.native.runners.fp8 import Fp8, Fp8Matrix, Fp8Stack
 from headrace.engine.native.runners.graphs import Capture, Passed, PassGraphs, on_cuda
 from headrace.engine.native.runners.layers import (
     Adapter,
@@ -44,7 +46,7 @@ from headrace.engine.native.runners.layers import (
     read_adapter,
     route,
 )
-from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner, in_pieces
+from headrace.engine.native.runners.paged import EXACT_ROWS, TRIED, PagedRunner, in_pieces, require_exact
 from headrace.engine.native.runners.skeleton import Skeleton
 
 
@@ -95,10 +97,14 @@ class FusedRunner(PagedRunner):
         device: torch.device,
         exact: bool = False,
         max_adapters: int = 0,
+        fp8: Fp8 | None = None,
     ) -> None:
+        """`fp8`: multiplies linear layers and experts in FP8; the head, embeddings, routers, norms and adapters stay in `dtype`."""
         super().__init__(model.geometry, dtype, device, exact)
-        self.spec = spec = read_spec(model)
-        self.path = f"fused {spec.family}"
+        self.spec, self._fp8 = (spec := read_spec(model)), fp8
+        if exact and fp8:
+            require_exact(dtype, device, lambda x, weight: Fp8Matrix((weight, None), fp8)(x), TRIED)
+        self.path = f"fused {spec.family}" + (", fp8" if fp8 else "")
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self._rotary = {kind: _rolled(*table) for kind, table in rotary_tables(model, context_length, device).items()}
@@ -121,7 +127,7 @@ class FusedRunner(PagedRunner):
     def prepare(self, tensors: Tensors) -> Decoder:
         weights = read_weights(self.spec, tensors)
         layers = [self._layer(spec, layer) for spec, layer in zip(self.spec.layers, weights.layers, strict=True)]
-        return Decoder(weights.embed, layers, weights.norm, self._matrix((weights.head, None)))
+        return Decoder(weights.embed, layers, weights.norm, Matrix((weights.head, None), self._pack))
 
     def use(self, weights: Decoder) -> Decoder | None:
         """Makes `weights` live. If CUDA graphs have captured the old addresses, the values are copied there."""
@@ -164,15 +170,18 @@ class FusedRunner(PagedRunner):
             if self._decoder is not None:
                 self._graphs.prepare(*self._most)
 
-    def _matrix(self, weights: tuple[torch.Tensor, torch.Tensor | None]) -> Matrix:
-        return Matrix(weights, self._pack)
+    def _matrix(self, weights: Linear) -> Matrix:
+        return Fp8Matrix(weights, self._fp8) if self._fp8 else Matrix(weights, self._pack)
+
+    def _stack(self, weight: torch.Tensor) -> Stack:
+        return Fp8Stack(weight, self._fp8, self.exact) if self._fp8 else Stack(weight, self._pack, self.exact)
 
     def _layer(self, spec: LayerSpec, weights: LayerWeights) -> Layer:
         mlp = weights.mlp
         mixture: tuple[Matrix, Matrix] | Mixture
         if isinstance(mlp, Experts):
             assert self.spec.routing is not None
-            mixture = Mixture(mlp, self.spec.routing, self._activate, self._pack, self.exact)
+            mixture = Mixture(mlp, self.spec.routing, self._activate, self._stack)
         else:
             mixture = self._matrix(mlp.gate_up), self._matrix(mlp.down)
         return Layer(

@@ -6,7 +6,7 @@ into our cache. So it gets continuous batching, chunked prefill and shared promp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
@@ -21,10 +21,11 @@ from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunn
 from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner
 from headrace.engine.native.runners.recorded import TRIED, ExpertRecorder
 from headrace.engine.native.runners.skeleton import Skeleton, attention, dry_run
+from headrace.models.image_blocks import ahead_in, kind_of
 
 
 class HuggingFaceRunner(ModuleRunner, PagedRunner):
-    """Raises ConfigError for adapters, and for exactness of mixtures of experts, which it does not support."""
+    """Raises ConfigError for adapters, and for exactness of mixtures of experts and of images that see ahead, which it does not support."""
 
     def __init__(
         self,
@@ -42,6 +43,12 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
             raise ConfigError(
                 f"engine.exact = true, but in {self.path} how an expert adds depends on how many tokens chose it; serve "
                 "qwen3_moe, mixtral or olmoe through the fused path, or set it to false"
+            )
+        self._ahead_in = ahead_in(model.model)
+        if exact and self._ahead_in:
+            raise ConfigError(
+                f"engine.exact = true, but in {self.path} the tokens of an image see later ones, and exact passes are cut at fixed lengths; set it "
+                "to false"
             )
         PagedRunner.__init__(self, model.geometry, dtype, device, exact)
         self._layers = decoder_layers(model.model, model.geometry.layers)
@@ -86,7 +93,7 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
         assert self._weights.loaded, "forward before the first weights"
         plan = self._plan(batch)
         places = plan.positions if batch.moved is None else plan.positions - self._tensor(batch.moved)
-        with attention(_attend_with(plan)):
+        with attention(_attend_with(plan, self._ahead_in)):
             out = self._model(
                 input_ids=self._tensor(batch.tokens)[None],
                 position_ids=places[None],
@@ -96,7 +103,9 @@ class HuggingFaceRunner(ModuleRunner, PagedRunner):
         return out.logits[0]
 
 
-def _attend_with(plan: Pass) -> Callable[..., torch.Tensor]:
+def _attend_with(plan: Pass, ahead_in: Collection[str]) -> Callable[..., torch.Tensor]:
+    """`ahead_in`: the kinds of layers in which tokens of an image see ahead."""
+
     def attend(
         module: Any,
         q: torch.Tensor,
@@ -110,6 +119,7 @@ def _attend_with(plan: Pass) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
-        return plan.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window)[None]
+        ahead = kind_of(sliding_window) in ahead_in
+        return plan.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window, ahead=ahead)[None]
 
     return attend

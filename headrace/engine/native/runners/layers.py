@@ -129,9 +129,11 @@ class Adapted:
 class Mixture:
     """The experts of one layer."""
 
-    def __init__(self, experts: Experts, routing: Routing, activation: Activation, pack: bool, exact: bool) -> None:
+    def __init__(
+        self, experts: Experts, routing: Routing, activation: Activation, stack: Callable[[torch.Tensor], Stack]
+    ) -> None:
         self.router, self.routing, self._activation = experts.router, routing, activation
-        self._gate_up, self._down = Stack(experts.gate_up, pack, exact), Stack(experts.down, pack, exact)
+        self._gate_up, self._down = stack(experts.gate_up), stack(experts.down)
 
     @property
     def static(self) -> bool:

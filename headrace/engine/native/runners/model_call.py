@@ -14,6 +14,7 @@ from headrace.engine.native.runners.cache_rows import objection
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.runners.states import Rows, State, is_plain
 from headrace.models.image_axes import has_axes, moved_up
+from headrace.models.image_blocks import ahead_in, ahead_of
 from headrace.native.uploads import uploaded
 
 TOKEN = 0xFFFFFFFF
@@ -29,7 +30,7 @@ _UNPADDED = ("git",)
 class ModelCall:
     def __init__(self, model: Skeleton, device: torch.device) -> None:
         self._model, self._text, self._device = model.model, model.config, device
-        self._on_axes = has_axes(model.model)
+        self._on_axes, self._ahead_in = has_axes(model.model), ahead_in(model.model)
         self._takes = set(inspect.signature(model.model.forward).parameters)
         self.keeps = bool(self._takes & {"cache", "state"})
         """Whether it keeps anything from pass to pass; the first GPT does not, and computes every sequence from its beginning each time."""
@@ -113,6 +114,10 @@ class ModelCall:
             return np.zeros_like(marks)
         moved = moved_up(self._model, torch.from_numpy(marks & TOKEN)).numpy()
         return moved.cumsum(-1) - moved
+
+    def sees_ahead(self, marks: np.ndarray) -> bool:
+        """Whether one of these tokens sees later ones, from which no call may part it."""
+        return bool(self._ahead_in) and bool(ahead_of(self._model, torch.from_numpy(marks & TOKEN)).any())
 
     def _options(self, positions: np.ndarray, seen: np.ndarray | None, keep: torch.Tensor | int) -> dict[str, Any]:
         """`positions` [n, fresh] or [T]; `seen`: the attention mask; `keep`: the tokens whose logits are wanted, or how many."""

@@ -159,7 +159,8 @@ class OwnCacheRunner(ModuleRunner):
             whole = segment.marks & TOKEN | (self._live << 32)
             state = State({}, whole[:0])
         samples = bool(len(segment.rows)) and segment.rows[-1] == len(whole) - 1
-        calls = self._calls(len(state.marks), len(whole), samples)
+        in_image = self._call.sees_ahead(whole[-2:-1])  # the last token, which no call may part from it
+        calls = [(len(state.marks), len(whole))] if in_image else self._calls(len(state.marks), len(whole), samples)
         return Course(segment=segment, state=state, whole=whole, calls=calls, splits=len(calls) > 1), again
 
     def _found(self, segment: CachedSegment) -> FoundState | None:
@@ -169,6 +170,8 @@ class OwnCacheRunner(ModuleRunner):
             return None
         if not self._call.extends and fresh > 1 and fresh * STEPS_FOR_A_PASS > context + fresh:
             return None  # all in one call is quicker than token by token
+        if not self._call.extends and self._call.sees_ahead(segment.marks[context:]):
+            return None  # an image is forwarded in one call
         # A block that is full may be the last one of several sequences.
         moves = self._call.can_be_cut or context % BLOCK > 0
         return self._states.take(_key(segment.table, context), segment.marks[:context], self._live, moves)

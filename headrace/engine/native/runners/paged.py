@@ -29,9 +29,18 @@ AVX2 has tiles of 12 rows, so that of 32 rows the last 8 had other bits than the
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def require_exact(dtype: torch.dtype, device: torch.device, multiply: Multiply = linear) -> None:
+TRIED = ((96, 64), (576, 960), (1536, 112))
+"""Inputs and outputs of the products that are tried."""
+
+
+def require_exact(
+    dtype: torch.dtype,
+    device: torch.device,
+    multiply: Multiply = linear,
+    shapes: Sequence[tuple[int, int]] = ((32, 51), *TRIED),
+) -> None:
     """Tries products of `EXACT_ROWS` equal rows. Raises ConfigError if this machine gives a row other bits in another place."""
-    for inputs, outputs in ((32, 51), (96, 64), (576, 960), (1536, 112)):
+    for inputs, outputs in shapes:
         x, weight = (
             torch.linspace(-1, 1, size, device=device).sin().to(dtype).view(-1, inputs)
             for size in (inputs, inputs * outputs)

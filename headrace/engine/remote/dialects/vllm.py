@@ -7,11 +7,16 @@ Routes and fields are those of vLLM's own source: `entrypoints/scale_out/token_i
 **Versions.** vLLM reports the label of the weights in the last event of a stream only. The pause before an update aborts what is left and
 clears the prefix cache.
 
-**Weights over HTTP** are fetched by a transfer engine of ours in vLLM's processes (`weight_sync/in_vllm/`), which compares the fingerprint.
+**Weights over HTTP, or in the trainer's GPU memory**, are fetched or opened by a transfer engine of ours in vLLM's processes
+(`weight_sync/in_vllm/`), which compares the fingerprint.
 
 **Checksums.** Before new weights serve, those that vLLM reports of them are compared with the files', where there are files (`vllm.py`).
 
 **Prefix cache.** Every request is salted with the label, so that no KV of older weights is served to it.
+
+**Sleep** (`entrypoints/serve/dev/sleep`, `v1/engine/core.py`; `--enable-sleep-mode`). Level 1 copies the weights to the host, level 2 discards them;
+either drops the KV cache and clears the prefix cache, and pauses the scheduler, which goes on by itself as soon as all memory is back. So
+after level 2 the weights' memory is taken back alone (`tags=weights`), and that of the cache when the new ones are in it and labelled.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import msgspec
 
@@ -73,6 +78,7 @@ async def meet(connection: Connection, seconds: float) -> ServerFacts:
                 prompt_logprobs=True,
             ),
             priorities=config["scheduler_config"]["policy"] == "priority",
+            sleeps=bool(model.get("enable_sleep_mode")),
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(
@@ -88,14 +94,14 @@ async def meet(connection: Connection, seconds: float) -> ServerFacts:
 
 
 async def find_transfer_engine(connection: Connection, seconds: float) -> None:
-    """Raises ConfigError for a server that cannot fetch weights (`weight_sync/in_vllm/`)."""
+    """Raises ConfigError for a server that can neither fetch weights nor open them (`weight_sync/in_vllm/`)."""
     try:
         await connection.tell("/init_weight_transfer_engine", {"init_info": {}}, seconds)
     except (ValueError, Unreachable) as error:
         if isinstance(error, Unreachable) and not error.status:
             raise
         raise ConfigError(
-            f"vLLM at {connection.url} cannot fetch weights over HTTP ({error}); install headrace in its environment and start it with "
+            f"vLLM at {connection.url} has no part of headrace that fetches weights or opens them ({error}); install headrace in its environment and start it with "
             '--weight-transfer-config \'{"backend": "headrace"}\', or set weight_sync.kind = "files"'
         ) from None
 
@@ -221,11 +227,13 @@ class VllmDialect(LabelledDialect):
 
     def __init__(self, ends: Collection[int], check_every: int, access: Mapping[str, str] | None = None) -> None:
         """`check_every`: versions between two comparisons of checksums, beside that of the first one which a process is given; 0 switches
-        them off. `access`: the fields by which the server fetches weights from the trainer; None where it reads files."""
+        them off. `access`: the fields by which the server gets weights from the trainer; None where it reads files."""
         super().__init__(ends)
         self._check_every, self._checksums, self._access = check_every, Checksums(), access or {}
         self._compared = 0
         """The process whose checksums were compared last."""
+        self._has: Literal["all", "weights", "nothing"] = "all"
+        """The device's memory that the process has; less than all while it sleeps."""
 
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         """Raises IdentityError where somebody else has labelled the weights meanwhile."""
@@ -237,8 +245,15 @@ class VllmDialect(LabelledDialect):
                 if not self._is_met(connection.url, await self._label_of(connection, seconds)):
                     if self._access:
                         await find_transfer_engine(connection, seconds)
-                    await self._label(connection, self._met(await meet(connection, seconds)), seconds)
+                    label = self._met(await meet(connection, seconds))
+                    if self._facts.sleeps:  # a run that was killed may have left it asleep
+                        await connection.tell("/wake_up", None, max(seconds, MEETING))
+                    await self._label(connection, label, seconds)
         return self._seen(statistics(await connection.text("/metrics", seconds)))
+
+    def _met(self, facts: ServerFacts) -> str:
+        self._has = "all"
+        return super()._met(facts)
 
     async def _label_of(self, connection: Connection, seconds: float) -> str:
         try:
@@ -332,11 +347,13 @@ class VllmDialect(LabelledDialect):
     # -- weights ------------------------------------------------------------------------------------------------------------
 
     async def _load_base(self, connection: Connection, update: WeightUpdate, label: str, seconds: float) -> None:
+        if self._has == "nothing":  # its weights have no memory that could be written to
+            raise Unreachable(f"vLLM at {connection.url} is asleep")
         await connection.tell("/pause?mode=abort&clear_cache=true", None, seconds)
-        if "url" in update.where:
-            await self._fetch(connection, update, seconds)
-        else:
+        if "path" in update.where:
             await self._reload(connection, str(update.where["path"]), seconds)
+        else:
+            await self._fetch(connection, update, seconds)
         if (
             "path" in update.where
             and self._check_every
@@ -346,14 +363,18 @@ class VllmDialect(LabelledDialect):
             self._compared = self._boots
         await self._check_met(connection, seconds)
         await self._label(connection, label, seconds)
-        await connection.tell("/resume", None, seconds)
+        if self._has == "weights":
+            await self._wake(connection, "?tags=kv_cache", "awake", seconds)
+            self._has = "all"
+        else:
+            await connection.tell("/resume", None, seconds)
 
     async def _reload(self, connection: Connection, path: str, seconds: float) -> None:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await connection.tell("/collective_rpc", reload, seconds)
 
     async def _fetch(self, connection: Connection, update: WeightUpdate, seconds: float, **more: str) -> None:
-        """Has the server fetch the update. `more`: for its transfer engine. The token is in no record."""
+        """Has the server fetch the update, or open it. `more`: for its transfer engine. The token is in no record."""
         body = msgspec.to_builtins(update)
         body["where"] |= {**self._access, **more}
         try:
@@ -367,12 +388,61 @@ class VllmDialect(LabelledDialect):
         await connection.tell("/finish_weight_update", None, seconds)
 
     async def _adapter_path(self, connection: Connection, update: WeightUpdate, name: str, seconds: float) -> str:
-        if "url" not in update.where:
+        if "path" in update.where:
             return await super()._adapter_path(connection, update, name, seconds)
         assert update.adapter
         path = f"/tmp/headrace-{self._nonce}/{update.adapter.name}/{name}"
         await self._fetch(connection, update, seconds, files=path)
         return path
+
+    # -- turns --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def serves(self) -> bool:
+        return self._has == "all" and "" in self._live
+
+    async def sleep(self, connection: Connection, keeps_base: bool, seconds: float) -> None:
+        async with self._loading:
+            if not self._facts.sleeps:
+                raise ConfigError(
+                    f'vLLM at {connection.url} cannot give its GPU to the trainer (orchestration.placement = "shared"): start it with '
+                    "--enable-sleep-mode, which vLLM has on GPUs alone, or remove orchestration.placement"
+                )
+            if self._has == "nothing":
+                return
+            if not keeps_base:
+                self._live.pop("", None)  # before: if this breaks off, nobody knows what the server has
+            level = 1 if keeps_base else 2
+            await self._changes(connection, f"/sleep?level={level}&mode=abort", "sleeping", seconds)
+            self._has = "nothing"
+
+    async def wake(self, connection: Connection, seconds: float) -> None:
+        async with self._loading:
+            if self._has != "nothing":
+                return
+            if "" in self._live:
+                await self._wake(connection, "", "awake", seconds)
+                self._has = "all"
+            else:
+                await self._wake(connection, "?tags=weights", "sleeping", seconds)
+                self._has = "weights"
+
+    async def _wake(self, connection: Connection, tags: str, status: str, seconds: float) -> None:
+        await self._changes(connection, f"/wake_up{tags}", status, seconds)
+
+    async def _changes(self, connection: Connection, path: str, status: str, seconds: float) -> None:
+        """Raises Unreachable unless the server has the `status` afterwards, and ConfigError if it lives and could not make the change."""
+        try:
+            found = (await connection.post(path, None, seconds)).get("status")
+        except Unreachable as error:
+            if not await self._is_refusal(connection, error, seconds):
+                raise
+            raise ConfigError(
+                f"vLLM at {connection.url} could not do {path}: {error}. Its log has the reason; if the GPU's memory does not suffice for it beside "
+                'what the trainer keeps, lower engine.kv_gib, or set orchestration.placement = "apart"'
+            ) from None
+        if found != status:
+            raise Unreachable(f"vLLM at {connection.url} says that it is {found} after {path}, and should be {status}")
 
     async def _is_refusal(self, connection: Connection, error: ValueError | Unreachable, seconds: float) -> bool:
         if not isinstance(error, Unreachable) or error.status < 500:
@@ -393,6 +463,8 @@ def _number(value: float) -> float:
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank (`vllm/config/lora.py`)."""
+LEAST_FREE = "0.05"
+"""Share of a GPU that must be free when vLLM starts. With a size for the KV cache it is used for nothing else."""
 CLOSING = 5
 """Seconds that a server's workers have to close."""
 _BY_MODULE = "vllm.entrypoints.openai.api_server"
@@ -410,6 +482,8 @@ def _command(config: EngineConfig, found: Found, place: Place) -> tuple[list[str
         words += ["--max-num-seqs", str(asked.max_running)]
     if asked.kv_gib is not None:
         words += ["--kv-cache-memory-bytes", str(int(asked.kv_gib * 2**30))]
+        if not found.for_cpus:  # or one that is started anew beside the trainer is refused unless 92 % of the GPU are free (`v1/worker/utils.py`)
+            words += ["--gpu-memory-utilization", LEAST_FREE]
     # By default it kills its workers at once, and the one that has written files of adapters does not delete them.
     words += ["--shutdown-timeout", str(CLOSING)]
     if adapters := max(config.max_adapters, place.adapters):
@@ -422,6 +496,8 @@ def _command(config: EngineConfig, found: Found, place: Place) -> tuple[list[str
             words += ["--lora-target-modules", *place.adapted]
     if place.fetches:
         words += ["--weight-transfer-config", json.dumps({"backend": "headrace"})]
+    if place.sleeps:
+        words += ["--enable-sleep-mode"]
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -444,6 +520,22 @@ def _cannot_reload(found: Found, experts: int) -> str:
     )
 
 
+def _cannot_sleep(found: Found) -> str:
+    """Its workers on a CPU ignore the request, with a warning (vLLM 0.32, `v1/worker/cpu_worker.py`)."""
+    if not found.for_cpus:
+        return ""
+    return (
+        f'vLLM for CPUs ({found.version}) has no sleep mode, so it cannot take turns with the trainer; use engine.kind = "native", or remove '
+        "orchestration.placement"
+    )
+
+
+def _cannot_open(found: Found) -> str:
+    if not found.for_cpus:
+        return ""
+    return f"vLLM for CPUs ({found.version}) cannot open the memory of a GPU; leave weight_sync.kind out"
+
+
 SERVER = ServerKind(
     words="vLLM",
     about="a vLLM server, which the run starts, unless `urls` names one",
@@ -464,4 +556,6 @@ SERVER = ServerKind(
         "--api-key does not change that: let only this machine reach them, by a firewall, a tunnel or a proxy that asks for a token",
     ),
     cannot_reload=_cannot_reload,
+    cannot_sleep=_cannot_sleep,
+    cannot_open=_cannot_open,
 )

@@ -100,6 +100,8 @@ class ChatAsked(Struct, frozen=True, tag="chat"):
     """The state of the environment before the turn, as msgpack; empty unless it is exported."""
     resumes: bool = False
     """Whether it asks for the reply of the turn in which the rollout goes on, instead of another one."""
+    begins_in: str = ""
+    """The name that the environment gave the state in which the turn begins."""
 
 
 class Rewarded(Struct, frozen=True, tag="rewarded"):

@@ -72,6 +72,8 @@ class AsyncAgent:
         self._id, self._ask, self._tell, self._box = id, ask, tell, box
         self._roles: dict[str, AsyncAgent] = {}
         self._keeps_calls = keeps_calls
+        self._begins_in = ""
+        """The name of the state in which its next turn begins."""
         self._results: Mapping[str, Message] = {}
         """The results of tool calls that an earlier process has made, by the ids of the calls."""
 
@@ -115,7 +117,10 @@ class AsyncAgent:
     ) -> AgentReply:
         """Does what `chat` does. `state`: that of the environment, which is kept with the turn."""
         schemas = None if tools is None else await self._box.offer(tools)
-        return await self._reply(ChatAsked(self._id, messages_of(messages), schemas, self.name, state))
+        begins_in, self._begins_in = self._begins_in, ""
+        return await self._reply(
+            ChatAsked(self._id, messages_of(messages), schemas, self.name, state, begins_in=begins_in)
+        )
 
     async def equip(self, tools: Sequence[Callable[..., Any]]) -> None:
         """Takes the tools that the model was offered in an earlier process."""
@@ -144,6 +149,11 @@ class AsyncAgent:
     def reward(self, name: str, value: float) -> None:
         """Gives this agent's last turn a reward of its own. That of a role is recorded as `role.name`."""
         self._tell(Rewarded(self._id, encodable(str(name)), float(value), self.name))
+
+    def state(self, name: str) -> None:
+        """Names the state of the environment in which this agent's next turn begins: turns of a group with equal names are compared
+        (`algo.credit = "state"`). Where none is named, turns before which the agent was told the same are."""
+        self._begins_in = encodable(str(name))
 
     async def _answer(self, call: CalledTool) -> Message:
         if call.id in self._results:
@@ -185,6 +195,9 @@ class BlockingAgent:
 
     def reward(self, name: str, value: float) -> None:
         self._agent.reward(name, value)
+
+    def state(self, name: str) -> None:
+        self._agent.state(name)
 
 
 def messages_of(given: object) -> list[Message]:
