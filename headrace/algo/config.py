@@ -167,6 +167,11 @@ class AlgoConfig:
         return advantage is not None and advantage.critic
 
     @property
+    def given_answers(self) -> str:
+        """The loss of demonstrations, or none."""
+        return self.recipe.demonstrations.kind
+
+    @property
     def of_whole_rollouts(self) -> bool:
         """Whether it knows a rollout as one weight, as one reward, or as one chain of tokens, and no branches."""
         advantage, loss = ADVANTAGES.get(self.recipe.advantage), self.recipe.loss
@@ -178,11 +183,6 @@ class AlgoConfig:
         """Whether the advantage uses the rewards of a prompt in earlier groups."""
         advantage = ADVANTAGES.get(self.recipe.advantage)
         return advantage is not None and advantage.remembers
-
-    @property
-    def given_answers(self) -> str:
-        """The loss of demonstrations, or none."""
-        return self.recipe.demonstrations.kind
 
     @property
     def reference_in_loss(self) -> bool:
@@ -255,8 +255,8 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _divergences(config, recipe)
     yield from _credits(config, recipe)
     yield from _critics(config, recipe)
-    yield from _memories(config, recipe)
     yield from _given_answers(config, recipe)
+    yield from _memories(config, recipe)
     yield from _preferences(config, recipe)
 
 

@@ -253,7 +253,7 @@ class CriticConfig:
     """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0, added to the loss (VAPO: 0.1)."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrated:
     """The loss of demonstrations, and their share of the step's (`algo/objective.py`)."""
 
@@ -275,7 +275,7 @@ class Demonstrated:
         return self.last_weight + (self.weight - self.last_weight) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-@settings_dataclass(frozen=True, config=STRICT)
+@settings_dataclass(frozen=True, kw_only=True, config=STRICT)
 class DemonstratedConfig:
     """The loss of the given answers of [demonstrations], which are trained beside the rollouts of each step: (1 - μ) times the loss of these, and μ times theirs."""
 
@@ -315,9 +315,9 @@ class Recipe:
     entropy: Entropy = Entropy()
     critic: Critic = Critic()
     """Only `advantage = gae` has one."""
+    demonstrations: Demonstrated = Demonstrated()
     credit: Credit = "rollout"
     gamma: float = 1.0
-    demonstrations: Demonstrated = Demonstrated()
     shown: Literal["", "more", "sibling"] = ""
     """The thing that its teacher is shown beside the policy's prompt (`episodes/scoring/teacher/own_prompt.py`)."""
     about: str = field(default="", compare=False)
@@ -344,7 +344,7 @@ RECIPES: dict[str, Recipe] = {
         "group_norm",
         PPOClip(),
         "token_mean",
-        demonstrations=Demonstrated("phi"),
+        demonstrations=Demonstrated(kind="phi"),
         about="given answers beside the rollouts, which count most where the policy is undecided",
         papers=("2508.11408",),
     ),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from headrace.algo.noise import NoiseWatch
 from headrace.algo.training_rows import Algorithm
-from headrace.core.batches import Demonstration
 from headrace.core.errors import HeadraceError, IdentityError
 from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.core.types import Prompt
@@ -120,7 +119,6 @@ def assemble(
     deltas: DeltaWatch | None = None,
     minutes: Minutes | None = None,
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
-    demonstrations: Callable[[int], tuple[Demonstration, ...]] = lambda step: (),
     elsewhere: GroupSource | None = None,
     sets: Sequence[MeasuredSet] = (),
 ) -> Parts:
@@ -158,7 +156,6 @@ def assemble(
         deltas=deltas or DeltaWatch(),
         minutes=minutes or Minutes(),
         sentinels=sentinels,
-        demonstrations=demonstrations,
     )
 
 

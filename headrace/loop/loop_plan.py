@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from headrace.algo.training_rows import Algorithm
 from headrace.core.batches import Batch, Demonstration, Group
@@ -40,13 +43,10 @@ class LoopPlan:
     remembers: bool = False
     """Whether rewards are kept by prompt, for an advantage that asks for those of earlier groups."""
 
-    def batch(
-        self,
-        step: int,
-        judged: tuple[Group, ...],
-        algorithm: Algorithm,
-        demonstrations: tuple[Demonstration, ...] = (),
-    ) -> Batch:
+    demonstrations: Callable[[int], tuple[Demonstration, ...]] = lambda step: ()
+    """The given answers that are trained beside the groups of a step."""
+
+    def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
         """The trainer's batch for `step`. `judged`: the groups that `Buffer.take` returned, in the order in which they were taken."""
         return Batch(
             step,
@@ -54,13 +54,14 @@ class LoopPlan:
             self.rollout.temperature,
             self.adapter,
             steps=self.steps,
-            demonstrations=demonstrations,
+            demonstrations=self.demonstrations(step),
         )
 
     def batch_again(self, step: JournalStep, algorithm: Algorithm) -> Batch:
         """Makes the batch of a step again from the journal, which holds the groups as they were finished, before any of them was trimmed."""
         judged = [judge(group, step.step, self.staleness) for group in step.groups]
-        return self.batch(step.step, tuple(group for group in judged if group), algorithm, step.demonstrations)
+        batch = self.batch(step.step, tuple(group for group in judged if group), algorithm)
+        return msgspec.structs.replace(batch, demonstrations=step.demonstrations)
 
     def request(self, ticket: int, prompt: Prompt, asked: TurnAsked) -> Request:
         """The request for a turn. It is the same at every time and in every process."""

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from headrace.algo.noise import NoiseWatch
 from headrace.algo.training_rows import Algorithm
-from headrace.core.batches import Demonstration, Failure, Group
+from headrace.core.batches import Failure, Group
 from headrace.core.errors import HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.core.protocols import Engine, EnvironmentKind, Scorer, Trainer
 from headrace.core.reports import TrainReport
@@ -87,8 +87,6 @@ class Parts:
     deltas: DeltaWatch = field(default_factory=DeltaWatch)
     minutes: Minutes = field(default_factory=Minutes)
     """The time limit of the run."""
-    demonstrations: Callable[[int], tuple[Demonstration, ...]] = lambda step: ()
-    """The given answers that are trained beside the groups of a step."""
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
     """Functions that raise the error of another part that the run needs, such as a teacher. Engine and trainer are watched anyway."""
 
@@ -249,8 +247,7 @@ class Pipeline:
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
         """Does one optimizer step. Nothing is awaited between the trainer's report and its journal record."""
-        parts = self._parts
-        batch = self._plan.batch(self.step, groups, parts.algorithm, parts.demonstrations(self.step))
+        parts, batch = self._parts, self._plan.batch(self.step, groups, self._parts.algorithm)
         report = await self._busy("step", parts.trainer.step, batch)
         drawn = math.nan if report.skipped else self._rolling.mean_drawn(batch.groups)
         parts.ledger.trained(report, batch, drawn, waited)

@@ -24,7 +24,7 @@ from headrace.episodes.scoring.parts import ScoreLog
 from headrace.episodes.scoring.segmenting import Decode
 from headrace.episodes.scoring.workers.processes import WorkerProcess
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.demonstrations import Course, read_course
+from headrace.episodes.tasks.demonstrations import AnswerCourse, read_course
 from headrace.episodes.tasks.prompts import RemarkedTask, open_task
 from headrace.episodes.tasks.read import Row
 from headrace.facts.telemetry import Telemetry
@@ -82,8 +82,6 @@ class LoadedFiles:
     planned_teachers: Sequence[PlannedTeacher]
     rewards: Sequence[LoadedReward] = ()
     """The reward functions of files, if they are known already."""
-    course: Course | None = None
-    """The demonstrations beside the steps, if they are known already."""
 
 
 async def load_files(config: RunConfig, encoder: ChatEncoder, rows: Sequence[Row] | None = None) -> LoadedFiles:
@@ -93,7 +91,7 @@ async def load_files(config: RunConfig, encoder: ChatEncoder, rows: Sequence[Row
     return LoadedFiles(encoder=encoder, task=task, planned_teachers=await plan_teachers(config, encoder, rows))
 
 
-def build_course(config: RunConfig, encoder: ChatEncoder) -> Course | None:
+def build_course(config: RunConfig, encoder: ChatEncoder) -> AnswerCourse | None:
     """Reads the demonstrations beside the steps of a run, if it has any. Raises ConfigError for a row that cannot be trained."""
     own, room = config.demonstrations, config.engine.context_length
     if not own.path:

@@ -16,7 +16,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.episodes.scoring.parts import ScoreLog
 from headrace.episodes.scoring.reward_scorer import punished
-from headrace.episodes.tasks.demonstrations import Course
+from headrace.episodes.tasks.demonstrations import AnswerCourse
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.assembly import MeasuredSet, RestoredState, assemble, restore_state
 from headrace.loop.checkpoints import Snapshots
@@ -99,7 +99,7 @@ class _LoadedLane:
     adapter: str
     """The one that the lane trains; empty if the engine serves full weights."""
     files: LoadedFiles
-    course: Course | None
+    course: AnswerCourse | None
     """The demonstrations beside the steps, if there are any."""
     players: Players
     scores: ScoreLog
@@ -115,6 +115,8 @@ class _LoadedLane:
     async def join(self, pools: Pools) -> _JoinedLane:
         """Starts the teachers, and restores the state in which an earlier process left the lane. Raises ConfigError if either cannot be."""
         config, files, plan = self.config, self.files, plan_of(self.config, self.adapter)
+        if self.course:
+            plan = dataclasses.replace(plan, demonstrations=self.course.of_step)
         teaching = await open_teaching(
             config, files.planned_teachers, pools, files.encoder, self.telemetry, adapted=bool(self.adapter)
         )
@@ -168,7 +170,7 @@ async def _load(
             storage=lane.storage,
             adapter=name or config.lora.served_name,
             files=files,
-            course=files.course or await asyncio.to_thread(build_course, config, files.encoder),
+            course=await asyncio.to_thread(build_course, config, files.encoder),
             players=players,
             scores=scores,
             prompts=await asyncio.to_thread(files.task.held_out, config.eval.prompts),
@@ -246,7 +248,6 @@ class _JoinedLane:
                 allowance_of(config.train, config.chosen), storage.keep_steps, telemetry.record, telemetry.clock
             ),
             sentinels=(self.teaching.watch, partial(watch_use, telemetry.record, telemetry.clock)),
-            demonstrations=loaded.course.of_step if loaded.course else lambda step: (),
             elsewhere=pools.engine.groups(self.restored.buffer.in_flight)
             if isinstance(pools.engine, BusEngine)
             else None,

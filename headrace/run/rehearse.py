@@ -33,7 +33,7 @@ from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import is_async
 from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.demonstrations import Course, Demonstrations, read_demonstrations
+from headrace.episodes.tasks.demonstrations import Demonstrations, read_demonstrations
 from headrace.facts.facts import FilesChecked, Warned
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.run_limits import SHORT
@@ -341,8 +341,7 @@ async def _tried(
             context=config.engine.context_length,
             most=config.rollout.max_tokens,
         )
-        await _warm_start(found, config, encoder.using(config.task.rendering))
-        course = await _demonstrations(found, config, encoder)
+        await _given_answers(found, config, encoder.using(config.task.rendering))
         found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
         await _shown(found, planned, task, encoder, most=config.rollout.max_tokens)
         episode: Episode | None = None
@@ -361,9 +360,7 @@ async def _tried(
         found.sight = _sight(config.task, config.reward, encoder, prompts[0], episode=episode, tried=tried)
         name = config.name if several else ""
         loaded = beginning.result().functions if beginning else ()
-        found.tried[name] = LoadedFiles(
-            encoder=encoder, task=task, planned_teachers=planned, rewards=loaded, course=course
-        )
+        found.tried[name] = LoadedFiles(encoder=encoder, task=task, planned_teachers=planned, rewards=loaded)
 
 
 async def _sets(found: Rehearsal, config: RunConfig, inputs: PythonInputs, *, needs_reward: bool) -> None:
@@ -507,8 +504,10 @@ def _of_images(prompts: Sequence[Prompt]) -> str:
     return f"{each} in a prompt; their features are computed, and what sees is frozen"
 
 
-async def _warm_start(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> None:
-    """Reads the rows of the warm start, which a run that is resumed has behind it."""
+async def _given_answers(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> None:
+    """Reads the given answers: those beside the steps, and those of the warm start, which a run that is resumed has behind it."""
+    if course := await asyncio.to_thread(build_course, config, encoder):
+        found.sections["Demonstrations"] = course_lines(config, course, encoder)
     if not config.warm_start.path or found.resumes:
         return
     own, task, room = config.warm_start, config.task, config.engine.context_length
@@ -517,17 +516,6 @@ async def _warm_start(found: Rehearsal, config: RunConfig, encoder: ChatEncoder)
             read_demonstrations, own, task, encoder, seed=config.seed, context=room
         )
         found.sections["Warm start"] = described(config, found.demonstrations, encoder)
-
-
-async def _demonstrations(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> Course | None:
-    """Reads the rows that are trained beside the steps, and shows the first one."""
-    if not config.demonstrations.path:
-        return None
-    with found.steps.doing("reading the demonstrations"):
-        course = await asyncio.to_thread(build_course, config, encoder)
-    assert course is not None
-    found.sections["Demonstrations"] = course_lines(config, course, encoder)
-    return course
 
 
 async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:

@@ -29,7 +29,7 @@ from headrace.core.batches import Demonstration
 from headrace.core.errors import ConfigError, TrainingError
 from headrace.core.printing import say
 from headrace.durable.atomic_files import replace_file, sync_to_disk
-from headrace.episodes.tasks.demonstrations import Course, Demonstrations
+from headrace.episodes.tasks.demonstrations import AnswerCourse, Demonstrations
 from headrace.episodes.tasks.prompts import digest_of
 from headrace.facts.facts import WarmStarted, Warned
 from headrace.facts.texts import plural
@@ -168,7 +168,7 @@ def described(config: RunConfig, given: Demonstrations, encoder: ChatEncoder) ->
     ]
 
 
-def course_lines(config: RunConfig, course: Course, encoder: ChatEncoder) -> Lines:
+def course_lines(config: RunConfig, course: AnswerCourse, encoder: ChatEncoder) -> Lines:
     """Returns what is trained beside the rollouts, and its first row as tokens."""
     rule, first = config.algo.recipe.demonstrations, course.of_step(0)[0]
     times = config.train.steps * course.rows_per_step / len(course.rows)

@@ -17,8 +17,8 @@ from headrace.durable.journal import Journal, ReadyRecord, SteppedRecord, read_s
 from headrace.episodes.rollout import RolloutConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.demonstrations import (
+    AnswerCourse,
     AnswersConfig,
-    Course,
     WarmStartConfig,
     answer_problems,
     read_course,
@@ -30,8 +30,8 @@ from headrace.models.chat import ChatEncoder
 from support import trainer_calls
 
 
-def course(rows: int, per_step: int, seed: int = 0) -> Course:
-    return Course(rows=[Demonstration((n,), (n, 0)) for n in range(rows)], seed=seed, rows_per_step=per_step)
+def course(rows: int, per_step: int, seed: int = 0) -> AnswerCourse:
+    return AnswerCourse(rows=[Demonstration((n,), (n, 0)) for n in range(rows)], seed=seed, rows_per_step=per_step)
 
 
 @pytest.mark.parametrize(("rows", "per_step"), [(10, 4), (6, 6), (3, 8), (7, 1)])

@@ -195,7 +195,10 @@ def test_a_model_without_an_end_of_answers_is_refused_and_naming_one_helps(tmp_p
         ({"lora": {"rank": 4, "quantise": "int8"}}, "lora.quantise is rounded"),
         ({"task": {"examples": 2}}, "task.examples shows"),
         ({"train": {"minutes": 3.0}}, "train.minutes does not count"),
-        ({"lora": {"rank": 4}, "adapters": [{"name": "a"}, {"name": "b"}]}, "warm_start is for one policy"),
+        (
+            {"lora": {"rank": 4}, "adapters": [{"name": "a"}, {"name": "b"}]},
+            "warm_start and demonstrations are for one policy",
+        ),
         ({"warm_start": {"path": "", "epochs": 3}}, "warm_start.path is missing"),
         ({"warm_start": {"held_out": 0, "held_out_path": "more.jsonl"}}, "measures no row of warm_start.held_out_path"),
     ],

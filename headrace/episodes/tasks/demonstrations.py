@@ -205,7 +205,7 @@ class Demonstrations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class AnswerCourse:
     """The demonstrations beside the steps of a run: which ones a step has depends on its number alone, so that a run that goes on repeats none and leaves
     none out."""
 
@@ -228,10 +228,10 @@ class Course:
 
 def read_course(
     config: AnswersConfig, task: TaskConfig, encoder: AnswerTokenizer, *, seed: int, context: int
-) -> Course:
+) -> AnswerCourse:
     """Reads and checks the rows that are trained beside the steps of a run, as `read_demonstrations` does."""
     rows = _Reader(config, task, encoder, context).read(config.path)
-    return Course(rows=rows, seed=seed, rows_per_step=config.rows_per_step)
+    return AnswerCourse(rows=rows, seed=seed, rows_per_step=config.rows_per_step)
 
 
 def read_demonstrations(
