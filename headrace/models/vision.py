@@ -368,9 +368,7 @@ def _processor(source: Path) -> Any:
     # Pillow's, which is there on every machine and gives equal pixels on all
     try:
         return AutoImageProcessor.from_pretrained(source, local_files_only=True, backend="pil")
-    except (
-        Exception
-    ) as error:  # a class that is not there, or that computes with torchvision; a file that is missing or damaged
+    except Exception as error:  # each class raises its own kind
         raise ConfigError(_unprepared(source)) from error
 
 
