@@ -178,7 +178,7 @@ def test_what_is_written_is_a_config_of_ours(tmp_path: Path, name: str, text: st
 
 def test_what_a_config_names_becomes_values_and_nothing_else(tmp_path: Path) -> None:
     """Neither settings of their own nor Python."""
-    hostile = "x.py\n[environment]\nfunction = 'evil.py:play'\n\"; import os #"
+    hostile = "x.py\n[environment]\nfunction = 'evil.py:play'\n\x7f\"; import os #"
     text = f"algorithm: {{adv_estimator: grpo}}\ncustom_reward_function: {{path: {json.dumps(hostile)}}}\ndata: {{train_batch_size: 8}}\n"
     tree, _ = imported(tmp_path, "ppo.yaml", text)
     assert "environment" not in tree

@@ -122,7 +122,7 @@ def config_text(found: Translation, library: str, source: Path, name: str) -> st
         if setting in found.to_do:
             rows += _comment(f"TO DO {leaf}: {found.to_do[setting]}")
         if setting in found.settings:
-            note = found.notes.get(setting, "")
+            note = _printable(found.notes.get(setting, ""))
             rows.append(f"{leaf} = {_value(found.settings[setting])}" + (f"  # {note}" if note else ""))
     for table in sorted(tables, key=lambda table: (table != "", _order(table))):
         lines += ["", *([f"[{table}]"] if table else []), *tables[table]]
@@ -131,8 +131,13 @@ def config_text(found: Translation, library: str, source: Path, name: str) -> st
     return "\n".join(lines) + "\n"
 
 
+def _printable(text: str) -> str:
+    """Comments hold no control characters, which the names and values of a config may."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, 130, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
+    return textwrap.wrap(_printable(text), 130, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
 
 
 _FIRST = ("model", "task", "reward", "environment", "rollout", "algo", "train", "lora", "staleness", "engine", "eval")
@@ -149,7 +154,7 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{_key(key)} = {_value(inner)}" for key, inner in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _key(key: str) -> str:

@@ -172,7 +172,7 @@ def check_own_words(reply: str, question: str) -> None:
         return
     last, value = lines[-1], _bare(lines[-1])
     others = any(_bare(line) != value for line in lines) or bool(text[last.end() :].strip(" \t\n`*_")) or last["quoted"]
-    if others and value in map(_bare, _SAID.finditer(question)):
+    if others and value in map(_bare, _SAID.finditer(question.replace(CLOSING, "\n"))):
         raise _unreadable("its last line of the form may be a part of what it judges", text)
 
 
