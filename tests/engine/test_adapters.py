@@ -11,8 +11,9 @@ import torch
 
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput
+from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.decoder import FusedRunner
-from headrace.engine.native.runners.layers import PREFIX, by_adapter
+from headrace.engine.native.runners.layers import by_adapter
 from support.few import few
 from support.tiny_models import MIXTURES, RunnerDriver, parameters, prompts, reference, skeleton
 

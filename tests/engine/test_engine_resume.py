@@ -25,7 +25,7 @@ from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.runners.layers import PREFIX
+from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.skeleton import parameters_from_dir
 from support.tiny_models import make
 

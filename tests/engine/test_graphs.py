@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from headrace.core.weights import AdapterSpec
+from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.graphs import CHUNKS, Passed, rows_bucket, tokens_bucket, width_bucket
-from headrace.engine.native.runners.layers import PREFIX, Stack
+from headrace.engine.native.runners.layers import Stack
 from support.plain_pages import read_pages
 from support.tiny_models import RunnerDriver, make, parameters, prompts, reference, skeleton
 

@@ -24,7 +24,7 @@ from headrace.engine.native.draws import DrawDetails, Settings
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.runner import KernelRunner, Packer, gate_up_order, padded, refusal
-from headrace.engine.native.runners.layers import PREFIX
+from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampler import draw, sample
 from support.few import few

@@ -12,7 +12,7 @@ import torch
 from headrace.core.types import Fork, Request, Sampling
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
-from headrace.engine.native.runners.layers import PREFIX
+from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.module_adapters import by_slot, in_slots
 from support.native_calls import (  # noqa: F401 (a fixture)
     Answer,

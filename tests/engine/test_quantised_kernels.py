@@ -14,7 +14,7 @@ from headrace.core.types import Request, Sampling
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.runner import INT8_LEVELS, SIDE, KernelRunner, Packer, gate_up_order, padded
-from headrace.engine.native.runners.layers import PREFIX
+from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from support.few import few
 from support.native_calls import make_engine, run, save_model, score

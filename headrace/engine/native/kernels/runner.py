@@ -22,6 +22,7 @@ from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutp
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.drawing import LogitRows
 from headrace.engine.native.runners import skeleton
+from headrace.engine.native.runners.adapter_tensors import read_adapter
 from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
@@ -32,7 +33,7 @@ from headrace.engine.native.runners.families import (
     rotary_tables,
 )
 from headrace.engine.native.runners.families import refusal as family_refusal
-from headrace.engine.native.runners.layers import PARTS, read_adapter
+from headrace.engine.native.runners.layers import PARTS
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.sampler import score
 from headrace.native.arithmetic import arithmetic

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding, gelu, rms_norm, silu
 
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
+from headrace.engine.native.runners.adapter_tensors import read_adapter
 from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.families import (
     Experts,
@@ -43,7 +44,6 @@ from headrace.engine.native.runners.layers import (
     by_adapter,
     groups,
     packs,
-    read_adapter,
     route,
 )
 from headrace.engine.native.runners.paged import EXACT_ROWS, TRIED, PagedRunner, in_pieces, require_exact

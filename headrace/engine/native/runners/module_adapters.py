@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
-from headrace.engine.native.runners.layers import Pair, matrices_of
+from headrace.engine.native.runners.adapter_tensors import matrices_of
+from headrace.engine.native.runners.layers import Pair
 
 NONE = -1
 """The slot of sequences without an adapter."""
