@@ -20,8 +20,8 @@ from benchmarks.device.run_entry import run_entry  # noqa: E402
 from headrace.commands.plan.rates.hardware import GPUS  # noqa: E402
 from headrace.run.config import load_config  # noqa: E402
 
-SLOW = ("demo", "ranks")
-"""Entries that start processes."""
+SLOW = ("demo", "ranks", "compiled")
+"""Entries that start processes, or compile."""
 
 
 def rehearsed(name: str, directory: Path) -> Result:
