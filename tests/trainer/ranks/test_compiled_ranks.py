@@ -14,7 +14,6 @@ CASES = {
     "gemma3": Case(model="gemma3_text"),
     "a mixture": Case(model="qwen3_moe", routing=True),
     "whole experts": Case(model="mixtral", parallel={"expert": 2}),
-    "LoRA": Case(model="qwen3", lora={"rank": 4}),
     "rows together": Case(model="qwen3", parallel={"shard": 1, "context": 2}, train={"microbatch_tokens": 6}),
     "checkpointed": Case(model="llama", train={"gradient_checkpointing": True}, parallel={"reduce": "step"}),
 }
