@@ -19,7 +19,20 @@ if TYPE_CHECKING:
     from benchmarks.device.loads import Bench
 
 RESULTS = Path(__file__).with_name("results")
-ORDER = ("smoke", "decode", "training", "demo", "memory", "mixture", "ranks", "kernels", "long", "vllm")
+ORDER = (
+    "smoke",
+    "decode",
+    "training",
+    "demo",
+    "memory",
+    "mixture",
+    "ranks",
+    "kernels",
+    "long",
+    "vllm",
+    "fp8",
+    "compiled",
+)
 """Modules of this package, in the order in which a machine that comes by is spent on them."""
 BASIS = "measured by an earlier script; predictions are made of it"
 """`Result.ended` of figures to which predictions cannot be compared."""

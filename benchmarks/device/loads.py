@@ -31,9 +31,11 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.model_loading import read_model
 from headrace.engine.native.runners.decoder import FusedRunner
+from headrace.engine.native.runners.fp8 import EMULATED
 from headrace.engine.request_book import scoring
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.forward.compiled import BACKEND, compiled
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 
@@ -43,6 +45,7 @@ TRAIN: dict[str, Any] = {"microbatch_tokens": 16_384}
 """Settings of every trainer."""
 
 Device = Literal["cpu", "cuda"]
+Weights = Literal["published", "emulated", "fp8"]
 MODELS: dict[str, dict[str, Any]] = {
     "135m": {"model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
              "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
@@ -140,9 +143,10 @@ def engine(
     graphs: bool = True,
     ahead: bool | None = None,
     device: Device | None = None,
+    weights: Weights = "published",
     **more: Any,
 ) -> Core:
-    """An engine with its weights. `graphs`: CUDA graphs where the engine uses them; off, it decodes without, as for comparison. `ahead`: whether a
+    """An engine with its weights. `weights`: as they are, in FP8 by the device, or by its codes multiplied in float32, as always on a CPU. `graphs`: CUDA graphs where the engine uses them; off, it decodes without, as for comparison. `ahead`: whether a
     pass is asked for before the tokens of the one before are known; by default where the engine does it."""
     on = device or bench.device
     settings = {
@@ -154,8 +158,12 @@ def engine(
         "kv_gib": bench.size(8, 1) if on == "cuda" else 0.05,
         **more,
     }
-    config = EngineConfig(**settings)
+    multiplied = weights == "fp8" and on == "cuda"
+    config = EngineConfig(**settings, weights="fp8" if multiplied else "published")
     read = read_model(bench.model(model), config)
+    if weights != "published" and not multiplied:
+        assert isinstance(read.runner, FusedRunner)
+        read.runner._fp8 = EMULATED
     if not graphs:
         assert isinstance(read.runner, FusedRunner)
         read.runner.replay_with(None)
@@ -263,6 +271,17 @@ def trainer(
     config = TrainConfig(**{**TRAIN, "device": bench.device, **more})
     adapters = {"": Assignment(config, AlgoConfig(), lora)} if lora else None
     return TorchTrainer(bench.model(model), config, AlgoConfig(), 0, adapters=adapters, keep_routing=keep_routing)
+
+
+def compile_layers(bench: Bench, learner: TorchTrainer) -> str:
+    """Compiles an eager trainer's layers, as `train.compile` does. Returns the reason why not. A rehearsal traces them without writing kernels, for
+    which it has no time."""
+    backend = "eager" if bench.tiny else BACKEND
+    there = learner._placement
+    largest = None if there.plain else there.largest
+    found = compiled(learner._forward, learner._dtype, learner._copies_of_step, backend, largest)
+    learner._forward, learner._compilation = found.forward, found
+    return found.why_not
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Several ranks on one GPU: what each collective library makes of it, and whether FSDP2 over two ranks computes what one rank does.
 
-    python -m benchmarks.device.ranks --rank R --backend B --folder F --model M --device D        one of two ranks, started by the entry
+    python -m benchmarks.device.ranks --rank R --backend B --folder F --model M --device D [--compiled]        one of two ranks, started by the entry
 
 NCCL is expected to refuse two ranks on one GPU (it asks for a GPU each), and headrace refuses them before that, with a sentence. gloo takes them: that
 is no way to train, and shows that the code of several ranks on CUDA computes the right numbers. With two GPUs NCCL is tried on both.
@@ -35,6 +35,8 @@ from headrace.trainer.step.trainer import TorchTrainer
 RANKS = 2
 PATIENCE = 50.0
 """Seconds for two ranks to meet, load and make two steps."""
+COMPILING = 110.0
+"""The same with layers that are compiled first."""
 SHAPE = {"groups": 4, "rollouts": 8, "prompt": 64, "tokens": 192}
 HOST_COPY = 10e9
 """Bytes a second at which gloo moves tensors of a GPU: through the host, twice. An assumption."""
@@ -43,8 +45,8 @@ HOST_COPY = 10e9
 def measure(bench: Bench) -> Iterator[Figure]:
     bench.model("135m")
     yield _refused(bench)
-    expected = _alone(bench)
-    yield _compared(bench, "gloo, FSDP2 of two: as one rank", "gloo", expected)
+    expected = alone(bench)
+    yield compared(bench, "gloo, FSDP2 of two: as one rank", "gloo", expected)
     found = _read(bench, "gloo")
     rate = found["tokens"] / found["seconds"] if found else None
     yield Figure("gloo, FSDP2 of two", rate, note="" if found else "it did not run")
@@ -62,7 +64,7 @@ def measure(bench: Bench) -> Iterator[Figure]:
         yield Figure("NCCL, FSDP2 of two GPUs: as one rank", None, "needs two GPUs")
     else:
         yield Figure("NCCL, two ranks on one GPU are refused", None, "there are two GPUs")
-        yield _compared(bench, "NCCL, FSDP2 of two GPUs: as one rank", "nccl", expected)
+        yield compared(bench, "NCCL, FSDP2 of two GPUs: as one rank", "nccl", expected)
 
 
 def _refused(bench: Bench) -> Figure:
@@ -76,7 +78,7 @@ def _refused(bench: Bench) -> Figure:
     return Figure(name, False, "it was not refused")
 
 
-def _alone(bench: Bench) -> dict[str, float]:
+def alone(bench: Bench) -> dict[str, float]:
     """Loss and gradient's norm of one rank's first step."""
     learner = loads.trainer(bench, "135m", dtype="float32", path="torch")
     report = learner.step(loads.batch(bench, 0, **SHAPE))
@@ -85,8 +87,9 @@ def _alone(bench: Bench) -> dict[str, float]:
     return {"loss": report.loss, "norm": report.grad_norm}
 
 
-def _compared(bench: Bench, name: str, backend: str, expected: dict[str, float]) -> Figure:
-    codes, words = _two(bench, backend)
+def compared(bench: Bench, name: str, backend: str, expected: dict[str, float], *, compiled: bool = False) -> Figure:
+    """Whether two ranks make the first step of one. `compiled`: their layers."""
+    codes, words = _two(bench, backend, compiled=compiled)
     found = _read(bench, backend)
     if any(codes) or not found:
         return Figure(name, False, words)
@@ -94,7 +97,7 @@ def _compared(bench: Bench, name: str, backend: str, expected: dict[str, float])
     return Figure(name, near, f"gradient's norm {found['norm']:.6g}, of one rank {expected['norm']:.6g}")
 
 
-def _two(bench: Bench, backend: str) -> tuple[list[int], str]:
+def _two(bench: Bench, backend: str, *, compiled: bool = False) -> tuple[list[int], str]:
     """Starts two ranks. Returns how they ended, and the last words of one that failed."""
     (bench.folder / f"{backend}-place").unlink(missing_ok=True)
     words = [
@@ -108,7 +111,8 @@ def _two(bench: Bench, backend: str) -> tuple[list[int], str]:
         bench.device,
     ]
     command = [sys.executable, "-m", "benchmarks.device.ranks", *words, *(["--tiny"] if bench.tiny else [])]
-    ends, children = time.monotonic() + PATIENCE * (10 if bench.tiny else 1), []
+    command += ["--compiled"] if compiled else []
+    ends, children = time.monotonic() + (COMPILING if compiled else PATIENCE) * (10 if bench.tiny else 1), []
     for rank in range(RANKS):
         log = (bench.folder / f"{backend}-{rank}.log").open("wb")
         children.append(subprocess.Popen([*command, "--rank", str(rank)], stdout=log, stderr=log))
@@ -170,12 +174,21 @@ def rank(options: argparse.Namespace) -> None:
     bench = Bench(device=options.device, folder=options.folder, tiny=options.tiny)
     parallel = ParallelConfig(shard=RANKS)
     config = TrainConfig(
-        **{**loads.TRAIN, "device": options.device, "dtype": "float32", "path": "torch", "parallel": parallel}
+        **{
+            **loads.TRAIN,
+            "device": options.device,
+            "dtype": "float32",
+            "path": "torch",
+            "compile": False,
+            "parallel": parallel,
+        }
     )
     placement = Sharded(parallel, torch.device(options.device))
     learner = TorchTrainer(options.model, config, AlgoConfig(), 0, placement=placement)
+    if options.compiled and (reason := loads.compile_layers(bench, learner)):
+        raise ConfigError(reason)
     first = learner.step(loads.batch(bench, 0, **SHAPE))
-    again = first if options.tiny else learner.step(loads.batch(bench, 1, **SHAPE))
+    again = first if options.tiny or options.compiled else learner.step(loads.batch(bench, 1, **SHAPE))
     if options.rank == 0:
         told = {"loss": first.loss, "norm": first.grad_norm, "tokens": again.forward_tokens, "seconds": again.seconds}
         (options.folder / f"{options.backend}.json").write_text(json.dumps(told))
@@ -190,6 +203,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     rank(parser.parse_args())
 
 

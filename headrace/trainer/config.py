@@ -63,8 +63,8 @@ class TrainConfig:
     PyTorch was measured to be faster."""
     compile: Literal["auto"] | bool = "auto"
     """Compile decoder layers and the sums of the head with torch.compile: fewer and larger kernels, and half a minute to a few minutes at
-    the start. auto: on a GPU, by a trainer of one rank. A model that cannot be compiled, or not exactly, is trained without, and the
-    run says why. On a CPU it takes the place of the C++ kernels."""
+    the start. auto: on a GPU, where ranks split weights or rows and not layers. Attention and experts stay as they are. A model that cannot be
+    compiled, or not exactly, is trained without, and the run says why. On a CPU it takes the place of the C++ kernels."""
     parity: Literal["off", "bitwise"] = "off"
     """bitwise: a token that was sampled with the trainer's current weights must have exactly the log-prob that the trainer
     computes. If one differs, its batch is not trained and the run stops, naming the first layer that differs. Refused
@@ -169,8 +169,8 @@ def _parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool, cr
         )
     if train.parity == "bitwise":
         yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'
-    if train.compile is True:
-        yield f"{asks}, and train.compile = true compiles the layers of a model that one device holds whole; remove it"
+    if train.compile is True and (reason := uncompiled(parallel)):
+        yield f"train.compile = true, and {reason}; remove train.compile"
     if train.path == "kernels":
         yield f'{asks}, and train.path = "kernels" reads whole weights, of which each rank holds a part; use "auto" or "torch"'
     if train.offload_optimizer:
@@ -195,6 +195,15 @@ def _parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool, cr
         yield f"{asks}, and a teacher that is the student's older self is kept by one rank; train on one rank, or give the teacher a model"
     if 0 < len(train.cores) < ranks:
         yield f"{asks}, and train.cores has {len(train.cores)}; give each rank at least one core, or leave train.cores empty"
+
+
+def uncompiled(parallel: ParallelConfig) -> str:
+    """Empty if layers can be compiled in these ranks; else the reason why not, a whole clause."""
+    if parallel.pipeline > 1:
+        return f"the stages of train.parallel.pipeline = {parallel.pipeline} call layers in an order of their own"
+    if parallel.tensor > 1:
+        return f"ranks of train.parallel.tensor = {parallel.tensor} exchange numbers within layers, as torch.compile was not tried with"
+    return ""
 
 
 def _pipeline_problems(train: TrainConfig) -> Iterator[str]:

@@ -22,8 +22,8 @@ from headrace.commands.plan.rates.hardware import GPUS  # noqa: E402
 from headrace.run.config import load_config  # noqa: E402
 from support.few import few  # noqa: E402
 
-SLOW = ("demo", "ranks")
-"""Entries that start processes."""
+SLOW = ("demo", "ranks", "compiled")
+"""Entries that start processes, or compile."""
 
 
 def rehearsed(name: str, directory: Path) -> Result:

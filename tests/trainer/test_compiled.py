@@ -12,10 +12,12 @@ import torch
 from torch._dynamo import register_backend
 
 from headrace.algo.config import AlgoConfig
+from headrace.core.errors import ConfigError
 from headrace.models.lora import LoraConfig
-from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.compiled import MANY, Compilation, compiled, difference
+from headrace.trainer.config import TrainConfig, parallel_problems, uncompiled
+from headrace.trainer.forward.compiled import MANY, Compilation, _tried, compiled, difference
 from headrace.trainer.model.causal_lm import layers_of
+from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from support.trainer_calls import batch, model_dir, near, trainer  # noqa: F401
@@ -60,6 +62,50 @@ def test_gradients_are_the_eager_ones_and_other_lengths_need_no_other_graphs(mod
     assert made.step(batch(0, 0)).graphs == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+def test_a_mixture_is_compiled_around_its_experts(model: str, model_dir: Saved):  # noqa: F811
+    made = trainer(model_dir(model), **SMALL)
+    compare(made, "eager", 3e-6)
+    assert made.step(batch(0, 0)).graphs == 0
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no gradient of it")
+
+
+@register_backend(name="headrace_broken")
+def broken(graph: Any, inputs: Any) -> Any:
+    """A backend whose graphs cannot be gone through backwards."""
+
+    def call(*given: Any) -> Any:
+        return tuple(_Broken.apply(x) if isinstance(x, torch.Tensor) else x for x in graph(*given))
+
+    return call
+
+
+@pytest.mark.slow
+def test_ranks_that_break_off_are_refused_and_one_device_goes_on(model_dir: Saved):  # noqa: F811
+    made = trainer(model_dir("llama"), **SMALL)
+    assert "RuntimeError: no gradient of it" in compile_by(made, "headrace_broken").why_not
+    with pytest.raises(ConfigError, match="in these ranks: RuntimeError: no gradient of it; set train.compile = false"):
+        compiled(made._forward, made._dtype, made._copies_of_step, "headrace_broken", torch.Tensor.clone)
+
+
+@pytest.mark.slow
+def test_no_rank_compiles_where_another_does_not(model_dir: Saved):  # noqa: F811
+    made = trainer(model_dir("llama"), **SMALL)
+    found = compiled(made._forward, made._dtype, made._copies_of_step, "eager", torch.ones_like)
+    assert "not compiled: another rank's could not be" in found.why_not and not found.forward.backend
+    assert not any("forward" in vars(layer) for layer in layers_of(made._model))
+
+
 @register_backend(name="headrace_wrong")
 def wrong(graph: Any, inputs: Any) -> Any:
     def call(*given: Any) -> Any:
@@ -74,7 +120,6 @@ def wrong(graph: Any, inputs: Any) -> Any:
     [
         ("qwen3", "headrace_wrong", "log-probs or gradients differ from the eager ones by"),
         ("qwen3", "headrace_absent", "InvalidBackend: Invalid backend: 'headrace_absent'"),
-        ("mixtral", "eager", "which tokens go to an expert is known only when they are computed"),
         ("gemma2", "eager", "it is run carried states, chunked head"),
     ],
 )
@@ -92,6 +137,43 @@ def test_what_is_not_compiled_stays_as_it_was_and_is_said_once(
     _, loss, gradient = gradients(made, 0)
     assert loss == before[1] and all(torch.equal(gradient[name], tensor) for name, tensor in before[2].items())
     assert made.step(batch(0, 0)).notice == found.why_not and not made.step(batch(1, 1)).notice
+
+
+def test_a_pass_in_which_a_layer_cannot_be_compiled_comes_to_its_end_eagerly() -> None:
+    asked, failures = [], list[Exception]()
+
+    def fast(x: int) -> int:
+        asked.append(x)
+        raise ValueError("no graph")
+
+    layers = [_tried(lambda x: x + 1, fast, failures) for _ in range(3)]
+    found = 0
+    for layer in layers:
+        found = layer(found)
+    assert found == 3 and asked == [0] and [str(error) for error in failures] == ["no graph"]
+
+
+@pytest.mark.parametrize(("parallel", "reason"), [
+    ({"tensor": 2}, "exchange numbers within layers"),
+    ({"pipeline": 2}, "call layers in an order of their own"),
+])  # fmt: skip
+def test_ranks_that_do_not_keep_a_layer_whole_are_refused_with_a_remedy_that_works(
+    parallel: dict[str, int], reason: str
+) -> None:
+    def problems(**train: Any) -> list[str]:
+        config = TrainConfig(parallel=ParallelConfig(**parallel), **train)
+        return list(parallel_problems(config, LoraConfig(), itself=False))
+
+    (problem,) = problems(compile=True)
+    assert (
+        problem.startswith("train.compile = true, and")
+        and reason in problem
+        and problem.endswith("remove train.compile")
+    )
+    assert (
+        problems() == []
+        and uncompiled(ParallelConfig(shard=2, replicate=2)) == uncompiled(ParallelConfig(shard=4, expert=4)) == ""
+    )
 
 
 def test_numbers_that_are_not_finite_are_different_wherever_they_come() -> None:

@@ -7,6 +7,7 @@ device or several; numbers of loss tokens, back at their places in the rows).
 from headrace.trainer.packing.pack import ROOT, DealtRows, Kept, Pack, Segment, StepPlan, StepRows
 from headrace.trainer.packing.plan import (
     PickedNumbers,
+    empty_pack,
     fill_up,
     pack_rows,
     pack_sequence,
@@ -23,6 +24,7 @@ __all__ = [
     "Segment",
     "StepPlan",
     "StepRows",
+    "empty_pack",
     "fill_up",
     "pack_rows",
     "pack_sequence",

@@ -63,7 +63,7 @@ def plan_of(given: DealtRows) -> StepPlan:
     dealt = given.dealt
     weights = np.array(given.aggregation(dealt.counts.tolist(), given.constant), np.float32)
     made = [pack_trees(roots, given.step, dealt.routed, weights) for roots in dealt.microbatches]
-    packs = [pack for pack, _ in made] + [_empty_pack(dealt.routed)] * dealt.filling
+    packs = [pack for pack, _ in made] + [empty_pack(dealt.routed)] * dealt.filling
     if dealt.levels:
         packs = list(map(_with_rows, packs, dealt.levels))
     return StepPlan(tuple(packs), dealt.dropped_tokens, sum(conflicts for _, conflicts in made), dealt.split)
@@ -86,7 +86,7 @@ def fill_up(plan: StepPlan, *, least: int, multiple: int) -> StepPlan:
     routing = plan.packs[0].routing
     routed = None if routing is None else (routing.shape[1], routing.shape[2])
     more = -(-max(count, least) // multiple) * multiple - count
-    return replace(plan, packs=(*plan.packs, *(_empty_pack(routed),) * more))
+    return replace(plan, packs=(*plan.packs, *(empty_pack(routed),) * more))
 
 
 def _with_rows(pack: Pack, count: int) -> Pack:
@@ -105,7 +105,7 @@ def _with_rows(pack: Pack, count: int) -> Pack:
     )
 
 
-def _empty_pack(routed: tuple[int, int] | None) -> Pack:
+def empty_pack(routed: tuple[int, int] | None) -> Pack:
     """N = 1, M = 0: a forward pass that takes part in every collective and adds no gradient."""
     ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     zero = torch.zeros(1, dtype=torch.int64)

@@ -32,7 +32,7 @@ from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
 from headrace.models.saved_buffers import saved_buffers
 from headrace.native.resources import available
-from headrace.trainer.config import TrainConfig
+from headrace.trainer.config import TrainConfig, uncompiled
 from headrace.trainer.dealing.deal import dealing_of
 from headrace.trainer.dealing.share import StepShare, dealt_of
 from headrace.trainer.forward.compiled import Compilation, compiled
@@ -175,11 +175,10 @@ class TorchTrainer:
         asked = self._config.compile
         if asked is False or (asked == "auto" and self._device.type != "cuda"):
             return Compilation(self._forward)
-        if not self._placement.plain:
-            return Compilation(
-                self._forward, "layers are not compiled: that is for a model that one device holds whole"
-            )
-        return compiled(self._forward, self._dtype, self._copies_of_step)
+        if reason := uncompiled(self._config.parallel):
+            return Compilation(self._forward, f"layers are not compiled: {reason}")
+        largest = None if self._placement.plain else self._placement.largest
+        return compiled(self._forward, self._dtype, self._copies_of_step, largest=largest)
 
     def _fuse(self) -> tuple[str, ...]:
         """The kinds of modules that use C++ kernels. Raises ConfigError where kernels are asked for and cannot be used."""
