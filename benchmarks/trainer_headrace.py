@@ -160,7 +160,8 @@ def gradients(options: Json) -> Json:
     groups = json.loads(Path(options["rollouts"]).read_text())["groups"]
     trainer: Any = trainer_of({**options, "max_grad_norm": NO_CLIPPING})
     batch = batch_of(groups)
-    sums = trainer._gradients(trainer._plan(batch), batch.temperature)
+    (plan,) = trainer._plans(batch)
+    sums = trainer._gradient(batch.temperature).fill(plan)
     named = {name: parameter.grad for name, parameter in trainer._model.named_parameters()}
     save_file({name: grad.contiguous() for name, grad in named.items() if grad is not None}, options["gradients"])
     return {"loss": sums.loss}

@@ -176,10 +176,10 @@ def _replayed(model: torch.nn.Module, directory: Path) -> str:
     for request_id, prompt in prompts.items():
         (tokens, known), size = zip(*told[request_id], strict=True), len(told[request_id])
         rows.append(Row(prompt, tokens, known, (1.0,) * size, (True,) * size, (0,) * size, routing=routing[request_id]))
-    packs = trainer._plan(Batch(0, (Group(0, Prompt("p", "", rows[0].prompt), (), tuple(rows)),), 1.0)).packs
-    if any(pack.routing is None or bool((pack.routing < 0).any()) for pack in packs):
+    (plan,) = trainer._plans(Batch(0, (Group(0, Prompt("p", "", rows[0].prompt), (), tuple(rows)),), 1.0))
+    if any(pack.routing is None or bool((pack.routing < 0).any()) for pack in plan.packs):
         return "routes are missing"
-    differences = (torch.tensor(trainer.logprobs(pack, 1.0)) - pack.sampled for pack in packs)
+    differences = (torch.tensor(trainer.logprobs(pack, 1.0)) - pack.sampled for pack in plan.packs)
     return f"{max(float(found.abs().max()) for found in differences):.0e}"
 
 
@@ -204,7 +204,8 @@ def _trained(model: torch.nn.Module, directory: Path) -> dict[str, Any]:
     batch = Batch(0, tuple(_groups(model)), 1.0)
     try:
         trainer = TorchTrainer(directory, TrainConfig(dtype="float32", device="cpu"), AlgoConfig(), seed=0)
-        trainer._gradients(trainer._plan(batch), 1.0)
+        (plan,) = trainer._plans(batch)
+        trainer._gradient(1.0).fill(plan)
     except Late:
         raise
     except ConfigError:

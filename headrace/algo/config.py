@@ -280,6 +280,11 @@ def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield (
             f'algo.state_weight weighs turns in equal states, and algo.credit = {recipe.credit} compares none; set algo.credit = "state", or remove it'
         )
+    if config.name == "gigpo" and recipe.credit != "state":
+        yield (
+            f"algo.name = gigpo compares turns that began in one state, and algo.credit = {recipe.credit} compares none; remove algo.credit, or use "
+            'algo.name = "dr_grpo"'
+        )
     spread = recipe.advantage in ADVANTAGES and ADVANTAGES[recipe.advantage].spread
     if recipe.gamma < 1 and recipe.credit not in ("turn", "state") and not (spread or config.has_critic):
         yield (

@@ -1,4 +1,4 @@
-"""Settings of runs made before 2026-11-22 (and 2026-11-29), translated so that such a run is done again with the arithmetic that it had.
+"""Settings of runs made before 2026-11-22 (some: 11-29, 11-30), translated so that such a run is done again with the arithmetic that it had.
 
 Recipes had other constants then, one name stood for another algorithm, and an answer was extracted from completions
 that were cut off. A run keeps all of its settings that have a value, and since that day `algo.denominator` is always
@@ -34,6 +34,10 @@ def as_it_was(config: Tree) -> Tree:
     if "lam" not in algo:
         algo = _with_first_m2po(algo)
         config = {**config, "algo": algo}
+    if "credit" in algo:
+        config = {**config, "algo": _with_half_of_dcpo(algo)}
+        if "adapters" in config:
+            config["adapters"] = [_adapter_with_half_of_dcpo(adapter) for adapter in config["adapters"]]
     if "denominator" in algo:
         return config
     translated = {**config, "algo": _translated(algo), **_rewards(config)}
@@ -49,6 +53,17 @@ def _with_first_m2po(algo: Tree) -> Tree:
     if isinstance(select, dict) and select.get("kind") == "m2po":
         renamed["select"] = {**select, "kind": "second_moment"}
     return {**algo, **renamed}
+
+
+def _with_half_of_dcpo(algo: Tree) -> Tree:
+    """Returns the settings with the advantage that `dcpo` had until 2026-11-30, when `credit` and `gamma` ceased to be kept where nobody sets them."""
+    if algo.get("name") != "dcpo" or "advantage" in algo or not algo.keys() >= {"credit", "gamma"}:
+        return algo
+    return {**algo, "advantage": "group_norm"}
+
+
+def _adapter_with_half_of_dcpo(table: Tree) -> Tree:
+    return {**table, "algo": _with_half_of_dcpo(table["algo"])} if "algo" in table else table
 
 
 def _adapter(table: Tree) -> Tree:

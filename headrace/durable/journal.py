@@ -407,6 +407,11 @@ class JournalStep(Struct, frozen=True):
     """The planned number of steps, see `SteppedRecord`."""
     demonstrations: tuple[Demonstration, ...] = ()
 
+    @classmethod
+    def of(cls, record: SteppedRecord, groups: Sequence[Group]) -> JournalStep:
+        report, planned, given = record.report, record.steps, record.demonstrations
+        return cls(report.step, record.t, report.version, tuple(groups), report, steps=planned, demonstrations=given)
+
 
 class _Segment:
     """The places in a segment: those of its index if it has one, else those that were found by reading it."""
@@ -646,16 +651,7 @@ class JournalReader:
                 self.damage.add(f"record {place.number}", why)
                 return None
             groups.append(ready.group)
-        report = record.report
-        return JournalStep(
-            step=report.step,
-            t=record.t,
-            version=report.version,
-            groups=tuple(groups),
-            report=report,
-            steps=record.steps,
-            demonstrations=record.demonstrations,
-        )
+        return JournalStep.of(record, groups)
 
     def _find(self, kind: int, key: int, before: int | None = None) -> tuple[RecordPlace, _Segment] | None:
         for segment in reversed(self._segments):

@@ -19,7 +19,7 @@ from headrace.core.types import Struct
 _OPTIONAL = tuple(
     b'"%s":' % name
     for name in (
-        b"adapter", b"books", b"mask", b"prompt_logprobs", b"prompt_top", b"routing", b"sampling_mask", b"teacher", b"token_numbers", b"top",
+        b"adapter", b"before", b"books", b"mask", b"prompt_logprobs", b"prompt_top", b"routing", b"sampling_mask", b"teacher", b"token_numbers", b"top",
     )
 )  # fmt: skip
 """Fields of our types that may be None. A field that is missing here costs only time."""

@@ -272,16 +272,8 @@ def _apply(records: Iterable[AnyRecord], curriculum: Curriculum, buffer: Buffer)
                         f"the task draws the prompt {found.id} instead of {record.prompt.id}, which it drew before the run was killed: its "
                         "data have changed. Restore them, or start a new run"
                     )
-            case SteppedRecord(report=report):
-                groups = buffer.take_again(record.tickets)
-                yield JournalStep(
-                    step=report.step,
-                    t=record.t,
-                    version=report.version,
-                    groups=groups,
-                    report=report,
-                    steps=record.steps,
-                )
+            case SteppedRecord():
+                yield JournalStep.of(record, buffer.take_again(record.tickets))
         buffer.count(record)
         curriculum.count(record)
 

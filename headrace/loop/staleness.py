@@ -125,8 +125,13 @@ class StalenessConfig:
         return (self.slots + self.window - 2) // self.groups_per_step if self.paced else self.max_lag
 
 
-def window_problems(config: StalenessConfig, minutes: float) -> Iterator[str]:
-    """Yields a sentence if a run of so many minutes may have smaller steps than the window was made for."""
+def time_limit_problems(config: StalenessConfig, minutes: float, minibatches: int) -> Iterator[str]:
+    """Yields a sentence for each setting that counts on a number of groups in a step, which a time limit may lower."""
+    if minutes and minibatches > 1:
+        yield (
+            f"train.minutes = {minutes:g} may lower staleness.groups_per_step to a number that train.minibatches = {minibatches} does not divide; set "
+            "train.steps instead, or remove train.minibatches (train.epochs goes with it)"
+        )
     if minutes and config.window > 1:
         yield (
             f"train.minutes = {minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.window} depends; remove one of the two"

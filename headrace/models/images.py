@@ -125,7 +125,7 @@ class KnownImages:
             self._images: dict[str, list[int]] = index["images"]
             self._layouts = [tuple(layout) for layout in index["layouts"]]
             self.placeholder, self._vocabulary = int(index["placeholder"]), int(index["vocabulary"])
-            self._mark = index["mark"] or {"token": self.placeholder, "text": "", "around": ("", "")}
+            self._mark = index.get("mark") or {"token": self.placeholder, "text": "", "around": ("", "")}
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"the images in {directory} cannot be read ({error}); remove the directory, and start again"

@@ -32,7 +32,7 @@ from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.demonstrations import AnswersConfig, WarmStartConfig, answer_problems, warm_start_problems
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.partial import PartialConfig, partial_problems
-from headrace.loop.staleness import StalenessConfig, window_problems
+from headrace.loop.staleness import StalenessConfig, time_limit_problems
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.native.resources import available_cores, core_problems
@@ -395,9 +395,9 @@ def _curriculum_problems(config: RunConfig) -> Iterator[str]:
 
 def _learning_problems(config: RunConfig) -> Iterator[str]:
     """Yields a sentence for each such pair: of images, lengths, rewards, groups and the learning rate."""
-    other = (config.lora.rank, config.warm_start.path, config.teachers, config.algo.reference_in_reward)
+    other = (config.lora.rank, config.warm_start.path, config.demonstrations.path, config.teachers)
     parts = (config.task, config.engine, config.train, config.orchestration, config.environment)
-    yield from images_problems(*parts, judges=config.reward.judges, other=other)
+    yield from images_problems(*parts, judges=config.reward.judges, other=(*other, config.algo.reference_in_reward))
     yield from _length_problems(config)
     if config.rollout.temperature == 0:
         yield (
@@ -424,7 +424,7 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
     names, forks = () if plays else config.reward_weights, config.rollout.forks.alternatives > 0
     yield from group_problems(config.algo, config.rollout.group_size, forks, names, config.environment.turns)
     yield from step_problems(config.algo, config.train.steps, config.train.minutes, config.train.updates)
-    yield from window_problems(config.staleness, config.train.minutes)
+    yield from time_limit_problems(config.staleness, config.train.minutes, config.train.minibatches)
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:

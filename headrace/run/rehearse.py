@@ -93,6 +93,7 @@ from headrace.weight_sync.delta.efficiency import poor_settings
 _ORDER = (
     "Run",
     "Warm start",
+    "Demonstrations",
     "Prompts",
     "Teachers",
     "Environment",

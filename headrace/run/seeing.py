@@ -18,7 +18,13 @@ from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.settings.extras import install, is_installed
 from headrace.trainer.config import TrainConfig
 
-_OTHER = ("lora.rank trains", "warm_start.path trains", "[[teachers]] score", "algo.kl.place = reward scores")
+_OTHER = (
+    "lora.rank trains",
+    "warm_start.path trains",
+    "demonstrations.path trains",
+    "[[teachers]] score",
+    "algo.kl.place = reward scores",
+)
 
 
 def images_problems(

@@ -102,3 +102,20 @@ def test_m2po_was_another_rule(tmp_path):
     assert read_config(path).algo.recipe == RECIPES["second_moment"]
     (tmp_path / "now.toml").write_text("\n".join(lines))
     assert read_config(tmp_path / "now.toml").algo.recipe == RECIPES["m2po"]
+
+
+def test_dcpo_had_half_of_its_rules(tmp_path):
+    """Until 2026-11-30 it standardised rewards within the group; a run of then is resumed with that, and its adapters too."""
+    text = dump_config(load_config(MINIMAL, ["algo.name=dcpo", "algo.credit=rollout", "algo.gamma=1.0"]))
+    path = tmp_path / "then.toml"
+    path.write_text(text)
+    then = read_config(path).algo
+    assert then.advantage == "group_norm" and then.recipe.loss == RECIPES["dcpo"].loss
+    (tmp_path / "resumed.toml").write_text(dump_config(read_config(path)))  # what a resumed run keeps
+    assert read_config(tmp_path / "resumed.toml").algo == then
+    path.write_text(
+        text.replace("adapters = []\n", "")
+        + '\n[[adapters]]\nname = "one"\n[adapters.algo]\nname = "dcpo"\ncredit = "rollout"\ngamma = 1.0\n'
+    )
+    assert read_config(path).adapters[0].algo["advantage"] == "group_norm"
+    assert load_config(MINIMAL, ["algo.name=dcpo"]).algo.recipe == RECIPES["dcpo"]

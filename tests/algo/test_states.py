@@ -77,8 +77,7 @@ def test_each_turn_has_its_rollouts_advantage_and_that_among_turns_in_its_state(
 def test_the_recipe_has_the_papers_constants_and_another_credit_has_no_discount():
     recipe = AlgoConfig("gigpo").recipe
     assert (recipe.credit, recipe.gamma, recipe.advantage) == ("state", 0.95, "centred")
-    assert AlgoConfig("gigpo", credit="rollout").recipe.gamma == 1.0
-    assert AlgoConfig("grpo").recipe.gamma == 1.0 and AlgoConfig("gigpo", credit="turn", gamma=0.9).recipe.gamma == 0.9
+    assert AlgoConfig("grpo").recipe.gamma == 1.0 and AlgoConfig("gigpo", gamma=0.9).recipe.gamma == 0.9
 
 
 def test_turns_of_one_index_in_other_states_are_not_compared():
@@ -115,6 +114,7 @@ def test_later_turns_in_a_state_that_was_met_again_are_counted():
     ("settings", "words"),
     [
         ({"name": "gigpo", "advantage": "opo"}, 'algo.credit = "state" compares states, and algo.advantage = opo'),
+        ({"name": "gigpo", "credit": "rollout"}, "remove algo.credit, or use algo.name"),
         ({"name": "gigpo", "length_penalty": 0.5}, "algo.length_penalty compares whole rollouts"),
         ({"name": "gigpo", "lam": 0.5}, 'algo.credit = "turn", or remove algo.lam'),
         ({"name": "grpo", "state_weight": 0.5}, 'set algo.credit = "state", or remove it'),

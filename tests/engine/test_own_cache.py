@@ -179,7 +179,6 @@ def test_asleep_it_keeps_its_requests_and_computes_their_states_again(saved):
 def test_what_it_cannot_do_is_refused_with_the_remedy(saved):
     for setting, remedy in (
         ({"exact": True}, "set it to false"),
-        ({"max_adapters": 1}, "merged"),
         ({"routing": True}, "set it and rollout.keep_routing to false"),
     ):
         with pytest.raises(ConfigError, match=remedy):

@@ -70,6 +70,16 @@ def algo(**given: Any) -> dict[str, Any]:
     return algo_from(GRPOConfig("out", **given))
 
 
+def test_steps_of_trl_are_updates_of_which_a_step_makes_several() -> None:
+    given = {"max_steps": 100, "warmup_steps": 10, "save_steps": 25, "eval_strategy": "no"}
+    plain, several = of(**given), of(**given, num_iterations=4)
+    assert [tree["train"]["steps"] for tree in (plain, several)] == [100, 25]
+    assert [tree["train"]["warmup_steps"] for tree in (plain, several)] == [10, 3]
+    assert [tree["checkpoint"]["every"] for tree in (plain, several)] == [25, 7]
+    epochs = {**given, "max_steps": -1, "num_train_epochs": 3}
+    assert of(**epochs)["train"]["steps"] == of(**epochs, num_iterations=4)["train"]["steps"], "rows come as often"
+
+
 # -- the table --------------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Demonstration
 from headrace.core.errors import ConfigError
 from headrace.core.reports import TrainReport
-from headrace.durable.journal import Journal, ReadyRecord, SteppedRecord, read_steps
+from headrace.durable.journal import Journal, JournalStep, ReadyRecord, SteppedRecord, read_steps
 from headrace.episodes.rollout import RolloutConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.demonstrations import (
@@ -25,8 +27,9 @@ from headrace.episodes.tasks.demonstrations import (
     read_demonstrations,
 )
 from headrace.loop.loop_plan import LoopPlan
-from headrace.loop.staleness import StalenessConfig
+from headrace.loop.staleness import StalenessConfig, time_limit_problems
 from headrace.models.chat import ChatEncoder
+from headrace.run import rehearse
 from support import trainer_calls
 
 
@@ -108,3 +111,29 @@ def test_the_journal_holds_what_a_step_trained_so_that_it_is_repeated_without_th
     batch = plan.batch_again(step, algorithm)
     assert batch.demonstrations == answers
     assert len(batch.rows) == len(group.rows), "and they are no rollouts of it"
+
+
+def test_a_step_that_is_repeated_has_all_that_its_record_says() -> None:
+    """The journal's reader and a resume make their steps of one function, and it forgets no field that both have."""
+    group = trainer_calls.batch().groups[0]
+    record = SteppedRecord(1.0, TrainReport(0, 1), (group.ticket,), 9, (Demonstration((3,), (4, 2)),))
+    step = JournalStep.of(record, [group])
+    shared = set(JournalStep.__struct_fields__) & set(SteppedRecord.__struct_fields__)
+    assert {"t", "report", "steps", "demonstrations"} <= shared
+    assert {name: getattr(step, name) for name in shared} == {name: getattr(record, name) for name in shared}
+
+
+def test_a_time_limit_and_minibatches_exclude_each_other() -> None:
+    """The limit may lower the groups of a step to a number that they do not divide."""
+    (problem,) = time_limit_problems(StalenessConfig(groups_per_step=8), 5.0, 2)
+    assert "set train.steps instead, or remove train.minibatches" in problem
+    assert not list(time_limit_problems(StalenessConfig(groups_per_step=8), 0.0, 2))
+    assert not list(time_limit_problems(StalenessConfig(groups_per_step=8), 5.0, 1))
+
+
+def test_every_section_of_the_rehearsal_has_its_place() -> None:
+    source = inspect.getsource(rehearse)
+    named = set(re.findall(r'sections\[f?"([A-Z][a-z ]+)', source)) | set(
+        re.findall(r'\["([A-Z][a-z ]+)", \*filter', source)
+    )
+    assert {"Demonstrations", "Evaluation sets", "Warm start"} <= named <= set(rehearse._ORDER)

@@ -227,6 +227,7 @@ UNREADABLE: list[tuple[Callable[[str], Any], str, str]] = [
     (lambda text: read_ranking(text, 3), "RANKING: A > B", "each of A, B, C once"),
     (lambda text: read_ranking(text, 2), "RANKING: A > B > A", "each of A, B once"),
     (lambda text: read_ranking(text, 2), "RANKING: both are good", "each of A, B once"),
+    (read_verdict, "VERDICT: A, no, B", "more than one verdict"),
     (read_verdict, "VERDICT: C", "behind its last VERDICT: is not A, B or TIE alone"),
     *((read_verdict, f"VERDICT: {said}", "is not A, B or TIE alone") for said in NO_PREFERENCE),
     (read_verdict, "VERDICT: A\nNo:\nVERDICT: neither", "is not A, B or TIE alone"),
@@ -451,3 +452,8 @@ def test_a_group_that_cannot_be_ranked_is_refused(mode, size, words):
     algo = {"name": "reinforce"} if size == 1 else {}
     with pytest.raises(ConfigError, match=words):
         load_config({**MINIMAL, "reward": {"judges": [one]}, "rollout": {"group_size": size}, "algo": algo})
+
+
+def test_an_article_is_no_second_verdict() -> None:
+    assert read_verdict("VERDICT: B, if a tie is not allowed") == 0.0
+    assert read_verdict("VERDICT: A. No data.") == 1.0

@@ -177,8 +177,8 @@ OF_LEDGER = (
     ),
     _one(
         "step_not_flushed", "Ledger.trained", "C7", "a step is in the journal, and the journal not on the disk",
-        "self._enter(SteppedRecord(self._clock(), report, tickets, batch.steps), flush=True)",
-        "self._enter(SteppedRecord(self._clock(), report, tickets, batch.steps))",
+        "self._enter(record, flush=True)",
+        "self._enter(record)",
     ),
     _one(
         "skipped_is_trained", "Buffer.count", "C2", "groups of a skipped step are counted as trained, in a run and when it goes on",

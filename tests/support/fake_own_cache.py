@@ -46,6 +46,9 @@ class FakeModel(torch.nn.Module):
     def _can_set_experts_implementation(self) -> bool:
         return False
 
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return torch.nn.Identity()
+
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, next_sequence_length: int, **rest: Any) -> Any:
         rest["position_ids"] = rest["position_ids"][:, -next_sequence_length:]
         return {**rest, "input_ids": input_ids[:, -next_sequence_length:]}

@@ -14,7 +14,7 @@ from torch._dynamo import register_backend
 from headrace.algo.config import AlgoConfig
 from headrace.core.errors import ConfigError
 from headrace.models.lora import LoraConfig
-from headrace.trainer.config import TrainConfig, parallel_problems, uncompiled
+from headrace.trainer.config import TrainConfig, train_problems, uncompiled
 from headrace.trainer.forward.compiled import MANY, Compilation, _tried, compiled, difference
 from headrace.trainer.model.causal_lm import layers_of
 from headrace.trainer.parallel import ParallelConfig
@@ -162,7 +162,7 @@ def test_ranks_that_do_not_keep_a_layer_whole_are_refused_with_a_remedy_that_wor
 ) -> None:
     def problems(**train: Any) -> list[str]:
         config = TrainConfig(parallel=ParallelConfig(**parallel), **train)
-        return list(parallel_problems(config, LoraConfig(), itself=False))
+        return list(train_problems(config, LoraConfig(), 8, itself=False, critic=False))
 
     (problem,) = problems(compile=True)
     assert (

@@ -136,6 +136,7 @@ def batch_of(algo: AlgoConfig, seed: int, cut: bool) -> Batch:
                     prompt.tokens if cut or not number else (),
                     completion,
                     parents=(number - 1,) if number and not cut else (),
+                    state=f"before {number}",
                 )
                 for number, completion in enumerate(completions)
             ]

@@ -360,6 +360,7 @@ def settings(directory: Path, **tables: Any) -> Config:
         ("train.offload_optimizer", True, "remove train.weights and train.offload_optimizer"),
         ("environment.function", "near.py:play", "environment.function makes messages of its own"),
         ("warm_start.path", "rows.jsonl", "warm_start.path trains something else"),
+        ("demonstrations.path", "rows.jsonl", "demonstrations.path trains something else"),
         ("task.chat", False, "set task.chat = true and task.examples = 0"),
         ("task.images", ["prompt"], "or that of the prompt; name each once"),
         (

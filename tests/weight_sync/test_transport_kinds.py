@@ -74,6 +74,6 @@ def test_a_planted_transport_is_known_everywhere(tiny_llama: Path) -> None:
     assert [one for one in found["far"] if '"pigeon" does not reach rollout hosts' in one and '"tcp", "http" or' in one]
     assert ['weight_sync.kind = "pigeon" cannot be encrypted' in one for one in found["secret"]] == [True]
     assert 'weight_sync.kind = "pigeon" waits for all' in found["lent"]
-    assert 'weight_sync.kind = "pigeon" is another way' in found["slept"]
+    assert 'weight_sync.kind = "pigeon" does not keep them for it' in found["slept"]
     assert found["untried"] == ["weights by a pigeon never met a hawk"]
     assert found["plan"] == 2 * 3 * 100  # bfloat16, one parameter, one byte a second

@@ -58,7 +58,7 @@ HONOURED: dict[str, tuple[Any, str]] = {
         "see per_device_train_batch_size; the size of a microbatch is train.microbatch_tokens",
     ),
     "num_train_epochs": (3.0, "train.steps, from the number of rows"),
-    "max_steps": (-1, "train.steps"),
+    "max_steps": (-1, "train.steps, of which each makes num_iterations updates"),
     "num_iterations": (1, "train.epochs"),
     # sampling
     "temperature": (1.0, "rollout.temperature"),
@@ -370,7 +370,7 @@ def settings_from(kind: TrainerKind, args: Any, *, rows: Sequence[Mapping[str, A
             "epochs": get("num_iterations"),
             "learning_rate": float(get("learning_rate")),
             "schedule": _schedule(get("lr_scheduler_type")),
-            "warmup_steps": _share(get("warmup_steps"), steps),
+            "warmup_steps": _share(get("warmup_steps"), steps, args),
             "weight_decay": float(get("weight_decay")),
             "beta1": float(get("adam_beta1")),
             "beta2": float(get("adam_beta2")),
@@ -504,12 +504,16 @@ def _groups(args: Any) -> int:
 
 def _steps(args: Any, rows: int, groups: int) -> int:
     most = value_of(args, "max_steps")
-    return most if most > 0 else max(1, math.ceil(value_of(args, "num_train_epochs") * max(1, rows // groups)))
+    return (
+        _share(most, 0, args)
+        if most > 0
+        else max(1, math.ceil(value_of(args, "num_train_epochs") * max(1, rows // groups)))
+    )
 
 
-def _share(value: float, steps: int) -> int:
-    """A number below 1 is a share of the steps, as in transformers."""
-    return math.ceil(value * steps) if 0 < value < 1 else int(value)
+def _share(value: float, steps: int, args: Any) -> int:
+    """A number below 1 is a share of the steps, as in transformers. TRL counts updates, of which a step makes `num_iterations`."""
+    return math.ceil(value * steps if 0 < value < 1 else value / value_of(args, "num_iterations"))
 
 
 def _schedule(kind: str) -> str:
@@ -540,7 +544,7 @@ def _checkpoints(args: Any, steps: int, epoch: int) -> Tree:
     strategy = value_of(args, "save_strategy")
     if strategy not in ("no", "steps", "epoch"):
         raise ConfigError(f"save_strategy={strategy!r} cannot be honoured; there are: no, steps, epoch")
-    every = {"no": 0, "steps": _share(value_of(args, "save_steps"), steps), "epoch": max(1, epoch)}[strategy]
+    every = {"no": 0, "steps": _share(value_of(args, "save_steps"), steps, args), "epoch": max(1, epoch)}[strategy]
     return {"every": every, "keep": value_of(args, "save_total_limit") or 1_000_000}
 
 
@@ -550,7 +554,7 @@ def _evaluation(args: Any, steps: int, *, held_out: int, epoch: int) -> Tree:
         if strategy != "no":
             raise ConfigError(f"eval_strategy={strategy!r} needs an eval_dataset")
         return {"prompts": 0}
-    every = _share(value_of(args, "eval_steps") or value_of(args, "logging_steps"), steps)
+    every = _share(value_of(args, "eval_steps") or value_of(args, "logging_steps"), steps, args)
     samples = value_of(args, "num_generations_eval") or value_of(args, "num_generations")
     return {"prompts": held_out, "samples": samples, "every": max(1, epoch if strategy == "epoch" else every)}
 

@@ -80,10 +80,11 @@ async def watch_use(record: Callable[[ProcessesUsed], None], clock: Callable[[],
     Consumes: nothing. Waits for: time, and a thread that reads. Unblocked by: both pass by themselves."""
     family, meter, begun = current_family(), Meter(), False
     while True:
+        reading = None
         with suppress(OSError, RuntimeError):  # no thread can be started, say: that ends no run
-            processes, gpus = await asyncio.to_thread(meter.read, _processes(family))
-            if begun and (processes or gpus):  # what they used before the first reading is of no interval
-                record(ProcessesUsed(clock(), processes, gpus))
+            reading = await asyncio.to_thread(meter.read, _processes(family))
+        if reading is not None and begun and any(reading):  # what they used before the first reading is of no interval
+            record(ProcessesUsed(clock(), *reading))
         await asyncio.sleep(pause if begun else min(FIRST, pause))
         begun = True
 
