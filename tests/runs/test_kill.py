@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,19 @@ headrace.train(config, resume=resume)
 STEPS, GROUPS = 8, 3
 
 
-def _config(tmp_path: Path, model: Path, name: str) -> dict[str, Any]:
+def _config(
+    tmp_path: Path, model: Path, name: str, train: Mapping[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
     return tiny_config(
         tmp_path,
         model,
         name=name,
         rollout={"max_tokens": 24},
-        train={"steps": STEPS},
+        train={"steps": STEPS, **(train or {})},
         engine={"exact": True, "max_deaths": 100},
         staleness={"groups_per_step": GROUPS, "max_lag": 0},
         checkpoint={"every": 3},
+        **more,
     )
 
 
@@ -170,6 +174,28 @@ def test_killed_anywhere_the_weights_come_out_bit_identical(
     config = _config(tmp_path, tiny_llama, "killed")
     _killed_until_finished(config, ["engine", "trainer", "all"], random.Random(os.getpid()))
     _check(Path(config["out"]) / "killed", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"algo": {"name": "chord"}, "demonstrations": {"rows_per_step": 2}},
+        {"train": {"epochs": 2, "minibatches": 3}},
+        {"algo": {"name": "dcpo"}},
+    ],
+    ids=["demonstrations", "updates", "memory"],
+)
+def test_so_do_those_of_steps_that_need_more_than_their_groups(
+    tiny_llama: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    if "demonstrations" in more:
+        path = tmp_path / "answers.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"{n} + 1", "answer": f"{n + 1}"}) + "\n" for n in range(7)))
+        more = {**more, "demonstrations": {**more["demonstrations"], "path": str(path)}}
+    for name, kills in (("whole", []), ("killed", ["trainer", "all"])):
+        _killed_until_finished(_config(tmp_path, tiny_llama, name, **more), kills, random.Random(7))
+    _check(tmp_path / "runs" / "killed", tmp_path / "runs" / "whole")
 
 
 @pytest.mark.slow
