@@ -206,18 +206,28 @@ class WarmStarted(Fact, frozen=True, kw_only=True):
     """The mean loss of a token of the held-out rows, in nats: before the first epoch, and after each. Empty without such rows."""
     mark: str
     """A fingerprint of all that the weights depend on but the machine."""
+    loss: str = "ce"
+    """Cross-entropy, or a loss of pairs; `losses` and `held_out` are then means over pairs."""
+    agreed: tuple[float, ...] = ()
+    """Share of the held-out pairs whose preferred answer the model prefers, when `held_out` was measured. Ties count as half. Empty without pairs."""
 
     @property
     def steps(self) -> int:
         return len(self.losses)
 
     @property
+    def unit(self) -> str:
+        """Returns the unit of `losses`."""
+        return "nats a token" if self.loss == "ce" else f"a pair ({self.loss})"
+
+    @property
     def words(self) -> str:
         """Says in one line what was done."""
         held = f", held-out {self.held_out[0]:.3f} → {self.held_out[-1]:.3f}" if self.held_out else ""
+        agreed = f", of the held-out pairs {self.agreed[0]:.0%} → {self.agreed[-1]:.0%} agree" if self.agreed else ""
         return (
             f"{self.steps:,} steps on {self.rows:,} rows of {Path(self.path).name}: loss {self.losses[0]:.3f} → {self.losses[-1]:.3f}{held} "
-            "nats a token"
+            f"{self.unit}{agreed}"
         )
 
 

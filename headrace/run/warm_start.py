@@ -1,4 +1,4 @@
-"""The warm start: supervised training on demonstrations, before a run has a version 0.
+"""The warm start: training on demonstrations, or on pairs of answers, before a run has a version 0.
 
 It has a trainer of its own, which ends with it. What it leaves is a model in the run's directory, and the run begins with that as with any other model that
 `model.path` names: engine, trainer and the reference of a KL term load the same files, and the optimizer of the run is new.
@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from headrace.algo.config import AlgoConfig
+from headrace.algo.policy.pairs import PairLoss, Side
 from headrace.core.batches import Demonstration
 from headrace.core.errors import ConfigError, TrainingError
 from headrace.core.printing import say
 from headrace.durable.atomic_files import replace_file, sync_to_disk
-from headrace.episodes.tasks.demonstrations import AnswerCourse, Demonstrations
+from headrace.episodes.tasks.demonstrations import AnswerCourse, Demonstrations, Preference, WarmStartConfig, sides_of
 from headrace.episodes.tasks.prompts import digest_of
 from headrace.facts.facts import WarmStarted, Warned
 from headrace.facts.texts import plural
@@ -50,7 +52,7 @@ from headrace.weight_sync.shared_memory import SharedMemory
 FOLDER, FACT = "warm_start", "warm_start.json"
 
 USUAL_RATE = {"all weights": 1e-5, "an adapter": 1e-4}
-"""Learning rates of supervised fine-tuning, where none is set."""
+"""Learning rates of supervised fine-tuning, where none is set. Pairs have a tenth of it: a margin of log-likelihoods grows with the length."""
 
 LINES = 10
 """Number of steps at which the loss is printed."""
@@ -59,7 +61,8 @@ LINES = 10
 def train_config(config: RunConfig, steps: int) -> TrainConfig:
     """Returns the settings of the trainer for a warm start of `steps`."""
     own = config.warm_start
-    rate = own.learning_rate or USUAL_RATE["an adapter" if config.lora.rank else "all weights"]
+    usual = USUAL_RATE["an adapter" if config.lora.rank else "all weights"]
+    rate = own.learning_rate or (usual / 10 if own.paired else usual)
     return dataclasses.replace(
         config.train,
         steps=steps,
@@ -70,6 +73,12 @@ def train_config(config: RunConfig, steps: int) -> TrainConfig:
         minibatches=1,
         parity="off",  # it compares with a sampler, and there is none
     )
+
+
+def _algorithm(own: WarmStartConfig) -> AlgoConfig:
+    """Returns the recipe of a warm start's loss. It needs no sampler: neither cross-entropy nor a loss of pairs compares with one."""
+    constants: dict[str, Any] = {"pair_beta": own.pair_beta} if own.pair_beta else {}
+    return AlgoConfig(own.loss, **constants)
 
 
 def warm_started(run_dir: Path) -> WarmStarted | None:
@@ -123,7 +132,9 @@ async def warm_start(config: RunConfig, model_dir: Path, given: Demonstrations, 
     part.mkdir()
     began = time.monotonic()
     async with _trainer(config, train, model_dir, logs) as trainer:
-        course = _Course(trainer=trainer, adapter=config.lora.served_name, given=given, tell=tell)
+        loss = _algorithm(config.warm_start).recipe.loss
+        pairs = _HeldOutPairs(loss) if isinstance(loss, PairLoss) else None
+        course = _Course(trainer=trainer, adapter=config.lora.served_name, given=given, tell=tell, pairs=pairs)
         await course.run()
         exact = train.weights == "float32" and not train.offload_optimizer
         dtype: Literal["float32", "bfloat16"] = "float32" if exact else "bfloat16"
@@ -141,6 +152,8 @@ async def warm_start(config: RunConfig, model_dir: Path, given: Demonstrations, 
         losses=tuple(course.losses),
         held_out=tuple(course.held_out),
         mark=mark,
+        loss=config.warm_start.loss,
+        agreed=tuple(pairs.agreed) if pairs else (),
     )
     await asyncio.to_thread(_finish, part, run_dir / FOLDER, done)
     tell(f"warm start: {done.words}, in {done.seconds:.0f} s")
@@ -150,17 +163,22 @@ async def warm_start(config: RunConfig, model_dir: Path, given: Demonstrations, 
 def described(config: RunConfig, given: Demonstrations, encoder: ChatEncoder) -> Lines:
     """Returns what a warm start would do, and its first row as tokens."""
     train, first = train_config(config, given.steps), given.trained[0]
-    tokens = sum(len(one.answer) for one in given.trained)
+    tokens = sum(len(side.answer) for one in given.trained for side in sides_of(one))
     steps = f"{given.steps}, of {given.rows_per_step} rows; {given.epochs} x {len(given.trained):,} rows with {tokens:,} tokens in their answers"
     held = f"{len(given.held_out)} rows, before the first epoch and after each" if given.held_out else "not measured"
-    longest = max(len(one.tokens) for one in (*given.trained, *given.held_out))
+    longest = max(len(side.tokens) for one in (*given.trained, *given.held_out) for side in sides_of(one))
+    loss = _algorithm(config.warm_start).recipe.loss
+    pairs: Lines = [("loss", f"{loss}, of pairs ({', '.join(loss.words())})")] if config.warm_start.paired else []
+    rejected = [("rejected", encoder.written(first.rejected))] if isinstance(first, Preference) else []
     return [
+        *pairs,
         ("steps", steps),
         ("rate", f"{train.learning_rate:g} at most, {train.schedule} (warm_start.learning_rate)"),
         ("held-out loss", held),
         ("longest row", f"{longest:,} tokens; there is room for {config.engine.context_length:,}"),
         ("context", encoder.written(first.prompt)),
         ("trained", encoder.written(first.answer)),
+        *rejected,
         (
             "as tokens",
             f"{len(first.prompt)} masked, then {' '.join(map(str, first.answer[:24]))}{' ...' * (len(first.answer) > 24)}",
@@ -184,7 +202,9 @@ def course_lines(config: RunConfig, course: AnswerCourse, encoder: ChatEncoder) 
 def _mark(config: RunConfig, train: TrainConfig, given: Demonstrations) -> str:
     settings = {"train": dataclasses.asdict(train), "lora": dataclasses.asdict(config.lora), "seed": config.seed}
     order = {"rows_per_step": given.rows_per_step, "epochs": given.epochs, "model": config.model.path}
-    return digest_of([json.dumps(settings | order, sort_keys=True), given.digest])
+    own = config.warm_start
+    pairs = {"loss": own.loss, "pair_beta": own.pair_beta} if own.paired else {}
+    return digest_of([json.dumps(settings | order | pairs, sort_keys=True), given.digest])
 
 
 def _finish(part: Path, final: Path, done: WarmStarted) -> None:
@@ -196,6 +216,28 @@ def _finish(part: Path, final: Path, done: WarmStarted) -> None:
     sync_to_disk(final.parent)
 
 
+@dataclasses.dataclass
+class _HeldOutPairs:
+    """The held-out pairs of a warm start, of which the first measurement is the reference: the model before the first step."""
+
+    loss: PairLoss
+    agreed: list[float] = dataclasses.field(default_factory=list)
+    before: list[Any] = dataclasses.field(default_factory=list)
+    """[K] the log-likelihoods of the preferred answers, and of the rejected ones, in nats."""
+
+    def measure(self, sides: Sequence[Sequence[Sequence[float]]]) -> float:
+        """Returns the mean loss of a pair, and notes the share that agrees. `sides`: the preferred and the rejected answers, as [K] lists of the log-probs
+        of their tokens."""
+        likelihoods: list[Any] = [np.array([sum(one) for one in side]) for side in sides]
+        counts: list[Any] = [np.array([float(len(one)) for one in side]) for side in sides]
+        self.before = self.before or likelihoods
+        better, worse = (Side(*side) for side in zip(likelihoods, self.before, counts, strict=True))
+        losses: Any = self.loss.of_pairs(better, worse)
+        margins: Any = self.loss.margin(better, worse)
+        self.agreed.append(float(np.mean((np.sign(margins) + 1) / 2)))
+        return float(np.mean(losses))
+
+
 @dataclasses.dataclass(kw_only=True)
 class _Course:
     """The steps of a warm start, with the losses so far."""
@@ -204,9 +246,14 @@ class _Course:
     adapter: str
     given: Demonstrations
     tell: Callable[[object], None]
+    pairs: _HeldOutPairs | None = None
     losses: list[float] = dataclasses.field(default_factory=list)
     held_out: list[float] = dataclasses.field(default_factory=list)
     tokens: int = 0
+
+    @property
+    def unit(self) -> str:
+        return "a pair" if self.pairs else "nats a token"
 
     async def run(self) -> None:
         given, steps = self.given, self.given.steps
@@ -222,29 +269,35 @@ class _Course:
             self.tokens += report.loss_tokens
             done = len(self.losses)
             if done * LINES // steps > (done - 1) * LINES // steps:
-                self.tell(f"warm start: step {done} of {steps}, loss {report.loss:.3f} nats a token")
+                self.tell(f"warm start: step {done} of {steps}, loss {report.loss:.3f} {self.unit}")
             if done % given.steps_of_epoch == 0:
                 await self._measure()
 
     async def _measure(self) -> None:
-        """Measures the loss of the held-out rows, as the mean over the tokens of their answers."""
+        """Measures the loss of the held-out rows, as the mean over the tokens of their answers, or over pairs."""
         if not self.given.held_out:
             return
-        lost = [await self._loss(one) for one in self.given.held_out]
-        self.held_out.append(-sum(map(sum, lost)) / sum(map(len, lost)))
+        found = [[await self._logprobs(side) for side in sides_of(one)] for one in self.given.held_out]
+        if self.pairs:
+            self.held_out.append(self.pairs.measure(list(zip(*found, strict=True))))
+            agreed = f", {self.pairs.agreed[-1]:.0%} agree,"
+        else:
+            said = [logprob for (answer,) in found for logprob in answer]
+            self.held_out.append(-sum(said) / len(said))
+            agreed = ""
         self.tell(
-            f"warm start: held-out loss {self.held_out[-1]:.3f} nats a token after {plural(len(self.losses), 'step')}"
+            f"warm start: held-out loss {self.held_out[-1]:.3f} {self.unit}{agreed} after {plural(len(self.losses), 'step')}"
         )
 
-    async def _loss(self, one: Demonstration) -> Sequence[float]:
+    async def _logprobs(self, one: Demonstration) -> Sequence[float]:
         return (await self.trainer.score(one.tokens, self.adapter))[-len(one.answer) :]
 
 
 @asynccontextmanager
 async def _trainer(config: RunConfig, train: TrainConfig, model_dir: Path, logs: Path) -> AsyncIterator[ProcessTrainer]:
-    """Starts a trainer whose loss is cross-entropy on what it is given."""
+    """Starts a trainer whose loss is that of the warm start."""
     rollout = dataclasses.replace(config.rollout, keep_routing=False)
-    own = dataclasses.replace(config, train=train, algo=AlgoConfig("ce"), rollout=rollout, teachers=())
+    own = dataclasses.replace(config, train=train, algo=_algorithm(config.warm_start), rollout=rollout, teachers=())
     telemetry = open_telemetry(config.watch, _Told(), run_clock(0.0))
     transport = SharedMemory.open()  # nothing is published
     start = trainer_start(own, model_dir, {}, transport)

@@ -1,13 +1,15 @@
-"""The warm start: what is trained of a row, what is refused, and whole runs that begin with one."""
+"""The warm start: what is trained of a row or of a pair, what is refused, and whole runs that begin with one."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,16 +17,21 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.algo.config import AlgoConfig
+from headrace.algo.policy.pairs import PairLoss, Side
+from headrace.algo.recipes import RECIPES
 from headrace.core.errors import ConfigError
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.demonstrations import Demonstrations, WarmStartConfig, read_demonstrations
+from headrace.episodes.tasks.demonstrations import Demonstrations, Preference, WarmStartConfig, read_demonstrations
 from headrace.facts.facts import Evaluated, WarmStarted, WeightsLive
 from headrace.facts.records import StepRow
 from headrace.models.chat import ChatEncoder
 from headrace.run.config import load_config, read_config
 from headrace.run.rehearse import try_files
+from headrace.settings.toml import build
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.dealing.share import head_of
 from headrace.trainer.step.trainer import TorchTrainer
+from headrace.trainer.step.whole_step import pairs_of
 from support.tiny_run import Config, kill_when, of, tiny_config
 from support.tool_chats import PLAIN, save_tokenizer
 
@@ -183,6 +190,128 @@ def test_a_model_without_an_end_of_answers_is_refused_and_naming_one_helps(tmp_p
     assert one.answer[-1] == 2
 
 
+# -- pairs --------------------------------------------------------------------------------------------------------------------
+
+PAIRS = [
+    {"prompt": f"{a} and {b}?", "answer": f"{b} then {a}", "rejected": f"{b} or {a}!"} for a in "123" for b in "ab"
+]
+PAIR, DPO = {"prompt": "1?", "answer": "one", "rejected": "two"}, {"loss": "dpo"}
+
+
+def preferring(model: Any, reference: Any, pairs: Demonstrations, beta: float) -> torch.Tensor:
+    """DPO as one would write it down (arXiv 2305.18290, eq. 7): each answer by itself, and sums over its tokens."""
+
+    def likelihood(model: Any, prompt: Any, answer: Any) -> torch.Tensor:
+        logprobs = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return logprobs.gather(1, torch.tensor(answer)[:, None]).sum()
+
+    def gain(prompt: Any, answer: Any) -> torch.Tensor:
+        with torch.no_grad():
+            before = likelihood(reference, prompt, answer)
+        return likelihood(model, prompt, answer) - before
+
+    margins = [gain(one.prompt, one.answer) - gain(one.prompt, one.rejected) for one in pairs.trained]
+    return -torch.nn.functional.logsigmoid(beta * torch.stack(margins)).mean()
+
+
+@pytest.mark.parametrize("tokens", [24, 2048])
+def test_the_gradient_of_pairs_is_that_of_dpo_against_the_model_before(
+    tmp_path: Path, tiny_llama: Path, tokens: int
+) -> None:
+    """Also where the two answers of a pair lie in different microbatches, and where they begin alike."""
+    pairs = given(tmp_path, PAIRS, tiny_llama, loss="dpo", pair_beta=0.7, epochs=2)
+    train = TrainConfig(
+        dtype="float32", device="cpu", microbatch_tokens=tokens, path="torch", learning_rate=0.01, steps=2
+    )
+    trainer = TorchTrainer(tiny_llama, train, AlgoConfig("dpo", pair_beta=0.7), 0)
+    first, second = pairs.batches("")
+    report = trainer.step(first)
+    assert report.pairs == len(PAIRS) and report.loss == pytest.approx(0.693147, abs=1e-5)
+    policy, reference = (AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64) for _ in range(2))
+    policy.load_state_dict({name: one.detach().double() for name, one in trainer._model.state_dict().items()})
+    loss = preferring(policy, reference, pairs, 0.7)
+    loss.backward()
+    sums = trainer._gradient(1.0, pairs=pairs_of(head_of(second))).fill(trainer._plans(second)[0])
+    assert float(loss.detach()) < 0.6 and sums.loss == pytest.approx(float(loss.detach()), abs=1e-5)
+    found = {name: parameter.grad for name, parameter in trainer._model.named_parameters()}
+    for name, parameter in policy.named_parameters():
+        assert torch.allclose(found[name].double(), parameter.grad, atol=2e-6, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.loss.pairs])
+def test_every_loss_of_pairs_has_rows_and_is_measured_without_torch_as_with_it(name: str) -> None:
+    loss = AlgoConfig(build(WarmStartConfig, {"path": "x", "loss": name}).loss).recipe.loss
+    assert isinstance(loss, PairLoss)
+    lists = (
+        [[-3.0, -9.0, -40.0], [-4.0, -4.0, -30.0], [3.0, 2.0, 7.0]],
+        [[-5.0, -3.0, -2.0], [-4.0, -5.0, -2.5], [4.0, 2.0, 9.0]],
+    )
+    arrays, tensors = (
+        [Side(*map(make, side)) for side in lists] for make in (np.array, lambda x: torch.tensor(x).double())
+    )
+    for measured in (loss.of_pairs, loss.margin):
+        assert isinstance(measured(*arrays), np.ndarray)
+        assert measured(*arrays) == pytest.approx(measured(*tensors).numpy(), abs=1e-12)
+
+
+def test_a_pair_is_read_from_texts_and_from_conversations(tmp_path: Path, tiny_llama: Path) -> None:
+    (apart,) = given(tmp_path, [PAIR], tiny_llama, **DPO).trained
+    talks = {"chosen": TALK, "rejected": [TALK[0], {**TALK[1], "content": "two"}]}
+    (whole,) = given(tmp_path, [talks], tiny_llama, prompt="chosen", answer="", **DPO).trained
+    text = ChatEncoder(tiny_llama).written
+    assert isinstance(apart, Preference) and apart == whole
+    assert (text(apart.answer), text(apart.rejected)) == ("one<end>", "two<end>")
+    one, other, better = (
+        given(tmp_path, [row], tiny_llama, **DPO) for row in (PAIR, {**PAIR, "rejected": "six"}, PAIR)
+    )
+    assert one.digest == better.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "words", "remedied", "remedy"),
+    [
+        ([PAIR], {}, "row 1: its column rejected holds a worse answer, which warm_start.loss = ce does not read", [], DPO),
+        ([PAIR], {}, 'or warm_start.rejected = "" to train the answers alone', [], {"rejected": ""}),
+        ([ROW], DPO, r"row 1: there is no column rejected \(warm_start.rejected\)", [], {"loss": "ce"}),
+        ([{**PAIR, "rejected": "one"}, PAIR], DPO, "row 1: its two answers are equal", [PAIR], {}),
+        ([{**PAIR, "rejected": ""}], DPO, "row 1: in column rejected, its answer is empty, or no text", [PAIR], {}),
+        ([{**PAIR, "rejected": "two<end>"}], DPO, "in column rejected, its answer holds a token that ends answers", [PAIR], {}),
+        ([{**PAIR, "rejected": "two" * 20}], DPO, r"in column rejected, it has 66 tokens .* engine.context_length = 64", [], {"context": 66}),
+        ([{"prompt": "2?", "answer": "one", "rejected": TALK}], DPO, "in column rejected, its conversation asks something else", [PAIR], {}),
+        ([{**PAIR, "rejected": TALK[1:]}], DPO, "write that answer as a text", [{**PAIR, "rejected": "two"}], {}),
+        ([{**PAIR, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}], DPO, "is an image; .* or remove such rows", [PAIR], {}),
+    ],
+)  # fmt: skip
+def test_a_pair_that_cannot_be_trained_is_refused_and_the_remedy_helps(
+    tmp_path: Path, tiny_llama: Path, rows: list[Any], settings: Config, words: str, remedied: list[Any], remedy: Config
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        given(tmp_path, rows, tiny_llama, **settings)
+    assert given(tmp_path, remedied or rows, tiny_llama, **{**settings, **remedy}).trained
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "remedy"),
+    [
+        ({"loss": "kto"}, 'kto learns from single answers .*; use "dpo" or another', {"loss": "dpo"}),
+        ({"loss": "ipo"}, "ipo is a loss of tokens; the preference loss of that name is ipo_pairs", {"loss": "ipo_pairs"}),
+        ({"loss": "grpo"}, "warm_start.loss", DPO),
+        ({"loss": "dpo", "rejected": ""}, "name the column with the worse one", {"rejected": "worse"}),
+        ({"rejected": "worse"}, "warm_start.loss = ce compares none", DPO),
+        ({"pair_beta": 0.5}, "warm_start.pair_beta is a constant of pairs", DPO),
+    ],
+)  # fmt: skip
+def test_settings_of_pairs_that_do_not_go_together_are_refused(
+    tmp_path: Path, settings: Config, words: str, remedy: Config
+) -> None:
+    def loaded(own: Config) -> WarmStartConfig:
+        return load_config(tiny_config(tmp_path, tmp_path, warm_start={"path": "pairs.jsonl", **own})).warm_start
+
+    with pytest.raises(ConfigError, match=words):
+        loaded(settings)
+    assert loaded({**settings, **remedy}).paired
+
+
 # -- settings -----------------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +395,35 @@ def test_a_run_learns_the_answers_and_goes_on_from_there(tmp_path: Path, tiny_ll
     assert again.step == 3 and len(of(run, WarmStarted)) == 1
     assert (run / "warm_start" / "warm_start.json").stat() == seal
     assert "Warm start: loss of the answers" in (run / "report.html").read_text()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("lora", [{}, pytest.param({"rank": 4}, marks=pytest.mark.slow)])
+def test_a_run_prefers_the_chosen_answers_and_goes_on_from_there(
+    tmp_path: Path, tiny_llama: Path, lora: Config
+) -> None:
+    rows = [{"prompt": f"{i} + {i}?", "answer": "eeee", "rejected": "oooo"} for i in range(40)]
+    warm = {"path": written(tmp_path, rows), "held_out": 8, "epochs": 2, "rows_per_step": 16, "learning_rate": 1e-2}
+    config = tiny_config(tmp_path, tiny_llama, train={"steps": 1, "threads": 1, "path": "torch"}, lora=lora)
+    config = {**config, "warm_start": {**warm, "loss": "dpo"}, "eval": {"prompts": 0}}
+    found = asyncio.run(try_files(load_config(config)))
+    lines = dict(found.sections["Warm start"])
+    assert not found.problems and lines["loss"].startswith("dpo, of pairs (pair_beta = 0.1")
+    assert lines["trained"] == "eeee<end>" and lines["rejected"] == "oooo<end>"
+    run = headrace.train(config).directory
+    (done,) = of(run, WarmStarted)
+    assert done.loss == "dpo" and done.rows == 32 and done.steps == len(done.losses) == 4 and done.tokens == 2 * 32 * 10
+    assert done.losses[0] == pytest.approx(0.6931, abs=1e-3) and done.held_out[0] == pytest.approx(0.6931, abs=1e-4)
+    assert done.agreed[0] == 0.5 and done.agreed[-1] == 1.0 and done.held_out[-1] < 0.6
+    assert "a pair (dpo), of the held-out pairs 50% → 100% agree" in done.words
+    own = read_config(run / "config.toml")
+    kept, before = (AutoModelForCausalLM.from_pretrained(path) for path in (own.model.path, tiny_llama))
+    pairs = read_demonstrations(own.warm_start, own.task, ChatEncoder(tiny_llama), seed=0, context=64)
+    held = dataclasses.replace(pairs, trained=pairs.held_out)
+    assert float(preferring(kept, before, held, 0.1).detach()) == pytest.approx(done.held_out[-1], abs=1e-4)
+    assert "Warm start: loss of the pairs, a pair (dpo)" in (run / "report.html").read_text()
+    with pytest.raises(ConfigError, match=r"warm_start.loss"):
+        headrace.train(config, resume=run, sets=["warm_start.loss=simpo"])
 
 
 @pytest.mark.slow

@@ -137,11 +137,9 @@ class DPO(PairLoss):
     """α: the weight of the preferred rollout's negative log-likelihood, a mean over its tokens (RPO: 1)."""
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
-        from torch.nn.functional import softplus
-
         won = self.pair_beta * self.margin(chosen, rejected)
         lean = self.pair_smoothing - self.pair_flips / (1 - 2 * self.pair_flips)  # L(-h) is L(h) + β·h
-        return softplus(-won) + lean * won - self.pair_nll * chosen.mean
+        return _softplus(-won) + lean * won - self.pair_nll * chosen.mean
 
     def problems(self) -> Iterator[str]:
         if self.pair_smoothing and self.pair_flips:
@@ -182,9 +180,7 @@ class SimPO(PairLoss):
     """γ: the margin that is asked for; a third to a half of β is usual."""
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
-        from torch.nn.functional import softplus
-
-        return softplus(self.pair_margin - self.pair_beta * self.margin(chosen, rejected))
+        return _softplus(self.pair_margin - self.pair_beta * self.margin(chosen, rejected))
 
     def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         return chosen.mean - rejected.mean
@@ -206,9 +202,7 @@ class CPO(PairLoss):
     """α: the weight of the preferred rollout's negative log-likelihood."""
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
-        from torch.nn.functional import softplus
-
-        return softplus(-self.pair_beta * self.margin(chosen, rejected)) - self.pair_nll * chosen.mean
+        return _softplus(-self.pair_beta * self.margin(chosen, rejected)) - self.pair_nll * chosen.mean
 
     def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         return chosen.logprob - rejected.logprob
@@ -258,14 +252,29 @@ class ORPO(PairLoss):
     """λ: the weight of the odds."""
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
-        from torch.nn.functional import softplus
-
-        return self.pair_beta * softplus(-self.margin(chosen, rejected)) - chosen.mean
+        return self.pair_beta * _softplus(-self.margin(chosen, rejected)) - chosen.mean
 
     def margin(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         return _log_odds(chosen.mean) - _log_odds(rejected.mean)
 
 
+# Held-out pairs are measured by the controller, which has no torch, as arrays of numpy.
+
+
+def _softplus(values: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
+    import numpy as np
+
+    if isinstance(values, np.ndarray):
+        return np.logaddexp(0.0, values)
+    from torch.nn.functional import softplus
+
+    return softplus(values)
+
+
 def _log_odds(mean: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
-    inside = mean.clamp(max=-MIN_REST)
+    import numpy as np
+
+    inside = mean.clip(max=-MIN_REST)
+    if isinstance(inside, np.ndarray):
+        return inside - np.log(-np.expm1(inside))
     return inside - (-inside.expm1()).log()

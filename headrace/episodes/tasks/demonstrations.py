@@ -1,4 +1,5 @@
-"""Demonstrations, from which a run may learn before its first rollout: questions with the answers that the model should write. Imports no torch.
+"""Demonstrations, from which a run may learn before its first rollout: questions with the answers that the model should write, or with two of which it
+should prefer one. Imports no torch.
 
 A question becomes tokens as those of the task do, by the model's chat template and once (C5). Its answer follows as the model itself would write it,
 with the end of turn. Answers alone are trained.
@@ -13,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pydantic import Field, model_validator
+from msgspec.structs import replace
+from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass as settings_dataclass
 
-from headrace.core.batches import Batch, Demonstration, Group
+from headrace.core.batches import Batch, Demonstration, Group, Row
 from headrace.core.chat.reading import CLOSING, OPENING, is_opened_by
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Prompt
@@ -27,10 +29,16 @@ from headrace.episodes.tasks.read import kind_of, read_rows
 from headrace.episodes.tasks.rows import about, plain_row
 from headrace.settings.strict import STRICT
 
+_NO_PAIRS = {
+    "kto": "learns from single answers that are right or wrong, and rows here hold two to compare",
+    "ipo": "is a loss of tokens; the preference loss of that name is ipo_pairs",
+}
+"""Losses that are asked for and are not here -> why not."""
+
 
 @settings_dataclass(frozen=True, kw_only=True, config=STRICT)
 class WarmStartConfig:
-    """Supervised training on given answers before the first rollout (docs/warm_start.md)."""
+    """Training on given answers, or on pairs of them, before the first rollout (docs/warm_start.md)."""
 
     path: str = ""
     """The file or directory with questions and answers. If empty, the run begins with the weights of `model.path`."""
@@ -40,6 +48,14 @@ class WarmStartConfig:
     """The column with the question: a string, or a list of messages {role, content} (docs/rows.md)."""
     answer: str = "answer"
     """The column with the answer, a text. If empty, `prompt` holds whole conversations, and their last message is the answer."""
+    loss: Literal["ce", "dpo", "ipo_pairs", "simpo", "cpo", "orpo"] = "ce"
+    """ce: cross-entropy on the answers. The others are [losses of pairs](algorithms.md#preferences): the answer is preferred to a rejected one. The
+    reference of dpo and ipo_pairs is the model before the warm start."""
+    rejected: str = "rejected"
+    """The column with the rejected answer, for a loss of pairs: a text, or the whole conversation with it. With loss = ce, rows that have the column are
+    refused; if empty, they are trained without it."""
+    pair_beta: float | None = Field(default=None, gt=0)
+    """β of a loss of pairs, as `algo.pair_beta`; that of its recipe if not given."""
     held_out_path: str = ""
     """A file of rows for the held-out loss only. If empty, `held_out` rows of `path` are used, taken at random."""
     held_out: int = Field(default=64, ge=0)
@@ -48,13 +64,26 @@ class WarmStartConfig:
     epochs: int = Field(default=1, gt=0)
     """Number of times that each row is trained."""
     rows_per_step: int = Field(default=32, gt=0)
-    """Rows of an optimizer step. The loss is the mean over the tokens of their answers; the last step of an epoch may have fewer."""
+    """Rows of an optimizer step. The loss is the mean over the tokens of their answers, or over pairs; the last step of an epoch may have fewer."""
     learning_rate: float = Field(default=0.0, ge=0)
-    """The peak learning rate. 0: 1e-5 for all weights, 1e-4 for an adapter. All else of the optimizer is that of [train]."""
+    """The peak learning rate. 0: 1e-5 for all weights, 1e-4 for an adapter, and a tenth of that for pairs. All else of the optimizer is that of [train]."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """The learning rate after the warm-up, as in `train.schedule`: to zero at the last step of the warm start."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of its steps in which the learning rate rises linearly."""
+
+    @property
+    def paired(self) -> bool:
+        return self.loss != "ce"
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _known_loss(cls, name: Any) -> Any:
+        if isinstance(name, str) and (why := _NO_PAIRS.get(name)):
+            raise ValueError(
+                f'warm_start.loss = {name} {why}; use "dpo" or another loss of pairs here, or algo.name = "{name}" on rollouts'
+            )
+        return name
 
     @model_validator(mode="after")
     def _has_rows(self) -> WarmStartConfig:
@@ -66,6 +95,20 @@ class WarmStartConfig:
         if self.held_out_path and not self.held_out:
             raise ValueError(
                 "warm_start.held_out = 0 measures no row of warm_start.held_out_path: raise it, or remove the path"
+            )
+        if self.paired and not self.rejected:
+            raise ValueError(
+                f'warm_start.loss = {self.loss} compares two answers, and warm_start.rejected = "" names none: name the column with the worse one'
+            )
+        if not self.paired and self.rejected not in ("", fields["rejected"].default):
+            raise ValueError(
+                f'warm_start.rejected = {self.rejected} names worse answers, and warm_start.loss = ce compares none: set warm_start.loss = "dpo" or '
+                "another loss of pairs, or remove warm_start.rejected"
+            )
+        if not self.paired and self.pair_beta is not None:
+            raise ValueError(
+                'warm_start.pair_beta is a constant of pairs, and warm_start.loss = ce has none: set warm_start.loss = "dpo" or another loss of pairs, or '
+                "remove it"
             )
         return self
 
@@ -163,9 +206,34 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages in which data sets keep a thought beside the text."""
 
 
+class Preference(Demonstration, frozen=True):
+    """A question with two answers, of which `answer` is preferred.
+
+    >>> [(row.tokens, row.trajectories) for row in Preference((1, 5), (7, 2), (8, 2)).rows(step=3)]
+    [((7, 2), (0,)), ((8, 2), (1,))]
+    """
+
+    rejected: tuple[int, ...]
+
+    @property
+    def other(self) -> Demonstration:
+        """The question with the rejected answer."""
+        return Demonstration(self.prompt, self.rejected)
+
+    def rows(self, step: int) -> tuple[Row, Row]:
+        """Returns the rows of both answers. Advantages are as those of rollouts, of which one pair is made."""
+        worse = replace(self.other.row(step), advantages=(-1.0,) * len(self.rejected), trajectories=(1,))
+        return replace(self.row(step), trajectories=(0,)), worse
+
+
+def sides_of(one: Demonstration) -> tuple[Demonstration, ...]:
+    """Returns the question with each of its answers: one, or the preferred and the rejected one."""
+    return (one, one.other) if isinstance(one, Preference) else (one,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """All rows of a warm start."""
+    """All rows of a warm start: all of them pairs (`Preference`), or none."""
 
     trained: Sequence[Demonstration]
     held_out: Sequence[Demonstration]
@@ -185,8 +253,8 @@ class Demonstrations:
     @property
     def digest(self) -> str:
         """A fingerprint of all tokens, and of what is held out."""
-        rows = [str((one.prompt, one.answer)) for one in self.trained]
-        return digest_of([*rows, "held out", *(str(one.tokens) for one in self.held_out)])
+        rows = [str((one.prompt, *(side.answer for side in sides_of(one)))) for one in self.trained]
+        return digest_of([*rows, "held out", *(str(side.tokens) for one in self.held_out for side in sides_of(one))])
 
     def batches(self, adapter: str) -> Iterator[Batch]:
         """Yields the batch of each optimizer step: every row once an epoch, each time in a new order, which the seed decides."""
@@ -196,12 +264,16 @@ class Demonstrations:
             random.Random(seed_from("warm start", self.seed, epoch)).shuffle(order)
             for first in range(0, len(order), self.rows_per_step):
                 taken = order[first : first + self.rows_per_step]
-                groups = tuple(
-                    Group(n, Prompt(f"warm_start/{n}", "", one.prompt), (), (one.row(step),))
-                    for n, one in enumerate(taken)
-                )
+                groups = tuple(_group(number, one, step) for number, one in enumerate(taken))
                 yield Batch(step, groups, adapter=adapter, skippable=False, steps=self.steps)
                 step += 1
+
+
+def _group(number: int, one: Demonstration, step: int) -> Group:
+    prompt = Prompt(f"warm_start/{number}", "", one.prompt)
+    if isinstance(one, Preference):
+        return Group(number, prompt, (), one.rows(step), pairs=((0, 1),))
+    return Group(number, prompt, (), (one.row(step),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +345,11 @@ class _Reader:
     def section(self) -> str:
         return "warm_start" if isinstance(self.config, WarmStartConfig) else "demonstrations"
 
+    @property
+    def rejected(self) -> str:
+        """The column with the worse answers; empty if there are none."""
+        return self.config.rejected if isinstance(self.config, WarmStartConfig) and self.config.paired else ""
+
     def read(self, path: str) -> list[Demonstration]:
         if self.encoder.endings.written is None:
             raise ConfigError(
@@ -293,12 +370,17 @@ class _Reader:
 
     def _demonstration(self, row: dict[str, Any], name: str, maker: PromptMaker) -> Demonstration:
         config = self.config
-        for setting, column in (("prompt", config.prompt), ("answer", config.answer)):
+        for setting, column in (("prompt", config.prompt), ("answer", config.answer), ("rejected", self.rejected)):
             if column and column not in row:
                 known = ", ".join(map(str, row)) or "none"
                 raise ConfigError(
                     f"there is no column {column} ({self.section}.{setting}){nearest(column, row)}; its columns are: {known}"
                 )
+        if isinstance(config, WarmStartConfig) and not config.paired and config.rejected and config.rejected in row:
+            raise ConfigError(
+                f'its column {config.rejected} holds a worse answer, which warm_start.loss = ce does not read; set warm_start.loss = "dpo" or another loss of '
+                'pairs, or warm_start.rejected = "" to train the answers alone'
+            )
         columns = plain_row(row, "it")
         with about(f"the prompt in column {config.prompt}"):
             question = prompt_of(columns[config.prompt], self.task)
@@ -306,15 +388,39 @@ class _Reader:
             answer = columns[config.answer]
         else:
             question, answer = _last_message(question, config.prompt, self.section)
-        if not isinstance(answer, str) or not answer.strip():
-            raise ConfigError("its answer is empty, or no text; remove such rows")
         maker.check(columns)
         prompt = maker.make(name, question, columns)
-        if is_opened_by(self.encoder.written(prompt.tokens[-_LAST:])):
-            _check_thought(answer)
-        return self._checked(Demonstration(prompt.tokens, self.encoder.encode_completion(answer, True)))
+        one = self._answered(prompt.tokens, answer)
+        if not self.rejected:
+            return one
+        with about(f"in column {self.rejected},"):
+            worse = self._answered(prompt.tokens, self._worse(columns[self.rejected], question))
+        if one.answer == worse.answer:
+            raise ConfigError("its two answers are equal, so neither is to be preferred; remove such rows")
+        return Preference(one.prompt, one.answer, worse.answer)
 
-    def _checked(self, one: Demonstration) -> Demonstration:
+    def _worse(self, given: Any, question: str | list[Message]) -> Any:
+        """Returns the rejected answer, which data sets keep as a text, or behind the question once more."""
+        if not isinstance(given, list):
+            return given
+        with about("the conversation"):
+            said = prompt_of(given, self.task)
+        if len(said) < 2 or not isinstance(said[-1], dict) or said[-1]["role"] != "assistant":
+            raise ConfigError(
+                "the conversation does not end with the assistant's answer to a question; write that answer as a text, or remove such rows"
+            )
+        asked, answer = _last_message(said, self.rejected, self.section)
+        if asked != ([{"role": "user", "content": question}] if isinstance(question, str) else question):
+            raise ConfigError(
+                "its conversation asks something else than that of the preferred answer; remove such rows"
+            )
+        return answer
+
+    def _answered(self, prompt: tuple[int, ...], answer: Any) -> Demonstration:
+        _check_text(answer)
+        if is_opened_by(self.encoder.written(prompt[-_LAST:])):
+            _check_thought(answer)
+        one = Demonstration(prompt, self.encoder.encode_completion(answer, True))
         if not self.encoder.endings.all.isdisjoint(one.answer[:-1]):
             raise ConfigError(
                 "its answer holds a token that ends answers, which is added behind it anyway; remove it from the text"
@@ -324,6 +430,11 @@ class _Reader:
                 f"it has {len(one.tokens):,} tokens with its answer, and engine.context_length = {self.context}; raise that, or remove such rows"
             )
         return one
+
+
+def _check_text(answer: Any) -> None:
+    if not isinstance(answer, str) or not answer.strip():
+        raise ConfigError("its answer is empty, or no text; remove such rows")
 
 
 def _check_thought(answer: str) -> None:

@@ -254,7 +254,7 @@ def _unread(rows: Sequence[Row], config: TaskConfig) -> Iterator[str]:
     if pair := [name for name in ("chosen", "rejected") if name in columns and name != config.prompt]:
         yield (
             f"the columns {' and '.join(pair)} are given to the reward and not trained: preferences are formed from what the policy itself "
-            "writes (docs/algorithms.md)"
+            "writes (docs/algorithms.md), or read by [warm_start] (docs/warm_start.md)"
         )
     if not config.chat and (shown := [name for name in (TOOLS, ARGUMENTS) if name in columns]):
         yield f"the column {shown[0]} is for the chat template, and task.chat = false: only the reward is given it"

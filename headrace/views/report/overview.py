@@ -205,7 +205,8 @@ def _warm_start(done: WarmStarted) -> str:
     chart.line(lost, "c1").line(held, "c2 raw").dots(held, "c2")
     keys = [("c1", "rows of a step"), *([("c2", "held-out rows")] if held else [])]
     drawing = chart.html("Loss over the steps of the warm start")
-    return figure("Warm start: loss of the answers, nats a token", drawing, keys, note=f"{done.words}.")
+    trained = "answers" if done.loss == "ce" else "pairs"
+    return figure(f"Warm start: loss of the {trained}, {done.unit}", drawing, keys, note=f"{done.words}.")
 
 
 # --- One prompt then and now
