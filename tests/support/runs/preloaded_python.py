@@ -226,11 +226,20 @@ def _serve(requests: socket.socket) -> None:
     os.environ.update(request.variables)
     if request.words[0] == TESTS:
         if _leave_a_template():
+            _take_threads()
             _end_after(request.words[1:])
     elif _fork_the_server():
         gc.enable()
         os.execve = _exec  # type: ignore[assignment]
         _end_after(request.words)
+
+
+def _take_threads() -> None:
+    """Sets the number of threads that a new interpreter would take from its environment: torch was loaded before this one was known."""
+    import torch
+
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
 
 
 def _leave_a_template() -> bool:
