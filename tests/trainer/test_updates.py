@@ -352,7 +352,7 @@ def test_a_step_of_which_no_update_can_be_made_changes_nothing():
     one = trainer(epochs=2)
     before = weights(one)
     report = one.step(two_groups(second=math.inf))
-    assert (report.skipped, report.version, report.left_out) == ("nonfinite_gradient", 0, 0)
+    assert (report.skipped, report.version, report.updates, report.left_out) == ("nonfinite_gradient", 0, 0, 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(one).items())
 
 

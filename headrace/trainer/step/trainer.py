@@ -258,7 +258,7 @@ class TorchTrainer:
         plans = {number: plan for number, plan in enumerate(self._plans(share)) if plan.packs}
         if not plans:
             seconds, dropped = time.perf_counter() - started, sum(dealt.dropped_tokens for dealt in share.minibatches)
-            return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=dropped, seconds=seconds)
+            return TrainReport(batch.step, batch.step, "no_tokens", updates=0, dropped_tokens=dropped, seconds=seconds)
         picked = PickedNumbers(batch.picked)
         lr, policy_waits = learner.lr(batch.steps), learner.trains_critic_alone
         try:
@@ -277,7 +277,7 @@ class TorchTrainer:
         if left_out:
             notice = f"{notice} {_said(updates, batch.step)}".strip()
         more = {
-            "updates": len(updates) - left_out,
+            "updates": 0 if skipped else len(updates) - left_out,
             "left_out": left_out,
             "graphs": graphs,
             "notice": notice,

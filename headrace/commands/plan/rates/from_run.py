@@ -153,7 +153,8 @@ def _engine(
 
 def _trainer(steps: Sequence[StepRow], waits: Sequence[Waited], live: Sequence[WeightsLive]) -> TrainerRates:
     fixed_part, token = line([(float(step.report.forward_tokens), step.report.seconds) for step in steps[1:]])
-    fixed_part /= statistics.mean(step.report.updates + step.report.left_out for step in steps[1:])
+    computed = [step.report.updates + step.report.left_out for step in steps[1:] if not step.report.skipped]
+    fixed_part /= statistics.mean(computed) if computed else 1
     inside = statistics.mean(step.report.seconds for step in steps[1:])
     messages = max(0.0, _waited(waits, "controller", "the trainer (step)") - inside)
     publish = _waited(waits, "controller", "the trainer (publish)")
