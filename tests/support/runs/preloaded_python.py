@@ -9,6 +9,7 @@ person starts it.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import os
@@ -226,7 +227,7 @@ def _serve(requests: socket.socket) -> None:
     os.environ.update(request.variables)
     if request.words[0] == TESTS:
         if _leave_a_template():
-            _take_threads()
+            _be_a_worker_of_tests()
             _end_after(request.words[1:])
     elif _fork_the_server():
         gc.enable()
@@ -234,12 +235,18 @@ def _serve(requests: socket.socket) -> None:
         _end_after(request.words)
 
 
-def _take_threads() -> None:
-    """Sets the number of threads that a new interpreter would take from its environment: torch was loaded before this one was known."""
+def _be_a_worker_of_tests() -> None:
+    """Makes the process compute and give memory back as a new interpreter does: the template has the settings of a run's workers, which torch and glibc
+    read when they were loaded."""
     import torch
 
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
+    if hasattr(
+        libc := ctypes.CDLL(None), "mallopt"
+    ):  # glibc's: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, with their defaults
+        libc.mallopt(-1, 128 << 10)
+        libc.mallopt(-3, 128 << 10)
 
 
 def _leave_a_template() -> bool:
