@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from headrace.compat.trl.other_trainers import ASYNC_GRPO, RLOO
+from headrace.compat.trl.other_trainers import ASYNC_GRPO, DISTILLATION, ONLINE_DPO, RLOO
 from headrace.compat.trl.trl_settings import FIELDS, Fate, TrlField
 
 TARGET = Path(__file__).with_name("from_trl.md")
@@ -25,7 +25,7 @@ def tables() -> Iterator[str]:
 
 def differences() -> Iterator[str]:
     """Fields that GRPOConfig lacks, or has with another default."""
-    for kind in (RLOO, ASYNC_GRPO):
+    for kind in (RLOO, ASYNC_GRPO, ONLINE_DPO, DISTILLATION):
         own = {name: field for name, field in kind.fields.items() if field != FIELDS.get(name)}
         yield f"| `{kind.title}Config` | its default | here |\n|---|---|---|"
         yield from _by_name(own, "honoured")

@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.compat.trl import AsyncGRPOTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer
+from headrace.compat.trl import (
+    AsyncGRPOTrainer,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOTrainer,
+    RLOOTrainer,
+)
 from headrace.compat.trl.trl_settings import (
     FIELDS,
     GRPO,
@@ -49,7 +56,13 @@ def share_of_e(
     return [text.count("e") / max(len(text), 1) for text in completions]
 
 
-TRAINERS = {"GRPO": GRPOTrainer, "RLOO": RLOOTrainer, "AsyncGRPO": AsyncGRPOTrainer}
+TRAINERS: dict[str, Any] = {
+    "GRPO": GRPOTrainer,
+    "RLOO": RLOOTrainer,
+    "AsyncGRPO": AsyncGRPOTrainer,
+    "OnlineDPO": OnlineDPOTrainer,
+    "Distillation": DistillationTrainer,
+}
 
 
 def of(trainer: Any = GRPOTrainer, **given: Any) -> dict[str, Any]:
@@ -99,7 +112,7 @@ def test_every_field_has_one_fate_and_a_reason() -> None:
 @pytest.mark.parametrize(("trainer", "name"), fields("refused"))
 def test_each_refused_field_is_named(trainer: Any, name: str) -> None:
     default = trainer.kind.fields[name].default
-    other = (not default) if isinstance(default, bool) else 7 if default is None else default + 1
+    other = (not default) if isinstance(default, bool) else 7 if default is None else default * 2 or 1
     with pytest.raises(ConfigError, match=rf"^{name}={other!r} cannot be honoured: "):
         refuse_what_cannot_be(trainer.kind, trainer.config("out", **{name: other}))
 
@@ -109,6 +122,8 @@ def test_a_config_with_its_defaults_is_honoured_without_a_word(trainer: Any) -> 
     refuse_what_cannot_be(trainer.kind, trainer.config("out"))
     assert without_meaning(trainer.kind, trainer.config("out")) == ""
     tree = {**of(trainer), "model": {"path": "m"}, "task": {"kind": "python", "rows": "x", "held_out": 0}}
+    if trainer is DistillationTrainer:
+        tree["teachers"] = [{"name": "teacher", "path": "t"}]
     checked(build(RunConfig, tree))
 
 
@@ -134,6 +149,7 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 OF_THE_TRAINER = {
     "push_to_hub", "hub_model_id", "hub_private_repo", "hub_token",
+    "teacher_model_name_or_path", "teacher_model_init_kwargs",
     "output_dir", "model_init_kwargs", "reward_weights", "shuffle_dataset", "chat_template_kwargs", "eval_strategy", "eval_steps", "num_generations_eval", "optim"
 }  # fmt: skip
 """Fields that the tests of the trainer, and of values that are refused, try."""
@@ -142,7 +158,8 @@ OF_THE_TRAINER = {
 @pytest.mark.parametrize(("trainer", "name"), fields("honoured", OF_THE_TRAINER))
 def test_each_honoured_field_changes_the_settings(trainer: Any, name: str) -> None:
     beside, default = BESIDE.get(name, {}), trainer.kind.fields[name].default
-    assert of(trainer, **beside, **{name: OTHER.get(name, another(default))}) != of(trainer, **beside), name
+    other = "ipo" if default == "sigmoid" else OTHER.get(name, another(default))
+    assert of(trainer, **beside, **{name: other}) != of(trainer, **beside), name
 
 
 def test_the_other_trainers_are_what_they_say() -> None:
@@ -158,9 +175,29 @@ def test_the_other_trainers_are_what_they_say() -> None:
         of(AsyncGRPOTrainer, dtype="float16")
 
 
+def test_preferences_and_distillation_are_recipes() -> None:
+    pairs = of(OnlineDPOTrainer, per_device_train_batch_size=4, beta=[0.2])
+    assert pairs["algo"] == {"name": "dpo", "pair_beta": 0.2}
+    assert pairs["rollout"]["group_size"] == 2 and pairs["staleness"]["groups_per_step"] == 4, "a batch counts prompts"
+    assert pairs["rollout"]["max_tokens"] == 64 and pairs["rollout"]["temperature"] == 0.9
+    with pytest.raises(ConfigError, match="it is the same in all epochs"):
+        of(OnlineDPOTrainer, beta=[0.2, 0.1])
+    with pytest.raises(ConfigError, match="there are: sigmoid, ipo"):
+        of(OnlineDPOTrainer, loss_type="hinge")
+    taught = of(DistillationTrainer, gradient_accumulation_steps=2)
+    assert taught["algo"] == {"name": "opd_topk", "distill": {"kind": "reverse"}}
+    assert taught["rollout"]["group_size"] == 1 and taught["staleness"]["groups_per_step"] == 16
+    assert of(DistillationTrainer, beta=0.0)["algo"]["distill"] == {"kind": "forward"}
+    assert of(DistillationTrainer, beta=0.25)["algo"]["distill"] == {"kind": "jsd", "beta": 0.25}
+    with pytest.raises(ConfigError, match="a share, from 0 to 1"):
+        of(DistillationTrainer, beta=2.0)
+
+
 def another(default: Any) -> Any:
     if isinstance(default, bool):
         return not default
+    if isinstance(default, list):
+        return [another(value) for value in default]
     return {int: lambda: default + 1, float: lambda: default / 2 or 0.5}.get(type(default), lambda: None)()
 
 
@@ -452,6 +489,60 @@ def test_a_model_in_memory_and_conversations(tmp_path: Path, tiny_llama: Path) -
     assert {"rewards.about", "rewards.share_of_e_of_chats"} <= set(made.state.log_history[0])
 
 
+@pytest.mark.whole
+def test_pairs_and_a_teacher_of_trl_train(tmp_path: Path, tiny_llama: Path) -> None:
+    """Online DPO with its reference, and distillation from a teacher in memory, in two runs of one step."""
+    small = {"engine": {"kv_gib": 0.01}, "watch": {"identity_every": 0}}
+    plain = {"per_device_train_batch_size": 2, "max_steps": 1, "bf16": False, "disable_tqdm": True, "use_cpu": True}
+    pairs = OnlineDPOTrainer(
+        str(tiny_llama),
+        reward_funcs=share_of_e,
+        args=OnlineDPOTrainer.config(str(tmp_path / "pairs"), max_new_tokens=8, **plain),
+        train_dataset=ROWS,
+        headrace_settings=small,
+    )
+    assert pairs.train().global_step == 1
+    from transformers import AutoModelForCausalLM
+
+    teacher = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    taught = DistillationTrainer(
+        str(tiny_llama),
+        teacher,
+        DistillationTrainer.config(
+            str(tmp_path / "taught"),
+            max_completion_length=8,
+            teacher_model_init_kwargs={"dtype": "float32", "revision": "main"},
+            **plain,
+        ),
+        [{"prompt": row["prompt"]} for row in ROWS],
+        headrace_settings=small,
+    )
+    assert taught.train().global_step == 1
+    assert taught.run is not None and taught.state.log_history[0]["loss"] == pytest.approx(0, abs=1e-3), (
+        "its own teacher"
+    )
+    with pytest.raises(ConfigError, match="no reward that could be measured"):
+        taught.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "given", "words"),
+    [
+        (None, {}, "teacher_model= is missing"),
+        (3, {}, "teacher_model= takes a name or a transformers model, not int"),
+        ("t", {"teacher_model_init_kwargs": {"dtype": "float16"}}, r"teacher_model_init_kwargs\['dtype'\]='float16'"),
+        ("t", {"teacher_model_revision": "v2"}, "teacher_model_revision='v2' cannot be honoured: fetch the revision"),
+        ("t", {"temperature": 0.9}, "temperature=0.9 cannot be honoured: a teacher's log-probs"),
+        ("t", {"eval_strategy": "steps"}, "no reward that could be measured"),
+    ],
+)
+def test_what_a_distillation_lacks_is_named(tmp_path: Path, teacher: Any, given: dict[str, Any], words: str) -> None:
+    args = DistillationTrainer.config(str(tmp_path / "out"), **{"per_device_train_batch_size": 2, **given})
+    with pytest.raises(ConfigError, match=words):
+        DistillationTrainer("org/name", teacher, args, ROWS)
+    assert not (tmp_path / "out").exists()
+
+
 def share_of_e_of_chats(completions: list[Any], **columns: Any) -> list[float]:
     return [completion[0]["content"].count("e") / 8 for completion in completions]
 
@@ -461,12 +552,15 @@ def share_of_e_of_chats(completions: list[Any], **columns: Any) -> list[float]:
 needs_trl = pytest.mark.skipif(not TRL.is_dir(), reason="TRL is in an environment of its own: make bench-trl-setup")
 
 REAL = """
-import dataclasses, json, trl, trl.experimental.async_grpo
+import dataclasses, json, trl, trl.experimental.async_grpo, trl.experimental.online_dpo
 def plain(field):
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return getattr(field.default, "value", field.default)
-configs = trl.GRPOConfig, trl.RLOOConfig, trl.experimental.async_grpo.AsyncGRPOConfig
+configs = (
+    trl.GRPOConfig, trl.RLOOConfig, trl.experimental.async_grpo.AsyncGRPOConfig, trl.experimental.online_dpo.OnlineDPOConfig,
+    trl.DistillationConfig,
+)
 print(json.dumps([{field.name: plain(field) for field in dataclasses.fields(config)} for config in configs]))
 """
 
@@ -491,7 +585,7 @@ runpy.run_path({script!r}, run_name="__main__")
 
 @pytest.mark.slow
 @needs_trl
-@pytest.mark.parametrize("title", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("title", ["GRPO", "RLOO", "Distillation"])
 def test_the_example_script_of_trl_trains_with_one_import_changed(tmp_path: Path, tiny_llama: Path, title: str) -> None:
     site = next(TRL.glob("lib/python*/site-packages"))
     text = (site / "trl" / "scripts" / f"{title.lower()}.py").read_text()
@@ -508,17 +602,12 @@ def test_the_example_script_of_trl_trains_with_one_import_changed(tmp_path: Path
         "def share_of_e(completions, **columns):\n    return [text.count('e') / max(len(text), 1) for text in completions]\n"
     )
     out = tmp_path / "out"
+    own: tuple[Any, ...] = ("--reward_funcs", "judge.share_of_e", "--num_generations", 4)
+    if title == "Distillation":
+        own = ("--teacher_model_name_or_path", tiny_llama)
     argv = [
-        *(
-            "script.py",
-            "--model_name_or_path",
-            tiny_llama,
-            "--dataset_name",
-            data,
-            "--reward_funcs",
-            "judge.share_of_e",
-        ),
-        *("--output_dir", out, "--max_steps", 2, "--num_generations", 4, "--per_device_train_batch_size", 8),
+        *("script.py", "--model_name_or_path", tiny_llama, "--dataset_name", data, *own),
+        *("--output_dir", out, "--max_steps", 2, "--per_device_train_batch_size", 8),
         *("--max_completion_length", 8, "--vllm_max_model_length", 64, "--learning_rate", 0.01, "--bf16", "false"),
         *("--use_cpu", "true", "--lr_scheduler_type", "cosine", "--report_to", "none", "--save_steps", 1),
     ]
@@ -528,5 +617,5 @@ def test_the_example_script_of_trl_trains_with_one_import_changed(tmp_path: Path
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "Training completed" in done.stdout and "without a meaning here" not in done.stderr
     config = (out / "headrace" / "config.toml").read_text()
-    assert 'schedule = "cosine"' in config and "group_size = 4" in config
+    assert 'schedule = "cosine"' in config and f"group_size = {1 if title == 'Distillation' else 4}" in config
     assert (out / "model.safetensors").is_file() and len(list((out / "headrace" / "checkpoints").iterdir())) == 2

@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer, RLOOTrainer and AsyncGRPOTrainer, with headrace's asynchronous training behind them: a script changes one import.
+"""TRL's trainers that sample (GRPO, RLOO, AsyncGRPO, OnlineDPO, Distillation), with headrace's asynchronous training behind them: a script
+changes one import.
 
     from trl import GRPOConfig
     from headrace.compat.trl import GRPOTrainer        # instead of: from trl import GRPOTrainer
@@ -10,7 +11,27 @@ tokenizers, and the trainer) and `other_trainers.py`.
 """
 
 from headrace.compat.trl.grpo_trainer import GRPOTrainer
-from headrace.compat.trl.other_trainers import AsyncGRPOConfig, AsyncGRPOTrainer, RLOOConfig, RLOOTrainer
+from headrace.compat.trl.other_trainers import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    DistillationConfig,
+    DistillationTrainer,
+    OnlineDPOConfig,
+    OnlineDPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from headrace.compat.trl.trl_settings import GRPOConfig
 
-__all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer", "GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
+__all__ = [
+    "AsyncGRPOConfig",
+    "AsyncGRPOTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "OnlineDPOConfig",
+    "OnlineDPOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+]

@@ -44,7 +44,7 @@ def model_settings(model: Any, tokenizer: Any, init: Mapping[str, Any] | None, f
     """Returns the sections [model] and [train]. A model in memory will be in `folder` (`save_model_in_memory`).
 
     Raises ConfigError for what cannot be honoured."""
-    train = _dtype(init or {})
+    train: Tree = {"train": {"weights": "bfloat16"}} if dtype_of(init, "model_init_kwargs") == "bfloat16" else {}
     if isinstance(model, str):
         if tokenizer is not None:
             _refuse_other_tokenizer(tokenizer, resolve_model(model))
@@ -68,9 +68,12 @@ def save_model_in_memory(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _dtype(init: Mapping[str, Any]) -> Tree:
+def dtype_of(init: Mapping[str, Any] | None, name: str) -> str:
+    """Returns "bfloat16", "float32", or an empty string where nothing is said. Raises ConfigError for other keys that change the numbers.
+    `name`: the argument that has the keys."""
+    init = init or {}
     messages = [
-        f"model_init_kwargs[{key!r}]={value!r} cannot be honoured"
+        f"{name}[{key!r}]={value!r} cannot be honoured"
         for key, value in init.items()
         if key not in (*QUIET_KEYS, "dtype", "torch_dtype")
         and value not in (None, False)
@@ -78,10 +81,10 @@ def _dtype(init: Mapping[str, Any]) -> Tree:
     ]
     kind = str(init.get("dtype", init.get("torch_dtype")))
     if kind not in (*FULL, *HALF):
-        messages.append(f"model_init_kwargs['dtype']={kind!r} cannot be honoured; there are: float32, bfloat16")
+        messages.append(f"{name}['dtype']={kind!r} cannot be honoured; there are: float32, bfloat16")
     if messages:
         raise ConfigError("\n".join(messages))
-    return {"train": {"weights": "bfloat16"}} if kind in HALF else {}
+    return "" if kind in ("auto", "None") else kind.removeprefix("torch.")
 
 
 def _refuse_other_tokenizer(tokenizer: Any, directory: Path) -> None:
@@ -192,6 +195,10 @@ NOT_HERE = {
     "environment_factory": "an environment's function plays a rollout here (docs/environments.md)",
     "rollout_worker": "the engine and the workers of environments are headrace's own",
     "weight_transfer": "weights travel as weight_sync.kind says (docs/weight_sync.md)",
+    "ref_model": "the reference is the model that training begins with",
+    "data_collator": "rows are packed without padding",
+    "compute_metrics": "an evaluation measures rewards",
+    "preprocess_logits_for_metrics": "an evaluation measures rewards",
 }
 
 
@@ -242,7 +249,8 @@ class GRPOTrainer:
             refuse_what_cannot_be(self.kind, args)
         self._rewards: list[Any] = []
         with refusals.part():
-            self._rewards = _rewards(reward_funcs, value_of(args, "reward_weights"))
+            if self.kind.rewarded:
+                self._rewards = _rewards(reward_funcs, value_of(args, "reward_weights"))
         self._callbacks = ScriptCallbacks(self)
         for callback in callbacks or ():
             with refusals.part():
@@ -345,7 +353,7 @@ class GRPOTrainer:
         self._callbacks.begin()
         result = headrace.train(
             {**self._settings, "out": str(self.output_dir), "name": self._free_name()},
-            self._rewards,
+            self._rewards or None,
             dataset=self._dataset,
             resume=resume,
             on_step=self._callbacks.stepped,

@@ -1,10 +1,13 @@
-"""TRL's RLOOTrainer and AsyncGRPOTrainer, as differences to its GRPOTrainer: the fields that their configs have, and what those become."""
+"""TRL's RLOOTrainer, AsyncGRPOTrainer, OnlineDPOTrainer and DistillationTrainer, as differences to its GRPOTrainer: the fields that their configs
+have, and what those become."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from headrace.compat.trl.grpo_trainer import GRPOTrainer
+from headrace.compat.trl.grpo_trainer import GRPOTrainer, Refusals, dtype_of, save_model_in_memory
 from headrace.compat.trl.trl_settings import FIELDS, TrainerKind, TrlField, config_class, value_of
 from headrace.core.errors import ConfigError
 from headrace.settings.toml import Tree
@@ -117,3 +120,162 @@ class AsyncGRPOTrainer(GRPOTrainer):
     """TRL's experimental AsyncGRPOTrainer, without its server: engine, buffer and trainer are those of headrace, and `max_staleness` its lag."""
 
     kind, config = ASYNC_GRPO, AsyncGRPOConfig
+
+
+# --- Online DPO (TRL 1.16, experimental): the better of two completions is preferred, near a reference
+
+
+_BATCH = TrlField(8, "honoured", "times gradient_accumulation_steps: staleness.groups_per_step; it counts prompts")
+_NOT_PAIRS = {*_ONLY_GRPO, *_NOT_ASYNC, *(
+    "chat_template_kwargs", "epsilon", "epsilon_high", "log_completions", "max_completion_length", "max_tool_calling_iterations",
+    "num_completions_to_print", "num_generations", "router_aux_loss_coef", "vllm_max_model_length",
+)} - {
+    "beta", "cache_implementation", "disable_dropout", "ds3_gather_for_generation", "generation_kwargs", "loss_type", "reward_weights",
+    "use_vllm", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_group_port", "vllm_mode", "vllm_model_impl",
+    "vllm_server_host", "vllm_server_port", "vllm_structured_outputs_regex", "vllm_tensor_parallel_size",
+}  # fmt: skip
+
+ONLINE_DPO_FIELDS: dict[str, TrlField] = {
+    **{name: field for name, field in FIELDS.items() if name not in _NOT_PAIRS},
+    "per_device_train_batch_size": _BATCH,
+    "max_new_tokens": TrlField(64, "honoured", "rollout.max_tokens"),
+    "beta": TrlField([0.1], "honoured", "algo.pair_beta; a list with another number for each epoch is refused"),
+    "loss_type": TrlField("sigmoid", "honoured", 'sigmoid: algo.name = "dpo"; ipo: "ipo_pairs"; of two equal rewards TRL prefers one, here the pair is dropped'),
+    "temperature": FIELDS["temperature"]._replace(default=0.9),
+    "learning_rate": FIELDS["learning_rate"]._replace(default=5e-7),
+    "disable_dropout": FIELDS["disable_dropout"]._replace(default=True),
+    "vllm_gpu_memory_utilization": FIELDS["vllm_gpu_memory_utilization"]._replace(default=0.55),
+    "max_length": TrlField(512, "no meaning", "rows are trained as they were sampled, with the whole prompt"),
+    "reward_model_path": TrlField(None, "refused", "serve the reward model, and name it in reward.services (docs/scoring.md)"),
+    "missing_eos_penalty": TrlField(None, "refused", "subtract it in the reward function, which is given completion_ids"),
+}  # fmt: skip
+
+
+def _online_dpo(args: Any) -> Tree:
+    names, kind = {"sigmoid": "dpo", "ipo": "ipo_pairs"}, value_of(args, "loss_type")
+    if kind not in names:
+        raise ConfigError(f"loss_type={kind!r} cannot be honoured; there are: {', '.join(names)}")
+    betas = args.beta if isinstance(args.beta, Sequence) else [args.beta]
+    if len(set(betas)) != 1:
+        raise ConfigError(f"beta={args.beta!r} cannot be honoured: it is the same in all epochs")
+    return {"name": names[kind], "pair_beta": float(betas[0])}
+
+
+ONLINE_DPO = TrainerKind("OnlineDPO", ONLINE_DPO_FIELDS, _online_dpo, group=2)
+OnlineDPOConfig: Any = config_class(ONLINE_DPO)
+OnlineDPOConfig.__module__ = __name__
+
+
+class OnlineDPOTrainer(GRPOTrainer):
+    """TRL's experimental OnlineDPOTrainer, trained asynchronously: of two completions of a prompt the one with the higher reward is preferred."""
+
+    kind, config = ONLINE_DPO, OnlineDPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        reward_funcs: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        compute_metrics: Any = None,
+        preprocess_logits_for_metrics: Any = None,
+        **others: Any,
+    ) -> None:
+        unheard = {
+            "ref_model": ref_model,
+            "data_collator": data_collator,
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+        }
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **unheard, **others)
+
+
+# --- Distillation (TRL 1.16): a teacher's distribution on what the student samples, without rewards
+
+
+_TEMPERATURE = "a teacher's log-probs and those of the student are compared over the whole vocabulary at temperature 1 (docs/distillation.md)"
+_NOTHING_TO_MEASURE = (
+    "there is no reward that could be measured: headrace eval measures the saved model on a task with one"
+)
+_NOT_DISTILLED = {*_ONLY_GRPO, *_NOT_ASYNC, "epsilon", "epsilon_high", "num_generations", "router_aux_loss_coef"} - {
+    "beta", "cache_implementation", "disable_dropout", "ds3_gather_for_generation", "generation_kwargs", "log_unique_prompts",
+    "max_tool_calling_iterations", "pad_to_multiple_of", "shuffle_dataset", "use_vllm", "vllm_enable_sleep_mode",
+    "vllm_gpu_memory_utilization", "vllm_group_port", "vllm_max_model_length", "vllm_mode", "vllm_model_impl", "vllm_server_host",
+    "vllm_server_port", "vllm_structured_outputs_regex", "vllm_tensor_parallel_size",
+}  # fmt: skip
+
+DISTILLATION_FIELDS: dict[str, TrlField] = {
+    **{name: field for name, field in FIELDS.items() if name not in _NOT_DISTILLED},
+    **{name: TrlField(FIELDS[name].default, "refused", _TEMPERATURE) for name in ("temperature", "top_p", "top_k", "min_p")},
+    "vllm_structured_outputs_regex": TrlField(None, "refused", _TEMPERATURE),
+    "eval_strategy": TrlField("no", "refused", _NOTHING_TO_MEASURE),
+    "eval_steps": TrlField(None, "no meaning", _NOTHING_TO_MEASURE),
+    "per_device_train_batch_size": _BATCH,
+    "beta": TrlField(1.0, "honoured", 'algo.name = "opd_topk": 1 is algo.distill.kind = "reverse", 0 "forward", a number between them "jsd" with algo.distill.beta; over the teacher\'s 32 most probable tokens (algo.distill.k) and the rest, where TRL compares all'),
+    "teacher_model_name_or_path": TrlField(None, "honoured", "scripts pass it as teacher_model=, which becomes a table of [[teachers]]"),
+    "teacher_model_init_kwargs": TrlField(None, "honoured", "dtype is the teacher's engine.dtype; other keys are refused by name, as those of model_init_kwargs"),
+    "teacher_model_revision": TrlField(None, "refused", "fetch the revision, and pass its directory as teacher_model="),
+}  # fmt: skip
+
+
+def _distillation(args: Any) -> Tree:
+    beta = float(args.beta)
+    if not 0 <= beta <= 1:
+        raise ConfigError(f"beta={beta:g} cannot be honoured: it is a share, from 0 to 1")
+    kind: Tree = {0.0: {"kind": "forward"}, 1.0: {"kind": "reverse"}}.get(beta, {"kind": "jsd", "beta": beta})
+    return {"name": "opd_topk", "distill": kind}
+
+
+DISTILLATION = TrainerKind("Distillation", DISTILLATION_FIELDS, _distillation, group=1, rewarded=False)
+DistillationConfig: Any = config_class(DISTILLATION)
+DistillationConfig.__module__ = __name__
+
+
+class DistillationTrainer(GRPOTrainer):
+    """TRL's DistillationTrainer, trained asynchronously: the student samples, and moves towards the teacher's distribution (arXiv 2306.13649)."""
+
+    kind, config = DISTILLATION, DistillationConfig
+
+    def __init__(
+        self,
+        model: Any,
+        teacher_model: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        **others: Any,
+    ) -> None:
+        self._teacher = teacher_model
+        super().__init__(model, None, args, train_dataset, eval_dataset, **others)
+
+    def _translated(self, refusals: Refusals, quantization_config: Any, peft_config: Any) -> Tree:
+        tree = super()._translated(refusals, quantization_config, peft_config)
+        with refusals.part():
+            tree["teachers"] = [self._teacher_table()]
+        return tree
+
+    def _teacher_table(self) -> Tree:
+        if self._teacher is None:
+            raise ConfigError("teacher_model= is missing: a name, a directory, or a transformers model")
+        if not isinstance(self._teacher, str) and not hasattr(self._teacher, "save_pretrained"):
+            kind = type(self._teacher).__name__
+            raise ConfigError(f"teacher_model= takes a name or a transformers model, not {kind}")
+        path = self._teacher if isinstance(self._teacher, str) else str(self._teacher_folder())
+        dtype = dtype_of(value_of(self.args, "teacher_model_init_kwargs"), "teacher_model_init_kwargs")
+        return {"name": "teacher", "path": path, "engine": {"dtype": dtype} if dtype else {}}
+
+    def _teacher_folder(self) -> Path:
+        return (self.output_dir / "headrace-teacher").absolute()
+
+    def _write_inputs(self) -> None:
+        super()._write_inputs()
+        if not isinstance(self._teacher, str):
+            save_model_in_memory(self._teacher, self._tokenizer, self._teacher_folder())
+
+    def evaluate(self) -> dict[str, float]:
+        """Raises ConfigError: there is nothing to measure."""
+        raise ConfigError(_NOTHING_TO_MEASURE)

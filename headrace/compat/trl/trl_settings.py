@@ -253,6 +253,10 @@ class TrainerKind(NamedTuple):
     """Returns the section [algo] for a config. Raises ConfigError for what there is not."""
     more: Callable[[Any], Tree] = lambda args: {}
     """Returns settings that replace those that every trainer's config has."""
+    group: int = 0
+    """Completions of a prompt, where the config has no field for them: the batch then counts prompts."""
+    rewarded: bool = True
+    """Whether its scripts have reward functions."""
 
 
 def config_class(kind: TrainerKind) -> Any:
@@ -351,13 +355,13 @@ def settings_from(kind: TrainerKind, args: Any, *, rows: Sequence[Mapping[str, A
     def get(name: str) -> Any:
         return value_of(args, name)
 
-    group, groups = get("num_generations"), _groups(args)
+    group, groups = _groups(kind, args)
     steps = _steps(args, len(rows), groups)
     tree: Tree = {
         "seed": get("seed"),
         "rollout": {
             "group_size": group,
-            "max_tokens": get("max_completion_length"),
+            "max_tokens": _completion(args),
             "temperature": float(get("temperature")),
             "top_p": float(get("top_p")),
             "top_k": max(0, get("top_k") or 0),
@@ -379,11 +383,9 @@ def settings_from(kind: TrainerKind, args: Any, *, rows: Sequence[Mapping[str, A
             "gradient_checkpointing": bool(get("gradient_checkpointing")),
         },
         "staleness": {"groups_per_step": groups},
-        "engine": {
-            "context_length": get("vllm_max_model_length") or get("max_completion_length") + _longest(rows) + ROOM
-        },
+        "engine": {"context_length": get("vllm_max_model_length") or _completion(args) + _longest(rows) + ROOM},
         "checkpoint": _checkpoints(args, steps, len(rows) // groups),
-        "eval": _evaluation(args, steps, held_out=held_out, epoch=len(rows) // groups),
+        "eval": _evaluation(args, steps, held_out=held_out, epoch=len(rows) // groups, group=group),
         "observe": _views(args),
     }
     if get("use_cpu"):
@@ -491,15 +493,22 @@ def _advantage(args: Any) -> str:
     return "group_norm" if scale == "group" else "centred"
 
 
-def _groups(args: Any) -> int:
+def _completion(args: Any) -> int:
+    return int(args.max_new_tokens if hasattr(args, "max_new_tokens") else value_of(args, "max_completion_length"))
+
+
+def _groups(kind: TrainerKind, args: Any) -> tuple[int, int]:
+    """Returns the completions of a group, and the groups of a step."""
     batch = value_of(args, "per_device_train_batch_size") * value_of(args, "gradient_accumulation_steps")
+    if kind.group:
+        return kind.group, int(batch)
     group = value_of(args, "num_generations")
     if batch % group:
         raise ConfigError(
             f"per_device_train_batch_size * gradient_accumulation_steps = {batch} completions a step do not hold whole groups of "
             f"num_generations = {group}; make it a multiple"
         )
-    return int(batch // group)
+    return group, int(batch // group)
 
 
 def _steps(args: Any, rows: int, groups: int) -> int:
@@ -548,14 +557,14 @@ def _checkpoints(args: Any, steps: int, epoch: int) -> Tree:
     return {"every": every, "keep": value_of(args, "save_total_limit") or 1_000_000}
 
 
-def _evaluation(args: Any, steps: int, *, held_out: int, epoch: int) -> Tree:
+def _evaluation(args: Any, steps: int, *, held_out: int, epoch: int, group: int) -> Tree:
     strategy = value_of(args, "eval_strategy")
     if strategy == "no" or not held_out:
         if strategy != "no":
             raise ConfigError(f"eval_strategy={strategy!r} needs an eval_dataset")
         return {"prompts": 0}
     every = _share(value_of(args, "eval_steps") or value_of(args, "logging_steps"), steps, args)
-    samples = value_of(args, "num_generations_eval") or value_of(args, "num_generations")
+    samples = value_of(args, "num_generations_eval") or group
     return {"prompts": held_out, "samples": samples, "every": max(1, epoch if strategy == "epoch" else every)}
 
 
