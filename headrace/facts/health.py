@@ -326,9 +326,10 @@ def _learned(state: RunState) -> Change:
         gain, error = since.reward_mean - before.reward_mean, math.hypot(before.reward_sem, since.reward_sem)
         words = f"held out {reward_text(before.reward_mean)} → {_mean(since)} at step {since.step}"
         if math.isfinite(gain) and math.isfinite(error):
-            changed = 0 if abs(gain) < ERRORS * error or not gain else math.copysign(1, gain)
+            errors = ERRORS if state.step >= EARLY else 2 * ERRORS
+            changed = 0 if abs(gain) < errors * error or not gain else math.copysign(1, gain)
             if changed == 0:
-                words += f", within {ERRORS:g} standard errors"
+                words += f", within {errors:g} standard errors"
                 words += ", although the drawn reward rises" if drawn.changed > 0 else ""
                 if state.step < EARLY:
                     changed = math.nan

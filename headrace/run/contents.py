@@ -1,10 +1,14 @@
 """Digests of the files that settings name: rows, code of rewards and environments, tokenizers. They stand in `config.toml`, as
-comments below the settings, so that a resumed run finds out what has changed. Files that code imports are not looked at.
+comments below the settings, so that a resumed run finds out what has changed. Code that such a file names by its absolute path counts too, as in what `headrace
+import` writes around a reward function of verl. Files that code imports are not looked at.
 """
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +71,8 @@ def _paths(value: Any) -> Iterator[Path]:
 def _add(digest: xxhash.xxh3_128, path: Path) -> None:
     if not path.is_dir():
         _read(digest, path)
+        for named in _code_named_in(path) if path.suffix == ".py" else ():
+            _read(digest, named)
         return
     for file in sorted(path.iterdir()):
         if file.name.endswith(_WEIGHTS):
@@ -74,6 +80,18 @@ def _add(digest: xxhash.xxh3_128, path: Path) -> None:
         elif file.name.endswith(_READ):
             digest.update(file.name)
             _read(digest, file)
+
+
+def _code_named_in(path: Path) -> list[Path]:
+    """Returns the Python files whose absolute paths stand in the texts of this one."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the user's code, which says them itself when it is run
+            nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    named = {text for text in texts if text.startswith("/") and text.endswith(".py") and os.path.isfile(text)}
+    return [Path(text) for text in sorted(named - {str(path)})]
 
 
 def _read(digest: xxhash.xxh3_128, path: Path) -> None:

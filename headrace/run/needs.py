@@ -131,6 +131,6 @@ def check_teacher(who: str, capabilities: Capabilities, top: int) -> None:
         )
     if top and not capabilities.top_logprobs:
         raise ConfigError(
-            f"the engine of the {who} ({capabilities.path}) cannot return the most probable tokens of a position; set "
-            "algo.teacher_top = 0, or serve it with the native engine"
+            f"the engine of the {who} ({capabilities.path}) cannot return the most probable tokens of a position, which "
+            'algo.distill.kind = "forward", "reverse" and "jsd" compare; choose "sampled", or serve it with the native engine'
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import tomllib
 from pathlib import Path
@@ -15,6 +16,7 @@ from headrace.commands.importing import verl
 from headrace.commands.importing.given import UNKNOWN, read_given
 from headrace.commands.importing.import_command import translated
 from headrace.run.config import RunConfig, read_config
+from headrace.run.contents import contents_of
 from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 
@@ -152,6 +154,38 @@ def test_a_config_of_verl_starts_with_its_own_reward_function(
     assert "this estimator has no critic: critic.optim.lr" in capsys.readouterr().out
     assert main(["train", str(tmp_path / "mine.toml"), "--dry-run"]) == 0
     assert "Ready: start it with" in capsys.readouterr().out
+
+
+def test_verls_reward_function_is_known_to_a_run_that_is_resumed(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text("def judge(**row):\n    return 1.0\n")
+    text = YAML.format(data=tmp_path / "rows.jsonl", model=tmp_path, reward="theirs.py")
+    with contextlib.chdir(tmp_path):
+        imported(tmp_path, "ppo.yaml", text)
+    config = read_config(
+        {
+            "model": {"path": "org/name"},
+            "task": {"kind": "reasoning_gym", "name": "chain_sum"},
+            "reward": {"function": f"{tmp_path / 'verl_reward.py'}:reward"},
+        }
+    )
+    before = contents_of(config)["reward.function"]
+    theirs.write_text("def judge(**row):\n    return 2.0\n")
+    assert contents_of(config)["reward.function"] != before
+
+
+@pytest.mark.parametrize(("most", "measured"), [("", 5), ("val_max_samples: 3", 3), ("val_max_samples: -1", 5)])
+def test_as_many_rows_are_measured_as_verl_measures(tmp_path: Path, most: str, measured: int) -> None:
+    (tmp_path / "val.jsonl").write_text('{"question": "a"}\n' * 5)
+    text = (
+        f"algorithm: {{adv_estimator: grpo}}\ndata: {{train_batch_size: 8, val_files: {tmp_path}/val.jsonl, {most}}}\n"
+    )
+    tree, _ = imported(tmp_path, "ppo.yaml", text)
+    assert tree["eval"]["prompts"] == tree["task"]["held_out"] == measured
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    tree, written = imported(elsewhere, "ppo.yaml", text.replace("val.jsonl", "absent.jsonl"))
+    assert tree["eval"].get("prompts") == (3 if measured == 3 else None)
+    assert ("# TO DO prompts" in written) == (measured != 3)
 
 
 def test_a_config_of_prime_rl_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,16 @@ def test_a_run_goes_on_with_a_config_that_is_whole_only_with_its_settings(tmp_pa
     assert resumed.model.path == str(tiny_tokenizer) and resumed.train.learning_rate == 1e-3
 
 
+def test_a_comma_in_a_text_or_an_array_does_not_divide_a_value(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    texts = [r'''"Think, then \"answer\", please"''', "'Answer, and end]'", "Don't think"]
+    listed = ['{ x = [["a, b"], [1]] }', '{ x = ["]"] }']
+    over = [f"task.system={','.join(texts)}", f"task.template={','.join(listed)}"]
+    runs = runs_of(config_of(tmp_path, tiny_tokenizer), over, 1, name="", sets=[])
+    assert [one.values for one in runs] == [
+        (f"task.system={text}", f"task.template={one}") for text in texts for one in listed
+    ]
+
+
 @pytest.mark.parametrize(
     ("over", "words"),
     [

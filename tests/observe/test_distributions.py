@@ -61,6 +61,13 @@ def test_large_groups_and_other_rewards_have_rows_by_share(rewards: tuple[float,
     assert found.shares[0, 0] == found.shares[1, -1] == 1.0 and found.shares.sum() == 2.0
 
 
+def test_parts_of_a_reward_are_no_hits_and_smaller_groups_are_told() -> None:
+    partly = told((0, (0.0, 0.5, 1.0, 0.0), ""), (1, (0.0, 0.0, 1.0, 0.0), ""), trained={1: [0], 2: [1]})
+    assert (found := heat_map(partly)) and found.unit == "mean reward of a group"
+    smaller = told((0, (0.0, 1.0, 1.0), ""), (1, (0.0, 0.0, 1.0, 0.0), ""), trained={1: [0], 2: [1]})
+    assert (found := heat_map(smaller)) and found.unit == "hits of a group of 4, or so large a share of a smaller one"
+
+
 def test_a_long_run_has_no_more_columns_than_fit_and_loses_no_group() -> None:
     state, numbers, seen = RunState(), Numbers(), defaultdict[int, list[int]](list)
     for told_fact in FactStream(steps=250, troubles=False).facts():

@@ -256,6 +256,10 @@ def test_what_cannot_be_believed_is_broken() -> None:
         (Told(steps=1), "the reward is judged from 10 steps on, this is step 1"),
         (Told(steps=9), "the reward is judged from 10 steps on, this is step 9"),
         (Told(steps=6, planned=6, held_out=0.2), "held out 0.200 → 0.200"),
+        (
+            Told(steps=1, planned=1, held_out=lambda step: 0.3 if step else 0.2),
+            "held out 0.200 → 0.300 ± 0.030 at step 1, within 4 standard errors",
+        ),
     ],
 )
 def test_a_run_that_is_too_young_is_not_judged(told: Told, said: str) -> None:

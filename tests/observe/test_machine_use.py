@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from headrace.facts.records import summarise
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import number
 from headrace.loop.world import virtual_time
+from headrace.processes.health import usage
 from headrace.processes.health.family import Child, Family, family
 from headrace.processes.health.live_status import Status
 from headrace.processes.health.usage import EVERY, FIRST, Meter, watch_use
@@ -52,6 +54,25 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monke
     assert Meter().read({})[1] == (GpuUse(0, 0.87, 1 << 30), GpuUse(1, -1.0, 1 << 29))
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert Meter().read({})[1] == ()
+
+
+def test_a_run_does_not_wait_at_its_end_for_an_nvidia_smi_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho > {tmp_path}/asked\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def case() -> float:
+        task = asyncio.create_task(watch_use(lambda used: None, asyncio.get_running_loop().time))
+        while not (tmp_path / "asked").exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        return time.monotonic()
+
+    cancelled = asyncio.run(case())  # waits for the threads of the loop, as a run does
+    assert time.monotonic() - cancelled < usage.GPU_SECONDS / 2
 
 
 def used(t: float, cores: float) -> ProcessesUsed:

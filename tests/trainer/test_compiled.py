@@ -93,7 +93,12 @@ def broken(graph: Any, inputs: Any) -> Any:
 @pytest.mark.slow
 def test_ranks_that_break_off_are_refused_and_one_device_goes_on(model_dir: Saved):  # noqa: F811
     made = trainer(model_dir("llama"), **SMALL)
+    before = gradients(made, 0)
     assert "RuntimeError: no gradient of it" in compile_by(made, "headrace_broken").why_not
+    _, loss, gradient = gradients(made, 0)
+    assert loss == before[1] and all(torch.equal(gradient[name], tensor) for name, tensor in before[2].items()), (
+        "nothing of the pass that broke off is in the first step"
+    )
     with pytest.raises(ConfigError, match="in these ranks: RuntimeError: no gradient of it; set train.compile = false"):
         compiled(made._forward, made._dtype, made._copies_of_step, "headrace_broken", torch.Tensor.clone)
 

@@ -226,6 +226,32 @@ def test_in_its_first_steps_the_critic_is_trained_alone():
     )
 
 
+def test_the_steps_of_the_critic_alone_stay_as_many_when_a_resumed_run_has_other_updates(tmp_path):
+    """Two of three are done with one update each; a third with four updates is left."""
+    algo = AlgoConfig("ppo", critic={"alone_steps": 3})
+    one = made(algo)
+    for step in range(2):
+        one.step(batch(step))
+    one.save(tmp_path / "saved")
+    other = made(algo, epochs=4)
+    other.restore(tmp_path / "saved")
+    changed = []
+    for step in (2, 3):
+        before = weights(other)
+        other.step(batch(step))
+        changed.append(
+            any(not torch.equal(old, new) for old, new in zip(before.values(), weights(other).values(), strict=True))
+        )
+    assert changed == [False, True]
+    file = tmp_path / "saved" / "optimizer.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "critic/steps"}, file)
+    again = made(algo)
+    again.restore(tmp_path / "saved")  # of an earlier version, which went on with as many updates
+    assert again._learners[""].trains_critic_alone
+    again.step(batch(2))
+    assert not again._learners[""].trains_critic_alone
+
+
 def test_without_a_share_for_the_trunk_the_policy_is_changed_by_its_own_loss_alone():
     """Values that are all wrong by 3, a loss of 4.5, change nothing for it: advantages are whitened. With a share they do."""
 

@@ -117,11 +117,25 @@ def _data(t: Translation) -> None:
     held_out = [os.path.expanduser(str(path)) for path in _listed(t.value("data.val_files"))]
     if held_out:
         t.put("task.held_out_path", held_out[0], "the first of several" if len(held_out) > 1 else "")
+        _measured(t, _count(held_out[0]))
     t.take("task.prompt", "data.prompt_key")
     t.take("task.shuffle", "data.shuffle")
     before = "data.apply_chat_template_kwargs."
     template = {name.removeprefix(before): t.value(name) for name in t.given if name.startswith(before)}
     t.put("task.template", template or None)
+
+
+def _measured(t: Translation, rows: int) -> None:
+    """Verl measures all rows of its file, or the first so many."""
+    most = int(t.number("data.val_max_samples", default=-1))
+    count = min(rows, most) if rows and most > 0 else rows or max(most, 0)
+    if count:
+        for setting in ("task.held_out", "eval.prompts"):
+            t.put(setting, count, "as many as verl evaluates")
+    else:
+        t.to_do["eval.prompts"] = (
+            "the number of rows of the file, all of which verl evaluates; as many in task.held_out"
+        )
 
 
 def _rollouts(t: Translation) -> None:
@@ -327,7 +341,7 @@ def _reward(t: Translation) -> None:
     more = {one.removeprefix(begin): t.value(one) for begin in before for one in t.given if one.startswith(begin)}
     if path:
         t.files["verl_reward.py"] = _WRAPPER.format(
-            path=json.dumps(os.path.expanduser(str(path))), name=json.dumps(name), more=repr(more)
+            path=json.dumps(_place(str(path))), name=json.dumps(name), more=repr(more)
         )
         t.put(
             "reward.function", "verl_reward.py:reward", f"calls {name} of {path} as verl does, once for each completion"
@@ -443,6 +457,12 @@ def _whose(t: Translation, *names: str) -> str:
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _place(path: str) -> str:
+    """A file that is here is found from every directory, and what is in it is known to a run that is resumed."""
+    found = os.path.expanduser(path)
+    return os.path.abspath(found) if os.path.isfile(found) else found
 
 
 def _count(path: str) -> int:

@@ -146,7 +146,25 @@ def _values(over: str) -> list[str]:
         raise ConfigError(
             f"--over {over}: write it as section.setting=value,value, for example --over train.learning_rate=1e-6,1e-5"
         )
-    return [f"{setting}={value.strip()}" for value in re.split(r",(?![^\[{]*[\]}])", values)]
+    return [f"{setting}={value}" for value in _apart(values)]
+
+
+def _apart(values: str) -> list[str]:
+    """Splits at the commas that stand in no text, array or table of TOML."""
+    found, depth, quote, begin, escaped = [], 0, "", 0, False
+    for place, letter in enumerate(values):
+        if quote:
+            closes = letter == quote and not escaped
+            escaped = letter == "\\" and quote == '"' and not escaped
+            quote = "" if closes else quote
+        elif letter in "\"'" and (depth or not values[begin:place].strip()):
+            quote = letter
+        elif letter == "," and depth == 0:
+            found.append(values[begin:place].strip())
+            begin = place + 1
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+    return [*found, values[begin:].strip()]
 
 
 def _short(value: str) -> str:

@@ -22,6 +22,8 @@ FIRST, EVERY = 5.0, 30.0
 """Seconds before the first reading, and between two."""
 GPU_SECONDS = 10.0
 """Seconds in which `nvidia-smi` has to answer."""
+GONE_SECONDS = 1.0
+"""Seconds in which it has to be gone when it is killed. One that waits in the kernel is left to itself."""
 ASKED = ("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 
 
@@ -33,6 +35,8 @@ class Meter:
         self._since = clock()
         self._seconds: dict[int, float] = {}
         """Seconds of a core that each process had used at the last reading."""
+        self._asked: subprocess.Popen[str] | None = None
+        self._ended = False
 
     def read(self, processes: Mapping[int, str]) -> tuple[dict[str, ProcessUse], tuple[GpuUse, ...]]:
         """`processes`: names by process id. Processes of one kind (`scorer 1`, `scorer 2`) are added up; one that began since the last
@@ -49,7 +53,36 @@ class Meter:
             known = found.get(kind, ProcessUse())
             cores = max(0.0, seconds - before.get(pid, 0.0)) / passed
             found[kind] = ProcessUse(known.processes + 1, round(known.cores + cores, 3), known.memory + memory)
-        return found, tuple(_gpus())
+        return found, tuple(self._gpus())
+
+    def end(self) -> None:
+        """Ends a reading that is under way in another thread: `nvidia-smi` may hang where a driver does, and nobody needs its answer any more."""
+        self._ended = True
+        if (asked := self._asked) is not None:
+            asked.kill()
+
+    def _gpus(self) -> Iterator[GpuUse]:
+        """Yields the GPUs of this machine, whoever uses them; none where `nvidia-smi` is missing or does not answer."""
+        if not shutil.which(ASKED[0]):
+            return
+        with suppress(OSError, subprocess.SubprocessError):
+            for line in self._told().splitlines():
+                index, busy, used, *_ = [*(part.strip() for part in line.split(",")), "", "", ""]
+                if index.isdecimal() and used.isdecimal():
+                    yield GpuUse(int(index), int(busy) / 100 if busy.isdecimal() else -1.0, int(used) << 20)
+
+    def _told(self) -> str:
+        self._asked = asked = subprocess.Popen(ASKED, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            if self._ended:  # while it was started
+                asked.kill()
+            return asked.communicate(timeout=GPU_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            asked.kill()
+            asked.wait(GONE_SECONDS)
+            raise
+        finally:
+            self._asked = None
 
 
 def _resident(pid: int) -> int | None:
@@ -60,33 +93,24 @@ def _resident(pid: int) -> int | None:
         return None
 
 
-def _gpus() -> Iterator[GpuUse]:
-    """Yields the GPUs of this machine, whoever uses them; none where `nvidia-smi` is missing or does not answer."""
-    if not shutil.which(ASKED[0]):
-        return
-    try:
-        told = subprocess.run(ASKED, capture_output=True, text=True, timeout=GPU_SECONDS, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return
-    for line in told.splitlines():
-        index, busy, used, *_ = [*(part.strip() for part in line.split(",")), "", "", ""]
-        if index.isdecimal() and used.isdecimal():
-            yield GpuUse(int(index), int(busy) / 100 if busy.isdecimal() else -1.0, int(used) << 20)
-
-
 async def watch_use(record: Callable[[ProcessesUsed], None], clock: Callable[[], float], pause: float = EVERY) -> None:
     """Records readings until it is cancelled.
 
     Consumes: nothing. Waits for: time, and a thread that reads. Unblocked by: both pass by themselves."""
     family, meter, begun = current_family(), Meter(), False
-    while True:
-        reading = None
-        with suppress(OSError, RuntimeError):  # no thread can be started, say: that ends no run
-            reading = await asyncio.to_thread(meter.read, _processes(family))
-        if reading is not None and begun and any(reading):  # what they used before the first reading is of no interval
-            record(ProcessesUsed(clock(), *reading))
-        await asyncio.sleep(pause if begun else min(FIRST, pause))
-        begun = True
+    try:
+        while True:
+            reading = None
+            with suppress(OSError, RuntimeError):  # no thread can be started, say: that ends no run
+                reading = await asyncio.to_thread(meter.read, _processes(family))
+            if (
+                reading is not None and begun and any(reading)
+            ):  # what they used before the first reading is of no interval
+                record(ProcessesUsed(clock(), *reading))
+            await asyncio.sleep(pause if begun else min(FIRST, pause))
+            begun = True
+    finally:
+        meter.end()
 
 
 def _processes(family: Family) -> dict[int, str]:

@@ -208,12 +208,14 @@ def _passed(
     """Log-probs [M] of a forward and a backward pass, and of each trained parameter the gradient and the values, as this rank holds them."""
     model: torch.nn.Module = forward.model
     trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
-    with copies.used(), computed_in(dtype, pack.tokens.device):
-        logprob = forward.logprobs(pack, 1.0, dtype).logprob
-        (logprob * torch.linspace(-1, 1, len(logprob), device=logprob.device)).sum().backward()
-    pairs = [(local(p.grad).float(), local(p).detach().float()) for p in trained if p.grad is not None]
-    for parameter in trained:
-        parameter.grad = None
+    try:
+        with copies.used(), computed_in(dtype, pack.tokens.device):
+            logprob = forward.logprobs(pack, 1.0, dtype).logprob
+            (logprob * torch.linspace(-1, 1, len(logprob), device=logprob.device)).sum().backward()
+        pairs = [(local(p.grad).float(), local(p).detach().float()) for p in trained if p.grad is not None]
+    finally:  # a pass that breaks off has gone through some layers
+        for parameter in trained:
+            parameter.grad = None
     return logprob.detach(), pairs
 
 

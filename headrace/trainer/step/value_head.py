@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 PREFIX = "critic/"
 """Begins the names of its tensors in a checkpoint."""
+_STEPS = f"{PREFIX}steps"
+"""Its steps so far. A checkpoint of an earlier version has its updates alone."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_PART = 1e-6
+"""Below every part of a step, and above what rounding leaves of their sum."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,9 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)
-        self._alone_updates = recipe.alone_steps * updates
-        self._updates = 0
-        """Updates of the head so far."""
+        self._updates = updates
+        self._steps = 0.0
+        """Steps of the head so far. Each of its updates is a part of one, whose size a resumed run may have changed."""
 
     def forward(self, hidden: Float[Tensor, "M H"]) -> Float[Tensor, " M"]:
         """[M] values, in float32 or wider. Their gradient by the hidden states is scaled by `algo.critic.trunk`."""
@@ -68,7 +72,7 @@ class ValueHead(torch.nn.Module):
     @property
     def alone(self) -> bool:
         """Whether the next step trains the critic only. Its own updates count, so that one that begins in a resumed run has its first steps, too."""
-        return self._updates < self._alone_updates
+        return self._steps < self._recipe.alone_steps - _PART
 
     def judged(
         self,
@@ -111,7 +115,7 @@ class ValueHead(torch.nn.Module):
 
     def update(self) -> None:
         self.optimizer.step()
-        self._updates += 1
+        self._steps += 1 / self._updates
         self.forget()
 
     def forget(self) -> None:
@@ -120,6 +124,7 @@ class ValueHead(torch.nn.Module):
     def state(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, where they lie."""
         found = {f"{PREFIX}{name}": parameter.detach() for name, parameter in self.named_parameters()}
+        found[_STEPS] = torch.tensor(self._steps, dtype=torch.float64)
         for name, parameter in self.named_parameters():
             moments = self.optimizer.state.get(parameter, {})
             found |= {f"{PREFIX}{key}/{name}": tensor for key, tensor in moments.items()}
@@ -144,7 +149,7 @@ class ValueHead(torch.nn.Module):
             for number, name in enumerate(name for name, _ in self.named_parameters())
             if f"{PREFIX}step/{name}" in saved
         }
-        self._updates = int(saved.get(f"{PREFIX}step/bias", 0))
+        self._steps = float(saved.get(_STEPS, float(saved.get(f"{PREFIX}step/bias", 0)) / self._updates))
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
 

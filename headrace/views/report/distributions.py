@@ -23,6 +23,8 @@ MOST_HITS = 16
 """The largest group that has a row for each number of hits."""
 ROWS = 10
 """Rows of a heat map otherwise."""
+NEAR = 1e-6
+"""What float32 may leave of a mean of hits."""
 APART = 0.1
 """Height of the rows of groups without a hit, and with hits alone, where the others are shares of hits."""
 
@@ -106,7 +108,7 @@ def heat_map(groups: np.ndarray) -> HeatMap | None:
 def _rows(groups: np.ndarray) -> tuple[np.ndarray, list[tuple[float, float, str]], str]:
     """Returns the row [n] of each group, the rows, and what they are of."""
     mean = groups["mean"].astype(np.float64)
-    if not np.isin(groups["worst"], (0.0, 1.0)).all() or not np.isin(groups["best"], (0.0, 1.0)).all():
+    if not _only_hits(groups):
         low, high = float(mean.min()), float(mean.max())
         wide = (high - low) / ROWS or 1.0
         row = np.minimum((mean - low) / wide, ROWS - 1).astype(np.int64)
@@ -119,10 +121,19 @@ def _rows(groups: np.ndarray) -> tuple[np.ndarray, list[tuple[float, float, str]
     most = int(groups["size"].max())
     if most <= MOST_HITS:
         row = np.rint(mean * most).astype(np.int64)
-        return row, [(i - 0.5, i + 0.5, plural(i, "hit")) for i in range(most + 1)], f"hits of a group of {most}"
+        smaller = ", or so large a share of a smaller one" if (groups["size"] < most).any() else ""
+        rows = [(i - 0.5, i + 0.5, plural(i, "hit")) for i in range(most + 1)]
+        return row, rows, f"hits of a group of {most}{smaller}"
     row = np.where(mean <= 0, 0, np.where(mean >= 1, ROWS + 1, 1 + np.minimum(mean * ROWS, ROWS - 1).astype(np.int64)))
     between = [(i / ROWS, (i + 1) / ROWS, f"{percent(i / ROWS)} to {percent((i + 1) / ROWS)}") for i in range(ROWS)]
     return row, [(-APART, 0.0, "no hit"), *between, (1.0, 1.0 + APART, "hits alone")], "share of hits in a group"
+
+
+def _only_hits(groups: np.ndarray) -> bool:
+    """Whether rewards are 0 and 1 alone: those of a group that has both may have others between them."""
+    ends = np.isin(groups["worst"], (0.0, 1.0)).all() and np.isin(groups["best"], (0.0, 1.0)).all()
+    hits = groups["mean"].astype(np.float64) * groups["size"]
+    return bool(ends and (np.abs(hits - np.rint(hits)) < NEAR * groups["size"]).all())
 
 
 def solve_rates_over_time(groups: np.ndarray) -> str:
