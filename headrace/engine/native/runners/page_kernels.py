@@ -138,6 +138,8 @@ def _attend(
     start, stop = _share(before + first, last, split, window, STEP=STEP, SPLITS=SPLITS)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SUNK and SPLITS == 1:
+        best, total = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, total + 1.0
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     for step in range(start, stop):
         place = step * STEP + tl.arange(0, STEP)
@@ -159,12 +161,6 @@ def _attend(
         total = total * kept + tl.sum(weights, 1)
         sums = sums * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = higher
-    if SUNK and SPLITS == 1:
-        sink = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
-        higher = tl.maximum(best, sink)
-        kept = tl.exp2(best - higher)
-        total = total * kept + tl.exp2(sink - higher)
-        sums = sums * kept[:, None]
     divisor = tl.where(total > 0, total, 1.0)
     found = sums / divisor[:, None]
     if SPLITS == 1:

@@ -69,7 +69,7 @@ def deviation(kernel: PageKernel, device: torch.device, dtype: torch.dtype, head
         found = kernel(q, keys, values, pages, scale=head_dim**-0.5, window=window, softmax=softmax)
         for s, (start, stop) in enumerate(pairwise(starts.tolist())):
             k, v = (x[order[s].to(device)].flatten(0, 1)[: lengths[s]].float() for x in (keys, values))
-            mine = _plain(q[start:stop].float(), k, v, head_dim**-0.5, window, softmax)
+            mine = _plain(q[start:stop].float(), k, v, scale=head_dim**-0.5, window=window, softmax=softmax)
             error = (found[start:stop].float() - mine).abs().max() / mine.square().mean().sqrt()
             worst = max(worst, float(error)) if bool(error.isfinite()) else float("inf")
     return worst
@@ -83,7 +83,7 @@ def _trial(starts: np.ndarray, lengths: np.ndarray, order: torch.Tensor, *, spli
 
 
 def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softmax: Softmax
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None, softmax: Softmax
 ) -> torch.Tensor:
     """q [n, Hq, D] of the last n of T tokens, k and v [T, Hkv, D] -> [n, Hq, D], all float32."""
     group = q.shape[1] // k.shape[1]

@@ -22,7 +22,7 @@ MOST_SPLITS = 32
 
 
 class Softmax(NamedTuple):
-    """What a model does to the scores of its attention beside scaling them."""
+    """The changes that a model makes to the scores of its attention beside scaling them."""
 
     cap: float | None = None
     """Scores x become cap * tanh(x / cap) (Gemma 2)."""
