@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from headrace.core.weights import AdapterSpec
+from headrace.engine.native.runners import layers
 from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.graphs import CHUNKS, Passed, rows_bucket, tokens_bucket, width_bucket
@@ -62,13 +63,18 @@ def plain(name: str, slots: int = 0) -> RunnerDriver:
 def put(
     to: RunnerDriver, slot: int, name: str, *, seed: int = 0, rank: int = 4, only: str = "", scale: float = 0.3
 ) -> None:
-    """A random adapter of the linear modules whose names contain `only`."""
+    """A random adapter of the linear modules and experts whose names contain `only`."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for key, weight in parameters(name).items():
         if key.endswith("_proj.weight") and only in key:
             module = PREFIX + key.removesuffix(".weight")
             tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator) * scale
             tensors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], rank, generator=generator) * scale
+        elif ".experts." in key and only in key:
+            count, out, into = weight.shape
+            module = PREFIX + key.replace("gate_up_proj", "base_layer").replace(".down_proj", "")
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank * count, into, generator=generator) * scale
+            tensors[f"{module}.lora_B.weight"] = torch.randn(out, rank * count, generator=generator) * scale
     spec = AdapterSpec(name=f"adapter {slot}", rank=rank, alpha=6.0)
     to.runner.use_adapter(slot, to.runner.prepare_adapter(spec, tensors))
 
@@ -230,6 +236,39 @@ def test_experts_chosen_in_a_replayed_pass_are_reported(monkeypatch):
         assert found.routing.shape[0] == sum(step)
     assert ours.step([(ours.sequence(texts[0]), 1)]).routing is None
     assert ours.runner.passes.graphed == 3
+
+
+def test_adapters_of_experts_are_replayed_whatever_experts_their_rows_choose(monkeypatch):
+    """Of three slots: experts and linear layers, none, and one kind of experts alone, of another rank. Then other numbers, and more ranks than there is room for."""
+    monkeypatch.setattr(Stack, "static", True)
+    name, record = "qwen3_moe", Recorder()
+    ours, other = graphed(name, slots=3, capture=record), plain(name, slots=3)
+    for driver in (ours, other):
+        put(driver, 0, name, seed=0)
+        put(driver, 2, name, seed=1, rank=2, only="experts.gate_up_proj")
+    texts = prompts(60, 60, 20, 20)
+    both(ours, other, texts, STEPS, [0, -1, 2, 0])
+    assert ours.runner.passes.graphed == len(STEPS) and not ours.runner.passes.eager
+    captures = record.captures
+    for driver in (ours, other):
+        put(driver, 0, name, seed=5, rank=3, only="experts.down_proj")
+        driver.runner.use_adapter(2, None)
+    both(ours, other, texts, STEPS, [0, -1, -1, 0])
+    assert record.captures == captures
+    for driver in (ours, other):
+        put(driver, 1, name, seed=6, rank=9, only="experts")
+    both(ours, other, texts, STEPS, [0, 1, -1, 1])
+    assert record.captures > captures and not ours.runner.passes.eager
+
+
+def test_an_adapter_of_experts_of_odd_widths_is_not_replayed_and_says_so(monkeypatch):
+    monkeypatch.setattr(layers, "ALIGNED", 5)
+    monkeypatch.setattr(Stack, "static", True)
+    ours, other = graphed("qwen3_moe", slots=1), plain("qwen3_moe", slots=1)
+    for driver in (ours, other):
+        put(driver, 0, "qwen3_moe", only="experts")
+    both(ours, other, prompts(9, 9), [(3, 4)], [0, -1])
+    assert [reason for reason in ours.runner.passes.eager if "no multiples of 5" in reason]
 
 
 def test_mixtures_are_not_captured_where_experts_are_multiplied_one_by_one():

@@ -723,8 +723,6 @@ def test_a_model_without_tokenizer_serves_all_but_stop_strings(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("gemma2", {"head_dim": 8}, "softcap"),
-        ("gpt_oss", {"head_dim": 8, "num_local_experts": 8}, "attention sinks"),
         ("bloom", {"n_head": 4}, "_supports_attention_backend"),
         (
             "llama",

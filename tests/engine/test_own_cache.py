@@ -109,7 +109,7 @@ def assert_own(model, request: Request, answer: Answer) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
 def test_a_group_shares_its_prompt_and_a_conversation_what_it_has(name, saved):
-    engine, model = make_engine(saved(name), max_running=3), reference(saved(name))
+    engine, model = make_engine(saved(name), max_running=3, path="cache"), reference(saved(name))
     assert engine.capabilities.path == f"own cache {name}"
     prompt = texts(40)[0]
     group = [greedy("first", prompt, 6), *(drawn(str(i), prompt, seed=i, tokens=5) for i in range(4))]
@@ -126,7 +126,7 @@ def test_a_group_shares_its_prompt_and_a_conversation_what_it_has(name, saved):
 @pytest.mark.parametrize("swap", ["keep", "recompute"])
 def test_a_swap_in_the_middle_of_a_completion_keeps_or_recomputes_its_state(name, swap, saved):
     old, new = saved(name), saved(name, 1)
-    engine, request, answers = make_engine(old, swap=swap), greedy("r", texts(20)[0], 12), {}
+    engine, request, answers = make_engine(old, swap=swap, path="cache"), greedy("r", texts(20)[0], 12), {}
     engine.add(request)
     while len(answers.get("r", Answer()).tokens) < 5:
         step(engine, answers)
@@ -189,11 +189,11 @@ def test_what_it_cannot_do_is_refused_with_the_remedy(saved):
 def test_before_anything_is_loaded_a_model_s_way_and_speed_are_named(saved, tmp_path):
     config = EngineConfig(device="cpu", context_length=96)
     assert served_how(saved("llama"), config) == "", "there is nothing to find out"
-    assert served_how(saved("gemma2"), config).startswith(
-        "own cache gemma2: slower, steps of all sequences in one pass"
-    )
+    assert served_how(saved("gemma2"), config).startswith("hugging face gemma2: slower")
+    cache = EngineConfig(device="cpu", context_length=96, path="cache")
+    assert served_how(saved("gemma2"), cache).startswith("own cache gemma2: slower, steps of all sequences in one pass")
     with pytest.raises(ConfigError, match="engine.exact = true, but own cache gemma2 .*set it to false"):
-        served_how(saved("gemma2"), EngineConfig(device="cpu", context_length=96, exact=True))
+        served_how(saved("gemma2"), replace(cache, exact=True))
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="encoder-decoder"):
         served_how(tmp_path, config)

@@ -14,13 +14,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners import page_trial
 from headrace.engine.native.runners.page_trial import deviation, page_kernel
-from headrace.engine.native.runners.pages import Pages, Tiles, places, splits, tile_queries
+from headrace.engine.native.runners.pages import PLAIN, Pages, Softmax, Tiles, places, splits, tile_queries
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(
@@ -41,7 +41,7 @@ def kernel(monkeypatch):
 KERNELS = "headrace.engine.native.runners.page_kernels"
 
 
-def plain(q, keys, values, pages, *, scale, window):
+def plain(q, keys, values, pages, *, scale, window, softmax=PLAIN):
     """[N, Hq, D] float64, by masked softmax, segment after segment."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     for segment, (start, stop) in enumerate(itertools.pairwise(pages.starts.tolist())):
@@ -55,7 +55,12 @@ def plain(q, keys, values, pages, *, scale, window):
             last = length - (stop - place)
             low = 0 if window is None else max(0, last - window + 1)
             scores = torch.einsum("hd,thd->ht", q[place].double(), k[low : last + 1]) * scale
-            out[place] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[low : last + 1])
+            if softmax.cap is not None:
+                scores = softmax.cap * torch.tanh(scores / softmax.cap)
+            weights, total = scores.exp(), scores.exp().sum(-1)
+            if softmax.sinks is not None:
+                total = total + softmax.sinks.double().exp()
+            out[place] = torch.einsum("ht,thd->hd", weights, v[low : last + 1]) / total[:, None]
     return out
 
 
@@ -98,16 +103,22 @@ def segments(draw_from: np.random.Generator, sizes, context, *, heads, kv_heads,
     st.sampled_from([None, 1, 5, 32, 100]),
     st.sampled_from([1, 2, 5]),
     st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from([None, 0.7]),
+    st.booleans(),
 )
+@example([(1, 100), (35, 33)], (6, 2), 16, 32, 5, torch.float32, 0.7, True)
+@example([(1, 100), (9, 0), (1, 0)], (8, 1), 24, None, 2, torch.float16, None, True)
 def test_the_kernel_computes_attention_over_pages_that_lie_anywhere(
-    kernel_once, stretches, heads, dim, window, split, dtype
+    kernel_once, stretches, heads, dim, window, split, dtype, cap, sunk
 ):
     sizes, context = zip(*stretches, strict=True)
     given_ = segments(
         np.random.default_rng(0), sizes, context, heads=heads[0], kv_heads=heads[1], dim=dim, dtype=dtype, split=split
     )
-    found = kernel_once(*given_, scale=0.3, window=window)
-    expected = plain(*given_, scale=0.3, window=window)
+    sinks = torch.linspace(-2, 3, heads[0]).to(dtype) if sunk else None
+    softmax = Softmax(cap, sinks)
+    found = kernel_once(*given_, scale=0.3, window=window, softmax=softmax)
+    expected = plain(*given_, scale=0.3, window=window, softmax=softmax)
     assert (found.double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
@@ -145,19 +156,23 @@ def test_keys_are_split_until_every_processor_has_work():
 # --- the trial ---------------------------------------------------------------------------------------------------------
 
 
-def right(q, keys, values, pages, /, *, scale, window):
-    return plain(q, keys, values, pages, scale=scale, window=window).to(q.dtype)
+def right(q, keys, values, pages, /, *, scale, window, softmax):
+    return plain(q, keys, values, pages, scale=scale, window=window, softmax=softmax).to(q.dtype)
 
 
 def test_a_kernel_with_wrong_numbers_is_found_out():
-    def late(q, keys, values, pages, /, *, scale, window):
-        return right(q, keys, values, pages, scale=scale, window=window and window + 1)
+    def late(q, keys, values, pages, /, *, scale, window, softmax):
+        return right(q, keys, values, pages, scale=scale, window=window and window + 1, softmax=softmax)
 
-    def lost(q, keys, values, pages, /, *, scale, window):
-        out = right(q, keys, values, pages, scale=scale, window=window)
+    def deaf(q, keys, values, pages, /, *, scale, window, softmax):
+        return right(q, keys, values, pages, scale=scale, window=window, softmax=softmax._replace(sinks=None))
+
+    def lost(q, keys, values, pages, /, *, scale, window, softmax):
+        out = right(q, keys, values, pages, scale=scale, window=window, softmax=softmax)
         return out.index_fill(0, torch.tensor([20]), torch.nan)
 
-    assert deviation(right, CPU, torch.float32, 16) < 1e-4
+    assert max(deviation(right, CPU, torch.float32, 16, among) for among in (True, False)) < 1e-4
+    assert deviation(deaf, CPU, torch.float32, 16) < 1e-4 and deviation(deaf, CPU, torch.float32, 16, False) > 0.05
     assert deviation(late, CPU, torch.float32, 16) > 0.05
     assert deviation(lost, CPU, torch.float32, 16) == float("inf")
 
@@ -179,10 +194,11 @@ def test_a_device_that_does_not_run_the_kernel_gathers_and_says_so(monkeypatch, 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize(
     ("rows", "queries", "split", "dim"), [(16, 1, 8, 64), (16, 1, 1, 128), (64, 21, 1, 64), (64, 16, 1, 256)]
 )
-def test_the_kernels_compile_for_gpus(capability, rows, queries, split, dim, tmp_path, monkeypatch):
+def test_the_kernels_compile_for_gpus(capability, capped, rows, queries, split, dim, tmp_path, monkeypatch):
     """Down to machine code, by Triton's own assembler; nothing is run."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -192,9 +208,11 @@ def test_the_kernels_compile_for_gpus(capability, rows, queries, split, dim, tmp
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     kernels = importlib.import_module(KERNELS)
-    numbers = {"scale": "fp32"} | dict.fromkeys(("tiles", "starts", "lengths", "tables"), "*i32")
+    numbers = {"scale": "fp32", "cap": "fp32", "sinks": "*bf16"} | dict.fromkeys(
+        ("tiles", "starts", "lengths", "tables"), "*i32"
+    )
     halves = dict.fromkeys(("q", "keys", "values"), "*bf16") | {"logs": "*fp32", "parts": "*fp32"}
-    shape = {"DIM": dim, "WIDTH": dim, "SPLITS": split}
+    shape = {"DIM": dim, "WIDTH": dim, "SPLITS": split, "SUNK": capped}
     attend = shape | {
         "KV_HEADS": 2,
         "GROUP": 3,
@@ -202,6 +220,7 @@ def test_the_kernels_compile_for_gpus(capability, rows, queries, split, dim, tmp
         "ROWS": rows,
         "STEP": 32 if dim > 128 else 64,
         "PAGE": BLOCK,
+        "CAPPED": capped,
     }
     launches = [(kernels._attend, attend, "*fp32" if split > 1 else "*bf16")]
     if split > 1:

@@ -80,7 +80,7 @@ def assert_recorded(model: Any, prompt: Sequence[int], answer: Answer) -> None:
 
 
 def engine_of(directory: Path, **settings: Any) -> NativeEngine:
-    return make_engine(directory, routing=True, **settings)
+    return make_engine(directory, routing=True, **{"path": "cache", **settings})
 
 
 @pytest.mark.parametrize("name", few(TYPES, keep=1))

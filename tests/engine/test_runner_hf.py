@@ -8,6 +8,7 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from support.few import few
+from support.plain_pages import read_pages
 from support.tiny_models import (
     MODELS,
     OTHERS,
@@ -22,7 +23,9 @@ from support.tiny_models import (
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
-BOTH = [*OTHERS, "llama3-rope", "qwen2-sliding", "gemma3_text", "mixtral"]
+SCORED = ("gemma2", "gpt_oss")
+"""Scores with caps or sinks, in some layers behind windows of nine tokens."""
+BOTH = [*OTHERS, "llama3-rope", "qwen2-sliding", "gemma3_text", "mixtral", *SCORED]
 
 
 def driver(name: str, dtype: torch.dtype = torch.float32, exact: bool = False) -> RunnerDriver:
@@ -40,16 +43,23 @@ def wanted(model, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", few(BOTH, keep=3))
 def test_log_probs_equal_the_models_own(name):
-    assert name in OTHERS or name in MODELS
+    assert name in OTHERS or name in MODELS or name in SCORED
     ours, text = driver(name), prompts(90)[0]
     assert (ours.logprobs(text, chunk=17) - wanted(reference(name), text)).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*OTHERS, *SCORED])
 def test_ragged_batches_choose_the_models_own_tokens(name):
     texts, counts, model = prompts(1, 17, 40, 3), (9, 3, 12, 7), reference(name)
     for text, tokens in zip(texts, driver(name).generate(texts, counts), strict=True):
         assert tokens == wanted(model, text + tokens)[len(text) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_a_kernel_that_reads_pages_is_told_of_caps_and_sinks(name):
+    ours, text = driver(name), prompts(90)[0]
+    ours.runner._cache.kernel = read_pages
+    assert (ours.logprobs(text, chunk=17) - wanted(reference(name), text)).abs().max() < TOLERANCE
 
 
 def test_tied_parameters_are_swapped_in_every_place():
@@ -62,7 +72,7 @@ def test_tied_parameters_are_swapped_in_every_place():
     assert (before - wanted(new, text)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gemma2"])
 def test_exact_log_probs_depend_on_nothing_but_the_sequence(name):
     ours, (text, other) = driver(name, torch.bfloat16, exact=True), prompts(70, 45)
     alone = ours.logprobs(text)

@@ -7,7 +7,7 @@ import torch
 from headrace.engine.native.forward_pass import BLOCK
 
 
-def read_pages(q, keys, values, pages, /, *, scale, window):
+def read_pages(q, keys, values, pages, /, *, scale, window, softmax):
     """What the kernel promises to compute, over the tiles that it is told of."""
     assert {pages.starts.dtype, pages.lengths.dtype, pages.tables.dtype} == {torch.int32}
     assert q[0].is_contiguous()
@@ -27,7 +27,11 @@ def read_pages(q, keys, values, pages, /, *, scale, window):
             hidden = (at > last) | (at <= last - (window or len(k)))
             mine = slice(starts[segment] + first, starts[segment] + stop)
             scores = torch.einsum("nhd,thd->hnt", q[mine], k) * scale
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            if softmax.cap is not None:
+                scores = softmax.cap * torch.tanh(scores / softmax.cap)
+            weights = scores.masked_fill(hidden, -torch.inf).exp()
+            sunk = 0 if softmax.sinks is None else softmax.sinks.exp()[:, None, None]
+            weights = weights / (weights.sum(-1, keepdim=True) + sunk)
             out[mine] = torch.einsum("hnt,thd->nhd", weights, v.masked_fill(hidden.all(0)[:, None, None], 0))
             seen += range(mine.start, mine.stop)
     assert len(set(seen)) == len(seen)

@@ -47,7 +47,11 @@ def read_adapter(
         parts = {name: modules for name, modules in PARTS.items() if any(module in mine for module in modules)}
         linears = {name: _fused([(shapes[m], mine.get(m)) for m in parts[name]], dtype, device) for name in parts}
         experts = {
-            name: ExpertPair(*(Stack(part.to(device, dtype), False, exact) for part in (pair.a, pair.b)))
+            name: ExpertPair(
+                Stack(pair.a.to(device, dtype), False, exact),
+                Stack(pair.b.to(device, dtype), False, exact),
+                len(pair.a),
+            )
             for name in ("gate_up", "down")
             if (pair := mine.get(f"mlp.experts.{name}_proj"))
         }

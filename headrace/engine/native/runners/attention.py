@@ -17,19 +17,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners.page_trial import page_kernel
 from headrace.engine.native.runners.pages import (
+    PLAIN,
     Pages,
+    Softmax,
     Tiles,
     places,
     processors,
     side_by_side,
     splits,
     tile_queries,
+    weights_of,
 )
 from headrace.native.cuda_ops import Layout, varlen_kernel
 from headrace.native.uploads import uploaded, uploaded_together
 
 EXACT_BLOCKS = 4
 """Blocks that attention takes at a time in exact mode."""
+QUERIES = 256
+"""Queries whose scores are written out at a time."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Geometry:
     """Query heads of a layer."""
     kv_heads: int
     head_dim: int
+    plain: bool = True
+    """Whether its scores have neither caps nor sinks."""
 
     def block_nbytes(self, dtype: torch.dtype) -> int:
         return self.layers * 2 * BLOCK * self.kv_heads * self.head_dim * dtype.itemsize
@@ -52,8 +59,10 @@ class PagedCache:
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool = False) -> None:
         """`exact`: attention goes in steps of plain PyTorch, and kernels are not looked for."""
         self.geometry, self.dtype, self.device = geometry, dtype, device
-        self.kernel = None if exact else page_kernel(device, dtype, geometry.head_dim)
-        self.ragged = None if exact or self.kernel else varlen_kernel(device, dtype, geometry.head_dim)
+        self.kernel = None if exact else page_kernel(device, dtype, geometry.head_dim, geometry.plain)
+        self.ragged = (
+            None if exact or self.kernel or not geometry.plain else varlen_kernel(device, dtype, geometry.head_dim)
+        )
         self.scratch = 0
 
     def allocate(self, blocks: int) -> None:
@@ -156,6 +165,7 @@ class Pass:
         scale: float,
         window: int | None = None,
         ahead: bool = False,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D] in q's dtype. Writes k and v into the cache first.
 
@@ -165,32 +175,34 @@ class Pass:
         if self.paged is not None and self.cache.kernel is not None:
             keys, values = self.cache.pages(layer)
             q = side_by_side(q.to(self.cache.dtype))
-            return self.cache.kernel(q, keys, values, self.paged, scale=scale, window=window)
+            return self.cache.kernel(q, keys, values, self.paged, scale=scale, window=window, softmax=softmax)
+        assert softmax.plain or not self.cache.geometry.plain
         if self.ragged is not None:
             return self._gathered(layer, q, scale, window)
         if self.single is None:
-            return self._decode(layer, q, scale, window)
+            return self._decode(layer, q, scale, window, softmax)
         out = torch.empty_like(q)
         if len(self.single):
-            out[self.single] = self._decode(layer, q[self.single], scale, window)
+            out[self.single] = self._decode(layer, q[self.single], scale, window, softmax)
         for index, chunk in enumerate(self.chunks):
             of_chunk = slice(chunk.start, chunk.stop)
-            out[of_chunk] = self._chunk(layer, index, q[of_chunk], scale=scale, window=window, ahead=ahead)
+            out[of_chunk] = self._chunk(
+                layer, index, q[of_chunk], scale=scale, window=window, ahead=ahead, softmax=softmax
+            )
         return out
 
     # -- tokens alone -------------------------------------------------------------------------------------------------------
 
-    def _decode(self, layer: int, q: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    def _decode(self, layer: int, q: torch.Tensor, scale: float, window: int | None, softmax: Softmax) -> torch.Tensor:
         blocks, seen = self._plan(window)
         # The query heads of one key head are rows of one small matrix: nothing is repeated.
         heads = q.view(len(q), self.cache.geometry.kv_heads, -1, q.shape[-1])
         if self.exact:
-            return (
-                _step_by_step(self.cache, layer, q=heads, blocks=blocks, mask=seen, scale=scale)
-                .view(q.shape)
-                .to(q.dtype)
-            )
+            out = _step_by_step(self.cache, layer, q=heads, blocks=blocks, mask=seen, scale=scale, softmax=softmax)
+            return out.view(q.shape).to(q.dtype)
         keys, values = self.cache.gather(layer, blocks)
+        if not softmax.plain:
+            return _written_out(q[:, None], keys, values, seen[:, None] == 0, scale=scale, softmax=softmax)[:, 0]
         out = scaled_dot_product_attention(
             heads, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen[:, None, None], scale=scale
         )
@@ -222,12 +234,24 @@ class Pass:
     # -- chunks -------------------------------------------------------------------------------------------------------------
 
     def _chunk(
-        self, layer: int, index: int, q: torch.Tensor, *, scale: float, window: int | None, ahead: bool
+        self,
+        layer: int,
+        index: int,
+        q: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        ahead: bool,
+        softmax: Softmax,
     ) -> torch.Tensor:
         chunk = self.chunks[index]
         length = chunk.context + len(q)
         keys, values = self.cache.gather(layer, chunk.table[None])
         mask = self._chunk_mask(index, window, ahead)
+        if not softmax.plain:
+            seen = q.new_ones(len(q), length, dtype=torch.bool).tril() if mask is None else mask == 0
+            keys, values = keys[:, :length], values[:, :length]
+            return _written_out(q[None], keys, values, seen[None], scale=scale, softmax=softmax)[0]
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys[:, :length].transpose(1, 2),
@@ -328,8 +352,28 @@ def _visible(
     return seen if window is None else seen & (keys > queries - window)
 
 
+def _written_out(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, *, scale: float, softmax: Softmax
+) -> torch.Tensor:
+    """q [B, n, Hq, D], keys and values [B, T, Hkv, D], seen [B, n, T] -> [B, n, Hq, D], with scores in float32, of `QUERIES` queries at a time."""
+    group = q.shape[2] // keys.shape[2]
+    k, v = (_wide(part).repeat_interleave(group, 1) for part in (keys, values))
+    parts = [
+        weights_of(some.transpose(1, 2).float() @ k.mT * scale, visible[:, None], softmax) @ v
+        for some, visible in zip(q.split(QUERIES, 1), seen.split(QUERIES, 1), strict=True)
+    ]
+    return torch.cat(parts, 2).transpose(1, 2).to(q.dtype)
+
+
 def _step_by_step(
-    cache: PagedCache, layer: int, *, q: torch.Tensor, blocks: torch.Tensor, mask: torch.Tensor, scale: float
+    cache: PagedCache,
+    layer: int,
+    *,
+    q: torch.Tensor,
+    blocks: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """q [n, Hkv, g, D] -> [n, Hkv, g, D] float32, with a running softmax (Milakov and Gimelshein, arXiv:1805.02867) over
     steps of a few blocks in order. Every product has the same shape whatever the context, and what is masked changes no
@@ -337,10 +381,15 @@ def _step_by_step(
     q = q.float() * scale
     best = torch.full((*q.shape[:3], 1), -torch.inf, device=q.device)
     total, out = torch.zeros_like(best), torch.zeros_like(q)
+    if softmax.sinks is not None:
+        best, total = softmax.sinks.float().view(1, *q.shape[1:3], 1).expand_as(best), torch.ones_like(best)
     masks = mask.split(EXACT_BLOCKS * BLOCK, dim=1)
     for some, masked in zip(blocks.split(EXACT_BLOCKS, dim=1), masks, strict=True):
         keys, values = (_wide(part) for part in cache.gather(layer, some))
-        scores = (q @ keys.mT).add_(masked[:, None, None])
+        scores = q @ keys.mT
+        if softmax.cap is not None:
+            scores = scores.div_(softmax.cap).tanh_().mul_(softmax.cap)
+        scores = scores.add_(masked[:, None, None])
         higher = torch.maximum(best, scores.amax(-1, keepdim=True))
         weights, keep = scores.sub_(higher).exp_(), torch.exp(best - higher)
         total = total * keep + weights.sum(-1, keepdim=True)

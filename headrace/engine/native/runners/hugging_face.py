@@ -20,6 +20,7 @@ from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.module_adapters import blamed_in_slots, in_slots
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.paged import EXACT_ROWS, PagedRunner
+from headrace.engine.native.runners.pages import Softmax
 from headrace.engine.native.runners.recorded import TRIED, ExpertRecorder
 from headrace.engine.native.runners.skeleton import Skeleton, attention, dry_run
 from headrace.models.image_blocks import ahead_in, kind_of
@@ -128,11 +129,22 @@ def _attend_with(plan: Pass, ahead_in: Collection[str]) -> Callable[..., torch.T
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
         ahead = kind_of(sliding_window) in ahead_in
-        return plan.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window, ahead=ahead)[None]
+        return plan.attend(
+            module.layer_idx,
+            q,
+            k,
+            v,
+            scale=scale,
+            window=sliding_window,
+            ahead=ahead,
+            softmax=Softmax(softcap, s_aux),
+        )[None]
 
     return attend

@@ -74,6 +74,10 @@ def route(x: torch.Tensor, router: torch.Tensor, routing: Routing) -> Choice:
     return Choice(experts, weights)
 
 
+ALIGNED = 8
+"""Numbers of which rows and columns are whole multiples where torch multiplies all experts at once: 16 bytes."""
+
+
 class Stack:
     """Matrices [E, out, in] of all experts, ready to multiply."""
 
@@ -85,6 +89,11 @@ class Stack:
     @property
     def static(self) -> bool:
         return self._stacked is not None
+
+    @property
+    def matrices(self) -> torch.Tensor:
+        """[E, out, in] of a stack that is not packed."""
+        return self._stacked.mT if self._stacked is not None else torch.stack([one.weight for one in self._single])
 
     def __call__(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """rows [n, in], those of expert 0 first, `counts` [E] of each -> [n, out]"""
@@ -103,6 +112,7 @@ class ExpertPair:
 
     a: Stack
     b: Stack
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,39 @@ class Adapted:
     down: ExpertPair | None
     start: int
     stop: int
+
+    def among(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which of these assigned tokens [A] use it."""
+        return ((tokens >= self.start) & (tokens < self.stop)).nonzero()[:, 0]
+
+    def add(
+        self, pair: ExpertPair | None, out: torch.Tensor, rows: torch.Tensor, experts: torch.Tensor, mine: torch.Tensor
+    ) -> None:
+        """Adds to `out` what the adapter makes of the assigned `rows`. `mine`: as `among` returns it."""
+        if pair is not None and len(mine):
+            counts = _counts(experts[mine], pair.experts)
+            out.index_add_(0, mine, pair.b(pair.a(rows[mine], counts), counts))
+
+
+@dataclass(frozen=True)
+class AdaptedSlots:
+    """The adapters of the layer's experts of all slots side by side, of which each row uses one or none: no shape depends on which."""
+
+    gate_up: ExpertPair | None
+    down: ExpertPair | None
+    others: torch.Tensor
+    """[N, slots, 1] bool: slots that are not the row's."""
+
+    def among(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.others[tokens]
+
+    def add(
+        self, pair: ExpertPair | None, out: torch.Tensor, rows: torch.Tensor, experts: torch.Tensor, mine: torch.Tensor
+    ) -> None:
+        if pair is not None:
+            counts = _counts(experts, pair.experts)
+            hidden = pair.a(rows, counts).view(*mine.shape[:2], -1).masked_fill(mine, 0)
+            out += pair.b(hidden.flatten(1), counts)
 
 
 class Mixture:
@@ -129,40 +172,29 @@ class Mixture:
         """Whether no shape depends on the choice."""
         return self._gate_up.static and self._down.static
 
-    def __call__(self, x: torch.Tensor, choice: Choice, adapted: Sequence[Adapted] = ()) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, choice: Choice, adapted: Sequence[Adapted | AdaptedSlots] = ()) -> torch.Tensor:
         """x [N, H] -> [N, H] float32: the chosen experts' outputs, weighted and added best first."""
         assigned = choice.experts.flatten()
         order = assigned.argsort(stable=True)
         tokens, experts = order // self.routing.chosen, assigned[order]
-        rows, counts = x[tokens], self._counts(experts)
+        rows, counts = x[tokens], _counts(experts, self.routing.experts)
         hidden = self._gate_up(rows, counts)
-        mine = [((tokens >= part.start) & (tokens < part.stop)).nonzero()[:, 0] for part in adapted]
-        for part, places in zip(adapted, mine, strict=True):
-            self._add(part.gate_up, hidden, rows, experts, places)
+        mine = [part.among(tokens) for part in adapted]
+        for part, users in zip(adapted, mine, strict=True):
+            part.add(part.gate_up, hidden, rows, experts, users)
         hidden = self._activation(hidden)
         out = self._down(hidden, counts)
-        for part, places in zip(adapted, mine, strict=True):
-            self._add(part.down, out, hidden, experts, places)
+        for part, users in zip(adapted, mine, strict=True):
+            part.add(part.down, out, hidden, experts, users)
         back = torch.empty_like(out, dtype=torch.float32)
         back[order] = out.float()
         return (back.view(*choice.experts.shape, -1) * choice.weights[..., None]).sum(1)
 
-    def _add(
-        self,
-        pair: ExpertPair | None,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        experts: torch.Tensor,
-        places: torch.Tensor,
-    ) -> None:
-        if pair is not None and len(places):
-            counts = self._counts(experts[places])
-            out.index_add_(0, places, pair.b(pair.a(rows[places], counts), counts))
 
-    def _counts(self, experts: torch.Tensor) -> torch.Tensor:
-        """[E] how often each occurs. (`bincount` would make a GPU wait.)"""
-        counts = torch.zeros(self.routing.experts, dtype=torch.int64, device=experts.device)
-        return counts.scatter_add_(0, experts, torch.ones_like(experts))
+def _counts(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """[E] how often each of `count` occurs. (`bincount` would make a GPU wait.)"""
+    counts = torch.zeros(count, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, experts, torch.ones_like(experts))
 
 
 def _groups(weight: torch.Tensor) -> bool:
@@ -170,7 +202,7 @@ def _groups(weight: torch.Tensor) -> bool:
     do, but without packed weights."""
     if not weight.is_cuda or weight.dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
         return False
-    aligned = weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0
+    aligned = weight.shape[-1] % ALIGNED == 0 and weight.shape[-2] % ALIGNED == 0
     return aligned and torch.cuda.get_device_capability(weight.device) >= (8, 0)
 
 
@@ -249,6 +281,8 @@ class AdapterSlots:
         self._refusals = [""] * count
         self._pairs: list[dict[str, Pair]] = []
         """The pairs of each layer by product: a [slots * ranks, in] and b [out, slots * ranks]."""
+        self._experts: list[dict[str, tuple[torch.Tensor, torch.Tensor, ExpertPair]]] = []
+        """Those of experts: a [E, slots * ranks, in], b [E, out, slots * ranks], and the same as stacks."""
 
     @torch.inference_mode()
     def put(self, slot: int, adapter: Adapter | None) -> bool:
@@ -268,18 +302,26 @@ class AdapterSlots:
 
     def masked(self, rows: torch.Tensor) -> Masked | None:
         """`rows` [N] int64: the slot of each row; -1: none."""
-        if not any(self._pairs):
+        if not any(self._pairs) and not any(self._experts):
             return None
         slots = torch.arange(len(self._adapters), device=rows.device)
-        return Masked(self._pairs, (rows[:, None] != slots)[..., None])
+        return Masked(self._pairs, [_stacks(room) for room in self._experts], (rows[:, None] != slots)[..., None])
 
     def _fits(self, adapter: Adapter | None) -> bool:
         if adapter is None:
             return True
-        return len(self._pairs) == len(adapter.layers) and all(
-            name in room and len(pair.a) * len(self._adapters) <= len(room[name].a)
-            for room, layer in zip(self._pairs, adapter.layers, strict=True)
-            for name, pair in layer.linears.items()
+        return (
+            len(self._pairs) == len(adapter.layers)
+            and all(
+                name in room and len(pair.a) * len(self._adapters) <= len(room[name].a)
+                for room, layer in zip(self._pairs, adapter.layers, strict=True)
+                for name, pair in layer.linears.items()
+            )
+            and all(
+                name in room and pair.a.matrices.shape[1] * len(self._adapters) <= room[name][0].shape[1]
+                for room, layer in zip(self._experts, adapter.layers, strict=True)
+                for name, pair in layer.experts.items()
+            )
         )
 
     def _make_room(self) -> None:
@@ -293,6 +335,22 @@ class AdapterSlots:
                     ranks = max(len(pair.a) for pair in pairs) * len(self._adapters)
                     a, b = pairs[0].a, pairs[0].b
                     room[name] = Pair(a.new_zeros(ranks, a.shape[1]), b.new_zeros(len(b), ranks))
+        self._experts = [
+            self._room_of_experts([one.layers[index].experts for one in there]) for index in range(len(there[0].layers))
+        ]
+
+    def _room_of_experts(
+        self, found: Sequence[Mapping[str, ExpertPair]]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor, ExpertPair]]:
+        """Ranks are whole multiples of `ALIGNED`, so that all experts are multiplied at once."""
+        room = {}
+        for name in ("gate_up", "down"):
+            if pairs := [(one[name].a.matrices, one[name].b.matrices) for one in found if name in one]:
+                ranks = -(-max(a.shape[1] for a, _ in pairs) // ALIGNED) * ALIGNED * len(self._adapters)
+                (a, b), *_ = pairs
+                a, b = a.new_zeros(len(a), ranks, a.shape[2]), b.new_zeros(len(b), b.shape[1], ranks)
+                room[name] = a, b, ExpertPair(Stack(a, False, False), Stack(b, False, False), len(a))
+        return room
 
     def _write(self, slot: int) -> None:
         adapter = self._adapters[slot]
@@ -306,6 +364,16 @@ class AdapterSlots:
                 if own is not None:
                     pair.a[mine][: len(own.a)] = own.a
                     pair.b[:, mine][:, : len(own.a)] = own.b
+        for index, of_experts in enumerate(self._experts):
+            for name, (a, b, _) in of_experts.items():
+                ranks = a.shape[1] // len(self._adapters)
+                a, b = a[:, slot * ranks : (slot + 1) * ranks], b[..., slot * ranks : (slot + 1) * ranks]
+                a.zero_()
+                b.zero_()
+                mine_of = None if adapter is None else adapter.layers[index].experts.get(name)
+                if mine_of is not None:
+                    a[:, : mine_of.a.matrices.shape[1]] = mine_of.a.matrices
+                    b[..., : mine_of.a.matrices.shape[1]] = mine_of.b.matrices
 
 
 @dataclass(frozen=True)
@@ -313,6 +381,7 @@ class Masked:
     """The adapters of one pass, by row."""
 
     pairs: Sequence[Mapping[str, Pair]]
+    experts: Sequence[Mapping[str, ExpertPair]]
     others: torch.Tensor
     """[N, slots, 1] bool: slots that are not the row's."""
 
@@ -323,17 +392,24 @@ class Masked:
             out.addmm_(hidden.flatten(1), pair.b.T)
         return out
 
-    def of_experts(self, layer: int) -> list[Adapted]:
-        return []
+    def of_experts(self, layer: int) -> list[AdaptedSlots]:
+        pairs = self.experts[layer]
+        return [AdaptedSlots(pairs.get("gate_up"), pairs.get("down"), self.others)] if pairs else []
+
+
+def _stacks(room: Mapping[str, tuple[torch.Tensor, torch.Tensor, ExpertPair]]) -> dict[str, ExpertPair]:
+    return {name: stacks for name, (_, _, stacks) in room.items()}
 
 
 def _not_static(adapter: Adapter | None) -> str:
     """Empty, or why a captured pass cannot have it."""
     if adapter is None:
         return ""
-    if any(layer.experts for layer in adapter.layers):
-        return "an adapter of experts, whose rows differ in number"
+    pairs = [pair for layer in adapter.layers for pair in layer.experts.values()]
+    if any(pair.a.matrices.shape[2] % ALIGNED or pair.b.matrices.shape[1] % ALIGNED for pair in pairs):
+        return f"an adapter of experts whose widths are no multiples of {ALIGNED}, which are multiplied one by one"
     parts = [part for layer in adapter.layers for pair in layer.linears.values() for part in (pair.a, pair.b)]
+    parts += [stack.matrices for pair in pairs for stack in (pair.a, pair.b)]
     if not all(bool(part.isfinite().all()) for part in parts):
         return "an adapter with numbers that are not finite, which would reach rows that do not use it"
     return ""

@@ -14,32 +14,43 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.engine.native.runners.pages import Pages, Tiles
+from headrace.engine.native.runners.pages import PLAIN, Pages, Softmax, Tiles
 
 LOG2_E = 1.4426950408889634
 
 
 def read_pages(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: Pages, /, *, scale: float, window: int | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: Pages,
+    /,
+    *,
+    scale: float,
+    window: int | None,
+    softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
     """Protocol `PageKernel`."""
+    assert softmax.sinks is None or softmax.sinks.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and q[:1].is_contiguous()
     covered = len(pages.tiles) == 1 and pages.tiles[0].all_tokens
     out = (torch.empty if covered else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
     for tiles in pages.tiles:
         if tiles.splits == 1:
-            _launch(q, (keys, values), pages, tiles, results=(out, out), scale=scale, window=window)
+            _launch(q, (keys, values), pages, tiles, results=(out, out), scale=scale, window=window, softmax=softmax)
             continue
         shape = (len(tiles.places), tiles.splits, q.shape[1])
         parts = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
         logs = torch.empty(shape, dtype=torch.float32, device=q.device)
-        _launch(q, (keys, values), pages, tiles, results=(parts, logs), scale=scale, window=window)
+        _launch(q, (keys, values), pages, tiles, results=(parts, logs), scale=scale, window=window, softmax=softmax)
         _merge[(len(tiles.places), q.shape[1])](
             parts=parts,
             logs=logs,
             out=out,
             tiles=tiles.places,
             starts=pages.starts,
+            sinks=q if softmax.sinks is None else softmax.sinks,
+            SUNK=softmax.sinks is not None,
             HEADS=q.shape[1],
             DIM=q.shape[2],
             WIDTH=_width(q.shape[2]),
@@ -58,6 +69,7 @@ def _launch(
     results: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     window: int | None,
+    softmax: Softmax,
 ) -> None:
     keys, values = cached
     heads, dim, kv_heads = q.shape[1], q.shape[2], keys.shape[2]
@@ -72,7 +84,9 @@ def _launch(
         starts=pages.starts,
         lengths=pages.lengths,
         tables=pages.tables,
-        scale=scale * LOG2_E,
+        sinks=q if softmax.sinks is None else softmax.sinks,
+        scale=scale * LOG2_E if softmax.cap is None else 2 * scale / softmax.cap,
+        cap=LOG2_E * (softmax.cap or 0.0),
         window=window or 0,
         q_token=q.stride(0),
         table_row=pages.tables.stride(0),
@@ -86,6 +100,8 @@ def _launch(
         STEP=32 if dim > 128 else 64,
         PAGE=keys.shape[1],
         SPLITS=tiles.splits,
+        CAPPED=softmax.cap is not None,
+        SUNK=softmax.sinks is not None,
         num_warps=8 if rows * _width(dim) > 64 * 128 else 4,
         num_stages=3 if tiles.queries == 1 else 2,
     )
@@ -97,11 +113,13 @@ def _width(dim: int) -> int:
 
 @triton.jit(do_not_specialize=["window"])
 def _attend(
-    q, keys, values, out, logs, tiles, starts, lengths, tables, scale, window, q_token, table_row, table_column,
+    q, keys, values, out, logs, tiles, starts, lengths, tables, sinks, scale, cap, window, q_token, table_row, table_column,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    CAPPED: tl.constexpr, SUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tile, or one split of it. `scale`: of scores whose exponentials are powers of two."""
+    """One tile, or one split of it. `scale`: of scores whose exponentials are powers of two, or of twice what the tangent of a cap sees. Sinks of a
+    split tile are added where its splits are."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     segment = tl.load(tiles + 2 * tile)
     if segment < 0:
@@ -120,6 +138,8 @@ def _attend(
     start, stop = _share(before + first, last, split, window, STEP=STEP, SPLITS=SPLITS)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SUNK and SPLITS == 1:
+        best, total = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634, total + 1.0
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     for step in range(start, stop):
         place = step * STEP + tl.arange(0, STEP)
@@ -130,7 +150,10 @@ def _attend(
         seen = place[None, :] <= position[:, None]
         if window > 0:
             seen = seen & (place[None, :] > position[:, None] - window)
-        scores = tl.where(seen, tl.dot(x, k, input_precision="ieee") * scale, float("-inf"))
+        scores = tl.dot(x, k, input_precision="ieee") * scale
+        if CAPPED:
+            scores = cap * (2 * tl.sigmoid(scores) - 1)  # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that see none of these keys
         weights, kept = tl.exp2(scores - level[:, None]), tl.exp2(best - level)
@@ -163,8 +186,9 @@ def _share(lowest, last, split, window, STEP: tl.constexpr, SPLITS: tl.constexpr
 
 @triton.jit
 def _merge(
-    parts, logs, out, tiles, starts,
+    parts, logs, out, tiles, starts, sinks,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLITS_WIDE: tl.constexpr,
+    SUNK: tl.constexpr,
 ):  # fmt: skip
     """Adds up the splits of one query of one head: each is a mean over its keys, and the logarithm of their weights' sum."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -174,8 +198,12 @@ def _merge(
     split, dim = tl.arange(0, SPLITS_WIDE), tl.arange(0, WIDTH)
     part, there = (tile * SPLITS + split).to(tl.int64) * HEADS + head, split < SPLITS
     log = tl.load(logs + part, mask=there, other=float("-inf"))
-    weight = tl.exp2(log - tl.max(log, 0))  # some split has keys: a query sees itself
+    best = tl.max(log, 0)  # some split has keys: a query sees itself
+    weight = tl.exp2(log - best)
+    total = tl.sum(weight, 0)
+    if SUNK:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - best)
     x = tl.load(parts + part[:, None] * DIM + dim[None, :], mask=there[:, None] & (dim[None, :] < DIM), other=0.0)
-    found = tl.sum(x * weight[:, None], 0) / tl.sum(weight, 0)
+    found = tl.sum(x * weight[:, None], 0) / total
     at = (tl.load(starts + segment).to(tl.int64) * HEADS + head) * DIM
     tl.store(out + at + dim, found.to(out.dtype.element_ty), mask=dim < DIM)

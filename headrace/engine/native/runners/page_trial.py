@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import torch
 
 from headrace.engine.native.forward_pass import BLOCK
-from headrace.engine.native.runners.pages import PageKernel, Pages, Tiles, places, tile_queries
+from headrace.engine.native.runners.pages import (
+    PLAIN,
+    PageKernel,
+    Pages,
+    Softmax,
+    Tiles,
+    places,
+    tile_queries,
+    weights_of,
+)
 
 log = logging.getLogger(__name__)
 
 
 @cache
-def page_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> PageKernel | None:
+def page_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, plain: bool = True) -> PageKernel | None:
     """Returns the kernel if this device runs it and its numbers are right; else None, and on CUDA the reason why not in the log.
-    In half precision only: nobody serves float32 on a GPU but to compare, and its products would not use the tensor cores."""
+    `plain`: whether scores have neither caps nor sinks. In half precision only: nobody serves float32 on a GPU but to compare, and its products would not use the tensor cores."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     try:
         from headrace.engine.native.runners.page_kernels import read_pages
 
-        error = deviation(read_pages, device, dtype, head_dim)
+        error = deviation(read_pages, device, dtype, head_dim, plain)
         if error <= 0.05:
             return read_pages
         reason = f"its numbers are off by {error:.2g} of their size"
@@ -41,8 +50,9 @@ def page_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Page
 _SIZES, _CONTEXT = (1, 19, 1, 1, 30, 2), (0, 40, 33, 200, 7, 64)
 
 
-def deviation(kernel: PageKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """The kernel's largest error on a few segments, with and without a window, split and not, as a share of the outputs' size."""
+def deviation(kernel: PageKernel, device: torch.device, dtype: torch.dtype, head_dim: int, plain: bool = True) -> float:
+    """The kernel's largest error on a few segments, with and without a window, split and not, with caps and sinks unless `plain`, as a share of the
+    outputs' size."""
     sizes, context = np.array(_SIZES), np.array(_CONTEXT)
     lengths, width = sizes + context, 9
     generator = torch.Generator().manual_seed(0)
@@ -52,12 +62,14 @@ def deviation(kernel: PageKernel, device: torch.device, dtype: torch.dtype, head
     q, keys, values = (x.to(device, dtype) for x in (q, keys, values))
     starts = np.concatenate([[0], np.cumsum(sizes)])
     worst = 0.0
-    for window, split in ((None, 1), (None, 4), (37, 1), (37, 4)):
+    sinks = torch.linspace(-1, 2, q.shape[1]).to(device, dtype)
+    kinds = (PLAIN,) if plain else (PLAIN, Softmax(cap=1.5), Softmax(sinks=sinks))
+    for softmax, (window, split) in product(kinds, ((None, 1), (None, 4), (37, 1), (37, 4))):
         pages = _trial(starts, lengths, order, split=split, device=device)
-        found = kernel(q, keys, values, pages, scale=head_dim**-0.5, window=window)
+        found = kernel(q, keys, values, pages, scale=head_dim**-0.5, window=window, softmax=softmax)
         for s, (start, stop) in enumerate(pairwise(starts.tolist())):
             k, v = (x[order[s].to(device)].flatten(0, 1)[: lengths[s]].float() for x in (keys, values))
-            mine = _plain(q[start:stop].float(), k, v, head_dim**-0.5, window)
+            mine = _plain(q[start:stop].float(), k, v, scale=head_dim**-0.5, window=window, softmax=softmax)
             error = (found[start:stop].float() - mine).abs().max() / mine.square().mean().sqrt()
             worst = max(worst, float(error)) if bool(error.isfinite()) else float("inf")
     return worst
@@ -70,11 +82,13 @@ def _trial(starts: np.ndarray, lengths: np.ndarray, order: torch.Tensor, *, spli
     return Pages(begin, length, order.to(device, torch.int32), (Tiles(single, 1, split), Tiles(chunks, queries)))
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None, softmax: Softmax
+) -> torch.Tensor:
     """q [n, Hq, D] of the last n of T tokens, k and v [T, Hkv, D] -> [n, Hq, D], all float32."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     distance = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
     hidden = (distance < 0) | (distance >= (window or len(k)))
     scores = torch.einsum("nhd,thd->hnt", q, k) * scale
-    return torch.einsum("hnt,thd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    return torch.einsum("hnt,thd->nhd", weights_of(scores, ~hidden, softmax), v)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,33 @@ ROWS = 64
 PROGRAMS = 4
 """Programs for each processor of a GPU, up to which the keys of decoding rows are split."""
 MOST_SPLITS = 32
+
+
+class Softmax(NamedTuple):
+    """The changes that a model makes to the scores of its attention beside scaling them."""
+
+    cap: float | None = None
+    """Scores x become cap * tanh(x / cap) (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """[Hq]: a score of each head that every query sees beside its keys, and that has no value (GPT-OSS)."""
+
+    @property
+    def plain(self) -> bool:
+        return self.cap is None and self.sinks is None
+
+
+PLAIN = Softmax()
+
+
+def weights_of(scores: torch.Tensor, seen: torch.Tensor, softmax: Softmax) -> torch.Tensor:
+    """scores [..., Hq, n, T], seen [..., n, T] -> what each query takes of each value, of one dtype."""
+    if softmax.cap is not None:
+        scores = softmax.cap * torch.tanh(scores / softmax.cap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if softmax.sinks is None:
+        return scores.softmax(-1)
+    sinks = softmax.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True)
@@ -59,6 +86,7 @@ class PageKernel(Protocol):
         *,
         scale: float,
         window: int | None,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """q [N, Hq, D] as `side_by_side` returns it, keys and values [pages, BLOCK, Hkv, D] of one dtype -> [N, Hq, D]. Tokens that are in no tile get
         zeros.

@@ -147,7 +147,13 @@ def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention |
     if objection := _objection(notes, layers, model):
         return None, None, objection
     paged = PagedAttention(
-        Geometry(layers, heads=notes[0].q[1], kv_heads=notes[0].k[1], head_dim=notes[0].k[3]),
+        Geometry(
+            layers,
+            heads=notes[0].q[1],
+            kv_heads=notes[0].k[1],
+            head_dim=notes[0].k[3],
+            plain=all(note.options.get(name) is None for note in notes for name in ("softcap", "s_aux")),
+        ),
         windows=tuple(note.options.get("sliding_window") for note in notes),
         scales=tuple(note.scale for note in notes),
     )
@@ -295,10 +301,6 @@ def _objection(notes: list[_Note], layers: int, model: Any) -> str:
             return "its layers differ in key and value heads, or keys and values in size"
         if note.masked or not note.causal:
             return "its attention is not causal, or brings a mask of its own"
-        if note.options.get("softcap") is not None:
-            return "it caps attention scores (softcap)"
-        if note.options.get("s_aux") is not None:
-            return "it uses attention sinks"
         if note.options.get("position_bias") is not None or note.options.get("alibi") is not None:
             return "it adds a bias to attention scores"
     return ""
