@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from support import compiling
 from support.runs import preloaded_python
 
 gc.disable()  # until all tests are collected: see `pytest_collection_finish`
@@ -33,8 +34,9 @@ for profile in ("headrace", FULL):
 hypothesis.settings.load_profile("headrace")
 
 
-def pytest_xdist_setupnodes() -> None:
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     preloaded_python.share_with_workers_of_tests()
+    compiling.compile_once(config, Path(__file__).parent)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -226,7 +226,7 @@ LIMITS = {": chunks of": 0.2}
 """Attacks that may take less at once than others, by a part of their names."""
 
 
-@pytest.mark.parametrize("name", few(ATTACKS, keep=30))
+@pytest.mark.parametrize("name", few(ATTACKS, keep=12))
 def test_others_are_answered_beside(name: str, attacked: Attacked) -> None:
     attacked.begin()
     answer = ATTACKS[name](attacked)

@@ -114,7 +114,7 @@ def talked(kind: str, text: str, stream: bool = False) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", few(ARGUMENTS, keep=7))
+@pytest.mark.parametrize("what", few(ARGUMENTS, keep=4))
 def test_no_arguments_of_a_call_end_a_run_or_a_conversation(kind: str, what: str) -> None:
     talked(kind, written(kind, ARGUMENTS[what]))
 

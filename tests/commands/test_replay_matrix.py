@@ -227,7 +227,7 @@ def marked(case: Case, shared: bool) -> Any:
     return pytest.param(case, shared, id=name, marks=() if quick(case, shared) else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("case", "shared"), few(itertools.starmap(marked, MATRIX), keep=24))
+@pytest.mark.parametrize(("case", "shared"), few(itertools.starmap(marked, MATRIX), keep=12))
 def test_the_gradient_of_a_step(case, shared):
     actual, wanted = trained(case, shared), expected(case)
     assert actual.keys() == wanted.keys()

@@ -45,7 +45,7 @@ def answers(directory: Path, newer: Path, device: str) -> tuple[dict[str, Answer
     return run(engine, answers=found), score(engine, first)
 
 
-@pytest.mark.parametrize("name", few(MODELS, keep=2))
+@pytest.mark.parametrize("name", few(MODELS, keep=1))
 def test_tokens_and_log_probs_are_those_of_the_cpu(name: str, saved: Callable[..., Path], cuda: PretendedCuda):  # noqa: F811
     on_gpu, scored = answers(saved(name), saved(name, 1), "cuda")
     assert cuda.calls > 100

@@ -51,7 +51,7 @@ def _until_finished(directory: Path, case: Case, rng: random.Random) -> int:
     raise AssertionError("the run does not end")
 
 
-@pytest.mark.parametrize("seed", few(range(40), keep=3))
+@pytest.mark.parametrize("seed", few(range(40), keep=2))
 def test_a_process_killed_at_any_write_loses_nothing(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     modes: list[Any] = ["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier"]
@@ -77,7 +77,7 @@ resume = directory if (directory / "config.toml").exists() else None
 headrace.train(config, resume=resume)
 """
 
-STEPS, GROUPS = 8, 3
+STEPS, GROUPS = 5, 3
 
 
 def _config(

@@ -439,6 +439,7 @@ pathlib.Path({found!r}).write_text(json.dumps(sorted(os.environ)))
 """
 
 
+@pytest.mark.waits
 def test_the_address_is_no_argument_of_any_process_and_no_agent_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

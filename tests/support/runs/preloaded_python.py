@@ -38,6 +38,7 @@ from headrace.processes.health.orphans import PARENT, of_this_process, signal_me
 from headrace.processes.launch import forking
 from headrace.processes.launch.forking import OWN, ROOM, SERVER, CannotFork, ForkReply, ForkRequest, can_fork_for_parent
 from headrace.processes.launch.local import ForkedProcess, environment
+from headrace.run.rehearsal import machine
 
 MODULES = (
     "headrace.cli",
@@ -133,9 +134,17 @@ def start(words: Sequence[str], variables: Mapping[str, str] | None = None) -> P
 
 
 def share_with_runs() -> None:
-    """Lets the runs in this process have their workers forked by copies of the template too."""
+    """Lets the runs in this process have their workers forked by copies of the template too, and rehearsals ask a copy about torch."""
     if can_fork_for_parent():
         _take_servers_from(_forked_server)
+        machine.ask_torch = _ask_torch
+
+
+def _ask_torch() -> Program:
+    """As `machine.ask_torch`, whose new interpreter imports torch for 2 s of CPU time. `headrace doctor` starts that one."""
+    return Program(
+        [sys.executable, "-c", machine.TORCH_PROBE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def _forked_server() -> tuple[socket.socket, ForkedProcess]:
@@ -164,6 +173,7 @@ def share_with_workers_of_tests() -> None:
     if can_fork_for_parent():
         _loaded.extend(MODULES_OF_TESTS)
         gateway_io.Popen2IOMaster = _TestWorker
+        _template()  # begins to load
 
 
 @cache
