@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -119,6 +120,7 @@ def make_board_app(board: RunsBoard, token: str = "") -> Starlette:
         Route("/api/lanes", _lanes),
         Route("/api/differences", _differences),
         Route("/api/rollouts", _rollouts),
+        Route("/api/compared", _compared),
         Route("/api/csv", _csv),
         Route("/api/events", _events),
     ]
@@ -200,6 +202,22 @@ def _rollouts(request: Request) -> Response:
     return json_response(
         {"html": answer.html, "shown": answer.shown, "candidates": answer.candidates, "following": answer.following}
     )
+
+
+def _compared(request: Request) -> Response:
+    first, second = (_place(request, name) for name in ("one", "other"))
+    try:
+        return HTMLResponse(_board(request).compared(_one_run(request), (first, second)))
+    except KeyError as error:
+        raise Refused(404, str(error.args[0])) from None
+
+
+def _place(request: Request, name: str) -> tuple[int, int]:
+    """Returns the ticket of a rollout and its place in the group, which are written as `12.3`."""
+    given = re.fullmatch(r"(\d{1,12})\.(\d{1,6})", request.query_params.get(name, ""), re.ASCII)
+    if not given:
+        raise Refused(400, f"{name} must be the ticket of a rollout and its place in the group, such as 12.3")
+    return int(given[1]), int(given[2])
 
 
 def _csv(request: Request) -> Response:

@@ -16,7 +16,8 @@ from headrace.durable.journal import JournalReader, JournalStep
 from headrace.facts.number_tables import OUTCOMES, GroupTable, Order, Wanted
 from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.facts.texts import clip, number, plural
-from headrace.views.report.rollouts import rollout_table
+from headrace.views.report.held_out_looks import hits, marked
+from headrace.views.report.rollouts import MAX_TEXT, rollout_table
 from headrace.views.report.svg import table
 
 PAGE = 12
@@ -104,6 +105,33 @@ class Browser:
             if group := self._journal.group(ticket):
                 found[ticket] = group
         return found
+
+    def compare(self, places: tuple[tuple[int, int], tuple[int, int]]) -> str:
+        """Returns two rollouts beside each other as HTML, with what differs marked. `places`: the ticket of each, and its place in the group.
+
+        Raises KeyError for one that the journal does not have."""
+        with self._lock:
+            self._journal.refresh(SECONDS / 2)
+        found = [self._rollout(*place) for place in places]
+        texts = marked(
+            *(clip("\n\n".join(turn.completion.text for turn in one.episode.turns), MAX_TEXT) for _, one in found)
+        )
+        prompts = list(dict.fromkeys(group.prompt.text for group, _ in found))
+        halves = "".join(
+            f'<div class="look"><p class="note">ticket {group.ticket}, rollout {place} · {hits([one.reward])}</p>'
+            + (f'<pre class="asked">{escape(clip(group.prompt.text, MAX_TEXT))}</pre>' if len(prompts) > 1 else "")
+            + f"<pre>{text or '(empty)'}</pre></div>"
+            for (group, one), (_, place), text in zip(found, places, texts, strict=True)
+        )
+        asked = f'<pre class="asked">{escape(clip(prompts[0], MAX_TEXT))}</pre>' if len(prompts) == 1 else ""
+        note = '<p class="note">Marked: words that only one of them has.</p>'
+        return f'<section class="looks">{note}<div class="then">{asked}<div class="pair">{halves}</div></div></section>'
+
+    def _rollout(self, ticket: int, place: int) -> tuple[Group, Scored]:
+        group = self._journal.group(ticket)
+        if group is None or not 0 <= place < len(group.scored):
+            raise KeyError(f"the journal has no rollout {place} of ticket {ticket} (yet)")
+        return group, group.scored[place]
 
     def _report(self, step: int) -> TrainReport:
         """Returns the report of a step, counted from 0; an empty one if it is not in the journal (yet)."""

@@ -155,6 +155,10 @@ class RunsBoard:
         run = self.run(name)
         return self._browser(name, run).ask(question, run.numbers.groups, run.state.step)
 
+    def compared(self, name: str, places: tuple[tuple[int, int], tuple[int, int]]) -> str:
+        """Returns two rollouts of a run as `Browser.compare` does."""
+        return self._browser(name, self.run(name)).compare(places)
+
     def lanes(self, name: str, query: LaneQuery) -> str:
         run = self.run(name)
         return swimlanes(run.run_dir, run.state, run.numbers.columns, query, self._browser(name, run).groups)

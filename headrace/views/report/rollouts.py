@@ -210,7 +210,7 @@ def _row(view: RolloutView) -> tuple[str, ...]:
     seen = judged(clip(view.answer, 200), {name: clip(text, 200) for name, text in view.extracted.items()})
     left_out = f"<small>{escape(counted(view.reasons))}</small>" if view.reasons else ""
     return (
-        f"{view.step}<small>ticket {view.ticket}</small>",
+        f'{view.step}<small class="place" data-place="{view.ticket}.{view.rollout}">ticket {view.ticket}</small>',
         _pictures(view) + _text(view.prompt),
         _story(view)
         + (_tokens(view) if view.decoded else _text(view.text))

@@ -9,6 +9,7 @@ import shutil
 import socket
 import urllib.request
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -514,6 +515,23 @@ def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, r
     )
 
 
+def test_two_rollouts_stand_beside_each_other_with_what_differs_marked(client: TestClient, runs: Path):
+    places = re.findall(r'data-place="([\d.]+)"', str(rollouts(client)["html"]))
+    one, other = places[0], next(place for place in places if place.partition(".")[0] != places[0].partition(".")[0])
+    answer = client.get("/api/compared", params={"run": "first", "one": one, "other": other})
+    assert answer.status_code == 200 and answer.text.count('class="look"') == 2
+    journal = JournalReader(runs / "first", patient=False)
+    journal.refresh(60.0)
+    for place in (one, other):
+        ticket, rollout = map(int, place.split("."))
+        group = journal.group(ticket)
+        assert group and f"ticket {ticket}, rollout {rollout} · " in answer.text
+        text = group.scored[rollout].episode.last.text
+        assert escape(text) in re.sub("</?(del|ins)>", "", answer.text)
+    same = client.get("/api/compared", params={"run": "first", "one": one, "other": one}).text
+    assert "<del>" not in same and "<ins>" not in same
+
+
 @pytest.mark.parametrize(
     ("path", "status", "words"),
     [
@@ -530,6 +548,9 @@ def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, r
         ("/api/curves?run=first&metric=a&points=1", 400, "points must be 2 to"),
         ("/api/rollouts?run=first&order=random", 400, "order must be one of newest"),
         ("/api/rollouts?run=first&lag=1e999", 400, "lag is not a number"),
+        ("/api/compared?run=first&one=1.0&other=1", 400, "other must be the ticket of a rollout and its place"),
+        ("/api/compared?run=first&one=1.0&other=999999.0", 404, "no rollout 0 of ticket 999999"),
+        ("/api/compared?run=first&one=1.99&other=1.0", 404, "no rollout 99 of ticket 1"),
         ("/api/lanes?run=first&show=some", 400, "show must be one of all, trained"),
         ("/api/lanes?run=../first", 404, "there is no run ../first"),
         ("/api/nothing", 404, ""),

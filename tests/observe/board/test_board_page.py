@@ -188,6 +188,18 @@ def test_rollouts_are_searched_and_their_tokens_coloured(browser: Headless, plac
     browser.wait(f"document.querySelectorAll('.rollouts tbody tr').length > {before}")
 
 
+def test_two_clicks_compare_two_rollouts(browser: Headless, place: str):
+    opened(browser, place, "run=first&runs=first&tab=samples")
+    browser.wait("document.querySelectorAll('.compare').length > 3")
+    browser.evaluate("document.querySelectorAll('.compare')[0].click()")
+    assert "choose another one" in browser.evaluate("document.querySelector('#compared').innerText")
+    browser.evaluate("document.querySelectorAll('.compare')[0].click()")
+    assert browser.evaluate("document.querySelector('#compared').innerText") == "", "a second click takes it back"
+    browser.evaluate("document.querySelectorAll('.compare')[0].click(); document.querySelectorAll('.compare')[3].click()")
+    browser.wait("document.querySelectorAll('#compared .look').length === 2")
+    assert browser.evaluate("document.querySelectorAll('.compare[aria-pressed=true]').length") == 0
+
+
 def test_tokens_take_the_colour_that_is_chosen(browser: Headless, place: str):
     """The synthetic run has no tokenizer, so the rows of the report are made here with one."""
     opened(browser, place, "run=first&runs=first&tab=setup")

@@ -9,7 +9,7 @@ const FIELDS = [
 const MARKS = [["cut", "cut off"], ["failed", "with failures"], ["gone", "never trained"]];
 const ORDERS = { newest: "newest first", oldest: "oldest first", worst: "lowest reward first", best: "highest reward first", longest: "longest first" };
 
-let asked = 0, colouring = "lag";
+let asked = 0, colouring = "lag", chosen = null;   // chosen: the first of two rollouts that are to be compared
 
 export function drawSamples(into) {
   const given = new URLSearchParams(view.q);
@@ -26,7 +26,8 @@ export function drawSamples(into) {
   form.append(order, element("button", {}, "show"), element("button", { type: "button", onclick: () => { go({ q: "" }); drawSamples(into); } }, "reset"));
   form.onchange = search;
   const found = element("div", { id: "found" });
-  into.replaceChildren(form, found);
+  chosen = null;
+  into.replaceChildren(form, element("div", { id: "compared" }), found);
   show(found, 0);
 
   function search() {
@@ -53,6 +54,9 @@ async function show(found, start) {
     }
     found.append(part, line);
     setUp(part);
+    for (const place of part.querySelectorAll(".place")) {
+      place.after(element("button", { type: "button", class: "compare", "aria-pressed": String(place.dataset.place === chosen), onclick: (event) => choose(event.target, place.dataset.place) }, "compare"));
+    }
     for (const choice of part.querySelectorAll(".colour-by")) {
       choice.value = colouring;
       if (colouring !== "lag") colourTokens(part, colouring);
@@ -63,4 +67,24 @@ async function show(found, start) {
   } finally {
     waiting.remove();
   }
+}
+
+// The first click chooses a rollout, also for a later search; the second one shows both.
+async function choose(button, place) {
+  const into = document.getElementById("compared");
+  if (chosen === null || chosen === place) {
+    chosen = chosen === null ? place : null;
+    button.setAttribute("aria-pressed", String(chosen !== null));
+    into.replaceChildren(chosen === null ? "" : element("p", { class: "banner calm" }, `Rollout ${place}: choose another one to compare it with.`));
+    return;
+  }
+  const first = chosen;
+  chosen = null;
+  for (const pressed of document.querySelectorAll(".compare")) pressed.setAttribute("aria-pressed", "false");
+  try {
+    into.innerHTML = await (await ask("/api/compared", [["run", view.run], ["one", first], ["other", place]])).text();
+  } catch (error) {
+    into.replaceChildren(element("p", { class: "banner" }, error.message));
+  }
+  into.scrollIntoView({ block: "nearest" });
 }
