@@ -195,7 +195,9 @@ def test_two_clicks_compare_two_rollouts(browser: Headless, place: str):
     assert "choose another one" in browser.evaluate("document.querySelector('#compared').innerText")
     browser.evaluate("document.querySelectorAll('.compare')[0].click()")
     assert browser.evaluate("document.querySelector('#compared').innerText") == "", "a second click takes it back"
-    browser.evaluate("document.querySelectorAll('.compare')[0].click(); document.querySelectorAll('.compare')[3].click()")
+    browser.evaluate(
+        "document.querySelectorAll('.compare')[0].click(); document.querySelectorAll('.compare')[3].click()"
+    )
     browser.wait("document.querySelectorAll('#compared .look').length === 2")
     assert browser.evaluate("document.querySelectorAll('.compare[aria-pressed=true]').length") == 0
 
