@@ -77,7 +77,7 @@ def train_config(config: RunConfig, steps: int) -> TrainConfig:
 
 def _algorithm(own: WarmStartConfig) -> AlgoConfig:
     """Returns the recipe of a warm start's loss. It needs no sampler: neither cross-entropy nor a loss of pairs compares with one."""
-    constants: dict[str, Any] = {"pair_beta": own.pair_beta} if own.pair_beta else {}
+    constants: dict[str, Any] = own.constants
     return AlgoConfig(own.loss, **constants)
 
 
@@ -203,7 +203,7 @@ def _mark(config: RunConfig, train: TrainConfig, given: Demonstrations) -> str:
     settings = {"train": dataclasses.asdict(train), "lora": dataclasses.asdict(config.lora), "seed": config.seed}
     order = {"rows_per_step": given.rows_per_step, "epochs": given.epochs, "model": config.model.path}
     own = config.warm_start
-    pairs = {"loss": own.loss, "pair_beta": own.pair_beta} if own.paired else {}
+    pairs = {"loss": own.loss, "pair_beta": own.pair_beta, **own.constants} if own.paired else {}
     return digest_of([json.dumps(settings | order | pairs, sort_keys=True), given.digest])
 
 

@@ -55,6 +55,11 @@ def test_rows_are_read_as_those_of_a_warm_start(tiny_llama: Path, tmp_path: Path
     found = read_course(AnswersConfig(path=path, rows_per_step=4), task, encoder, seed=0, context=64)
     warm = read_demonstrations(WarmStartConfig(path=path, held_out=0), task, encoder, seed=0, context=64)
     assert list(found.rows) == list(warm.trained)
+    paired = written(tmp_path, [{**row, "rejected": "worse"} for row in NUMBERS])
+    with pytest.raises(ConfigError, match=r'row 1: its column rejected .* set demonstrations.rejected = ""'):
+        read_course(AnswersConfig(path=paired), task, encoder, seed=0, context=64)
+    alone = read_course(AnswersConfig(path=paired, rejected=""), task, encoder, seed=0, context=64)
+    assert list(alone.rows) == list(found.rows)
     with pytest.raises(ConfigError, match=r"there is no column answr \(demonstrations.answer\)"):
         read_course(AnswersConfig(path=path, answer="answr"), task, encoder, seed=0, context=64)
 

@@ -20,11 +20,13 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.policy.pairs import PairLoss, Side
 from headrace.algo.recipes import RECIPES
 from headrace.core.errors import ConfigError
+from headrace.episodes.tasks import demonstrations
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.demonstrations import Demonstrations, Preference, WarmStartConfig, read_demonstrations
 from headrace.facts.facts import Evaluated, WarmStarted, WeightsLive
 from headrace.facts.records import StepRow
 from headrace.models.chat import ChatEncoder
+from headrace.run import warm_start as warm
 from headrace.run.config import load_config, read_config
 from headrace.run.rehearse import try_files
 from headrace.settings.toml import build
@@ -239,6 +241,23 @@ def test_the_gradient_of_pairs_is_that_of_dpo_against_the_model_before(
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.loss.pairs])
+def test_a_warm_start_has_every_constant_of_its_loss_of_pairs(tmp_path: Path, name: str) -> None:
+    """And the trainer gets each, and another value of any makes another warm start."""
+    reads = RECIPES[name].loss.reads()
+    assert {constant for constant, losses in demonstrations._CONSTANTS.items() if name in losses} == set(reads)
+    values = {constant: 0.3 + place / 100 for place, constant in enumerate(reads) if constant != "pair_flips"}
+    configs = [
+        load_config(tiny_config(tmp_path, tmp_path, warm_start={"path": "pairs.jsonl", "loss": name, **own}))
+        for own in (values, *({**values, constant: 0.2} for constant in values))
+    ]
+    given_to_trainer = warm._algorithm(configs[0].warm_start).recipe.loss.constants()
+    assert {"pair_flips": 0.0, **given_to_trainer} == {"pair_flips": 0.0, **values}
+    pairs = Demonstrations(trained=[Preference((1,), (2,), (3,))], held_out=[], seed=0, epochs=1, rows_per_step=1)
+    marks = [warm._mark(config, warm.train_config(config, 1), pairs) for config in configs]
+    assert len(set(marks)) == len(configs)
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.loss.pairs])
 def test_every_loss_of_pairs_has_rows_and_is_measured_without_torch_as_with_it(name: str) -> None:
     loss = AlgoConfig(build(WarmStartConfig, {"path": "x", "loss": name}).loss).recipe.loss
     assert isinstance(loss, PairLoss)
@@ -299,6 +318,11 @@ def test_a_pair_that_cannot_be_trained_is_refused_and_the_remedy_helps(
         ({"loss": "dpo", "rejected": ""}, "name the column with the worse one", {"rejected": "worse"}),
         ({"rejected": "worse"}, "warm_start.loss = ce compares none", DPO),
         ({"pair_beta": 0.5}, "warm_start.pair_beta is a constant of pairs", DPO),
+        ({"pair_nll": 0.5}, "warm_start.pair_nll is a constant of pairs", {"loss": "cpo"}),
+        ({"loss": "dpo", "pair_margin": 0.5}, "pair_margin is a constant of simpo, and warm_start.loss = dpo has none", {"loss": "simpo"}),
+        ({"loss": "orpo", "pair_nll": 1.0}, "pair_nll is a constant of dpo and cpo, and warm_start.loss = orpo", {"loss": "cpo"}),
+        ({"loss": "dpo", "pair_smoothing": 0.1, "pair_flips": 0.1}, "two answers to wrong preferences", {"pair_flips": 0.0}),
+        ({"loss": "dpo", "pair_flips": 0.5}, "warm_start.pair_flips", {"pair_flips": 0.4}),
     ],
 )  # fmt: skip
 def test_settings_of_pairs_that_do_not_go_together_are_refused(

@@ -34,6 +34,14 @@ _NO_PAIRS = {
     "ipo": "is a loss of tokens; the preference loss of that name is ipo_pairs",
 }
 """Losses that are asked for and are not here -> why not."""
+_CONSTANTS: dict[str, tuple[str, ...]] = {
+    "pair_beta": ("dpo", "ipo_pairs", "simpo", "cpo", "orpo"),
+    "pair_margin": ("simpo",),
+    "pair_nll": ("dpo", "cpo"),
+    "pair_smoothing": ("dpo",),
+    "pair_flips": ("dpo",),
+}
+"""Constant of losses of pairs -> those that have it."""
 
 
 @settings_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -55,7 +63,15 @@ class WarmStartConfig:
     """The column with the rejected answer, for a loss of pairs: a text, or the whole conversation with it. With loss = ce, rows that have the column are
     refused; if empty, they are trained without it."""
     pair_beta: float | None = Field(default=None, gt=0)
-    """β of a loss of pairs, as `algo.pair_beta`; that of its recipe if not given."""
+    """β of a loss of pairs, as `algo.pair_beta` (of orpo: its λ); that of its recipe if not given, as the other constants are."""
+    pair_margin: float | None = Field(default=None, ge=0)
+    """γ of simpo, as `algo.pair_margin`."""
+    pair_nll: float | None = Field(default=None, ge=0)
+    """α of dpo and cpo, as `algo.pair_nll`: the weight of cross-entropy on the preferred answer (of dpo: RPO)."""
+    pair_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
+    """ε of conservative DPO, as `algo.pair_smoothing`: the share of preferences that may be wrong."""
+    pair_flips: float | None = Field(default=None, ge=0, lt=0.5)
+    """ε of robust DPO, as `algo.pair_flips`: the share of preferences that are known to be wrong."""
     held_out_path: str = ""
     """A file of rows for the held-out loss only. If empty, `held_out` rows of `path` are used, taken at random."""
     held_out: int = Field(default=64, ge=0)
@@ -75,6 +91,11 @@ class WarmStartConfig:
     @property
     def paired(self) -> bool:
         return self.loss != "ce"
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The constants of a loss of pairs that were given, by their names in [algo]."""
+        return {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None}
 
     @field_validator("loss", mode="before")
     @classmethod
@@ -105,10 +126,19 @@ class WarmStartConfig:
                 f'warm_start.rejected = {self.rejected} names worse answers, and warm_start.loss = ce compares none: set warm_start.loss = "dpo" or '
                 "another loss of pairs, or remove warm_start.rejected"
             )
-        if not self.paired and self.pair_beta is not None:
+        if not self.paired and self.constants:
             raise ValueError(
-                'warm_start.pair_beta is a constant of pairs, and warm_start.loss = ce has none: set warm_start.loss = "dpo" or another loss of pairs, or '
+                f"warm_start.{next(iter(self.constants))} is a constant of pairs, and warm_start.loss = ce has none: set warm_start.loss = "
+                '"dpo" or another loss of pairs, or remove it'
+            )
+        if unread := [name for name in self.constants if self.loss not in _CONSTANTS[name]]:
+            raise ValueError(
+                f"warm_start.{unread[0]} is a constant of {' and '.join(_CONSTANTS[unread[0]])}, and warm_start.loss = {self.loss} has none of that name; "
                 "remove it"
+            )
+        if self.pair_smoothing and self.pair_flips:
+            raise ValueError(
+                "warm_start.pair_smoothing and warm_start.pair_flips are two answers to wrong preferences; remove one of them"
             )
         return self
 
@@ -125,6 +155,9 @@ class AnswersConfig:
     """The column with the question: a string, or a list of messages {role, content} (docs/rows.md)."""
     answer: str = "answer"
     """The column with the answer, a text. If empty, `prompt` holds whole conversations, and their last message is the answer."""
+    rejected: str = "rejected"
+    """The column that data sets of pairs keep a worse answer in. Rows that have it are refused, because only `answer` is trained; if empty, they are
+    trained without it."""
     rows_per_step: int = Field(default=8, gt=0)
     """Number of rows beside the groups of a step. Each row comes once before any comes again."""
 
@@ -380,6 +413,11 @@ class _Reader:
             raise ConfigError(
                 f'its column {config.rejected} holds a worse answer, which warm_start.loss = ce does not read; set warm_start.loss = "dpo" or another loss of '
                 'pairs, or warm_start.rejected = "" to train the answers alone'
+            )
+        if isinstance(config, AnswersConfig) and config.rejected and config.rejected in row:
+            raise ConfigError(
+                f"its column {config.rejected} holds a worse answer, and demonstrations are learned from one by one; set demonstrations.rejected = "
+                '"" to train the answers alone, or train the pairs before the run, with warm_start.loss = "dpo"'
             )
         columns = plain_row(row, "it")
         with about(f"the prompt in column {config.prompt}"):
