@@ -122,6 +122,8 @@ DANGLING = (
     *("What", "When", "Where", "While", "Who", "Whose", "Why", "With", "Without"),
 )
 """No docstring begins with one of these: such a sentence has no subject."""
+LEANING = ("The same", "Those")
+"""Nor with one of these: its subject is what stands above it, which may be moved."""
 
 
 SETTINGS_AT = ("__init__", "run", "commands", "testing")
@@ -488,12 +490,13 @@ def _way_to_the_terminal(node: ast.ImportFrom | ast.Call) -> str:
 
 
 def dangling_docstrings(package: Path) -> Iterator[str]:
-    """Docstrings, those of fields and constants included, that begin with one of the DANGLING words."""
+    """Docstrings, those of fields and constants included, that begin with one of the DANGLING or LEANING words."""
     for path in modules(package).values():
         for node in nodes(path, ast.Expr):
             if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-                first = node.value.value.split(maxsplit=1)[0].rstrip(",:")
-                if first in DANGLING:
+                first, *more = node.value.value.split(maxsplit=2)
+                first = " ".join([first, *more[:1]] if first == "The" else [first]).rstrip(",:")
+                if first in DANGLING or first in LEANING:
                     yield f"{path.relative_to(package)}:{node.lineno} begins with {first}"
 
 
@@ -1064,6 +1067,7 @@ def test_docstring_checker_reads_modules_classes_functions_and_fields(tmp_path):
         tmp_path,
         dangling='"""What it holds."""\nclass C:\n    """Of a run."""\n    x: int\n    """By ticket: its rows."""\n'
         '    def f(self):\n        """In place, scales it."""\n',
+        leaning='A = 1\n"""The same, of rows."""\nB = 2\n"""Those of rows."""\n',
         plain='"""The rows."""\ndef f():\n    """Information about it."""\n    return "For you."\n',
     )
     assert sorted(dangling_docstrings(package)) == [
@@ -1071,4 +1075,6 @@ def test_docstring_checker_reads_modules_classes_functions_and_fields(tmp_path):
         "dangling.py:3 begins with Of",
         "dangling.py:5 begins with By",
         "dangling.py:7 begins with In",
+        "leaning.py:2 begins with The same",
+        "leaning.py:4 begins with Those",
     ]

@@ -475,7 +475,7 @@ class Algorithm:
         return sum(self._kl_of_turns(rollout))
 
     def _kl_of_turns(self, rollout: Scored) -> list[float]:
-        """The same for each turn; zeros if the divergence is not part of the reward, or is spread over tokens instead."""
+        """coef · Σ_t of each turn's divergence; zeros if it is not part of the reward, or is spread over tokens instead."""
         if not self._kl_in_reward or self._spreads or self._judged:
             return [0.0] * len(rollout.episode.turns)
         _needs_references(rollout)

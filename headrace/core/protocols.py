@@ -534,7 +534,7 @@ stateless: it has no state but the conversation, and goes on from the last turn 
 even if others of the same turn were not."""
 
 KEPT: tuple[Resumes, ...] = ("exported", "stateless")
-"""Those that go on from the last turn."""
+"""Ways of going on from the last turn."""
 
 
 @dataclass(frozen=True)
@@ -553,6 +553,6 @@ class EnvironmentKind:
     close: Callable[[], Awaitable[None]] = _nothing_to_close
     """Ends what they share, such as processes."""
     players: str = ""
-    """Those who have to come for a rollout to be played, in words for the report of waits; empty if nobody has to."""
+    """Clients or users who have to come for a rollout to be played, in words for the report of waits; empty if nobody has to."""
     remarks: Callable[[], Sequence[str]] = tuple
     """Sentences on requests of its agents that were answered in another way than they were asked for. The rehearsal prints them."""

@@ -209,7 +209,7 @@ class EngineStats(Struct, frozen=True):
     asked_tokens: int = 0
     """Number of prompt tokens of all admitted requests."""
     cached_tokens: int = 0
-    """Those of the asked tokens that were in the prefix cache."""
+    """Asked tokens that were in the prefix cache."""
     recomputed_tokens: int = 0
     """Tokens forwarded a second time: after a preemption, or after a swap with `engine.swap = "recompute"`."""
     swaps: int = 0

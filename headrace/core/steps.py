@@ -308,7 +308,7 @@ class Transcript:
     _: KW_ONLY
     sampled: SampledTokens = field(default_factory=SampledTokens)
     details: list[TokenDetails] = field(default_factory=list)
-    """Those of the first tokens. The tokens behind them have none."""
+    """Details of the first tokens. The tokens behind them have none."""
     scores: PromptScores | None = None
     end: Finished | None = None
 

@@ -62,7 +62,7 @@ class Spot(NamedTuple):
 
     offset: int
     number: int | None = None
-    """That of its record, if its head is valid."""
+    """The number of its record, if its head is valid."""
 
     def told(self, segment: Path) -> tuple[str, str]:
         """Returns the place, and what is wrong with it."""

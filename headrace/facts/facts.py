@@ -177,7 +177,7 @@ class ScorerAsked(Fact, frozen=True, kw_only=True):
     attempts: int = 0
     """Requests over the network."""
     retries: int = 0
-    """Those of them that repeated one that had failed."""
+    """Requests that repeated one that had failed."""
     tokens: int = 0
     """Tokens that a judge read and wrote."""
     failures: dict[str, int] = {}
@@ -263,7 +263,7 @@ class TrialChecked(Fact, frozen=True):
     kinds: int
     """Kinds of parameters and blocks of layers that were tried."""
     unseen: tuple[str, ...] = ()
-    """Those whose effect is too small to be told from rounding."""
+    """Kinds whose effect is too small to be told from rounding."""
     stale: str = ""
     """The one that is the most certain to have kept its old values."""
     ok: bool = True

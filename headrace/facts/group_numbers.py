@@ -91,7 +91,7 @@ class Tally(RunSums):
     failed: int = 0
     """Rollouts without a reward."""
     outages: int = 0
-    """Those of them that failed because of an outage."""
+    """Rollouts without a reward because of an outage."""
     no_contrast: int = 0
     dropped: int = 0
     """Groups that were dropped for another reason than that they have no contrast."""

@@ -84,7 +84,7 @@ class StepTotals(RunSums):
     completions: int = 0
     """Trained completions."""
     swapped: int = 0
-    """Those that were sampled by more than one version."""
+    """Trained completions that were sampled by more than one version."""
     trimmed: int = 0
     """Tokens that are older than the bound, and so are context only."""
     mixed: int = 0
@@ -143,7 +143,7 @@ class TravelSums(RunSums):
     wanted: int = 0
     """Bytes that the engines would have received in full copies."""
     uncounted: int = 0
-    """Those whose engines were not counted."""
+    """Updates whose engines were not counted."""
 
     def add(self, update: WeightUpdate, load: LoadReport) -> None:
         self.versions += 1

@@ -81,9 +81,9 @@ class TokensSoFar(NamedTuple):
     """The tokens of a request at one moment."""
 
     before: Completion | None
-    """Those before an interruption or in an earlier process."""
+    """Tokens before an interruption or in an earlier process."""
     now: Completion | Transcript | None = None
-    """Those since then."""
+    """Tokens since then."""
 
     @property
     def token_count(self) -> int:

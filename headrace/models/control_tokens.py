@@ -145,7 +145,7 @@ class ControlTokens:
         self.of_turns, self.all = _pattern(self._turn), _pattern(self._all)
 
     def in_message(self, role: object) -> re.Pattern[str]:
-        """Those that a message of this role must not hold."""
+        """The control tokens that a message of this role must not hold."""
         return self.of_turns if role == "assistant" else self.all
 
     def found(self, messages: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -206,8 +206,8 @@ class ControlTokens:
 
     @cached_property
     def _plain(self) -> tuple[Any, int]:
-        """The same tokenizer, in which control tokens have other texts and the same numbers, and its number for unknown letters; -1 if it
-        knows all."""
+        """A copy of the tokenizer, in which control tokens have other texts and the same numbers, and its number for unknown letters;
+        -1 if it knows all."""
         from tokenizers import Tokenizer
 
         own = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -41,7 +41,7 @@ SERVED = (
 )
 """Values of `model_type` whose images are tokens among others: features in place of embeddings, and attention that is causal but within an image."""
 TEXT_TOO = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
-"""Those of them that are language models as a whole, too: without images they are not taken apart."""
+"""Kinds in `SERVED` that are language models as a whole, too: without images they are not taken apart."""
 ALWAYS_APART = tuple(kind for kind in SERVED if kind not in TEXT_TOO)
 REFUSED = {
     "gemma3n": "its tower is one of the package timm",

@@ -101,7 +101,7 @@ class Endings(NamedTuple):
     """The ends of completions, by token id."""
 
     named: frozenset[int]
-    """Those that generation_config.json and config.json name."""
+    """Tokens that generation_config.json and config.json name."""
     turn: int | None
     """The special token that the chat template writes behind an answer; None without a template, or where it writes plain text."""
     eos: int | None

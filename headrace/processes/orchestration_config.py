@@ -147,8 +147,8 @@ class OrchestrationConfig:
 
     @property
     def at_home(self) -> OrchestrationConfig:
-        """The same without a bus and without turns, with a trainer, scorers and environments of this process: for an engine of this process that
-        is always awake."""
+        """These settings without a bus and without turns, with a trainer, scorers and environments of this process: for an engine of
+        this process that is always awake."""
         listens = (
             {} if self.place.joins or not self.hosts else {name: getattr(OrchestrationConfig, name) for name in _JOINED}
         )

@@ -94,8 +94,8 @@ async def open_pools(
     *,
     sites: UserSites = ONLY_HERE,
 ) -> AsyncIterator[Pools]:
-    """Both processes, as soon as both are ready. `restore`: checkpoints by adapter; full weights have the empty name. `sites`: are
-    opened too, and closed with the pools."""
+    """Opens engine and trainer, and gives them as soon as both are ready. `restore`: checkpoints by adapter; full weights have the empty
+    name. `sites`: are opened too, and closed with the pools."""
     async with AsyncExitStack() as undo:
         transports = [transport_of(config, logs)]
         undo.callback(transports[0].close)

@@ -35,7 +35,7 @@ class UserSites:
     scorers: Sites = HERE
     environments: Sites = HERE
     hosts: Sequence[tuple[Kind, HostedSite]] = ()
-    """Those elsewhere, by what they offer."""
+    """Hosts elsewhere, by what they offer."""
 
     async def open(self, launcher: Launcher, config: RunConfig) -> None:
         """Returns when each has a worker. Raises StalledError and WorkerDied."""

@@ -145,7 +145,7 @@ class Serving:
     limits: ServerLimits
     dtype: str = ""
     boot: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Another one for each process: its weights are not those of the process before."""
+    """Another name for each process: its weights are not those of the process before."""
     trained: bool = False
     """Whether clients train adapters over its base weights, which then stay: adapters would be served over others than they were trained over."""
 

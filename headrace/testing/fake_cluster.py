@@ -24,7 +24,7 @@ class FakeMachine(InstantNetwork):
         self.node = ClusterNode(f"node {number}", f"10.0.0.{number}", has)
         self.hosts: list[FakeHosted] = []
         self.bundles: list[NodeShare] = []
-        """Those that are reserved here."""
+        """Shares that are reserved here."""
         self.awake, self.frozen = asyncio.Event(), False
         self.awake.set()
 

@@ -123,7 +123,7 @@ class Crowd:
         """`silent`: those that may wait for a request at once. `most`: of all."""
         self._silent, self._most = min(silent, most), most
         self._waiting: dict[Guest, None] = {}
-        """Those without a request, in the order in which they began to wait."""
+        """Guests without a request, in the order in which they began to wait."""
         self._count = 0
 
     @property

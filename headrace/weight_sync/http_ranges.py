@@ -104,7 +104,7 @@ class Relays:
 
 
 OTHERS = 15.0
-"""The same for another engine: the trainer is asked instead."""
+"""Seconds for which another engine may be silent; then the trainer is asked."""
 AT_ONCE = 256
 """Connections that a server serves at a time. One that has not shown the token makes room for a further one; if all have, that is closed."""
 TRIES = 3
@@ -150,7 +150,7 @@ class Http(SecuredTransport, frozen=True, tag="http"):
 
 
 class Shelves(WeightShelf, Protocol):
-    """The same, with their layouts."""
+    """A shelf of weights that also has their layouts."""
 
     @property
     def manifests(self) -> Manifests: ...

@@ -95,7 +95,7 @@ def fingerprint(manifest: Manifest, buffer: memoryview) -> str:
 
 
 def fingerprint_of(manifest: Manifest, bytes_of: Callable[[TensorSpec], Iterable[memoryview]]) -> str:
-    """The same, of bytes that are found piece by piece. `bytes_of`: is asked for one parameter after the other."""
+    """Returns the fingerprint of bytes that are found piece by piece. `bytes_of`: is asked for one parameter after the other."""
     whole = xxhash.xxh3_128()
     for spec in manifest.tensors:
         whole.update(f"{spec.name}|{spec.shape}|{spec.dtype}|".encode())

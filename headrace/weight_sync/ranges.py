@@ -34,7 +34,7 @@ class RankParts(NamedTuple):
 
     rank: int
     ranges: Sequence[Mapping[str, list[ByteRange]]]
-    """Those of every rank, by what is published. Together they make up each packed buffer."""
+    """Ranges of every rank, by what is published. Together they make up each packed buffer."""
     values: Callable[[str], Iterator[ValueRange]]
     """The values of this rank, of the model (empty name) or of an adapter, in canonical order. Every rank calls it at the same time."""
     exchange: Callable[[Any], Sequence[Any]]

@@ -150,7 +150,7 @@ class TcpSource:
     def __init__(self, token: str, tls: ssl.SSLContext | None) -> None:
         self._token, self._tls = token, tls
         self._ranges: dict[tuple[str, ...], list[list[ByteRange]]] = {}
-        """Those of each rank, by what is published, and where."""
+        """Ranges of each rank, by what is published, and where."""
 
     def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
         if "parts" in update.where:
@@ -373,7 +373,7 @@ def _memory_reader(memory: memoryview) -> Callable[[int], memoryview]:
 
 
 def _rank_reader(connection: socket.socket, question: Question) -> Callable[[int], memoryview]:
-    """The same, from another rank. The bytes are valid until the next call. Raises OSError."""
+    """Returns a reader of the bytes of another rank. The bytes are valid until the next call. Raises OSError."""
     connection.settimeout(PATIENCE)
     send_message(connection, question)
     reply = msgspec.msgpack.decode(read_message(connection), type=WeightReply)

@@ -285,7 +285,7 @@ async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[s
 
 
 class _Workers:
-    """Those that join to be asked."""
+    """The workers that join to be asked."""
 
     def __init__(
         self, check: SharedCheck, asked: tuple[Any, str, str], seats: Mapping[Kind, int], code: Mapping[Kind, Terms]

@@ -101,7 +101,7 @@ class Lending(NamedTuple):
     """Share of the time in which the trainer waits without lending."""
     apart: float
     gpus: int
-    """Those of the trainer."""
+    """GPUs of the trainer."""
 
     @property
     def words(self) -> str:

@@ -93,9 +93,9 @@ class Answer:
     notes: tuple[str, ...]
     """The assumptions, as sentences."""
     turns: Alternation | None
-    """The same with engine and trainer in turns; None for an engine that cannot sleep."""
+    """The plan with engine and trainer in turns; None for an engine that cannot sleep."""
     lending: Lending | None = None
-    """The same with a trainer that lends its GPUs; None if it has none of its own, or hardly waits."""
+    """The plan with a trainer that lends its GPUs; None if it has none of its own, or hardly waits."""
 
     @property
     def asked(self) -> Option:

@@ -37,7 +37,7 @@ def sized(config: RunConfig, chip: Gpu, model: Architecture, *, gpus: int, train
 
 
 def unused(config: RunConfig, chip: Gpu, model: Architecture, gpus: int) -> str:
-    """Returns a sentence on what a run leaves of its engine's memory, if that is more than half; else an empty string. `gpus`: as above."""
+    """Returns a sentence on what a run leaves of its engine's memory, if that is more than half; else an empty string. `gpus`: see `sized`."""
     plan, shape, _, machine = _parts(config, chip, model, gpus)
     held = sum(need.bytes for need in needs(shape, plan) if need.where == "cuda")
     assert machine.gpu is not None

@@ -125,7 +125,7 @@ class Prediction(Struct, frozen=True):
     drawn_length: float
     """Mean tokens that a rollout sampled, over all groups that ended."""
     trained_length: float
-    """The same over the trained groups. If the two differ, the settings are biased against long completions."""
+    """Mean tokens over the trained groups. If it differs from `drawn_length`, the settings are biased against long completions."""
     dropped: dict[str, int]
     """Groups that were not trained, by reason."""
     gpus: int

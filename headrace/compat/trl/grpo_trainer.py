@@ -549,7 +549,7 @@ class ScriptCallbacks:
     """ScriptCallbacks of transformers (`TrainerCallback`), told of a run's steps and evaluations in the thread that called `train`."""
 
     EVENTS = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
-    """Those that there are here. A checkpoint, an epoch and a part of a step have no moment at which the script's process could act."""
+    """Events of which a script is told. A checkpoint, an epoch and a part of a step have no moment at which the script's process could act."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer, self._all = trainer, list[Any]()

@@ -153,9 +153,9 @@ class Message(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
     """The thinking before an answer of the assistant, which some templates show to the model."""
     reasoning: str | None = None
-    """The same, as some clients call it."""
+    """`reasoning_content`, as some clients call it."""
     function_call: Any = None
-    """This and the rest would change what the model reads, and no template shows them: refused unless they are empty."""
+    """This field and those below would change what the model reads, and no template shows them: refused unless they are empty."""
     audio: Any = None
     refusal: str | None = None
     prefix: Any = None

@@ -43,7 +43,7 @@ class _Home:
     floor: int
     """The newest version that sampled a token of the group: no later turn of it is sampled by an older one (C4)."""
     members: list[Member] = field(default_factory=list)
-    """Those that have computed its prompt."""
+    """Members that have computed its prompt."""
     rollouts: dict[int, Member] = field(default_factory=dict)
     """The member that holds the tokens of each rollout, by index."""
 

@@ -31,7 +31,7 @@ class PassUnderWay:
 
     batch: ForwardInput
     sequences: Sequence[EngineSequence]
-    """Those of its rows, in their order. Rows may have moved since, or ended."""
+    """The sequences of its rows, in their order. Rows may have moved since, or ended."""
     forward: ForwardOutput
     draw: PendingDraw
 

@@ -48,7 +48,7 @@ class ServableModel:
     decode: Decode | None
     """Tokens to text; None without a tokenizer."""
     tokenizer: Any = None
-    """That of transformers; None without one."""
+    """The tokenizer of transformers; None without one."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every parameter, by name."""
     kept: frozenset[str] = frozenset()

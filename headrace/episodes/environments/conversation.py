@@ -132,7 +132,7 @@ class TokenPath(NamedTuple):
 
     before: TokenPath | None
     own: tuple[int, ...]
-    """Those of the turn: its context, and its completion."""
+    """Tokens of the turn: its context, and its completion."""
     size: int
     """The number of all."""
 

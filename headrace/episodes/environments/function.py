@@ -66,7 +66,7 @@ class EndNote(Struct, frozen=True, tag="end"):
 
     ended: RolloutDone
     rewards: tuple[Rewarded, ...]
-    """Those since the last turn was sampled."""
+    """Rewards since the last turn was sampled."""
     after: str
 
 

@@ -183,7 +183,7 @@ class RewardConfig:
 
     @property
     def for_trial(self) -> RewardConfig:
-        """The same with one more attempt at most: who tries a reward before a run waits for an answer."""
+        """These settings with one more attempt at most: who tries a reward before a run waits for an answer."""
         once: dict[str, Any] = {
             name: tuple(replace(endpoint, retries=min(endpoint.retries, 1)) for endpoint in getattr(self, name))
             for name in ENDPOINTS

@@ -79,7 +79,7 @@ class Effort:
     attempts: int = 0
     """Requests over the network."""
     retries: int = 0
-    """Those of them that repeated one that had failed."""
+    """Requests that repeated one that had failed."""
     waited: float = 0.0
     """Seconds for which requests waited for their turn, added up."""
     tokens: int = 0

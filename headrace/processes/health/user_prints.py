@@ -26,7 +26,7 @@ class _Budget:
 
 
 _budget: ContextVar[_Budget | None] = ContextVar("headrace_prints", default=None)
-"""That of the call in which the code runs; None outside of one."""
+"""The budget of the call in which the code runs; None outside of one."""
 
 
 class _Bounded:

@@ -53,7 +53,7 @@ LEAVING = "leaving"
 Kind = Literal["engine", "trainer", "scorer", "environment"]
 
 USER_CODE: tuple[Kind, ...] = ("scorer", "environment")
-"""Those that run the user's code."""
+"""Kinds of workers that run the user's code."""
 
 
 class Hello(Struct, frozen=True, tag="headrace"):

@@ -39,7 +39,7 @@ class Seats(NamedTuple):
     engines: Launcher
     trainer: Launcher
     hosts: Launcher
-    """Those of user hosts."""
+    """The launcher of user hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class ProcessEngine:
         self._sent: dict[str, str] = {}
         """The requests that the process has, by id, with their names among the suspects."""
         self._held_back: dict[str, Request] = {}
-        """Those of suspects, which wait for their turn, by id."""
+        """Requests of suspects, which wait for their turn, by id."""
         self._names = itertools.count()
         self._book = RequestBook()
         self._keeper = Keeper(launcher, job, max_deaths, self, self._heard)

@@ -405,7 +405,7 @@ class ProcessSharedTrainer:
         self._keeper = Keeper(launcher, Job("shared trainer", WHO), max_deaths, self, lambda method, payload: None)
         self._lost = lost
         self.dtype = ""
-        """That of its computation; empty until it has started."""
+        """The type of its computation; empty until it has started."""
 
     async def launch(self) -> None:
         """Starts the process. It imports its libraries while the caller does other work."""

@@ -117,7 +117,7 @@ def _threads(start: TrainerStart, train: TrainConfig, own: int) -> int:
 
 
 def _served_here(start: TrainerStart) -> TrainerStart:
-    """The same with a transport that listens at this rank's own address, if it is elsewhere."""
+    """Returns the start message with a transport that listens at this rank's own address, if it is elsewhere."""
     transport = start.transport
     if not start.door or not isinstance(transport, NetworkTransport):
         return start

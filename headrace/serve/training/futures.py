@@ -83,7 +83,7 @@ class Futures:
         self._limits = limits
         self._promises: dict[str, Promise] = {}
         self._done: OrderedDict[str, int] = OrderedDict()
-        """Those with an answer, the oldest first, with its size."""
+        """Promises with an answer, the oldest first, with its size."""
         self._bytes = 0
 
     @property

@@ -400,7 +400,7 @@ class TinkerService:
         return SavedAdapter(self.store.update(path)) if path else None
 
     def sample(self, body: SampleBody) -> tuple[Promise, str]:
-        """Also returns the mark of the weights. Raises Refused (429) where too many samples are under way."""
+        """Returns the promise, and the mark of the weights. Raises Refused (429) where too many samples are under way."""
         if body.sampling_session_id is not None:
             sampler = self.sampler(body.sampling_session_id)
             number = uuid.uuid4() if body.seq_id is None else body.seq_id

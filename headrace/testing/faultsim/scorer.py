@@ -58,7 +58,7 @@ class SeededScorer:
 
 
 class ServedScorer(SeededScorer):
-    """The same rewards, from a service."""
+    """The rewards of `SeededScorer`, from a service."""
 
     def __init__(
         self, seed: int, chance: Chance, stragglers: int, telemetry: Telemetry, asked: Callable[[str, bool], None]

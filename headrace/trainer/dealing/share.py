@@ -155,7 +155,7 @@ class StepShare:
     head: StepHead
     minibatches: Sequence[DealtStep]
     demonstrations: Sequence[DealtStep] = ()
-    """Those beside each minibatch; empty without any."""
+    """Demonstrations beside each minibatch; empty without any."""
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def _asked(pack: Pack, predictor: Tensor) -> tuple[Tensor, Tensor, Kept | None]:
 def _asked_here(
     context: Context, predictor: Tensor, target: Tensor, kept: Kept | None
 ) -> tuple[Tensor, Tensor, Kept | None]:
-    """The same for the tokens of this rank: their predictors are places among these."""
+    """Predictors, targets and kept ids of the tokens of this rank: their predictors are places among these."""
     mine = context.places(predictor)
     return predictor[mine] // context.size, target[mine], None if kept is None else kept.chosen(mine)
 

@@ -177,7 +177,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept | None, temperature: float) -> Head:
-    """The same from logits [N, V] that a model has already made (and capped)."""
+    """Returns the head's numbers from logits [N, V] that a model has already made (and capped)."""
     logits = logits.index_select(0, predictor).float() / temperature
     which = torch.arange(len(target), device=target.device)
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
@@ -465,7 +465,7 @@ def _own(ids: Tensor, rows: int, share: OwnRows | None) -> tuple[slice, Tensor]:
 
 
 def _of_all(share: OwnRows, top: Tensor, mass: Tensor, moment: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
-    """The same numbers of the whole vocabulary: each place's maximum and sums [U, 1], and the logits [P] that one rank each has found."""
+    """The numbers of the whole vocabulary: each place's maximum and sums [U, 1], and the logits [P] that one rank each has found."""
     highest = top.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=share.group)
     shrink = torch.exp(top - highest)

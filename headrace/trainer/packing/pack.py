@@ -62,7 +62,7 @@ class Kept:
         return Kept(ids, offsets, self.sets, None if self.set_of is None else self.set_of[places])
 
     def padded(self, count: int) -> Kept:
-        """The same with `count` more places, each with the whole vocabulary."""
+        """Returns these sets with `count` more places, each with the whole vocabulary."""
         own = None if self.set_of is None else torch.cat([self.set_of, self.set_of.new_full((count,), -1)])
         return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]), self.sets, own)
 

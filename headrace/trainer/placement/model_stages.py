@@ -58,7 +58,7 @@ class ModelStage:
 
     number: int
     modules: list[torch.nn.Module]
-    """Those whose own parameters it needs: all of its layers, and those beside the layers that are called before or after them."""
+    """Modules whose own parameters it needs: all its layers, and those beside the layers that are called before or after them."""
     swaps: list[tuple[Any, str, torch.nn.Module]]
     """(parent, name, replacement): what is replaced while the stage is computed."""
     inlet: _Inlet | None

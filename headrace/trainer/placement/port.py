@@ -60,7 +60,7 @@ class Microbatches:
     body: Body
     precision: Precision
     parameters: Sequence[torch.nn.Parameter]
-    """Those whose gradients are wanted."""
+    """Parameters whose gradients are wanted."""
 
 
 class TensorPiece(NamedTuple):

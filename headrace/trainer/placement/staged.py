@@ -72,7 +72,7 @@ class _Work(torch.nn.Module):
         self._stages, self._stage, self._lengths, self._compute = stages, stage, lengths, compute
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """Those that zero-bubble schedules compute gradients of."""
+        """The parameters that zero-bubble schedules compute gradients of."""
         for module in self._stage.modules:
             yield from (p for p in module._parameters.values() if p is not None and p.requires_grad)
 
@@ -209,7 +209,7 @@ class Staged:
         assert self._copy == config.share_of(dist.get_rank()), "the controller sends each pipeline one share"
         self._chain = Chain(self._line)
         self._stages: Stages | None = None
-        """Those of the model that is trained; None until it is spread."""
+        """Stages of the model that is trained; None until it is spread."""
         self._beside: set[torch.nn.Parameter] = set()
         """Parameters that every rank holds whole: adapters."""
         self._tied: list[torch.nn.Parameter] = []

@@ -129,7 +129,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """The same on all ranks; its gradient is summed over them."""
+    """A value that is the same on all ranks, whose gradient is summed over them."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -60,7 +60,7 @@ class ExampleRow:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """That of its log-probs: [N], or [N, K] where K > 1."""
+        """The shape of its log-probs: [N], or [N, K] where K > 1."""
         positions, width = self.targets.shape
         return (positions,) if width == 1 else (positions, width)
 

@@ -372,7 +372,7 @@ class TorchTrainer:
         return TrialScores(changed, kept)
 
     def _known_effects(self, pieces: Sequence[Sequence[int]], adapter: str, most: int) -> KnownEffects | None:
-        """Those of the weights as they are. None where they are computed as fast as known: on GPUs, and of small models."""
+        """The effects of the weights as they are. None where they are computed as fast as known: on GPUs, and of small models."""
         held = [*self._model.named_parameters(), *self._model.named_buffers()]
         here = (
             self._placement.plain and self._device.type == "cpu" and not any(parameter.is_meta for _, parameter in held)

@@ -40,7 +40,7 @@ ON_BOARD = {
     "tokens": "#tab-drawn",
     "lost": "#tab-accounting",
 }
-"""The same for tabs of the board, whose script follows such links."""
+"""The tab of the board that has more about a row. The board's script follows such links."""
 
 
 def overview(data: ReportData, links: Mapping[str, str]) -> str:

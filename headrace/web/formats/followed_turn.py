@@ -45,7 +45,7 @@ class WholeTurn:
     count: int
     """Tokens that were sampled."""
     thought: int = 0
-    """Those of them that are thinking, where it was told apart."""
+    """Tokens that are thinking, where it was told apart."""
     tokens: Sequence[int]
     logprobs: Sequence[float]
 

@@ -37,7 +37,7 @@ class StoredResponses:
     def __init__(self, most: int = MOST_CHARACTERS) -> None:
         self._most, self._held = most, 0
         self._messages: dict[str, tuple[Sequence[Message], int]] = {}
-        """Those of each response, and their characters."""
+        """Messages of each response, and their characters."""
 
     def keep(self, id: str, messages: Sequence[Message]) -> None:
         size = sum(map(_characters, messages))

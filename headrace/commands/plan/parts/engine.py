@@ -290,7 +290,7 @@ class TurnCaches:
     """The sequences that ended under the live weights, whose caches a next turn finds."""
 
     MOST = 1 << 14
-    """Those that ended first go first."""
+    """Sequences that are remembered. When there are more, those that ended first are forgotten."""
 
     def __init__(self) -> None:
         self._ended: dict[tuple[int, ...], tuple[int, int]] = {}

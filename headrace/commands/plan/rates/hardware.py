@@ -37,7 +37,7 @@ With these and FIXED, a pass of an 8B model takes 7.3 ms for 8 sequences on an H
 build 9515), and 15 ms for 100 sequences of 1,500 tokens on a GH200 (NVIDIA measured 13: NIM of Llama 3.1 8B, bfloat16). The 8B model of torchtitan
 reached an MFU of 39 % on 8 and on 128 H100 with torch.compile, and 33 % without (benchmarks/llama3_h100_202412_torchtitan.md)."""
 TRAINS_MIXTURE = 0.15
-"""The same in the training of mixtures of experts, whose products are small: 153 of 989 TFLOP/s for GPT-OSS 120B in bfloat16 on 64 H100; in 8 bits, 121
+"""Training share for mixtures of experts, whose products are small: 153 of 989 TFLOP/s for GPT-OSS 120B in bfloat16 on 64 H100; in 8 bits, 121
 for Qwen3-30B-A3B on 16 and 233 for Qwen3-235B-A22B on 256 (docs/performance-summary.md of NVIDIA-NeMo/Megatron-Bridge, container 25.11)."""
 FIXED = 3e-3
 """Seconds per pass for scheduling, launches and sampling."""

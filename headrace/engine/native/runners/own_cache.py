@@ -75,7 +75,7 @@ class OwnCacheRunner(ModuleRunner):
         self._live = 0
         """The number of the weights that calls are made with, an adapter's beside the base's among them."""
         self._numbers = dict.fromkeys(range(NONE, max_adapters), 0)
-        """Those of the slots, in which no number comes twice: what one has left is nothing for another."""
+        """The numbers of the weights in the slots. No number comes twice: what one has left is nothing for another."""
         self._blocks, self._states = MarkedBlocks(0), States(0)
 
     @cached_property

@@ -85,7 +85,7 @@ class _Env:
 
 
 MOST_SEQUENCES = 4096
-"""Those of one request. Each is looked for among all rollouts that are played."""
+"""Sequences of one request. Each is looked for among all rollouts that are played."""
 
 
 class TrajectoryRoutes:

@@ -192,7 +192,7 @@ class OpenRollouts:
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self._tickets: list[OpenTicket] = []
-        """Those with rollouts that are not over, the oldest first."""
+        """Tickets with rollouts that are not over, the oldest first."""
         self._wanted: deque[_Wanted] = deque()
         self._closed = False
         self.newest = 0

@@ -48,7 +48,7 @@ class TasksetEnded(msgspec.Struct, frozen=True, tag_field="say", tag="ended"):
 
     id: int
     runs: tuple[AgentRun, ...] = ()
-    """Those that asked the policy."""
+    """Agents that asked the policy."""
     failed: str = ""
     """The reason why it has no rewards; empty if it has."""
     reason: str = "environment_raised"

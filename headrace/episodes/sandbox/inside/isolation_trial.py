@@ -113,7 +113,7 @@ def _read_memory(victim: int) -> bool:
 
 
 def _threads(count: int) -> bool:
-    """They wait until this process ends."""
+    """Starts threads that wait until this process ends. Returns whether all could be started."""
     library = ctypes.CDLL(None)
     attributes, thread = ctypes.create_string_buffer(128), ctypes.c_size_t()
     library.pthread_attr_init(attributes)

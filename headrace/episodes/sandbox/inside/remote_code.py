@@ -325,7 +325,7 @@ class TestLines(NamedTuple):
     """All lines of assert statements, and of unittest's methods."""
     raises: set[int]
     blocks: list[range]
-    """Those of each `with`."""
+    """Lines of each `with`."""
 
 
 def _lines(error: BaseException) -> set[int]:

@@ -62,7 +62,7 @@ class LetterBox:
                 self._holders[name] = Held(who, now)
 
     def kept(self, ids: Collection[str], who: str) -> list[str]:
-        """Those of `ids` that `who` still holds."""
+        """Returns the letters of `ids` that `who` still holds."""
         return [name for name in ids if (held := self._holders.get(name)) and held.who == who]
 
     def settle(self, ids: Collection[str]) -> None:

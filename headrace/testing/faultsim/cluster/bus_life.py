@@ -1,4 +1,4 @@
-"""The same cluster over a bus: every engine belongs to a rollout host of its own, and the run has none.
+"""The simulated cluster over a bus: every engine belongs to a rollout host of its own, and the run has none.
 
 Run, bus and hosts share one loop. A host looks at the bus every second, so that an hour of two hundred hosts takes as long as a day of a fleet.
 """

@@ -42,7 +42,7 @@ class HostPark:
         """The hosts that run, by seat."""
         self._scorer = scorer_of(size, seed)
         self.processes: ClusterProcesses
-        """Those of the run's newest process. A host opens its engine anew for each of them."""
+        """The processes of the run's newest process. A host opens its engine anew for each of them."""
 
     def open(self, processes: ClusterProcesses) -> list[asyncio.Task[None]]:
         """Returns the supervisors."""

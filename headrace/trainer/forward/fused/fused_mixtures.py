@@ -106,7 +106,7 @@ class Stacks(NamedTuple):
     gelu: bool
 
     def operands(self, dtype: torch.dtype, backward: bool) -> list[Tensor]:
-        """Both as the kernels read them: in bfloat16 packed for one direction."""
+        """Both matrices as the kernels read them: in bfloat16 packed for one direction."""
         weights = (self.gate_up, self.down)
         if dtype == torch.bfloat16:
             return [packed.packed(weight)[backward] for packed, weight in zip(self.packed, weights, strict=True)]  # type: ignore[misc]
