@@ -282,7 +282,7 @@ class AdapterSlots:
         self._pairs: list[dict[str, Pair]] = []
         """The pairs of each layer by product: a [slots * ranks, in] and b [out, slots * ranks]."""
         self._experts: list[dict[str, tuple[torch.Tensor, torch.Tensor, ExpertPair]]] = []
-        """Those of experts: a [E, slots * ranks, in], b [E, out, slots * ranks], and the same as stacks."""
+        """Pairs of experts: a [E, slots * ranks, in], b [E, out, slots * ranks], and the same as stacks."""
 
     @torch.inference_mode()
     def put(self, slot: int, adapter: Adapter | None) -> bool:
