@@ -1,4 +1,4 @@
-"""The queue for a machine with a GPU: eleven entries of at most three minutes, each with predictions, verdicts and a file of results.
+"""The queue for a machine with a GPU: thirteen entries of at most three minutes, each with predictions, verdicts and a file of results.
 
     make device                                   entries without a result on this card first, in ten minutes
     make device ENTRIES="smoke decode" BUDGET=300

@@ -32,6 +32,7 @@ ORDER = (
     "vllm",
     "fp8",
     "compiled",
+    "sizes",
 )
 """Modules of this package, in the order in which a machine that comes by is spent on them."""
 BASIS = "measured by an earlier script; predictions are made of it"

@@ -21,6 +21,7 @@ from headrace.loop.run_limits import Allowance
 from headrace.native.arithmetic import TIERS
 from headrace.run.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
 from headrace.run.auto.fit import SPARE, Fitted, Speeds, Wish, fit
+from headrace.run.auto.gpu_rates import MICROBATCHES, ROWS, GpuRates, GpuRequest, slower_compiled, worthwhile
 from headrace.run.auto.gpu_sizes import SIZES, with_gpu_sizes
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer, Share, thread_counts
 from headrace.run.config import RunConfig, check, config_of_run, read_config, read_tree
@@ -41,15 +42,48 @@ START = 20.0
 """Seconds from the command to the first sampled token, if not measured: two processes import torch and load the model."""
 
 
+NOT_MEASURED = GpuRates()
+
+
 @dataclasses.dataclass(frozen=True)
 class Settled:
     config: RunConfig
     notes: tuple[str, ...] = ()
     figures: Figures = Figures()
+    rates: GpuRates = NOT_MEASURED
+    """Those of the GPU, if a part is on one and leaves a size open."""
 
 
 def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int, measurer: Measurer) -> Settled:
-    """Chooses the settings that are left open and can be measured: on a CPU. Explicit settings are not changed."""
+    """Chooses the settings that are left open and can be measured on a CPU, and measures what `settle_sizes` chooses by on a GPU. Explicit settings are not
+    changed."""
+    settled = _settled_on_cpu(config, model_dir, machine, parameters, measurer)
+    return dataclasses.replace(settled, rates=_gpu_rates(settled.config, model_dir, machine, measurer))
+
+
+def _gpu_rates(config: RunConfig, model_dir: Path, machine: Machine, measurer: Measurer) -> GpuRates:
+    """Nothing where no size is left open of a part that is on a GPU of this machine."""
+    engine, train = config.engine, config.train
+    samples = not engine.is_server and machine.device("engine.device", engine.device) == "cuda"
+    samples = samples and not config.orchestration.elsewhere and "auto" in (engine.max_running, engine.prefill_chunk)
+    trains = config.orchestration.trains_here and machine.device("train.device", train.device) == "cuda"
+    trains = trains and train.parallel.ranks == 1 and "auto" in (train.microbatch_tokens, train.compile)
+    if machine.gpu is None or config.task.images or not (samples or trains):
+        return NOT_MEASURED
+    request = GpuRequest(
+        config=json.loads((model_dir / "config.json").read_text(encoding="utf-8")),
+        dtype=engine.serving_dtype if samples else train.dtype.replace("auto", "bfloat16"),
+        path=engine.path,
+        rows=ROWS if samples else (),
+        microbatches=MICROBATCHES if trains else (),
+        compile=trains and train.compile == "auto" and train.parity == "off",
+    )
+    return measurer.measure_gpu(request, machine.gpu[0])
+
+
+def _settled_on_cpu(
+    config: RunConfig, model_dir: Path, machine: Machine, parameters: int, measurer: Measurer
+) -> Settled:
     if config.train.parity == "bitwise":
         config = _one_arithmetic(config)
     if (
@@ -87,17 +121,34 @@ def settle_here(config: RunConfig, model_dir: Path, measurer: Measurer | None = 
     has no meaning there. `measurer`: measures this machine; by default with a short probe."""
     config = settle_adapter(config, model_dir)
     machine, shape = inspect_machine(ask_torch() if may_have_gpu() else None), read_shape(model_dir)
-    config = settle(config, model_dir, machine, shape.parameters, measurer or ProbeMeasurer()).config
-    return settle_sizes(config, shape, machine)
+    settled = settle(config, model_dir, machine, shape.parameters, measurer or ProbeMeasurer())
+    return settle_sizes(settled, shape, machine)
 
 
 def settle_sizes(
-    config: RunConfig, shape: ModelShape, machine: Machine, prompt_tokens: int = 0, others: tuple[float, ...] = ()
+    found: Settled | RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    prompt_tokens: int = 0,
+    others: tuple[float, ...] = (),
 ) -> RunConfig:
     """Chooses the sizes that are left open of what runs on a GPU of this machine. `prompt_tokens`: of a usual prompt; `others`: bytes on the
-    GPU of each engine beside the run's. Raises ConfigError if there is no room for one sequence."""
+    GPU of each engine beside the run's. Sizes that bring nothing, by the rates in `found`, are not taken. Raises ConfigError if there is no room for one sequence."""
+    config, rates = (found, NOT_MEASURED) if isinstance(found, RunConfig) else (found.config, found.rates)
     values, why = with_gpu_sizes(config, shape, machine, prompt_tokens, others)
-    return with_chosen(config, values, {"sizes": why}) if values else config
+    reasons = {"sizes": why} if values else {}
+    smaller = {name: size for name, size in worthwhile(rates).items() if size < values.get(name, 0)}
+    if smaller:  # the cache takes what they leave
+        left, _ = with_gpu_sizes(with_chosen(config, smaller, {}), shape, machine, prompt_tokens, others)
+        values = {**values, **left, **smaller}
+        said = ", ".join(f"{name} = {values[name]:g}" for name in values)
+        reasons["sizes"] = f"{said}: by what is free of the GPU, and no more than brings at least a twentieth more"
+    if config.train.compile == "auto" and slower_compiled(rates):
+        values["train.compile"] = False
+        reasons["compile"] = "train.compile = false: compiled layers were measured to be slower"
+    if rates.words or rates.problem:
+        reasons["gpu measured"] = rates.words or f"not measured: {rates.problem}"
+    return with_chosen(config, values, reasons) if values else config
 
 
 def settle_adapter(config: RunConfig, model_dir: Path) -> RunConfig:

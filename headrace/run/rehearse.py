@@ -602,7 +602,7 @@ def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measu
     shape = read_shape(model_dir)
     settled = settle(found.config, model_dir, machine, shape.parameters, measurer)
     beside = _others(found, machine, model_dir, shape)
-    config = settle_sizes(settled.config, shape, machine, found.prompt_tokens, _on_gpu(beside))
+    config = settle_sizes(settled, shape, machine, found.prompt_tokens, _on_gpu(beside))
     settled = replace(settled, config=config)
     found.config, found.unmeasured = settled.config, settled.figures.problem
     if not found.config.train.minutes:

@@ -5,7 +5,7 @@ see what the others will take.
 
     free − reserve ──▶ weights, optimizer, published copies, teachers ──▶ activations of a microbatch ──▶ KV cache: the rest
 
-Engine and trainer that take turns each have what the other one gives back. Rates of GPUs are not measured.
+Engine and trainer that take turns each have what the other one gives back. What a size brings is measured (`gpu_rates.py`).
 """
 
 from __future__ import annotations

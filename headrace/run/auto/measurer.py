@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from headrace.durable.atomic_files import replace_file
 from headrace.facts.machine_mark import cpu_model
 from headrace.models.resolve import cache_dir
 from headrace.run.auto.candidates import CANDIDATES, Candidate, Figures
+from headrace.run.auto.gpu_rates import GpuRates, GpuRequest
 from headrace.run.auto.slices import slice_of
 from headrace.version import PACKAGE, __version__
 
@@ -114,7 +115,14 @@ MEASURING_THREADS = (
 )
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "HEADRACE_INSTRUCTIONS", "CXX")
 """Environment variables that change the result."""
+MEASURING_GPU = (
+    "headrace: measuring which sizes are worth their memory on this GPU: once for this model, a minute or two"
+)
+GPU_SOURCES = ("engine/native/runners", "trainer/forward")
 SOURCES = ("native/src", "engine/native/kernels", "trainer/kernels")
+
+
+Answer = TypeVar("Answer", Figures, GpuRates)
 
 
 class Measurer(Protocol):
@@ -122,17 +130,26 @@ class Measurer(Protocol):
         """Returns the figures of the model with this `config.json`. `threads`: the numbers of threads to compare. Never raises:
         `Figures.problem` says why there are none."""
 
+    def measure_gpu(self, request: GpuRequest, card: str) -> GpuRates:
+        """Returns the rates of the first GPU, which is called `card`. Never raises: `GpuRates.problem` says why there are none."""
+
 
 @dataclass
 class FakeMeasurer:
     """Returns given figures, for tests."""
 
     figures: Figures
+    rates: GpuRates = GpuRates(problem="nothing is measured in this test")
+    asked_gpu: list[tuple[GpuRequest, str]] = field(default_factory=list)
     asked: list[tuple[Mapping[str, Any], tuple[int, ...]]] = field(default_factory=list)
 
     def measure(self, config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
         self.asked.append((config, tuple(threads)))
         return self.figures
+
+    def measure_gpu(self, request: GpuRequest, card: str) -> GpuRates:
+        self.asked_gpu.append((request, card))
+        return self.rates
 
 
 class ProbeMeasurer:
@@ -170,8 +187,24 @@ class ProbeMeasurer:
             _keep(place, figures)
         return figures
 
+    def measure_gpu(self, request: GpuRequest, card: str) -> GpuRates:
+        piece = slice_of(request.config)
+        if piece is None or piece.parameters < TOO_SMALL:
+            return GpuRates(problem="with so small a model sizes make no difference")
+        asked = msgspec.json.encode(request).decode()
+        place = cache_dir() / "measured" / f"{fingerprint({'gpu': card, 'request': asked}, GPU_SOURCES)}.json"
+        with suppress(OSError, msgspec.DecodeError):  # no file, or one of another version
+            return msgspec.json.decode(place.read_bytes(), type=GpuRates)
+        echo(MEASURING_GPU, err=True)
+        rates = _answered("headrace.run.auto.gpu_probe", asked.encode(), GpuRates)
+        if isinstance(rates, str):
+            return GpuRates(problem=rates)
+        if not rates.problem:
+            _keep(place, rates)
+        return rates
 
-def fingerprint(config: Mapping[str, Any]) -> str:
+
+def fingerprint(config: Mapping[str, Any], sources: Sequence[str] = SOURCES) -> str:
     """Hashes everything that the figures of one core depend on: processor and instruction sets, versions, kernels, and the shape of the
     model."""
     parts = [
@@ -184,7 +217,7 @@ def fingerprint(config: Mapping[str, Any]) -> str:
         json.dumps(CANDIDATES),
         json.dumps(config, sort_keys=True, default=str),
     ]
-    for folder in SOURCES:
+    for folder in sources:
         for path in sorted((PACKAGE / folder).rglob("*")):
             if path.suffix in (".cpp", ".h", ".py"):
                 parts.append(path.read_text(encoding="utf-8"))
@@ -208,22 +241,28 @@ def _ask(config: Mapping[str, Any], candidates: Sequence[Candidate], threads: Se
         "candidates": [tuple(candidate) for candidate in candidates],
         "threads": list(threads),
     }
+    figures = _answered("headrace.run.auto.probe", msgspec.json.encode(request), Figures)
+    return Figures(problem=figures) if isinstance(figures, str) else figures
+
+
+def _answered(module: str, request: bytes, kind: type[Answer]) -> Answer | str:
+    """Returns what a process of `module` answers, or why it does not."""
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "headrace.run.auto.probe"],
-            input=msgspec.json.encode(request),
+            [sys.executable, "-m", module],
+            input=request,
             capture_output=True,
             timeout=SECONDS,
             env={**os.environ, **quiet},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Figures(problem=f"the measurement could not be made: {error}")
+        return f"the measurement could not be made: {error}"
     try:
-        return msgspec.json.decode(done.stdout, type=Figures)
+        return msgspec.json.decode(done.stdout, type=kind)
     except msgspec.DecodeError:
         words = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        return Figures(problem=f"the measurement failed: {words[-1]}")
+        return f"the measurement failed: {words[-1]}"
 
 
 def _read(place: Path) -> Figures | None:
@@ -233,7 +272,7 @@ def _read(place: Path) -> Figures | None:
         return None
 
 
-def _keep(place: Path, figures: Figures) -> None:
+def _keep(place: Path, figures: Figures | GpuRates) -> None:
     """Writes the figures to the cache. If it cannot be written, the next start measures again."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,8 @@ class Slice(NamedTuple):
     """Approximate parameters of the whole model; experts are not counted."""
 
 
-def slice_of(config: Mapping[str, Any]) -> Slice | None:
-    """Returns the piece of a model, or None if the config does not give the sizes of its layers."""
+def slice_of(config: Mapping[str, Any], least: int = PARAMETERS) -> Slice | None:
+    """Returns the piece of a model, or None if the config does not give the sizes of its layers. `least`: parameters of the piece, if the model has as many."""
     text = {**config, **(config.get("text_config") or {})}
     try:
         layers, hidden = int(text["num_hidden_layers"]), int(text["hidden_size"])
@@ -37,7 +37,7 @@ def slice_of(config: Mapping[str, Any]) -> Slice | None:
     shared = int(text.get("num_key_value_heads") or heads) / heads
     width = heads * int(text.get("head_dim") or hidden // heads)
     parameters = layers * int(2 * hidden * width * (1 + shared) + 3 * hidden * inner) + vocabulary * hidden
-    kept = max(1, min(layers, -(-layers * PARAMETERS // parameters)))
+    kept = max(1, min(layers, -(-layers * least // parameters)))
     rows = min(vocabulary, max(LEAST_VOCABULARY, vocabulary * kept // layers))
     cut = {**config, **_cut(config, layers, kept, rows)}
     if isinstance(config.get("text_config"), dict):
