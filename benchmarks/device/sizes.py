@@ -14,7 +14,7 @@ from benchmarks.device.predictions import TRAINED, always, decoding, trained
 from headrace.run.auto.gpu_probe import CONTEXT, measure_gpu
 from headrace.run.auto.gpu_rates import GpuRequest
 
-TINY: dict[str, Any] = {"rows": (2, 3), "passes": (9,), "microbatches": (22,), "compile": False}
+TINY: dict[str, Any] = {"rows": (2, 3), "passes": (9,), "microbatches": (22,), "compile": False, "path": "fused"}
 LARGER = 16_384
 """Tokens of a microbatch that was never measured eagerly: as fast as one of 2,048 if a token takes what it took then (an assumption)."""
 
