@@ -51,7 +51,7 @@ class Settled:
     notes: tuple[str, ...] = ()
     figures: Figures = Figures()
     rates: GpuRates = NOT_MEASURED
-    """Those of the GPU, if a part is on one and leaves a size open."""
+    """Measured rates of the GPU, if a part is on one and leaves a size open."""
 
 
 def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int, measurer: Measurer) -> Settled:

@@ -47,7 +47,7 @@ class GpuRates(Struct, frozen=True, kw_only=True):
     microbatches: dict[int, float] = {}
     """Trained, by the tokens of a microbatch, with eager layers."""
     compiled: dict[int, float] = {}
-    """The same with compiled layers."""
+    """Trained with compiled layers, by the tokens of a microbatch."""
     notes: tuple[str, ...] = ()
     """Sentences about parts that could not be measured."""
     seconds: float = 0.0
