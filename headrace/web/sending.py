@@ -68,7 +68,7 @@ def decoded(body: bytes, kind: type[T]) -> T:
 
 
 async def decoded_in_turns(body: bytes, kind: type[T]) -> T:
-    """As `decoded`, for a body that may be long. Raises Refused (400)."""
+    """Decodes a body that may be long, with turns for others between. Raises Refused (400)."""
     _check_parts(body)
     await let_others(body)
     return _read(body, kind)
