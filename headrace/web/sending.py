@@ -26,6 +26,8 @@ JSON = "application/json"
 MOST_PARTS = 1 << 17
 """Objects, lists and texts of one body. Each becomes an object of Python, which takes a microsecond wherever it is looked at: a body of nothing
 else would hold up the event loop for seconds."""
+LONG = 1 << 20
+"""Bytes of a body from which on each look at it takes milliseconds."""
 _PART = re.compile(rb'[{\[]|"[^"]*"?')
 _SIZE = "headrace.body_bytes"
 
@@ -36,7 +38,8 @@ GONE = Response(status_code=499)
 async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -> T:
     """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
     body = await read_bytes(request, JSON, limits)
-    read = decoded(body, kind)
+    read = await decoded_in_turns(body, kind)
+    await let_others(body)
     note_unknown(request.scope, read, body)
     return read
 
@@ -47,8 +50,12 @@ def body_bytes(request: HttpRequest) -> int:
 
 
 def _has_many_parts(body: bytes) -> bool:
-    """Looks closely only where there may be too many: texts hold brackets too."""
-    if body.count(b'"') // 2 + body.count(b"{") + body.count(b"[") <= MOST_PARTS:
+    """Looks closely only where there may be too many: texts hold brackets too, and quotes behind a backslash (which may be behind another one)."""
+    brackets, quotes = body.count(b"{") + body.count(b"["), body.count(b'"')
+    if brackets + quotes // 2 <= MOST_PARTS:
+        return False
+    ends = quotes - body.count(b'\\"') + body.count(b'\\\\"')  # no fewer quotes than those that end or begin a text
+    if brackets + (ends + 1) // 2 <= MOST_PARTS:
         return False
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     return next(islice(_PART.finditer(plain), MOST_PARTS, None), None) is not None
@@ -56,8 +63,29 @@ def _has_many_parts(body: bytes) -> bool:
 
 def decoded(body: bytes, kind: type[T]) -> T:
     """Raises Refused (400)."""
+    _check_parts(body)
+    return _read(body, kind)
+
+
+async def decoded_in_turns(body: bytes, kind: type[T]) -> T:
+    """Decodes a body that may be long, with turns for others between. Raises Refused (400)."""
+    _check_parts(body)
+    await let_others(body)
+    return _read(body, kind)
+
+
+async def let_others(body: bytes) -> None:
+    """Between two looks at a long body, whoever else waits for the event loop has it."""
+    if len(body) > LONG:
+        await asyncio.sleep(0)
+
+
+def _check_parts(body: bytes) -> None:
     if _has_many_parts(body):
         raise Refused(400, f"the body has more than {MOST_PARTS} objects, lists and texts; send fewer in one request")
+
+
+def _read(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:

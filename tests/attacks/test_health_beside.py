@@ -63,6 +63,9 @@ def chats(path: str) -> dict[str, Body]:
             b"{" + ONE + b',"tools":[{"function":{"name":"f","parameters":' + DEEP + b"}}]}"
         ),
         f"{path}: brackets without end": lambda: b'{"messages":' + b"[" * MANY,
+        f"{path}: quotes behind escaped backslashes": lambda: (
+            b'{"messages":[{"role":"user","content":"' + b'\\\\\\"' * (15 << 18) + b'"}]}'
+        ),
         f"{path}: escaped quotes": lambda: b'{"messages":[{"role":"user","content":"' + b'\\"' * (7 << 20) + b'"}]}',
     }
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import headrace
 from support import attacked_server
 
-BOUND = 0.5
-"""CPU seconds of the machine on which figures are measured (`docs/benchmarks.md`: there it is below 0.25). A slower machine is given as much more."""
+BOUND = 0.25
+"""CPU seconds of the machine on which figures are measured (`docs/benchmarks.md`). A slower machine is given as much more."""
 USUAL = 1024
 """The soft limit of open files on most systems."""
 

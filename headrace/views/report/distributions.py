@@ -24,7 +24,7 @@ MOST_HITS = 16
 ROWS = 10
 """Rows of a heat map otherwise."""
 NEAR = 1e-6
-"""Largest error of a mean of hits in float32."""
+"""The rounding of float32 in a mean of hits, for each rollout."""
 APART = 0.1
 """Height of the rows of groups without a hit, and with hits alone, where the others are shares of hits."""
 

@@ -265,7 +265,9 @@ class InferenceRoutes:
             tool_choice=body.tool_choice,
             several=body.parallel_tool_calls,
         )
+        await asyncio.sleep(0)  # a conversation of many millions of characters is gone through twice
         digests = digests_of(body.messages)
+        await asyncio.sleep(0)
         known = [rollout for rollout in self._rollouts.playing() if rollout.served.speaker().chats.continues(digests)]
         first = blake2b(msgspec.json.encode([for_template(body.messages), shown]), digest_size=16).digest()
         use = asked_of(body, self._rules)

@@ -26,7 +26,7 @@ from headrace.episodes.environments.gateway.history_trees import GatewayRollout,
 from headrace.web.bodies import Body, Count, Drawing, Token
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
-from headrace.web.sending import decoded, read_bytes
+from headrace.web.sending import decoded_in_turns, read_bytes
 
 # --- Bodies of the requests of atroposlib 0.4
 # Of its trajectory API (`atroposlib/api/server.py`), and of its client of vLLM servers (`atroposlib/envs/server_handling/vllm_server.py`).
@@ -113,7 +113,7 @@ async def read_posted(request: HttpRequest, kind: type[T], limits: ServerLimits)
             raise Refused(400, "the body says that it is gzip, and is not") from None
         if len(body) > limits.body_bytes:
             raise Refused(413, f"a body may have {limits.body_bytes} bytes when it is unpacked")
-    return decoded(body, kind)
+    return await decoded_in_turns(body, kind)
 
 
 # --- open rollouts ------------------------------------------------------------
@@ -360,7 +360,10 @@ class Sequences:
 
     async def _candidates(self, group: PostedGroup) -> list[list[OpenRollout]]:
         """Returns the rollouts that each sequence may be."""
-        digests = [digest_of(tokens) for tokens in group.tokens]
+        digests = []
+        for tokens in group.tokens:
+            digests.append(digest_of(tokens) if len(tokens) <= self._most else b"")  # a longer one is nobody's
+            await asyncio.sleep(0)
         if set(digests) - {rollout.digest for rollout in self._playing}:
             for rollout in self._playing:
                 self._text_of(rollout.digest, rollout.tokens)
