@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, get_args
 
 import pytest
 from pydantic import ValidationError
@@ -15,6 +16,7 @@ from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.config import AlgoConfig, caveats, ratio_problems
 from headrace.algo.objective import AGGREGATIONS, objective_of, reach_of
 from headrace.algo.policy.clipped import PPOClip
+from headrace.algo.policy.loss import Cap, optional
 from headrace.algo.policy.user import UserLoss
 from headrace.algo.recipes import KL, LOSSES, NOT_HERE, RECIPES, Correction, Recipe
 from headrace.algo.rules import OPSM, KPop, Veto
@@ -357,3 +359,8 @@ def test_a_reward_by_which_rollouts_are_clean_must_be_there_when_a_run_begins():
         load_config(rewarded, given)
     for sets in (["algo.name=grpo_roc", "algo.subset.by=tidy"], [*given, "environment.function=e.py:play"]):
         load_config(rewarded, sets)
+
+
+def test_a_constant_without_bounds_is_a_setting_too():
+    assert optional(float) == float | None
+    assert optional(Cap) == Annotated[float | None, *get_args(Cap)[1:]]

@@ -60,9 +60,9 @@ def settings_of(losses: Iterable[type[Loss]], before: str) -> Callable[[C], C]:
 
 
 def optional(hint: Any) -> Any:
-    """The type of a setting that may be missing, with the bounds of `hint`."""
+    """The type of a setting that may be missing, with the bounds of `hint`, if it has any."""
     kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    return Annotated[(kind | None, *bounds)]
+    return Annotated[(kind | None, *bounds)] if bounds else kind | None
 
 
 # --- loss ------------------------------------------------------------
