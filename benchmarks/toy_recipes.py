@@ -1,11 +1,13 @@
 """Recipes on a toy task, with fresh and with stale tokens: does a loss learn, and what does lag cost it? (docs/algorithms.md, docs/choosing.md)
 
 A random model of two layers, whose reward is the share of one letter; a run of 20 steps takes some ten seconds of one core. With `--turns`, rollouts have
-several turns: a reply with this letter goes one place further, and the reward is the share of the way.
+several turns: a reply with this letter goes one place further, and the reward is the share of the way. With `--gym`, prompts and rewards are those of a family of
+reasoning_gym (`pip install "headrace[tasks]"`), which gives an answer that holds the right one the share of its length.
 
     python benchmarks/toy_recipes.py grpo ce_gppo vespo --lags 1 4 --seeds 0 1
     python benchmarks/toy_recipes.py grpo dapo gspo tis --lags 0 1 4 --seeds 0 1 2 --steps 40 --errors
     python benchmarks/toy_recipes.py grpo gigpo --turns 4 --lags 1
+    python benchmarks/toy_recipes.py grpo tis cispo --gym letter_counting --lags 0 4 --seeds 0 1 --steps 40 --errors
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ async def play(agent, prompt, **columns):
         place += "e" in reply.text
     return place / TURNS
 """
+GYM = {"letter_counting": {"min_words": 2, "max_words": 3}, "gcd": {"max_value": 9}, "count_bits": {"max_n": 30}}
+"""Families of reasoning_gym whose answers are mostly one digit, which a random model finds by chance, and their settings."""
 ENDS = 4
 """Steps at the beginning and at the end of a run whose mean reward is given."""
 
@@ -73,7 +77,16 @@ def make_model(directory: Path) -> Path:
 
 
 def trained(
-    place: Path, model: Path, recipe: str, *, lag: int, seed: int, steps: int, turns: int = 1, prompts: int = 0
+    place: Path,
+    model: Path,
+    recipe: str,
+    *,
+    lag: int,
+    seed: int,
+    steps: int,
+    turns: int = 1,
+    prompts: int = 0,
+    gym: str = "",
 ) -> ToyRun:
     place.mkdir()
     (place / "walk.py").write_text(WALK.replace("TURNS", str(turns)))
@@ -91,6 +104,10 @@ def trained(
         checkpoint={"every": 0},
         **(walks if turns > 1 else {}),
     )
+    if gym:
+        settings["task"] = {"kind": "reasoning_gym", "name": gym, "options": GYM[gym], "held_out": 16}
+        settings["reward"] = {"function": "reasoning_gym"}
+        settings["engine"]["context_length"] = 256
     if prompts:
         rows = (place / "rows.jsonl").read_text().splitlines()
         (place / "rows.jsonl").write_text("\n".join(rows[: prompts + 16]))  # 16 are held out
@@ -122,6 +139,7 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, default=0, help="different prompts, which come again and again; 0: more than a run draws"
     )
+    parser.add_argument("--gym", choices=[*GYM], default="", help="a family of reasoning_gym instead of the toy task")
     parser.add_argument("--errors", action="store_true", help="means with standard errors, of two seeds or more")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -141,6 +159,7 @@ def main() -> None:
                         steps=told.steps,
                         turns=told.turns,
                         prompts=told.prompts,
+                        gym=told.gym,
                     )
                     for seed in told.seeds
                 ]

@@ -75,6 +75,7 @@ from headrace.run.rehearsal.memory_needs import (
     notes,
     read_shape,
     refusals,
+    warm_lines,
 )
 from headrace.run.rehearsal.preflight import preflight
 from headrace.run.rehearsal.words import Lines, algorithm, memory_lines, page, shown_to_teacher
@@ -633,6 +634,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     size = checkpoint_bytes(shape, plan)
     found.sections["Memory"] = [
         *memory_lines(wanted, machine),
+        *warm_lines(shape, plan),
         ("on disk", f"{gib(size)} a checkpoint, at most {config.checkpoint.keep + 1} at a time"),
     ]
     problems = list(refusals(wanted, shape, plan, machine))

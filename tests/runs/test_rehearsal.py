@@ -33,7 +33,17 @@ from headrace.run.python_inputs import with_python_inputs
 from headrace.run.rehearsal import memory_needs
 from headrace.run.rehearsal.first_rows import first_prompts, length_problem, lengths
 from headrace.run.rehearsal.machine import Machine, place_problem
-from headrace.run.rehearsal.memory_needs import MemoryPlan, ModelShape, needs, notes, read_shape, refusals
+from headrace.run.rehearsal.memory_needs import (
+    BYTES,
+    MemoryPlan,
+    ModelShape,
+    needs,
+    notes,
+    read_shape,
+    refusals,
+    warm_lines,
+    warm_needs,
+)
 from headrace.run.rehearsal.words import algorithm, page
 from headrace.run.rehearse import Rehearsal, _step_problems, rehearse, try_files
 from headrace.settings.other_names import MEANINGS
@@ -430,6 +440,25 @@ def test_checkpointing_keeps_one_number_in_place_of_all_of_a_layer():
 def test_what_cannot_fit_is_refused(plan: MemoryPlan, memory: float, words: str):
     message = "\n".join(refusals(needs(BILLION, plan), BILLION, plan, machine_of(memory)))
     assert words in message and bool(words) == bool(message)
+
+
+def test_the_reference_of_a_warm_start_is_counted_with_its_trainer_alone():
+    """2 or 4 bytes a parameter for the model before; a warm start has no checkpoints, and published weights are not there yet."""
+    plan, plain = plan_of()._replace(warm_reference=True), plan_of()
+    reference = sum(need.bytes for need in warm_needs(BILLION, plan)) - sum(
+        need.bytes for need in needs(BILLION, plain) if need.who == "trainer" and need.what != memory_needs.COPY
+    )
+    assert reference == BILLION.parameters * BYTES[plan.train_dtype]
+    assert not warm_needs(BILLION, plain) and not warm_lines(BILLION, plain)
+    ((_, line),) = warm_lines(BILLION, plan)
+    assert "its reference included" in line
+    assert needs(BILLION, plan) == needs(BILLION, plain), "it ends before the run's processes begin"
+    least = sum(need.bytes for need in warm_needs(BILLION, plan) if need.certain) / GIB
+    assert not list(refusals(needs(BILLION, plan), BILLION, plan, machine_of(least + 4)))
+    found = "\n".join(refusals(needs(BILLION, plan), BILLION, plan, machine_of(least - 0.1)))
+    assert 'warm_start.loss = "cpo"' in found
+    adapted = plan_of(lora={"rank": 16}, adapters=1)._replace(warm_reference=True)
+    assert all("reference" not in need.what for need in warm_needs(BILLION, adapted)), "the model without the adapter"
 
 
 def test_what_may_not_fit_is_a_note():

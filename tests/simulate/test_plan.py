@@ -35,6 +35,7 @@ from headrace.commands.plan.rates.hardware import (
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.commands.plan.rates.shapes import SHAPES, shape_of
 from headrace.commands.plan.reasons import bias, bottleneck
+from headrace.commands.plan.scenario import Scenario
 from headrace.commands.plan.sweep import Option, recommended, sweep
 from headrace.core.batches import Batch, Group
 from headrace.core.errors import ConfigError
@@ -534,6 +535,44 @@ def test_the_trainer_forwards_the_turns_before_a_fork_once():
     report = virtual_time.run(trainer.step(Batch(0, (Group(0, prompt, (alone, tree), rows),))))
     assert report.forward_tokens == 50 + 59 + (20 + 30 + 10 + 11 + 12)
     assert report.loss_tokens == 20 + 9 + 20 + 10 + 11 + 12
+
+
+@pytest.mark.parametrize(
+    ("algo", "updates", "ahead"),
+    [("grpo", 4, 0), ("tis", 4, 1), ("tis", 1, 0), ("ppo", 4, 1), ("ppo", 1, 0)],
+)
+def test_a_step_of_several_updates_has_its_pass_ahead_and_demonstrations_their_tokens(algo, updates, ahead):
+    """Rows of 100 tokens of which all are forwarded, at a second for a token."""
+    scenario = Scenario(rates=RATES, completions=fixed(1), algo=AlgoConfig(algo), epochs=2 if updates > 1 else 1)
+    rollout = Scored(
+        Episode((Turn((0, 50, 0), Completion((9, *(0,) * 8), (-1.0,) * 9, (VersionSpan(0, 0, 0),), "stop")),)), 1.0, {}
+    )
+    rows = algorithm_of(AlgoConfig("reinforce"), 100).rows(prompt := Prompt("p", "", (0, 50, 0)), [rollout])
+    trainer = SimulatedTrainer(
+        TrainerRates(1.0, 0.0, 0.0),
+        Shared(),
+        epochs=scenario.epochs,
+        minibatches=updates // scenario.epochs,
+        looks_ahead=scenario.looks_ahead,
+        given=20.0,
+    )
+    report = virtual_time.run(trainer.step(Batch(0, (Group(0, prompt, (rollout,), rows),))))
+    assert report.forward_tokens == scenario.epochs * (59 + 20)
+    assert report.seconds == pytest.approx(scenario.epochs * 79 + ahead * 59 / 3)
+
+
+def test_a_plan_counts_demonstrations_and_says_that_a_warm_start_is_not_in_it(tmp_path):
+    path = str(tmp_path / "answers.jsonl")
+
+    def planned(**tables: dict[str, Any]) -> Any:
+        return answer(question(tmp_path, config=config_of(**tables), steps=4, prompts="70", lengths="30"), silent)
+
+    plain = planned()
+    given = planned(demonstrations={"path": path, "rows_per_step": 6}, algo={"name": "chord"})
+    assert (plain.asked.scenario.given, given.asked.scenario.given) == (0.0, 600.0)
+    assert any("6 demonstrations of a step are assumed" in note for note in given.notes)
+    warm = planned(warm_start={"path": path})
+    assert [any("before the first rollout" in note for note in one.notes) for one in (plain, warm)] == [False, True]
 
 
 def test_sizes_that_are_left_open_are_those_of_the_chip_and_what_stays_unused_is_said():

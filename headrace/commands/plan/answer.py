@@ -264,10 +264,14 @@ def _computed(request: PlanRequest) -> Rates:
 
 
 def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[str]) -> Scenario:
-    config = request.config
+    config, completions = request.config, _completions(request, rates, notes)
+    prompts = parse(request.prompts) if request.prompts else rates.prompts or _assumed_prompts(notes)
+    if config.warm_start.path:
+        notes.append(f"the warm start on {config.warm_start.path}, before the first rollout, is in none of these times")
     return Scenario(
         rates=rates,
-        completions=_completions(request, rates, notes),
+        completions=completions,
+        given=_given(request, prompts.mean + completions.mean, notes),
         shape=_shape(request, rates, notes),
         staleness=config.staleness,
         rollout=config.rollout,
@@ -276,7 +280,7 @@ def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[s
         steps=request.steps,
         epochs=config.train.epochs,
         minibatches=config.train.minibatches,
-        prompts=parse(request.prompts) if request.prompts else rates.prompts or _assumed_prompts(notes),
+        prompts=prompts,
         latency=parse(request.latency) if request.latency else fixed(0),
         workers=request.workers or config.reward.workers,
         contrast=contrast,
@@ -330,6 +334,19 @@ def _completions(request: PlanRequest, rates: Rates, notes: list[str]) -> Distri
         "--lengths lognormal:mean=...,sigma=... if you know better"
     )
     return Distribution("lognormal", mean=mean, sigma=0.8)
+
+
+def _given(request: PlanRequest, length: float, notes: list[str]) -> float:
+    """Returns the tokens of the demonstrations of a step. `length`: of a prompt with a completion. The prompts of a run, which are what it forwarded beside its
+    completions, count them already."""
+    own = request.config.demonstrations
+    rows = own.rows_per_step if own.path else 0
+    if not rows or (request.run and not request.calibrate):
+        return 0.0
+    notes.append(
+        f"the {rows} demonstrations of a step are assumed to be as long as a prompt and a completion, {length:.0f} tokens each"
+    )
+    return rows * length
 
 
 def _assumed_prompts(notes: list[str]) -> Distribution:

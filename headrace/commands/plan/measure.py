@@ -62,7 +62,13 @@ def planned_world(scenario: Scenario, observer: Observer) -> PlannedWorld:
         pool=pool,
         engine=engines[0] if scenario.replicas == 1 else pool,
         trainer=SimulatedTrainer(
-            rates.trainer, shared, grain, epochs=scenario.epochs, minibatches=scenario.minibatches
+            rates.trainer,
+            shared,
+            grain,
+            epochs=scenario.epochs,
+            minibatches=scenario.minibatches,
+            looks_ahead=scenario.looks_ahead,
+            given=scenario.given,
         ),
         task=SimulatedTask(scenario.prompts, seed),
         scorer=SimulatedScorer(

@@ -29,6 +29,8 @@ class Scenario:
     epochs: int = 1
     """Number of times that a step trains its groups."""
     minibatches: int = 1
+    given: float = 0.0
+    """Tokens of demonstrations that a step trains beside its groups."""
     replicas: int = 1
     """Engines, each with `rates.engine`."""
     prompts: Distribution = fixed(100)
@@ -54,6 +56,11 @@ class Scenario:
     def mean_completion(self) -> float:
         """Mean tokens of a completion, cut off at max_tokens."""
         return self.completions.mean_below(self.rollout.max_tokens)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether old log-probs or a critic's values are those before a step of several updates (`Gradient.minibatches`)."""
+        return self.algo.recipe.old != "sampler" or self.algo.has_critic
 
     @property
     def token_grain(self) -> int:

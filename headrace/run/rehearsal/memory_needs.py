@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from headrace.algo.recipes import RECIPES
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import read_header, weight_files
@@ -185,6 +186,8 @@ class MemoryPlan(NamedTuple):
     """Whether an engine more takes turns with the trainer (`orchestration.lend`)."""
     demonstrated: bool = False
     """Whether given answers have a gradient of their own."""
+    warm_reference: bool = False
+    """Whether a warm start compares with the model before it, which its trainer holds meanwhile."""
 
 
 def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
@@ -208,6 +211,7 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         shared=config.orchestration.placement == "shared",
         lent=config.orchestration.lend,
         demonstrated=bool(config.demonstrations.path),
+        warm_reference=bool(config.warm_start.path) and RECIPES[config.warm_start.loss].loss.needs_reference,
     )
 
 
@@ -221,6 +225,18 @@ def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
         *((*_trainer(shape, plan), between) if plan.trains else ()),
         *_engines(shape, plan),
     ]
+
+
+def warm_needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
+    """Returns the memory of a warm start that has a reference: of its trainer alone, which ends before those of the run begin. Without one it needs less than
+    they do."""
+    alone = plan._replace(reference_in_loss=True, demonstrated=False, shared=False, lent=False)
+    return [need for need in _trainer(shape, alone) if need.what != COPY] if plan.warm_reference else []
+
+
+def warm_lines(shape: ModelShape, plan: MemoryPlan) -> list[tuple[str, str]]:
+    total = sum(need.bytes for need in warm_needs(shape, plan))
+    return [("warm start", f"{gib(total)}, its reference included, before all of these")] if total else []
 
 
 def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
@@ -354,6 +370,13 @@ def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, m
             f"training {_count(shape.parameters)} parameters takes {gib(least)} on {_name(device)}, which has {gib(present)}, for weights and "
             f"optimizer state alone; {_smaller(plan)}"
         )
+    for device in ("cpu", "cuda"):
+        least = sum(need.bytes for need in warm_needs(shape, plan) if need.certain and need.where == device)
+        if (machine.gpu is not None or device == "cpu") and least > (present := _has(machine, device)):
+            yield (
+                f"the warm start takes {gib(least)} on {_name(device)}, which has {gib(present)}, because its loss compares with the model before it; set "
+                'warm_start.loss = "cpo", "simpo" or "orpo", which compare with none, or train an adapter (lora.rank = 16)'
+            )
 
 
 def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -> Iterator[str]:
