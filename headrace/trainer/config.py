@@ -63,7 +63,7 @@ class TrainConfig:
     PyTorch was measured to be faster."""
     compile: Literal["auto"] | bool = "auto"
     """Compile decoder layers and the sums of the head with torch.compile: fewer and larger kernels, and half a minute to a few minutes at
-    the start. auto: on a GPU, where ranks split weights or rows and not layers. Attention and experts stay as they are. A model that cannot be
+    the start. auto: on a GPU, but not with tensor parallelism. Not in a pipeline. Attention and experts stay as they are. A model that cannot be
     compiled, or not exactly, is trained without, and the run says why. On a CPU it takes the place of the C++ kernels."""
     parity: Literal["off", "bitwise"] = "off"
     """bitwise: a token that was sampled with the trainer's current weights must have exactly the log-prob that the trainer
@@ -197,12 +197,12 @@ def _parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool, cr
         yield f"{asks}, and train.cores has {len(train.cores)}; give each rank at least one core, or leave train.cores empty"
 
 
-def uncompiled(parallel: ParallelConfig) -> str:
-    """Empty if layers can be compiled in these ranks; else the reason why not, a whole clause."""
+def uncompiled(parallel: ParallelConfig, asked: bool = True) -> str:
+    """Empty if layers are compiled in these ranks; else the reason why not, a whole clause. `asked`: train.compile = true."""
     if parallel.pipeline > 1:
         return f"the stages of train.parallel.pipeline = {parallel.pipeline} call layers in an order of their own"
-    if parallel.tensor > 1:
-        return f"ranks of train.parallel.tensor = {parallel.tensor} exchange numbers within layers, as torch.compile was not tried with"
+    if parallel.tensor > 1 and not asked:
+        return f"those of train.parallel.tensor = {parallel.tensor} are with train.compile = true, and not by themselves, because a trial that fails there may end the start"
     return ""
 
 

@@ -158,10 +158,7 @@ def test_a_pass_in_which_a_layer_cannot_be_compiled_comes_to_its_end_eagerly() -
     assert found == 3 and asked == [0] and [str(error) for error in failures] == ["no graph"]
 
 
-@pytest.mark.parametrize(("parallel", "reason"), [
-    ({"tensor": 2}, "exchange numbers within layers"),
-    ({"pipeline": 2}, "call layers in an order of their own"),
-])  # fmt: skip
+@pytest.mark.parametrize(("parallel", "reason"), [({"pipeline": 2}, "call layers in an order of their own")])
 def test_ranks_that_do_not_keep_a_layer_whole_are_refused_with_a_remedy_that_works(
     parallel: dict[str, int], reason: str
 ) -> None:
@@ -178,6 +175,8 @@ def test_ranks_that_do_not_keep_a_layer_whole_are_refused_with_a_remedy_that_wor
     assert (
         problems() == []
         and uncompiled(ParallelConfig(shard=2, replicate=2)) == uncompiled(ParallelConfig(shard=4, expert=4)) == ""
+        and uncompiled(ParallelConfig(shard=1, tensor=2)) == ""
+        and "with train.compile = true" in uncompiled(ParallelConfig(shard=1, tensor=2), asked=False)
     )
 
 

@@ -175,7 +175,7 @@ class TorchTrainer:
         asked = self._config.compile
         if asked is False or (asked == "auto" and self._device.type != "cuda"):
             return Compilation(self._forward)
-        if reason := uncompiled(self._config.parallel):
+        if reason := uncompiled(self._config.parallel, asked is True):
             return Compilation(self._forward, f"layers are not compiled: {reason}")
         largest = None if self._placement.plain else self._placement.largest
         return compiled(self._forward, self._dtype, self._copies_of_step, largest=largest)

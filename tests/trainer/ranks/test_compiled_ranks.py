@@ -9,12 +9,16 @@ from sharded_case import Case, distance
 
 from support import tiny_models
 
+TENSOR = {"shard": 1, "tensor": 2}
 CASES = {
     "qwen3": Case(model="qwen3"),
     "gemma3": Case(model="gemma3_text"),
     "a mixture": Case(model="qwen3_moe", routing=True),
     "whole experts": Case(model="mixtral", parallel={"expert": 2}),
     "rows together": Case(model="qwen3", parallel={"shard": 1, "context": 2}, train={"microbatch_tokens": 6}),
+    "layers together": Case(model="qwen3", parallel=TENSOR),
+    "layers together, windows": Case(model="gemma3_text", parallel=TENSOR),
+    "layers together, a mixture": Case(model="qwen3_moe", routing=True, parallel=TENSOR),
     "checkpointed": Case(model="llama", train={"gradient_checkpointing": True}, parallel={"reduce": "step"}),
 }
 
