@@ -6,7 +6,11 @@ import math
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, repeat
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from headrace.core.types import (
     Completion,
@@ -62,36 +66,75 @@ class TokenDetails(Struct, frozen=True):
     """The set itself, encoded, with the first token of the request that an engine samples from it."""
 
 
-class TokenRuns(Struct, frozen=True):
-    """The tokens of several passes with the same requests. Within it all tokens of a request have one label.
+class LabelledRows(Struct, frozen=True):
+    """The requests that got tokens, each with the labels of its tokens.
 
-    >>> logprobs = array("d", [-0.1, -0.7, -2.0, -0.3]).tobytes()
-    >>> runs = TokenRuns(("t12/0", "t12/1"), 2, array("i", [20, 9, 8, 4]).tobytes(), logprobs, versions=(4, 4), kv_versions=(4, 3))
+    >>> rows = LabelledRows(("t12/0", "t12/1"), versions=(4, 4), kv_versions=(4, 3))
     """
 
     request_ids: tuple[str, ...]
-    count: int
-    """Tokens of each request."""
-    tokens: bytes
-    """[requests, count] int32"""
-    logprobs: bytes
-    """[requests, count] float64"""
     versions: tuple[int, ...]
     """The version of each request's tokens."""
     kv_versions: tuple[int, ...]
     """The oldest version among the cache entries of each request."""
 
+
+_read_rows = lru_cache(maxsize=2048)(msgspec.msgpack.Decoder(LabelledRows).decode)
+"""An engine reports the same rows many times in succession, and a fleet has one set of rows for each member."""
+
+
+class TokenRuns(Struct, frozen=True):
+    """The tokens of several passes with the same requests. Within it all tokens of a request have one label.
+
+    >>> logprobs = array("d", [-0.1, -2.0, -0.7, -0.3]).tobytes()
+    >>> runs = TokenRuns(encoded(rows), 2, array("i", [20, 8, 9, 4]).tobytes(), logprobs)
+    >>> runs.rows == rows, runs.only({"t12/1"}).tokens == array("i", [8, 4]).tobytes()
+    (True, True)
+    """
+
+    encoded_rows: bytes
+    """Its `LabelledRows` (msgpack). Whoever has had a message with the same bytes need not look at the requests again."""
+    count: int
+    """Tokens of each request."""
+    tokens: bytes
+    """[count, requests] int32"""
+    logprobs: bytes
+    """[count, requests] float64"""
+
+    @property
+    def rows(self) -> LabelledRows:
+        return _read_rows(self.encoded_rows)
+
     def only(self, names: Container[str]) -> TokenRuns:
         """Returns those of the requests in `names`."""
-        kept = [place for place, name in enumerate(self.request_ids) if name in names]
+        rows, width = self.rows, len(self.rows.request_ids)
+        kept = [place for place, name in enumerate(rows.request_ids) if name in names]
+        starts = [row * width + place for row in range(self.count) for place in kept]
         return TokenRuns(
-            request_ids=tuple(self.request_ids[i] for i in kept),
+            encoded(
+                LabelledRows(
+                    tuple(rows.request_ids[i] for i in kept),
+                    tuple(rows.versions[i] for i in kept),
+                    tuple(rows.kv_versions[i] for i in kept),
+                )
+            ),
             count=self.count,
-            tokens=b"".join(self.tokens[4 * i * self.count : 4 * (i + 1) * self.count] for i in kept),
-            logprobs=b"".join(self.logprobs[8 * i * self.count : 8 * (i + 1) * self.count] for i in kept),
-            versions=tuple(self.versions[i] for i in kept),
-            kv_versions=tuple(self.kv_versions[i] for i in kept),
+            tokens=b"".join(self.tokens[4 * i : 4 * (i + 1)] for i in starts),
+            logprobs=b"".join(self.logprobs[8 * i : 8 * (i + 1)] for i in starts),
         )
+
+
+Label = tuple[str, int, int, bool]
+"""A request, the version of its tokens, the oldest version among its cache entries, and whether the weights were mixed."""
+
+
+def labels_of(runs: TokenRuns, mixed: bool) -> list[Label]:
+    rows = runs.rows
+    return list(zip(rows.request_ids, rows.versions, rows.kv_versions, repeat(mixed)))
+
+
+def encoded(rows: LabelledRows) -> bytes:
+    return msgspec.msgpack.encode(rows)
 
 
 class StepOutput(Struct, frozen=True):
@@ -119,16 +162,16 @@ class StepOutput(Struct, frozen=True):
 
     @property
     def token_count(self) -> int:
-        return len(self.runs.request_ids) * self.runs.count if self.runs else len(self.tokens)
+        return len(self.runs.tokens) // 4 if self.runs else len(self.tokens)
 
     @property
     def requests(self) -> tuple[str, ...]:
         """The ids of the requests that got tokens."""
-        return self.runs.request_ids if self.runs else self.request_ids
+        return self.runs.rows.request_ids if self.runs else self.request_ids
 
     def versions_of_requests(self) -> Iterator[tuple[str, int]]:
         """Yields each of `requests` with the version that sampled its tokens."""
-        own = self.runs.versions if self.runs else self.versions
+        own = self.runs.rows.versions if self.runs else self.versions
         return zip(self.requests, own or (self.version,) * len(self.requests), strict=True)
 
     def only(self, names: Container[str]) -> StepOutput:
@@ -150,23 +193,28 @@ class StepOutput(Struct, frozen=True):
 
     def sampled(self) -> Iterator[tuple[str, int, float, int]]:
         """Yields request, token, log-prob and version of every token, those of a request in the order in which they were sampled."""
-        runs = self.runs or _as_runs(self)
-        tokens, logprobs = iter(array("i", runs.tokens)), iter(array("d", runs.logprobs))
-        for name, version in zip(runs.request_ids, runs.versions, strict=True):
-            for _ in range(runs.count):
-                yield name, next(tokens), next(logprobs), version
+        runs = self.as_runs()
+        tokens, logprobs, rows = array("i", runs.tokens), array("d", runs.logprobs), runs.rows
+        for place, (name, version) in enumerate(zip(rows.request_ids, rows.versions, strict=True)):
+            for at in range(place, len(tokens), len(rows.request_ids)):
+                yield name, tokens[at], logprobs[at], version
 
+    def as_runs(self) -> TokenRuns:
+        """Returns its tokens in columns, also those of one pass."""
+        if self.runs:
+            return self.runs
+        return TokenRuns(
+            encoded(self._rows()),
+            count=1,
+            tokens=array("i", self.tokens).tobytes(),
+            logprobs=array("d", self.logprobs).tobytes(),
+        )
 
-def _as_runs(output: StepOutput) -> TokenRuns:
-    """The tokens of one pass."""
-    return TokenRuns(
-        request_ids=output.request_ids,
-        count=1,
-        tokens=array("i", output.tokens).tobytes(),
-        logprobs=array("d", output.logprobs).tobytes(),
-        versions=output.versions or (output.version,) * len(output.request_ids),
-        kv_versions=output.kv_versions,
-    )
+    def _rows(self) -> LabelledRows:
+        """Those of one pass."""
+        return LabelledRows(
+            self.request_ids, self.versions or (self.version,) * len(self.request_ids), self.kv_versions
+        )
 
 
 def are_alike(first: StepOutput, other: StepOutput) -> bool:
@@ -187,8 +235,6 @@ def merged(outputs: Sequence[StepOutput]) -> StepOutput:
     [('t12/0', 20), ('t12/0', 9)]
     """
     first, last = outputs[0], outputs[-1]
-    tokens = array("i", chain.from_iterable(zip(*(output.tokens for output in outputs), strict=True)))
-    logprobs = array("d", chain.from_iterable(zip(*(output.logprobs for output in outputs), strict=True)))
     return StepOutput(
         version=first.version,
         finished=last.finished,
@@ -196,67 +242,143 @@ def merged(outputs: Sequence[StepOutput]) -> StepOutput:
         scores=tuple(chain.from_iterable(output.scores for output in outputs)),
         mixed=first.mixed,
         runs=TokenRuns(
-            request_ids=first.request_ids,
+            encoded(first._rows()),
             count=len(outputs),
-            tokens=tokens.tobytes(),
-            logprobs=logprobs.tobytes(),
-            versions=first.versions or (first.version,) * len(first.request_ids),
-            kv_versions=first.kv_versions,
+            tokens=array("i", chain.from_iterable(output.tokens for output in outputs)).tobytes(),
+            logprobs=array("d", chain.from_iterable(output.logprobs for output in outputs)).tobytes(),
         ),
     )
 
 
+class Columns:
+    """The tokens of outputs with the same number of requests, one output after another. Outputs are added in a time that does not depend on that
+    number; each request finds its tokens by its place (`SampledTokens.note`).
+
+    >>> columns = Columns(width=2)
+    >>> columns.add(runs)
+    >>> columns.add(runs)
+    >>> columns.count, array("i", columns.tokens(1, 1, 4)).tolist()
+    (4, [4, 8, 4])
+    """
+
+    MANY, MOST = 64, 1 << 16
+    """Outputs and tokens that are added at most: a request that goes on keeps the tokens of those that have ended in memory too."""
+
+    __slots__ = ("_logprobs", "_outputs", "_tokens", "count", "key", "labels", "width")
+
+    def __init__(self, width: int) -> None:
+        self.width, self.count, self._outputs = width, 0, 0
+        """Requests, tokens of each place, and outputs that were added."""
+        self.labels: list[Label | None] = [None] * width
+        """The label of the tokens that come next to each place; None: nobody has the request."""
+        self.key: tuple[bytes, bool] | None = None
+        """The encoded rows and `mixed` of an output that continues all places; None if none does."""
+        self._tokens, self._logprobs = list[bytes](), list[bytes]()
+
+    @property
+    def is_full(self) -> bool:
+        return self._outputs >= self.MANY or self.count * self.width >= self.MOST
+
+    def add(self, runs: TokenRuns) -> None:
+        self._tokens.append(runs.tokens)
+        self._logprobs.append(runs.logprobs)
+        self.count += runs.count
+        self._outputs += 1
+
+    def tokens(self, place: int, start: int, stop: int) -> bytes:
+        """Returns tokens [start, stop) of a request (int32)."""
+        return self._column(self._tokens, "i", place, start, stop)
+
+    def logprobs(self, place: int, start: int, stop: int) -> bytes:
+        """Returns their log-probs (float64)."""
+        return self._column(self._logprobs, "d", place, start, stop)
+
+    def _column(self, pieces: list[bytes], kind: Literal["i", "d"], place: int, start: int, stop: int) -> bytes:
+        if len(pieces) > 1:
+            pieces[:] = [b"".join(pieces)]
+        column = memoryview(pieces[0]).cast(kind)
+        return column[start * self.width + place : stop * self.width : self.width].tobytes()
+
+
+class _Part(NamedTuple):
+    """Tokens [start, stop) of a place of columns."""
+
+    columns: Columns
+    place: int
+    start: int
+    stop: int | None
+    """None: all that there are, and those that will be added."""
+    label: Label
+
+    @property
+    def end(self) -> int:
+        return self.columns.count if self.stop is None else self.stop
+
+
 class SampledTokens:
-    """All tokens of a request, with log-probs and labels, as arrays. Outputs that arrive are noted, and read when somebody asks or there
-    are many: appending a few tokens to an array costs as much as appending hundreds.
+    """All tokens of a request, with log-probs and labels. Where they lie is noted, and they are made arrays of its own when somebody reads
+    them or there are many such places: appending a few tokens to an array costs as much as appending hundreds.
 
     >>> sampled = SampledTokens((20,), (-0.1,), (before,))
-    >>> sampled.note(runs, place=1, mixed=False)
+    >>> sampled.note(columns, 1, ("t12/1", 4, 3, False))
+    >>> columns.add(runs)
     >>> len(sampled), sampled.tokens.tolist(), [(span.start, span.kv_version) for span in sampled.spans]
     (3, [20, 8, 4], [(0, 4), (1, 3)])
     """
 
-    MANY = 64
-    """Outputs that are noted at most: each keeps the tokens of other requests in memory too."""
+    MANY = 16
+    """Places that are noted at most: each keeps the tokens of other requests in memory too."""
 
-    __slots__ = ("_borrowed", "_count", "_label", "_logprobs", "_noted", "_spans", "_tokens")
+    __slots__ = ("_before", "_borrowed", "_last", "_logprobs", "_parts", "_spans", "_tokens")
 
     def __init__(
         self, tokens: Sequence[int] = (), logprobs: Sequence[float] = (), spans: Sequence[VersionSpan] = ()
     ) -> None:
         self._tokens, self._logprobs, self._spans = array("i", tokens), array("d", logprobs), list(spans)
-        self._label = (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) if spans else None
         self._borrowed: tuple[int, int, int] | None = None
-        """The numbers of tokens, spans and noted outputs of this one, if it has those of another, to which more may be appended."""
-        self._noted: list[tuple[TokenRuns, int, bool]] = []
-        self._count = len(self._tokens)
+        """The numbers of tokens, spans and parts of this one, if it has those of another, to which more may be appended."""
+        self._parts = list[_Part]()
+        """The parts behind the arrays and before the last one."""
+        self._last: _Part | None = None
+        """The newest part, which alone may grow."""
+        self._before = len(self._tokens)
+        """Tokens before those of the last part."""
 
     def __len__(self) -> int:
-        return self._count
+        last = self._last
+        return self._before + last.end - last.start if last else self._before
 
-    def note(self, runs: TokenRuns, place: int, mixed: bool) -> None:
-        """Adds the tokens of `runs.request_ids[place]`."""
-        if self._borrowed:
-            self._own()
-        self._noted.append((runs, place, mixed))
-        self._count += runs.count
-        if len(self._noted) >= self.MANY:
+    def note(self, columns: Columns, place: int, label: Label, start: int | None = None) -> None:
+        """Adds the tokens of a place of columns from `start` on (None: those that will be added there), until the next call, or `close`."""
+        self.close()
+        self._own()
+        if last := self._last:
+            self._before += last.end - last.start
+            self._parts.append(last)
+        self._last = _Part(columns, place, columns.count if start is None else start, None, label)
+        if len(self._parts) >= self.MANY:
             self._read()
+
+    def close(self) -> None:
+        """No more tokens are added."""
+        if (last := self._last) and last.stop is None:
+            self._last = last._replace(stop=last.end)
 
     def copy(self) -> SampledTokens:
         """Returns a copy in a time that does not depend on the number of tokens: those are copied when somebody reads them."""
         other = SampledTokens.__new__(SampledTokens)
         other._tokens, other._logprobs = self._tokens, self._logprobs
-        other._spans, other._noted = self._spans, self._noted
-        other._label, other._count = self._label, self._count
-        other._borrowed = self._borrowed or (len(self._tokens), len(self._spans), len(self._noted))
+        other._spans, other._parts = self._spans, self._parts
+        other._last, other._before = self._last, self._before
+        other._borrowed = self._borrowed or (len(self._tokens), len(self._spans), len(self._parts))
+        other.close()
         return other
 
     def _own(self) -> None:
         if self._borrowed:
-            tokens, spans, noted = self._borrowed
+            tokens, spans, parts = self._borrowed
             self._tokens, self._logprobs = self._tokens[:tokens], self._logprobs[:tokens]
-            self._spans, self._noted, self._borrowed = self._spans[:spans], self._noted[:noted], None
+            self._spans, self._parts, self._borrowed = self._spans[:spans], self._parts[:parts], None
 
     @property
     def tokens(self) -> array[int]:
@@ -274,18 +396,20 @@ class SampledTokens:
 
     def _read(self) -> SampledTokens:
         self._own()
-        if not self._noted:
+        if not (last := self._last):
             return self
         at, tokens, logprobs = len(self._tokens), list[bytes](), list[bytes]()
-        for runs, place, mixed in self._noted:
-            count, label = runs.count, (runs.versions[place], runs.kv_versions[place], mixed)
-            if label != self._label:
-                self._label = label
-                self._spans.append(VersionSpan(at, *label))
-            tokens.append(runs.tokens[4 * place * count : 4 * (place + 1) * count])
-            logprobs.append(runs.logprobs[8 * place * count : 8 * (place + 1) * count])
-            at += count
-        self._noted = []
+        for part in (*self._parts, last):
+            if (stop := part.end) == part.start:
+                continue
+            label = part.label[1:]
+            if not (spans := self._spans) or (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) != label:
+                spans.append(VersionSpan(at, *label))
+            tokens.append(part.columns.tokens(part.place, part.start, stop))
+            logprobs.append(part.columns.logprobs(part.place, part.start, stop))
+            at += stop - part.start
+        self._parts, self._before = [], at
+        self._last = None if last.stop is not None else last._replace(start=last.columns.count)
         self._tokens.frombytes(b"".join(tokens))
         self._logprobs.frombytes(b"".join(logprobs))
         return self
@@ -382,16 +506,24 @@ class Transcript:
         return self.details + [TokenDetails(self.request.id)] * (len(self.tokens) - len(self.details))
 
 
-def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> None:
-    """Adds the output of a pass to the transcripts. Requests that `find` does not know were cancelled, and are skipped."""
+def write_down(
+    output: StepOutput, find: Callable[[str], Transcript | None], note: Callable[[StepOutput], None] | None = None
+) -> None:
+    """Adds the output of a pass to the transcripts. Requests that `find` does not know were cancelled, and are skipped. `note`: what adds the
+    tokens, where that is done in another way."""
     for request_id in {detail.request_id for detail in output.details}:
         if transcript := find(request_id):  # tokens before, sampled under other settings, may have none
-            missing = len(transcript.tokens) - len(transcript.details)
+            missing = len(transcript.sampled) - len(transcript.details)
             transcript.details += [TokenDetails(request_id)] * missing
-    runs = output.runs or _as_runs(output)
-    for place, request_id in enumerate(runs.request_ids):
-        if transcript := find(request_id):
-            transcript.sampled.note(runs, place, output.mixed)
+    if note:
+        note(output)
+    elif output.requests:
+        runs = output.as_runs()
+        columns = Columns(len(output.requests))
+        columns.add(runs)
+        for place, label in enumerate(labels_of(runs, output.mixed)):
+            if transcript := find(label[0]):
+                transcript.sampled.note(columns, place, label, start=0)
     for details in output.details:
         if transcript := find(details.request_id):
             transcript.details.append(details)

@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from headrace.core.errors import HeadraceError
-from headrace.core.steps import StepOutput
+from headrace.core.steps import LabelledRows, StepOutput, TokenRuns, encoded
 from headrace.core.types import Struct
 from headrace.durable.atomic_files import AppendFile
 
@@ -36,7 +36,28 @@ class PassNote(Struct, frozen=True):
     note: bytes
 
 
+class _EarlierRuns(Struct, frozen=True):
+    """`TokenRuns` as logs of November 2026 have it: [requests, count], with the labels beside the tokens."""
+
+    request_ids: tuple[str, ...]
+    count: int
+    tokens: bytes
+    logprobs: bytes
+    versions: tuple[int, ...]
+    kv_versions: tuple[int, ...]
+
+    def now(self) -> TokenRuns:
+        tokens, logprobs = memoryview(self.tokens).cast("i"), memoryview(self.logprobs).cast("d")
+        return TokenRuns(
+            encoded(LabelledRows(self.request_ids, self.versions, self.kv_versions)),
+            self.count,
+            b"".join(tokens[at :: self.count].tobytes() for at in range(self.count)),
+            b"".join(logprobs[at :: self.count].tobytes() for at in range(self.count)),
+        )
+
+
 _output = msgspec.msgpack.Decoder(StepOutput)
+_earlier = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _note = msgspec.msgpack.Decoder(PassNote)
 
 
@@ -108,8 +129,17 @@ def read_passes(run_dir: Path, step: int, first: int | None = None) -> Iterator[
                 continue
             if expected not in (None, frame.number):
                 return
-            yield (_note if frame.is_note else _output).decode(frame.content)
+            yield _note.decode(frame.content) if frame.is_note else _read_output(frame.content)
             expected = frame.number + 1
+
+
+def _read_output(content: bytes) -> StepOutput:
+    try:
+        return _output.decode(content)
+    except msgspec.ValidationError:
+        fields = _earlier.decode(content)
+        runs = msgspec.msgpack.decode(fields.pop("runs"), type=_EarlierRuns)
+        return msgspec.structs.replace(_output.decode(msgspec.msgpack.encode(fields)), runs=runs.now())
 
 
 def discard_passes(run_dir: Path, step: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.core.steps import Finished, StepOutput, Transcript, write_down
+from headrace.core.steps import Columns, Finished, StepOutput, TokenRuns, Transcript, labels_of, write_down
 from headrace.core.types import Completion, Request, Sampling
 
 # --- A request that samples nothing: it asks for the log-probs of tokens that are there.
@@ -60,6 +60,10 @@ class RequestBook:
         self._left: dict[str, Pending] = {}
         """The requests that were pending when the engine was given up."""
         self._listeners: list[Callable[[StepOutput], None]] = []
+        self._open: dict[tuple[bytes, bool], Columns] = {}
+        """The columns that outputs of the same rows continue (`Columns.key`)."""
+        self._places: dict[str, tuple[Columns, int]] = {}
+        """The place of each request, if it has one."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -79,6 +83,7 @@ class RequestBook:
         return pending
 
     def leave(self, request_id: str) -> None:
+        self._vacate(request_id)
         del self._pending[request_id]
 
     def listen(self, listener: Callable[[StepOutput], None]) -> None:
@@ -96,10 +101,69 @@ class RequestBook:
             listener(output)
 
     def enter_output(self, output: StepOutput) -> None:
-        write_down(output, self._pending.get)
+        write_down(output, self._pending.get, self._note)
         for end in output.finished:
             if pending := self._pending.get(end.request_id):
                 pending.finish(end)
+
+    def _note(self, output: StepOutput) -> None:
+        """Adds the tokens. An output with the rows of the one before costs the same for any number of requests, and most are such where they come
+        often; of others the requests count whose place or label is new."""
+        if not output.token_count:
+            return
+        runs = output.as_runs()
+        key = runs.encoded_rows, output.mixed
+        if (columns := self._open.get(key)) and not columns.is_full:
+            columns.add(runs)
+            return
+        if len(set(runs.rows.request_ids)) < len(
+            runs.rows.request_ids
+        ):  # of simulated engines: several tokens of a request
+            self._note_once(output)
+            return
+        columns = self._continued(runs)
+        labels, had = labels_of(runs, output.mixed), columns.labels
+        new = [(place, label) for place, label in enumerate(labels) if label != had[place]]
+        for place, _ in new:
+            if before := had[place]:
+                self._vacate(before[0])
+        for place, label in new:
+            self._vacate(label[0])
+            if pending := self._pending.get(label[0]):
+                pending.sampled.note(columns, place, label)
+                self._places[label[0]] = columns, place
+                had[place] = label
+        if None not in had:  # else one of them may come later, under a name that it has here already
+            self._forget(columns)
+            columns.key, self._open[key] = key, columns
+        columns.add(runs)
+
+    def _note_once(self, output: StepOutput) -> None:
+        for name in output.requests:
+            self._vacate(name)
+        write_down(StepOutput(output.version, mixed=output.mixed, runs=output.as_runs()), self._pending.get)
+
+    def _continued(self, runs: TokenRuns) -> Columns:
+        """Returns the columns in which the requests were before, or new ones."""
+        names = runs.rows.request_ids
+        for name in names[:4]:
+            columns, _ = self._places.get(name, (None, 0))
+            if columns and columns.width == len(names) and not columns.is_full:
+                return columns
+        return Columns(len(names))
+
+    def _vacate(self, request_id: str) -> None:
+        """A request comes, goes, or gets its tokens elsewhere."""
+        if there := self._places.pop(request_id, None):
+            columns, place = there
+            self._pending[request_id].sampled.close()
+            columns.labels[place] = None
+            self._forget(columns)
+
+    def _forget(self, columns: Columns) -> None:
+        if columns.key:
+            del self._open[columns.key]
+            columns.key = None
 
     def refuse(self, request_id: str, message: str) -> None:
         self.fail(request_id, ValueError(message))

@@ -14,10 +14,11 @@ import pytest
 
 from headrace.core.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
 from headrace.core.reports import Capabilities
-from headrace.core.steps import StepOutput
+from headrace.core.steps import StepOutput, merged
 from headrace.core.types import Completion, Request, RolloutKey, Sampling
 from headrace.core.weights import AdapterSpec
 from headrace.engine.fleet.fleet import Fleet, in_common
+from headrace.engine.fleet.member import Member
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.facts.facts import MemberMoved, Warned, Withdrawn
 from headrace.facts.telemetry import Telemetry
@@ -434,6 +435,41 @@ def test_what_a_member_sends_after_it_has_left_is_ignored() -> None:
         assert completion.tokens == await undisturbed(rollout(0, 0)) and len(flock.told("t0/0")) == LENGTH
 
     run(case)
+
+
+def test_rows_that_were_accepted_are_not_when_their_request_has_gone_elsewhere_or_has_come_again() -> None:
+    """A member that repeats its rows is believed without a look at the requests, as long as they stay."""
+
+    async def case(flock: Flock) -> None:
+        first, second = flock.fleet.members
+
+        def say(member: Member, version: int) -> None:
+            said = merged([StepOutput(version, ("t0/0",), (99,), (-1.0,), (0,))])
+            flock.fleet._rotation.requests.heard(member, said)
+
+        def said() -> int:
+            return sum(token == 99 for one in flock.heard for _, token, _, _ in one.sampled())
+
+        (task,) = started(flock, rollout(0, 0))
+        await asyncio.sleep(0.5 * TOKEN)
+        holder, other = (first, second) if first.attempts else (second, first)
+        say(holder, 0)
+        say(holder, 0)
+        say(other, 0)
+        assert said() == 2
+        flock.fleet._rotation.expel(holder, "is tried out")
+        await asyncio.sleep(0.1 * TOKEN)
+        say(holder, 0)
+        assert said() == 2, "another member has it"
+        say(other, 0)
+        assert said() == 3
+        other.attempts["t0/0"].floor = 1
+        flock.fleet._rotation.requests.look_at(other)  # as for any request that comes or goes
+        say(other, 0)
+        assert said() == 3 and not other.serves, "the version is compared again"
+        task.cancel()
+
+    run(case, engine(), engine())
 
 
 def test_a_member_that_samples_with_old_weights_is_taken_out_before_a_token_is_accepted() -> None:

@@ -807,6 +807,30 @@ def test_passes_come_back_and_go_on_over_a_restart(tmp_path: Path) -> None:
     assert tuple(read_passes(tmp_path, 1)) == ()
 
 
+def test_passes_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Three passes of two requests, as they were written until the 29th of November 2026."""
+    passes = log(tmp_path, OUTPUTS[:1])
+    passes._append(bytes.fromhex(EARLIER), 0)
+    passes.write(OUTPUTS[1])
+    passes.close()
+    before, earlier, after = read_passes(tmp_path, 0)
+    assert (before, after) == OUTPUTS[:2]
+    assert isinstance(earlier, StepOutput)
+    assert list(earlier.sampled()) == [
+        ("a", 20, 0.0, 4), ("a", 21, -0.25, 4), ("a", 22, -0.5, 4), ("b", 8, -2.0, 4), ("b", 9, -2.0, 4), ("b", 10, -2.0, 4)
+    ]  # fmt: skip
+    assert earlier.as_runs().rows.kv_versions == (4, 3) and earlier.finished == (Finished("a", "stop"),)
+
+
+EARLIER = (
+    "8ba776657273696f6e04ab726571756573745f69647390a6746f6b656e7390a86c6f6770726f627390ab6b765f76657273696f6e7390a866696e69736865649184aa72"
+    "6571756573745f6964a161a473746f70a473746f70a56572726f72a0a7726f7574696e67c0a876657273696f6e7390a764657461696c7390a673636f72657390a56d69"
+    "786564c2a472756e7386ab726571756573745f69647392a161a162a5636f756e7403a6746f6b656e73c41814000000150000001600000008000000090000000a000000"
+    "a86c6f6770726f6273c4300000000000000080000000000000d0bf000000000000e0bf00000000000000c000000000000000c000000000000000c0a876657273696f6e"
+    "73920404ab6b765f76657273696f6e73920403"
+)
+
+
 def test_notes_lie_between_the_passes(tmp_path: Path) -> None:
     passes = log(tmp_path, OUTPUTS[:1])
     passes.note("t3/1", b"one")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace import cli
+from headrace.commands.plan.command import controller_work
 from headrace.commands.plan.rates.rates import (
     CHANGED,
     INDEX_AND_VALUE,
@@ -108,3 +109,12 @@ def test_the_command_says_what_weights_take(tmp_path: Path, capsys: pytest.Captu
     less = json.loads(capsys.readouterr().out)
     assert less["weights"]["bytes"] < slow["weights"]["bytes"] / 50
     assert less["weights"]["seconds"] < slow["weights"]["seconds"]
+
+
+def test_the_plan_says_what_the_controller_needs_and_from_which_size_on_a_bus_is_to_be_used() -> None:
+    each = 64 * 128
+    assert controller_work(1, each) == []
+    (some,) = controller_work(100, 100 * each)
+    assert some == "  the controller needs 28.0% of a core to receive the tokens of 100 engines"
+    (many,) = controller_work(500, 500 * each)
+    assert "139.9% of a core" in many and many.endswith("use rollout hosts on a bus (orchestration.bus)")

@@ -19,6 +19,7 @@ from headrace.commands.plan.sweep import Option
 from headrace.core.printing import echo
 from headrace.facts.texts import number, short_time
 from headrace.run.rehearsal.memory_needs import token_activations
+from headrace.run.worker.engine_loop import HOLD
 from headrace.trainer.parallel import LOOPS, ParallelConfig
 
 
@@ -52,6 +53,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         "",
         *_details(asked, price, run_steps),
         *([f"  {idle}"] if (idle := unused_memory(request)) else []),
+        *controller_work(scenario.replicas, prediction.tokens_per_second),
         *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
         *_piped(request, asked),
@@ -81,6 +83,25 @@ def _details(choice: Option, price: float, run_steps: int) -> list[str]:
     if prediction.dropped:
         lines.append("  dropped: " + ", ".join(f"{count} × {reason}" for reason, count in prediction.dropped.items()))
     return lines
+
+
+MESSAGE, TOKEN = 75e-6, 0.25e-6
+"""Seconds of one CPU core for a message of a fleet's engine and for each token, of which a completion is made at the end: measured by
+`benchmarks/pass_messages.py` (`--ends 2048`, an AMD EPYC). Groups and their texts come on top."""
+
+MESSAGES = 1 / HOLD
+"""Messages of an engine in a second while it holds outputs back for as long as it may."""
+
+
+def controller_work(engines: int, tokens: float) -> list[str]:
+    """Returns a line on the controller's work for a fleet that samples so many tokens a second, and whether that is too much for one process."""
+    if engines == 1:
+        return []
+    share = engines * MESSAGES * MESSAGE + tokens * TOKEN
+    return [
+        f"  the controller needs {share:.1%} of a core to receive the tokens of {engines} engines"
+        + ("; above half a core they come late: use rollout hosts on a bus (orchestration.bus)" if share > 0.5 else "")
+    ]
 
 
 def _weights(request: PlanRequest) -> list[str]:

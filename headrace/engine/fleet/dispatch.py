@@ -107,6 +107,7 @@ class Homes:
 
     def changed(self, member: Member) -> None:
         """The member has entered the rotation or left it, got a request or lost one, or has new statistics."""
+        member.known_rows = b""
         for members, holds in (
             (self._free, not member.rows or len(member.attempts) < member.rows),
             (self._crowded, member.is_crowded),
@@ -148,9 +149,9 @@ class Homes:
         home = self._homes.get(group_of(pending.request))
         if home and (spans := pending.sampled.spans):
             home.floor = max(home.floor, spans[-1].version)
-        if pending.end and pending.end.stop in ("stop", "length") and pending.tokens:
+        if pending.end and pending.end.stop in ("stop", "length") and pending.sampled:
             self._ended += 1
-            length = len(pending.request.prefix) + len(pending.tokens)
+            length = len(pending.request.prefix) + len(pending.sampled)
             self._mean += (length - self._mean) / min(self._ended, REMEMBERED)
 
 
@@ -271,7 +272,7 @@ class Requests:
 
     def _begin(self, pending: Pending, member: Member) -> None:
         request = pending.request
-        floor, had = member.versions.get(request.adapter, -1), len(pending.tokens)
+        floor, had = member.versions.get(request.adapter, -1), len(pending.sampled)
         attempt = Attempt(pending=pending, member=member, floor=floor, group=group_of(request), had=had)
         self._at[request.id] = member.attempts[request.id] = attempt
         attempt.task = asyncio.get_running_loop().create_task(self._follow(attempt))
@@ -347,20 +348,25 @@ class Requests:
                 pending_request.interrupt()
             else:
                 self._place(pending_request)
-        return len(pending), sum(len(pending_request.tokens) for pending_request in pending)
+        return len(pending), sum(len(pending_request.sampled) for pending_request in pending)
 
     # -- from the members ---------------------------------------------------------------------------------------------------
 
     def heard(self, member: Member, output: StepOutput) -> None:
-        names = _names(output)
-        accepted = {name for name in names if name in member.attempts}
-        if not accepted:
-            return
-        if len(accepted) < len(names):
-            output = output.only(accepted)
-        if old := _too_old(output, member.attempts):
-            self._expel(member, old)
-            return
+        rows = output.runs.encoded_rows if output.runs else b""
+        others = output.finished or output.details or output.scores
+        if others or not rows or rows != member.known_rows:
+            names = _names(output)
+            accepted = names & member.attempts.keys()
+            if not accepted:
+                return
+            if len(accepted) < len(names):
+                output = output.only(accepted)
+                rows = b""
+            if old := _too_old(output, member.attempts):
+                self._expel(member, old)
+                return
+            member.known_rows = rows
         try:
             self.book.publish(output)
         except Exception as error:  # for example, the journal cannot be written: later tokens would not be in it

@@ -46,7 +46,7 @@ class Attempt:
     def waits(self) -> bool:
         """Whether nothing was heard of it yet: it may wait for a row, or its prompt be computed."""
         pending = self.pending
-        return len(pending.tokens) == self.had and not (pending.done.done() or pending.aborted)
+        return len(pending.sampled) == self.had and not (pending.done.done() or pending.aborted)
 
     async def over(self) -> None:
         """Returns when the member has done with the request, or has left the rotation: then its id can be used again."""
@@ -71,6 +71,8 @@ class Member:
     """The report of the newest load, by adapter."""
     attempts: dict[str, Attempt] = field(default_factory=dict)
     """Its requests, by id."""
+    known_rows: bytes = b""
+    """The rows of an output that was accepted, while its requests are the same: others with these rows are accepted too."""
     leaving: set[asyncio.Task[None]] = field(default_factory=set)
     """Requests that were taken away from it and have not left it yet."""
     stats: EngineStats = field(default_factory=EngineStats)
@@ -96,7 +98,7 @@ class Member:
         """Tokens of its requests: what its KV cache has to hold for them. A prompt that they have in common counts once."""
         prompts = {attempt.group: len(attempt.pending.request.prompt) for attempt in self.attempts.values()}
         return sum(prompts.values()) + sum(
-            len(attempt.pending.request.prefix) + len(attempt.pending.tokens) for attempt in self.attempts.values()
+            len(attempt.pending.request.prefix) + len(attempt.pending.sampled) for attempt in self.attempts.values()
         )
 
     @property
