@@ -30,8 +30,9 @@ def test_a_planted_environment_is_known_everywhere_and_gives_the_reward_if_it_sa
     monkeypatch.setitem(ENVIRONMENTS, "duel", OwnKind(TWO_TURNS, "two turns of a duel", rewards=True))
     monkeypatch.setitem(ENVIRONMENTS, "stroll", OwnKind(TWO_TURNS, "two turns of a stroll"))
     reference = runpy.run_path(str(DOCS / "make_settings.py"))["reference"]()
-    assert "single_turn: one completion of the prompt. duel: two turns of a duel. stroll: two turns of" in reference
-    with pytest.raises(ConfigError, match="is not one of the environments: single_turn, duel, stroll"):
+    assert "single_turn: one completion of the prompt. " in reference
+    assert " duel: two turns of a duel. stroll: two turns of a stroll. The others" in reference
+    with pytest.raises(ConfigError, match="is not one of the environments: single_turn.*, duel, stroll"):
         _load("chess")
     assert [_load(kind).environment.rewards for kind in ("single_turn", "duel", "stroll")] == [False, True, False]
     assert isinstance(build_scorer(_load("duel")), NoReward)
