@@ -67,7 +67,7 @@ def rollouts(client: TestClient, **given: object) -> dict[str, object]:
 
 
 def cells(html: object, column: str) -> list[str]:
-    return [re.sub(r"<small>.*", "", one) for one in re.findall(rf'data-head="{column}">(.*?)</td>', str(html))]
+    return [re.sub(r"<small.*", "", one) for one in re.findall(rf'data-head="{column}">(.*?)</td>', str(html))]
 
 
 def tickets(html: object) -> list[str]:
