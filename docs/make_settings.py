@@ -23,7 +23,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import ENGINES, SERVERS
 from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig
-from headrace.episodes.environments.kinds import GATEWAY_KINDS, LIBRARIES
+from headrace.episodes.environments.kinds import ENVIRONMENTS, GATEWAY_KINDS, LIBRARIES
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.task_kinds import TASK_KINDS
 from headrace.processes.orchestration_config import OrchestrationConfig
@@ -33,8 +33,7 @@ from headrace.weight_sync.config import AUTO, WeightSyncConfig
 from headrace.weight_sync.transport import TRANSPORTS
 
 KINDS_OF_CODE = """\
-The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the prompt. The others are environments
-of other libraries, with rewards of their own (docs/libraries.md)."""
+The others are environments of other libraries, with rewards of their own (docs/libraries.md)."""
 
 KINDS_OF_TASKS = """\
 The source of prompts: endless procedural problems, or rows of a file: JSON (an object a line, or one array of objects), CSV (with the
@@ -121,8 +120,13 @@ def computed(kind: type) -> dict[str, str]:
         ]
         return {"kind": f"The engine that serves the policy. {'; '.join(f'{name}: {about}' for name, about in every)}."}
     if kind is EnvironmentConfig:
-        about = ". ".join(f"{name}: {one.about}" for name, one in {**LIBRARIES, **GATEWAY_KINDS}.items())
-        return {"kind": f"{KINDS_OF_CODE} {about}."}
+        ours, others = (
+            " ".join(f"{name}: {one.about}." for name, one in kinds.items())
+            for kinds in (ENVIRONMENTS, LIBRARIES | GATEWAY_KINDS)
+        )
+        return {
+            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}"
+        }
     return constants() if kind is AlgoConfig else {}
 
 

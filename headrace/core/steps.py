@@ -211,7 +211,7 @@ class StepOutput(Struct, frozen=True):
         )
 
     def _rows(self) -> LabelledRows:
-        """Those of one pass."""
+        """Returns the rows of one pass."""
         return LabelledRows(
             self.request_ids, self.versions or (self.version,) * len(self.request_ids), self.kv_versions
         )

@@ -190,3 +190,6 @@ def _delta_problems(way: Way, ends: WeightEnds) -> Iterator[str]:
             'weight_sync.encoding = "delta" saves bytes that travel, and through memory that both ends share none do; remove it, or set weight_sync.kind = '
             '"tcp"'
         )
+    elif not way.transport.sends_deltas:
+        remedy = "" if ends.server else ', or set weight_sync.kind = "tcp"'
+        yield f'weight_sync.encoding = "delta" is not for weight_sync.kind = "{way.kind}", which sends whole copies alone; remove it{remedy}'

@@ -138,6 +138,7 @@ class NetworkTransport(TransportKind, frozen=True):
     """The base of transports whose engines fetch over the network, from a server in the trainer's process."""
 
     listens: ClassVar = True
+    sends_deltas: ClassVar = True
 
     token: str
     host: str = "127.0.0.1"

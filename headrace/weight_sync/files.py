@@ -138,6 +138,7 @@ class Files(TransportKind, frozen=True, tag="files"):
     condition: ClassVar = "where all see one directory: engine.shared_dir"
     writes_files: ClassVar = True
     keeps_for_sleepers: ClassVar = frozenset({"server", "fetching server"})
+    sends_deltas: ClassVar = True
     serves_deltas: ClassVar = False
     keeps: ClassVar = "two versions"
 

@@ -74,6 +74,8 @@ class TransportKind(Struct, frozen=True):
     """Whether an update lies in files, so that the bytes are those that were written, whoever reads them."""
     sends_bytes: ClassVar[bool] = True
     """Whether bytes travel. If both ends share memory, differences save nothing, and an engine needs no copy of its own."""
+    sends_deltas: ClassVar[bool] = False
+    """Whether it can send differences from the version before (`Opening.form`); where not, every update is a whole copy."""
     serves_deltas: ClassVar[bool] = True
     """Whether servers that it reaches can read differences."""
     waits_for_all: ClassVar[bool] = False

@@ -6,7 +6,6 @@ No GPU multiplies here: the same codes are multiplied in float32, torch's own pr
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from headrace.engine.native.runners.fp8 import E4M3, EMULATED, LARGEST, Fp8, cod
 from support.looped_experts import looped
 from support.plain_pages import read_pages
 from support.tiny_models import RunnerDriver, parameters, prompts, reference, skeleton
+from support.triton_marks import needs_interpreter, needs_triton
 
 CPU = torch.device("cpu")
 CODES = torch.arange(256, dtype=torch.uint8).view(E4M3).double()
@@ -75,12 +75,6 @@ def test_a_number_that_is_none_makes_its_row_none_and_no_other(bad):
 
 
 KERNELS = "headrace.engine.native.runners.fp8_kernels"
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed: torch brings it along on CUDA, and `pip install triton` here",
-)
-
-
 TRY = """
 import torch
 from headrace.engine.native.runners.fp8 import coded
@@ -99,7 +93,7 @@ for dtype, widths in ((torch.float32, (100,)), (torch.bfloat16, (16, 5000))):
 """
 
 
-@needs_triton
+@needs_interpreter
 @pytest.mark.slow  # 10 CPU s, for Triton and its interpreter
 def test_the_kernel_makes_the_same_codes():
     """In Triton's interpreter, which is chosen when triton is imported: in a process of its own."""

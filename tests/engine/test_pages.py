@@ -6,7 +6,7 @@ the kernels compile for GPUs is tried by the slow test.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import logging
 import sys
@@ -21,12 +21,9 @@ from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners import page_trial
 from headrace.engine.native.runners.page_trial import deviation, page_kernel
 from headrace.engine.native.runners.pages import PLAIN, Pages, Softmax, Tiles, places, splits, tile_queries
+from support.triton_marks import needs_interpreter, needs_triton
 
 CPU = torch.device("cpu")
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed: torch brings it along on CUDA, and `pip install triton` here",
-)
 
 
 @pytest.fixture
@@ -90,7 +87,7 @@ def segments(draw_from: np.random.Generator, sizes, context, *, heads, kv_heads,
     return q, keys, values, pages
 
 
-@needs_triton
+@needs_interpreter
 @settings(max_examples=6, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     st.lists(
@@ -131,7 +128,7 @@ def kernel_once():
     sys.modules.pop(KERNELS, None)
 
 
-@needs_triton
+@needs_interpreter
 def test_tokens_in_no_tile_are_zeros(kernel):
     q, keys, values, pages = segments(
         np.random.default_rng(1), (1, 20), (3, 5), heads=4, kv_heads=2, dim=16, dtype=torch.float32, split=1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from html import unescape
 
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.facts.facts import Evaluated, HeldOutLook
 from headrace.facts.run_state import RunState
-from headrace.views.report.held_out_looks import held_out_samples, marked
+from headrace.views.report.held_out_looks import from_first_difference, held_out_samples, marked
 
 
 def looked(step: int, text: str, name: str = "", *rewards: float, prompt: str = "p") -> Evaluated:
@@ -48,6 +49,28 @@ def test_a_prompt_that_the_last_evaluation_has_not_scored_stands_alone() -> None
 
 def test_texts_with_little_in_common_are_not_marked() -> None:
     assert marked("alpha beta", "12 + 13 = 25") == ("alpha beta", "12 + 13 = 25")
+
+
+def test_texts_of_one_word_again_and_again_are_compared_in_little_time() -> None:
+    """What a policy that has collapsed writes. Each word of one text equals each of the other."""
+    before = time.process_time()
+    left, right = marked("so " + ". " * 6000 + "a", "so " + "b" + ". " * 6000 + "a")
+    assert time.process_time() - before < 1.0
+    assert left.startswith("so ") and left.endswith("a") and right.startswith("so <ins>b")
+
+
+def test_a_common_begin_and_end_are_no_change() -> None:
+    assert marked("a b c d", "a x c d") == ("a <del>b</del> c d", "a <ins>x</ins> c d")
+    assert marked("a a", "a a a") == ("a a", "a a<ins> a</ins>") and marked("", "") == ("", "")
+
+
+def test_long_texts_are_shown_where_they_first_differ() -> None:
+    same = "a line\n" * 100
+    assert from_first_difference(same + "yes" + "!" * 99, same + "no", 20) == (
+        "(690 characters before) … ne\na line\nyes!!!!!!! … (92 characters more)",
+        "(690 characters before) … ne\na line\nno",
+    )
+    assert from_first_difference("a\nb", "a\nc", 3) == ("a\nb", "a\nc")
 
 
 @settings(max_examples=60)

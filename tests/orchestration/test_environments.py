@@ -21,7 +21,7 @@ from headrace.core.protocols import Agent, EnvironmentKind, Limits
 from headrace.core.types import Completion, Episode, Prompt, RolloutKey, Scored, Turn, VersionSpan
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.config import EnvironmentConfig, turn_problems
-from headrace.episodes.environments.kinds import ENVIRONMENTS, environment_kind
+from headrace.episodes.environments.kinds import ENVIRONMENTS, OwnKind, environment_kind
 from headrace.episodes.environments.single_turn import SINGLE_TURN
 from headrace.episodes.episodes import name_of_turn, roll_out, with_rewards
 from headrace.episodes.rollout_session import Played, TurnAsked
@@ -449,6 +449,7 @@ def test_only_kinds_that_work_are_accepted() -> None:
     assert load_config(MINIMAL).environment == EnvironmentConfig(kind="single_turn")
 
 
+TWO = OwnKind("headrace.testing.fake_environments:TWO_TURNS", "two turns")
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}, "reward": {"function": "a.py:f"}}
 
 
@@ -456,7 +457,7 @@ def test_a_loss_that_divides_by_the_longest_completion_is_refused_where_there_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not list(turn_problems(1, length="dr_grpo")) and not list(turn_problems(3, length=""))
-    monkeypatch.setitem(ENVIRONMENTS, "two", "headrace.testing.fake_environments:TWO_TURNS")
+    monkeypatch.setitem(ENVIRONMENTS, "two", TWO)
     config = {**MINIMAL, "environment": {"kind": "two"}, "algo": {"name": "dr_grpo"}}
     with pytest.raises(ConfigError, match="the environment has up to 2 turns, and dr_grpo divides"):
         load_config(config)
@@ -464,7 +465,7 @@ def test_a_loss_that_divides_by_the_longest_completion_is_refused_where_there_ar
 
 
 def test_the_longest_rollout_has_all_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENVIRONMENTS, "two", "headrace.testing.fake_environments:TWO_TURNS")
+    monkeypatch.setitem(ENVIRONMENTS, "two", TWO)
     rollout = {"rollout": {"max_tokens": 24}}
     assert load_config({**MINIMAL, **rollout}).longest_rollout == 24
     assert load_config({**MINIMAL, **rollout, "environment": {"kind": "two"}}).longest_rollout == 48

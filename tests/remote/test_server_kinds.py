@@ -81,13 +81,13 @@ def test_a_planted_server_is_known_everywhere(tiny_llama: Path) -> None:
     found = json.loads(done.stdout)
     assert "parrot: a server that repeats; owl: a server at night." in found["docs"]
     assert found["reach"] == "fetching server" and found["dialect"] == 7
-    assert "native, headrace, vllm, sglang, parrot, owl" in found["unknown"]
-    assert '"headrace", "vllm", "sglang", "parrot" or "owl"' in found["native"]
+    assert "there are: native, " in found["unknown"] and ", parrot, owl" in found["unknown"]
+    assert '"parrot" or "owl"' in found["native"]
     assert 'engine.kind = "parrot" caches are always recomputed' in found["swap"]
     assert "Parrot has no setting like it" in found["own"]
     assert "a run starts no Owl server" in found["joined"]
     fetching, reading = found["delta"]
     assert 'set weight_sync.kind = "http", or remove it' in fetching and "set weight_sync.kind" not in reading
     assert found["untried"] == [[], ['engine.kind = "owl" never met the day']]
-    assert found["starts"] == ["headrace", "vllm", "parrot"]
+    assert {"parrot", "owl"} & set(found["starts"]) == {"parrot"}
     assert "no parrots_not_here: install it (pip install parrots)" in found["missing"]

@@ -129,6 +129,40 @@ asyncio.run(later())
     assert (result.reason, result.out) == ("", "thread\nkept ['renamed']\nPoint(x=7)\n"), result
 
 
+AT_THE_END = {
+    "what is registered": ("import atexit\natexit.register(print, 'bye')\nprint('hi')", "hi\nbye\n", ""),
+    "an output that is written at the end": (
+        "import atexit, io, os\nout = io.StringIO()\natexit.register(lambda: os.write(1, out.getvalue().encode()))\nout.write('5') and None",
+        "5", "",
+    ),
+    "behind an exception": ("import atexit\natexit.register(print, 'bye')\nraise ValueError", "bye\n", "raised"),
+    "what ends the process": ("import atexit, os\natexit.register(os._exit, 3)\nprint('hi', flush=True)", "hi\n", "exit"),
+    "what raises": ("import atexit\natexit.register(int, 'x')\nprint('hi')", "hi\n", ""),
+    "an idle executor": (
+        "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\nprint(pool.submit(pow, 2, 5).result())",
+        "32\n", "",
+    ),
+    "a daemon": ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\nprint('hi')", "hi\n", ""),
+}  # fmt: skip
+"""Programs with what the interpreter prints of them, and the reason that they end for."""
+
+
+@pytest.mark.parametrize("name", few(AT_THE_END, keep=4))
+def test_the_end_of_a_program_is_that_of_the_interpreter(name, sandbox):
+    code, out, reason = AT_THE_END[name]
+    result = sandbox.run(code)
+    assert (result.out, result.reason) == (out, reason), result
+
+
+def test_an_output_of_exactly_the_limit_is_whole(sandbox):
+    """Beside the mark that a confined process writes before it runs code."""
+    for stream in ("stdout", "stderr"):
+        code = f"import sys\nsys.{stream}.write('\\0' * {{}}) and None"
+        fits, over = (sandbox.run(code.format(size)) for size in (LIMITS.output, LIMITS.output + 1))
+        assert (fits.reason, fits.out + fits.err) == ("", "\0" * LIMITS.output), fits.detail
+        assert (over.reason, len(over.out + over.err)) == ("output", LIMITS.output), over.detail
+
+
 def test_a_call_leaves_nothing_to_the_next(sandbox):
     assert sandbox.run("import builtins\nbuiltins.len = None\nopen('x', 'w').write('y')\nz = 1").reason == ""
     result = sandbox.run("import os\nprint(len(os.listdir()), 'z' in globals())")

@@ -55,6 +55,7 @@ print(json.dumps({{
     "fact": [weight_way(config.way, "full").transport, weight_way(config.way, "full").words],
     "far": list(weight_sync_problems(config.weight_sync, WeightEnds(bus=True))),
     "secret": list(weight_sync_problems(config.weight_sync, WeightEnds(joined="a", encrypted=True))),
+    "delta": [refused(run | {{"weight_sync": {{"kind": kind, "encoding": "delta"}}}}) for kind in ("shared_memory", "tcp", "files", "pigeon")],
     "lent": refused(run | {{"orchestration": {{"lend": True}}}}),
     "slept": refused(run | {{"orchestration": {{"placement": "shared"}}}}),
     "untried": untried(config),
@@ -73,6 +74,9 @@ def test_a_planted_transport_is_known_everywhere(tiny_llama: Path) -> None:
     assert found["words"].startswith("a pigeon: one letter (") and found["fact"] == ["pigeon", "a pigeon"]
     assert [one for one in found["far"] if '"pigeon" does not reach rollout hosts' in one and '"tcp", "http" or' in one]
     assert ['weight_sync.kind = "pigeon" cannot be encrypted' in one for one in found["secret"]] == [True]
+    shared, *sending, whole = found["delta"]
+    assert "through memory that both ends share" in shared and sending == ["", ""]
+    assert '"pigeon", which sends whole copies alone; remove it, or set weight_sync.kind = "tcp"' in whole
     assert 'weight_sync.kind = "pigeon" waits for all' in found["lent"]
     assert 'weight_sync.kind = "pigeon" does not keep them for it' in found["slept"]
     assert found["untried"] == ["weights by a pigeon never met a hawk"]

@@ -205,7 +205,7 @@ class EnvironmentConfig:
     @property
     def rewards(self) -> bool:
         """Whether it gives rewards of its own, so that no reward function is needed."""
-        return self.in_processes
+        return self.in_processes or ENVIRONMENTS[self.kind].rewards
 
 
 def _changed(config: EnvironmentConfig) -> Iterator[str]:

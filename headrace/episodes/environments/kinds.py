@@ -8,11 +8,23 @@ from typing import Any
 
 from headrace.core.protocols import EnvironmentKind
 
+
+@dataclass(frozen=True)
+class OwnKind:
+    """Facts about an environment of headrace's own, which is played in the controller's process."""
+
+    opens: str
+    """Place of a `protocols.EnvironmentKind`. By name, because only a run that uses one imports its module, with the packages that it needs."""
+    about: str
+    """Half a sentence that says what it is, for the page of settings."""
+    rewards: bool = False
+    """Whether it gives rewards of its own, so that no reward function is needed."""
+
+
 ENVIRONMENTS = {
-    "single_turn": "headrace.episodes.environments.single_turn:SINGLE_TURN",
+    "single_turn": OwnKind("headrace.episodes.environments.single_turn:SINGLE_TURN", "one completion of the prompt"),
 }
-"""Places of `protocols.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
-that it needs."""
+"""Environments of headrace's own."""
 
 
 @dataclass(frozen=True)
@@ -105,5 +117,5 @@ def named(place: str) -> Any:
 
 
 def environment_kind(name: str) -> EnvironmentKind:
-    found: EnvironmentKind = named(ENVIRONMENTS[name])
+    found: EnvironmentKind = named(ENVIRONMENTS[name].opens)
     return found

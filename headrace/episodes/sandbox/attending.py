@@ -56,7 +56,7 @@ def attend(
     """Returns when `first` has ended, or was killed with `code` for exceeding a limit. `code`: the process that runs the code, perhaps the
     same. `orders`: at its end nobody waits for the call; raises StreamEnded then, with the processes killed."""
     patience = Patience(code.pid, limits.seconds)
-    printed = {end: bytearray() for end in reading}
+    printed, most = {end: bytearray() for end in reading}, limits.output + len(CONFINED)
     watch = select.poll()
     for end in reading:
         watch.register(end, select.POLLIN)
@@ -76,7 +76,7 @@ def attend(
                 for process in {first, code}:
                     os.kill(process.pid, signal.SIGKILL)
                 raise StreamEnded("nobody waits for the call")
-            if found in printed and not _read(found, printed[found], limits.output):
+            if found in printed and not _read(found, printed[found], most):
                 watch.unregister(found)
             if found in gates:
                 _serve(gates, found, event, watch)
@@ -87,7 +87,7 @@ def attend(
     for process in ends:
         process.gate.close()
     for end in reading:
-        _read(end, printed[end], limits.output)
+        _read(end, printed[end], most)
         os.close(end)
     broken = broken if broken[0] else _broken(None, printed, limits, private)
     status, cpu = ends[code]
@@ -117,7 +117,8 @@ def _serve(gates: dict[int, ThreadGate], found: int, event: int, watch: select.p
 def _broken(
     patience: Patience | None, printed: dict[int, bytearray], limits: SandboxLimits, private: PrivateDirectory
 ) -> tuple[str, str]:
-    if any(len(output) > limits.output for output in printed.values()):
+    out, *others = printed.values()
+    if max(len(out.removeprefix(CONFINED)), *map(len, others)) > limits.output:
         return "output", f"it printed more than {limits.output:,} bytes"
     if patience and patience.left < 0:
         return "time", f"it took more than {limits.seconds:g} s"
@@ -155,7 +156,8 @@ def _killed(pid: int) -> tuple[int, float]:
 
 def report_of(ended: CallEnd, limits: SandboxLimits) -> dict[str, Any]:
     """Returns the fields of `sandbox.SandboxResult` as `result`, and whether the verdict of a test is `sure` (`inside/tester.py`)."""
-    out, err, *verdict = [output[: limits.output].decode(errors="replace") for output in ended.printed]
+    printed = [ended.printed[0].removeprefix(CONFINED), *ended.printed[1:]]
+    out, err, *verdict = [text[: limits.output].decode(errors="replace") for text in printed]
     reason, detail = ended.broken
     sure = False
     if blame := _own_limits(ended, limits, verdict):
@@ -163,9 +165,8 @@ def report_of(ended: CallEnd, limits: SandboxLimits) -> dict[str, Any]:
     elif not reason and verdict:
         reason, detail, *more = json.loads(verdict[0] or '["ended", "the test ended without a verdict"]')
         sure = any(more)
-    if not out.startswith(CONFINED.decode()) and not _needless(ended, verdict, reason):
+    if not ended.printed[0].startswith(CONFINED) and not _needless(ended, verdict, reason):
         reason, detail = "unconfined", err.strip()[-500:] or detail
-    out = out.removeprefix(CONFINED.decode())
     if reason == "ended" or (not reason and not verdict):
         reason, detail = _how(ended, limits, err, detail)
     result = {"reason": reason, "detail": detail, "out": out, "err": err, "cpu_seconds": ended.cpu_seconds}

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from headrace.core.batches import Group
 from headrace.core.reports import TrainReport
-from headrace.core.types import Scored
+from headrace.core.types import Prompt, Scored
 from headrace.durable.journal import JournalReader, JournalStep
 from headrace.facts.number_tables import OUTCOMES, GroupTable, Order, Wanted
 from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.facts.texts import clip, number, plural
-from headrace.views.report.held_out_looks import hits, marked
+from headrace.views.report.held_out_looks import from_first_difference, hits, marked, shortened
 from headrace.views.report.rollouts import MAX_TEXT, rollout_table
 from headrace.views.report.svg import table
 
@@ -113,19 +113,23 @@ class Browser:
         with self._lock:
             self._journal.refresh(SECONDS / 2)
         found = [self._rollout(*place) for place in places]
-        texts = marked(
-            *(clip("\n\n".join(turn.completion.text for turn in one.episode.turns), MAX_TEXT) for _, one in found)
-        )
-        prompts = list(dict.fromkeys(group.prompt.text for group, _ in found))
+        first, second = ("\n\n".join(turn.completion.text for turn in one.episode.turns) for _, one in found)
+        texts = marked(*from_first_difference(first, second, MAX_TEXT))
+        prompts = list(dict.fromkeys(_shown(group.prompt) for group, _ in found))
         halves = "".join(
             f'<div class="look"><p class="note">ticket {group.ticket}, rollout {place} · {hits([one.reward])}</p>'
-            + (f'<pre class="asked">{escape(clip(group.prompt.text, MAX_TEXT))}</pre>' if len(prompts) > 1 else "")
+            + (f'<pre class="asked">{escape(_shown(group.prompt))}</pre>' if len(prompts) > 1 else "")
             + f"<pre>{text or '(empty)'}</pre></div>"
             for (group, one), (_, place), text in zip(found, places, texts, strict=True)
         )
-        asked = f'<pre class="asked">{escape(clip(prompts[0], MAX_TEXT))}</pre>' if len(prompts) == 1 else ""
-        note = '<p class="note">Marked: words that only one of them has.</p>'
-        return f'<section class="looks">{note}<div class="then">{asked}<div class="pair">{halves}</div></div></section>'
+        asked = f'<pre class="asked">{escape(prompts[0])}</pre>' if len(prompts) == 1 else ""
+        if first == second:
+            note = "They say the same."
+        elif any(f"<{mark}>" in text for mark, text in zip(("del", "ins"), texts, strict=True)):
+            note = "Marked: words that only one of them has."
+        else:
+            note = "Nothing is marked: they have little in common, or differ in white space alone."
+        return f'<section class="looks"><p class="note">{note}</p><div class="then">{asked}<div class="pair">{halves}</div></div></section>'
 
     def _rollout(self, ticket: int, place: int) -> tuple[Group, Scored]:
         group = self._journal.group(ticket)
@@ -189,6 +193,10 @@ class Browser:
         html = table(head, rows) + note if rows else '<p class="empty">No group fulfils these conditions.</p>'
         after = question.start + len(shown)
         return RolloutPage(html, len(shown), len(tickets), after if after < len(tickets) else None)
+
+
+def _shown(prompt: Prompt) -> str:
+    return shortened(prompt.text, MAX_TEXT)
 
 
 def _failures(groups: list[Group]) -> str:

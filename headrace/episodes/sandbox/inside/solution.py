@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import atexit
+import contextlib
 import linecache
 import os
 import sys
@@ -22,12 +24,13 @@ CONFINED = b"\0"
 
 
 def run_program(code: str) -> int:
-    """Runs it, and prints the value of a last line that is an expression, as the interpreter does. Returns the exit code."""
+    """Runs it, and prints the value of a last line that is an expression, as the interpreter does. Then it waits for its threads, those of idle
+    executors end, and what is registered with `atexit` is called. Returns the exit code."""
     module = new_module(code)
     ended = _guarded(lambda: exec(compiled(code, show=True), module.__dict__))
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    with contextlib.suppress(BaseException):  # they are printed, and change no exit code
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     return ended
 
 
@@ -87,7 +90,7 @@ def _print(error: BaseException) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process with what was printed, and without anything else that was to be done at the end."""
+    """Ends the process with what was printed, and does nothing else."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
