@@ -13,6 +13,7 @@ reasoning_gym (`pip install "headrace[tasks]"`), which gives an answer that hold
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
+from headrace.algo.config import AlgoConfig
 from headrace.facts.records import StepRow, read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -43,6 +45,8 @@ async def play(agent, prompt, **columns):
 """
 GYM = {"letter_counting": {"min_words": 2, "max_words": 3}, "gcd": {"max_value": 9}, "count_bits": {"max_n": 30}}
 """Families of reasoning_gym whose answers are mostly one digit, which a random model finds by chance, and their settings."""
+ANSWER = "eeeee"
+"""The given answer to every prompt, for recipes that learn from such: as many of them in a step as there are groups."""
 ENDS = 4
 """Steps at the beginning and at the end of a run whose mean reward is given."""
 
@@ -108,6 +112,12 @@ def trained(
         settings["task"] = {"kind": "reasoning_gym", "name": gym, "options": GYM[gym], "held_out": 16}
         settings["reward"] = {"function": "reasoning_gym"}
         settings["engine"]["context_length"] = 256
+    if (kind := AlgoConfig(recipe).given_answers) != "none":
+        asked = map(json.loads, (place / "rows.jsonl").read_text().splitlines())
+        given = [json.dumps({"prompt": row["prompt"], "answer": ANSWER}) for row in asked]
+        (place / "answers.jsonl").write_text("\n".join(given))
+        own = {} if kind == "compared" else {"rows_per_step": settings["staleness"]["groups_per_step"]}
+        settings["demonstrations"] = {"path": str(place / "answers.jsonl"), **own}
     if prompts:
         rows = (place / "rows.jsonl").read_text().splitlines()
         (place / "rows.jsonl").write_text("\n".join(rows[: prompts + 16]))  # 16 are held out

@@ -176,7 +176,7 @@ class AlgoConfig:
         """Whether it knows a rollout as one weight, as one reward, or as one chain of tokens, and no branches."""
         advantage, loss = ADVANTAGES.get(self.recipe.advantage), self.recipe.loss
         chained = advantage is not None and (advantage.spread or advantage.critic or advantage.remembers)
-        return chained or loss.weighs_rollouts or loss.whole
+        return chained or loss.weighs_rollouts or loss.whole or self.given_answers == "compared"
 
     @property
     def remembers(self) -> bool:
@@ -263,11 +263,36 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 def _given_answers(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     given = _given(config.demonstrations)
     if recipe.demonstrations.kind == "none" and given.keys() - {"kind"}:
-        yield "algo.demonstrations needs a kind (sft, phi or shaped); set it, or remove the settings of algo.demonstrations"
-    if "gamma" in given and recipe.demonstrations.kind != "shaped":
-        yield "algo.demonstrations.gamma needs algo.demonstrations.kind = shaped; set it, or remove algo.demonstrations.gamma"
+        yield "algo.demonstrations needs a kind (sft, phi, shaped or compared); set it, or remove the settings of algo.demonstrations"
+    if "gamma" in given and recipe.demonstrations.kind not in ("shaped", "compared"):
+        yield "algo.demonstrations.gamma needs algo.demonstrations.kind = shaped or compared; set it, or remove algo.demonstrations.gamma"
+    if "reward" in given and recipe.demonstrations.kind != "compared":
+        yield "algo.demonstrations.reward needs algo.demonstrations.kind = compared; set it, or remove algo.demonstrations.reward"
+    if recipe.demonstrations.kind == "compared":
+        yield from _compared_answers(config, recipe)
+        return
     if ("last_weight" in given) != ("decay_steps" in given):
         yield "algo.demonstrations.last_weight and decay_steps belong together; set both, or remove them"
+
+
+def _compared_answers(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    """Yields what does not go together with given answers that belong to the group of their question."""
+    says = "algo.demonstrations.kind = compared"
+    if shares := [
+        name
+        for name in ("weight", "last_weight", "warmup_steps", "decay_steps")
+        if name in _given(config.demonstrations)
+    ]:
+        yield f"algo.demonstrations.{shares[0]} is of the share of given answers, which with {says} is theirs of the tokens of a step; remove it"
+    if recipe.advantage not in ("centred", "group_norm"):
+        yield (
+            f"{says} compares given answers with rollouts by one reward for each, and algo.advantage = {recipe.advantage} does not; set it to centred or "
+            "group_norm"
+        )
+    if recipe.aggregation != "token_mean" or config.denominator != "all":
+        yield f"{says} is a mean over the tokens of rollouts and given answers; set algo.aggregation = token_mean and algo.denominator = all"
+    if recipe.credit != "rollout" or recipe.subset.kind != "none" or config.length_penalty:
+        yield f"{says} compares whole rollouts, all of a group, by their rewards alone; remove algo.credit, algo.subset and algo.length_penalty"
 
 
 def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:

@@ -401,7 +401,8 @@ def demonstrated(rule: Demonstrated) -> Objective:
 
     sft: -log π. phi: -sg(π·(1 - π))·log π, which leaves out what the policy knows, and what is far from it (CHORD-φ, arXiv 2508.11408; the
     authors' `SFTPhiLossFn`, agentscope-ai/Trinity-RFT). shaped: -π/(π + γ), whose gradient at rare tokens is not as small as that of -π
-    (LUFFY, arXiv 2504.14945, with an advantage of 1; the authors' `off_policy_reshape = p_div_p_0.1`, ElliottYan/LUFFY).
+    (LUFFY, arXiv 2504.14945, with an advantage of 1; the authors' `off_policy_reshape = p_div_p_0.1`, ElliottYan/LUFFY). compared: -A·π/(π + γ), A
+    being the advantage of the answer among the rollouts of its question (LUFFY).
     """
 
     def loss(tokens: Tokens) -> TokenLoss:
@@ -411,6 +412,8 @@ def demonstrated(rule: Demonstrated) -> Objective:
                 return unclipped(-(probability * (1 - probability)).detach() * tokens.logprob)
             case "shaped":
                 return unclipped(-probability / (probability + rule.gamma))
+            case "compared":
+                return unclipped(-tokens.advantage * probability / (probability + rule.gamma))
             case _:
                 return unclipped(-tokens.logprob)
 

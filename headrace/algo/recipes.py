@@ -1,7 +1,7 @@
 """An algorithm is a value: one literal table of recipes, which is also the list of all losses. Imports no torch.
 
 A recipe is an advantage function, a loss, an aggregation and a handful of constants; `AlgoConfig` may replace each of them.
-docs/algorithms.md prints the table. First come the parts of a recipe, each with the table within `[algo]` that replaces its values.
+docs/algorithms.md prints the table. First come the parts of a recipe, each with the table within `[algo]` that replaces its values (None: keeps them).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from headrace.algo.rules import OPSM, RULES, KPop, Rule, Veto, with_thresholds
 from headrace.settings.strict import STRICT
 
 # --- The parts of a recipe
-# The parts of a recipe, each with the table within `[algo]` that replaces its values; None keeps the recipe's value. Imports no torch.
 
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum", "pair_mean"]
@@ -162,14 +161,12 @@ class KLConfig:
     coef: float | None = Field(default=None, ge=0)
     """The factor of the divergence; 0 is off."""
     estimator: Estimator | None = None
-    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). k2 or k3 in the loss, k1
-    in the reward."""
+    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). k2 or k3 in the loss, k1 in the reward."""
     place: Literal["loss", "reward"] | None = None
     """loss: the trainer holds the reference as well. reward: an engine serves the reference, and the divergence is
     subtracted from the reward."""
     unbiased: bool | None = None
-    """loss: multiplies by the ratio to the sampler, which makes the estimate exact for tokens that older weights
-    sampled."""
+    """loss: multiplies by the ratio to the sampler, which makes the estimate exact for tokens that older weights sampled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,12 +254,13 @@ class CriticConfig:
 class Demonstrated:
     """The loss of demonstrations, and their share of the step's (`algo/objective.py`)."""
 
-    kind: Literal["none", "sft", "phi", "shaped"] = "none"
+    kind: Literal["none", "sft", "phi", "shaped", "compared"] = "none"
     weight: float = 0.1
     last_weight: float | None = None
     warmup_steps: int = 0
     decay_steps: int = 0
     gamma: float = 0.1
+    reward: float = 1.0
 
     def share_at(self, step: int) -> float:
         """Returns μ of the step that follows `step` finished ones: linear up to `weight`, then along half a cosine to `last_weight` (CHORD-μ, arXiv
@@ -279,8 +277,9 @@ class Demonstrated:
 class DemonstratedConfig:
     """The loss of the given answers of [demonstrations], which are trained beside the rollouts of each step: (1 - μ) times the loss of these, and μ times theirs."""
 
-    kind: Literal["none", "sft", "phi", "shaped"] | None = None
-    """sft: cross-entropy. phi: cross-entropy times π(1 - π), which counts most where the policy is undecided. shaped: π/(π + `gamma`)."""
+    kind: Literal["none", "sft", "phi", "shaped", "compared"] | None = None
+    """sft: cross-entropy. phi: cross-entropy times π(1 - π), most where the policy is undecided. shaped: π/(π + `gamma`). compared:
+    that times the advantage among the rollouts of its question."""
     weight: float | None = Field(default=None, gt=0, lt=1)
     """μ, the share of the loss that is theirs; 0.1 if not given."""
     last_weight: float | None = Field(default=None, ge=0, lt=1)
@@ -290,7 +289,9 @@ class DemonstratedConfig:
     decay_steps: int | None = Field(default=None, gt=0)
     """Number of steps after these in which μ falls (or rises) to `last_weight`."""
     gamma: float | None = Field(default=None, gt=0)
-    """shaped: the probability at which π/(π + γ) is a half; 0.1 if not given."""
+    """shaped, compared: the probability at which π/(π + γ) is a half; 0.1 if not given."""
+    reward: float | None = None
+    """compared: the reward of every given answer, beside those of the rollouts; 1 if not given."""
 
 
 # --- recipes ------------------------------------------------------------
@@ -348,6 +349,14 @@ RECIPES: dict[str, Recipe] = {
         about="given answers beside the rollouts, which count most where the policy is undecided",
         papers=("2508.11408",),
     ),
+    "luffy": Recipe(
+        "centred",
+        PPOClip(),
+        "token_mean",
+        demonstrations=Demonstrated(kind="compared"),
+        about="given answers belong to the group of their question, and rare tokens of theirs count more",
+        papers=("2504.14945",),
+    ),
     "dr_grpo": Recipe("centred", PPOClip(), "token_sum", papers=("2503.20783",)),
     "rloo": Recipe("leave_one_out", PPOClip(), "seq_mean_token_sum", papers=("2402.14740",)),
     "reinforce": Recipe(
@@ -365,11 +374,7 @@ RECIPES: dict[str, Recipe] = {
         papers=("2501.03262",),
     ),
     "reinforce++_baseline": Recipe(
-        "group_baseline",
-        PPOClip(),
-        "token_mean",
-        about="centred, then whitened over the batch",
-        papers=("2501.03262",),
+        "group_baseline", PPOClip(), "token_mean", about="centred, then whitened over the batch", papers=("2501.03262",)
     ),
     "maxrl": Recipe("maxrl", PPOClip(), "seq_mean_token_sum", papers=("2602.02710",)),
     "opo": Recipe("opo", PPOClip(), "seq_mean_token_sum", papers=("2505.23585",)),
@@ -647,6 +652,7 @@ REFERENCES: dict[str, str] = {
     "pods": "paper, by trying every subset",
     "gfpo": "paper",
     "chord": "agentscope-ai/Trinity-RFT, `SFTPhiLossFn` and `mu_schedule_function`",
+    "luffy": "paper, without the deviation, with PPO's clip; the shaping is also `off_policy_reshape = p_div_p_0.1` of ElliottYan/LUFFY",
     "grpo_roc": "microsoft/rStar, `resample_of_correct`, with one as the least number of either kind",
     "gigpo": "paper, eq. 3 to 8, without the deviation; langfengQ/verl-agent, `compute_gigpo_outcome_advantage` with `mode = mean_norm`",
     "gspo": "paper, eq. 5",

@@ -33,7 +33,7 @@ from headrace.algo.advantages import (
 )
 from headrace.algo.config import AlgoConfig
 from headrace.algo.turn_states import STATE_WEIGHT, state_advantages, states_of
-from headrace.core.batches import Group, RewardsBefore, Row
+from headrace.core.batches import Demonstration, Group, RewardsBefore, Row
 from headrace.core.sampling_masks import joined_masks
 from headrace.core.types import Completion, Episode, Prompt, RoutingTrace, Scored, TeacherTrace, TopLogprobs
 
@@ -275,21 +275,41 @@ def _numbers_of(group: Group) -> list[tuple[int, ...]]:
 # Runs in the controller, without torch.
 
 
-def algorithm_of(algo: AlgoConfig, longest: int, weights: Mapping[str, float] | None = None) -> Algorithm:
+def algorithm_of(
+    algo: AlgoConfig,
+    longest: int,
+    weights: Mapping[str, float] | None = None,
+    answers: Sequence[Demonstration] = (),
+) -> Algorithm:
     """Makes the algorithm. `longest`: the most tokens that can be sampled for a rollout; `weights`: weights of the named
-    rewards, 1 if missing.
+    rewards, 1 if missing; `answers`: the given answers, which are read only where they are compared with rollouts.
 
     Raises ConfigError if the user's advantage function cannot be loaded.
     """
-    return Algorithm(algo, advantage_of(algo.recipe.advantage), longest, weights or {})
+    found: dict[tuple[int, ...], dict[Demonstration, None]] = {}
+    if algo.given_answers == "compared":
+        for one in answers:
+            found.setdefault(one.prompt, {})[replace(one, advantage=1.0)] = (
+                None  # an answer that is given twice counts once
+            )
+    return Algorithm(algo, advantage_of(algo.recipe.advantage), longest, weights or {}, found)
 
 
 class Algorithm:
     """The part of the algorithm that the pipeline uses: advantages and rows."""
 
-    def __init__(self, algo: AlgoConfig, advantage: Advantage, longest: int, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        algo: AlgoConfig,
+        advantage: Advantage,
+        longest: int,
+        weights: Mapping[str, float],
+        answers: Mapping[tuple[int, ...], Collection[Demonstration]],
+    ) -> None:
+        """`answers`: by the tokens of their question, where they are compared with rollouts."""
         self._algo, self._recipe = algo, algo.recipe
         self._advantage, self._longest, self._weights = advantage, longest, weights
+        self._answers = answers
         self._attempts = algo.attempts or ATTEMPTS
         self._weighs = self._recipe.loss.weighs_rollouts
         self._spreads, self._judged = advantage.spread, advantage.critic
@@ -316,6 +336,8 @@ class Algorithm:
         if self._advantage.pairs:
             return tuple(self._rows_of_pairs(prompt, scored))
         advantages, trained = self._compared(self._group(scored)._replace(before=before))
+        if prompt.tokens in self._answers:
+            advantages = self._beside_answers(prompt, scored)[: len(scored)]
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
         for place, (rollout, advantage) in enumerate(zip(scored, advantages, strict=True)):
@@ -342,6 +364,22 @@ class Algorithm:
         for place, advantage in zip(places, self._advantage.function(group.of(places)), strict=True):
             advantages[place] = advantage
         return advantages, places
+
+    def _beside_answers(self, prompt: Prompt, scored: Sequence[Scored]) -> list[float]:
+        """Returns the advantages of the rollouts of a question, and then those of its given answers: they are one group (LUFFY, arXiv 2504.14945)."""
+        given = (self._recipe.demonstrations.reward,) * len(self._answers.get(prompt.tokens, ()))
+        return self._advantage.function(GroupRewards(self._group(scored).rewards + given))
+
+    def answers(self, groups: Sequence[Group]) -> tuple[Demonstration, ...]:
+        """Returns the given answers to the questions of groups, each with its advantage; none unless they are compared with rollouts."""
+        return tuple(
+            replace(one, advantage=advantage)
+            for group in groups
+            if (own := self._answers.get(group.prompt.tokens))
+            for one, advantage in zip(
+                own, self._beside_answers(group.prompt, group.scored)[len(group.scored) :], strict=True
+            )
+        )
 
     def pairs(self, scored: Sequence[Scored]) -> tuple[Pair, ...]:
         """The pairs of rollouts, chosen and rejected, as places in `scored`; none unless the loss compares pairs. A rollout that was cut off

@@ -138,19 +138,21 @@ class Demonstration(Struct, frozen=True):
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    advantage: float = 1.0
+    """That among the rollouts of its question (`algo.demonstrations.kind = compared`); else 1."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.prompt + self.answer
 
     def row(self, step: int) -> Row:
-        """Returns its row for the trainer: the weight of every token of the answer is 1."""
+        """Returns its row for the trainer: every token of the answer has its advantage."""
         count = len(self.answer)
         return Row(
             prompt=self.prompt,
             tokens=self.answer,
             logprobs=(0.0,) * count,  # nobody sampled them, and what learns from them compares with nothing
-            advantages=(1.0,) * count,
+            advantages=(self.advantage,) * count,
             mask=(True,) * count,
             versions=(step,) * count,
             temperature=1.0,

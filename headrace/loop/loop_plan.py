@@ -44,7 +44,7 @@ class LoopPlan:
     """Whether rewards are kept by prompt, for an advantage that asks for those of earlier groups."""
 
     demonstrations: Callable[[int], tuple[Demonstration, ...]] = lambda step: ()
-    """The given answers that are trained beside the groups of a step."""
+    """The given answers that are trained beside the groups of a step, unless they are those of its questions (`Algorithm.answers`)."""
 
     def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
         """The trainer's batch for `step`. `judged`: the groups that `Buffer.take` returned, in the order in which they were taken."""
@@ -54,7 +54,7 @@ class LoopPlan:
             self.rollout.temperature,
             self.adapter,
             steps=self.steps,
-            demonstrations=self.demonstrations(step),
+            demonstrations=self.demonstrations(step) or algorithm.answers(judged),
         )
 
     def batch_again(self, step: JournalStep, algorithm: Algorithm) -> Batch:

@@ -115,7 +115,7 @@ class _LoadedLane:
     async def join(self, pools: Pools) -> _JoinedLane:
         """Starts the teachers, and restores the state in which an earlier process left the lane. Raises ConfigError if either cannot be."""
         config, files, plan = self.config, self.files, plan_of(self.config, self.adapter)
-        if self.course:
+        if self.course and config.algo.given_answers != "compared":
             plan = dataclasses.replace(plan, demonstrations=self.course.of_step)
         teaching = await open_teaching(
             config, files.planned_teachers, pools, files.encoder, self.telemetry, adapted=bool(self.adapter)
@@ -229,7 +229,12 @@ class _JoinedLane:
             sets=loaded.sets,
             evaluation=config.eval,
             journal=storage.journal,
-            algorithm=algorithm_of(config.algo, config.longest_rollout, config.reward_weights),
+            algorithm=algorithm_of(
+                config.algo,
+                config.longest_rollout,
+                config.reward_weights,
+                loaded.course.rows if loaded.course else (),
+            ),
             decode=loaded.files.encoder.decode,
             snapshots=Snapshots(
                 checkpoints=storage.checkpoints,

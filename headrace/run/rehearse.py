@@ -33,7 +33,7 @@ from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import is_async
 from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.demonstrations import Demonstrations, read_demonstrations
+from headrace.episodes.tasks.demonstrations import Demonstrations, read_demonstrations, unanswered
 from headrace.facts.facts import FilesChecked, Warned
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.run_limits import SHORT
@@ -343,7 +343,7 @@ async def _tried(
             context=config.engine.context_length,
             most=config.rollout.max_tokens,
         )
-        await _given_answers(found, config, encoder.using(config.task.rendering))
+        await _given_answers(found, config, encoder.using(config.task.rendering), prompts)
         found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
         await _shown(found, planned, task, encoder, most=config.rollout.max_tokens)
         episode: Episode | None = None
@@ -506,10 +506,11 @@ def _of_images(prompts: Sequence[Prompt]) -> str:
     return f"{each} in a prompt; their features are computed, and what sees is frozen"
 
 
-async def _given_answers(found: Rehearsal, config: RunConfig, encoder: ChatEncoder) -> None:
+async def _given_answers(found: Rehearsal, config: RunConfig, encoder: ChatEncoder, prompts: Sequence[Prompt]) -> None:
     """Reads the given answers: those beside the steps, and those of the warm start, which a run that is resumed has behind it."""
     if course := await asyncio.to_thread(build_course, config, encoder):
         found.sections["Demonstrations"] = course_lines(config, course, encoder)
+        found.notes += unanswered(course, prompts) if config.algo.given_answers == "compared" else ()
     if not config.warm_start.path or found.resumes:
         return
     own, task, room = config.warm_start, config.task, config.engine.context_length

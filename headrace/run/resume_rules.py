@@ -66,6 +66,7 @@ def _rows(config: RunConfig) -> Any:
         "discount": (recipe.gamma, algo.lam),
         "attempts": algo.attempts,
         "subset": dataclasses.asdict(recipe.subset) if recipe.subset.kind != "none" else None,
+        "answers": recipe.demonstrations.reward if algo.given_answers == "compared" else None,
     }
 
 
@@ -184,7 +185,7 @@ RULES = (
     CarryRule("algo.advantage", "set aside", "dropped"),
     CarryRule("algo.*", "set aside"),
     CarryRule(
-        "algo.name algo.credit algo.state_weight algo.gamma algo.lam algo.attempts algo.overlong algo.length_penalty algo.subset.* algo.kl.* algo.distill.k",
+        "algo.name algo.credit algo.state_weight algo.gamma algo.lam algo.attempts algo.overlong algo.length_penalty algo.subset.* algo.kl.* algo.distill.k algo.demonstrations.*",
         "set aside",
         "dropped",
         why="where rows are made of them",

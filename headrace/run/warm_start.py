@@ -191,9 +191,14 @@ def course_lines(config: RunConfig, course: AnswerCourse, encoder: ChatEncoder) 
     rule, first = config.algo.recipe.demonstrations, course.of_step(0)[0]
     times = config.train.steps * course.rows_per_step / len(course.rows)
     ends = "" if rule.last_weight is None else f", {rule.last_weight:g} at last"
+    of_rows = f"{course.rows_per_step} of them in each step: each comes {times:.3g} times"
+    of_loss = f"{rule.kind}, whose share of the loss is {rule.weight:g}{ends} (algo.demonstrations)"
+    if rule.kind == "compared":
+        of_rows = f"of {len({one.prompt for one in course.rows}):,} questions; each is trained in the steps that have rollouts of its question"
+        of_loss = f"compared with the rollouts of its question, with a reward of {rule.reward:g} (algo.demonstrations)"
     return [
-        ("rows", f"{len(course.rows):,}, {course.rows_per_step} of them in each step: each comes {times:.3g} times"),
-        ("loss", f"{rule.kind}, whose share of the loss is {rule.weight:g}{ends} (algo.demonstrations)"),
+        ("rows", f"{len(course.rows):,}, {of_rows}"),
+        ("loss", of_loss),
         ("context", encoder.written(first.prompt)),
         ("trained", encoder.written(first.answer)),
     ]

@@ -181,21 +181,27 @@ def test_killed_anywhere_the_weights_come_out_bit_identical(
     "more",
     [
         {"algo": {"name": "chord"}, "demonstrations": {"rows_per_step": 2}},
+        {"algo": {"name": "luffy"}, "demonstrations": {}},
         {"train": {"epochs": 2, "minibatches": 3}},
         {"algo": {"name": "dcpo"}},
     ],
-    ids=["demonstrations", "updates", "memory"],
+    ids=["demonstrations", "compared", "updates", "memory"],
 )
 def test_so_do_those_of_steps_that_need_more_than_their_groups(
     tiny_llama: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     if "demonstrations" in more:
         path = tmp_path / "answers.jsonl"
-        path.write_text("".join(json.dumps({"prompt": f"{n} + 1", "answer": f"{n + 1}"}) + "\n" for n in range(7)))
+        asked = (
+            [f"{n} + {n}?" for n in range(200)] if more["algo"]["name"] == "luffy" else [f"{n} + 1" for n in range(7)]
+        )
+        path.write_text("".join(json.dumps({"prompt": prompt, "answer": "eee"}) + "\n" for prompt in asked))
         more = {**more, "demonstrations": {**more["demonstrations"], "path": str(path)}}
     for name, kills in (("whole", []), ("killed", ["trainer", "all"])):
         _killed_until_finished(_config(tmp_path, tiny_llama, name, **more), kills, random.Random(7))
     _check(tmp_path / "runs" / "killed", tmp_path / "runs" / "whole")
+    if "demonstrations" in more:
+        assert all(step.demonstrations for step in read_steps(tmp_path / "runs" / "killed"))
 
 
 @pytest.mark.slow

@@ -252,7 +252,9 @@ def test_a_warm_start_has_every_constant_of_its_loss_of_pairs(tmp_path: Path, na
     ]
     given_to_trainer = warm._algorithm(configs[0].warm_start).recipe.loss.constants()
     assert {"pair_flips": 0.0, **given_to_trainer} == {"pair_flips": 0.0, **values}
-    pairs = Demonstrations(trained=[Preference((1,), (2,), (3,))], held_out=[], seed=0, epochs=1, rows_per_step=1)
+    pairs = Demonstrations(
+        trained=[Preference((1,), (2,), rejected=(3,))], held_out=[], seed=0, epochs=1, rows_per_step=1
+    )
     marks = [warm._mark(config, warm.train_config(config, 1), pairs) for config in configs]
     assert len(set(marks)) == len(configs)
 

@@ -255,6 +255,48 @@ def test_given_answers_have_their_share_of_every_update(kind):
     same_everywhere(batch, algo, found)
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_answers_that_are_compared_make_one_mean_with_the_tokens_of_the_rollouts(epochs):
+    """LUFFY's loss with its denominator: all tokens of rollouts and answers, of which each has its own loss."""
+    algo = AlgoConfig("luffy", demonstrations={"gamma": 0.2})
+    advantages = (0.75, -0.5, 0.625, 0.125)
+    answers = tuple(replace(one, advantage=a) for one, a in zip(ANSWERS, advantages, strict=True))
+    batch = replace(batch_of(algo, 5, cut=False), demonstrations=answers)
+    whole = dataclasses.replace(FOUR, epochs=epochs, minibatches=1)
+    columns = [torch.cat(own) for own in zip(*map(tuple, map(columns_of, batch.groups)), strict=True)]
+    given = torch.tensor([n for one in answers for n in one.answer])
+    own = torch.tensor([one.advantage for one in answers for _ in one.answer], dtype=torch.float64)
+    logits = LOGITS.clone().requires_grad_()
+    optimizer = adam([logits], 0.2, (0.9, 0.95))
+    losses = []
+    for _ in range(epochs):
+        logprob = logits.log_softmax(0)
+        of_rollouts = surrogate(logprob[columns[0]], columns[1], columns[2])[0]
+        p = logits.softmax(0)[given]
+        loss = torch.cat([of_rollouts, -own * p / (p + 0.2)]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([logits], 0.15)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = made(batch, algo, whole, Single())
+    np.testing.assert_allclose(found.logits, logits.detach().numpy(), rtol=1e-6, atol=1e-7)
+    assert found.sums.loss == pytest.approx(np.mean(losses), rel=1e-6)
+    assert found.sums.given_share == pytest.approx(8 / (8 + len(columns[0])))
+    split = [made(batch, algo, whole, Single(), budget=12)]
+    for other in [*split, *Ring(2).run(lambda placement: made(batch, algo, whole, placement, budget=12))]:
+        np.testing.assert_allclose(other.logits, found.logits, rtol=1e-7, atol=1e-10)
+
+
+def test_a_step_without_an_answer_to_its_questions_is_that_of_its_rollouts():
+    algo, one_update = AlgoConfig("luffy"), dataclasses.replace(FOUR, epochs=1, minibatches=1)
+    batch = batch_of(algo, 5, cut=False)
+    found = made(batch, algo, one_update, Single())
+    alone = made(batch, AlgoConfig("dr_grpo", aggregation="token_mean"), one_update, Single())
+    np.testing.assert_array_equal(found.logits, alone.logits)
+    assert (found.sums.given, found.sums.given_share) == (0, 0.0)
+
+
 def test_the_share_of_given_answers_is_that_of_the_authors_schedule():
     rule = AlgoConfig(
         "chord", demonstrations={"weight": 0.9, "last_weight": 0.05, "warmup_steps": 10, "decay_steps": 100}

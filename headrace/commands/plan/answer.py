@@ -340,7 +340,8 @@ def _given(request: PlanRequest, length: float, notes: list[str]) -> float:
     """Returns the tokens of the demonstrations of a step. `length`: of a prompt with a completion. The prompts of a run, which are what it forwarded beside its
     completions, count them already."""
     own = request.config.demonstrations
-    rows = own.rows_per_step if own.path else 0
+    compared = request.config.algo.given_answers == "compared"  # at least one for each question, if all have any
+    rows = (request.config.staleness.groups_per_step if compared else own.rows_per_step) if own.path else 0
     if not rows or (request.run and not request.calibrate):
         return 0.0
     notes.append(

@@ -130,7 +130,7 @@ def _near(train: TrainConfig, bundle: Bundle) -> float:
 def advantage_stage(bundle: Bundle, algo: AlgoConfig, train: TrainConfig) -> tuple[StageResult, Algorithm | None]:
     """Makes the training rows again from the recorded rewards."""
     try:
-        algorithm = algorithm_of(algo, bundle.longest, bundle.weights)
+        algorithm = algorithm_of(algo, bundle.longest, bundle.weights, bundle.journaled.demonstrations)
     except ConfigError as error:
         return not_done("advantage", f"{error}; --include code packs it"), None
     rows = 0

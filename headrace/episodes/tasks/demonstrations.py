@@ -159,7 +159,8 @@ class AnswersConfig:
     """The column that data sets of pairs keep a worse answer in. Rows that have it are refused, because only `answer` is trained; if empty, they are
     trained without it."""
     rows_per_step: int = Field(default=8, gt=0)
-    """Number of rows beside the groups of a step. Each row comes once before any comes again."""
+    """Number of rows beside the groups of a step. Each row comes once before any comes again. Not with `algo.demonstrations.kind = compared`: a step then
+    trains the answers of its own questions."""
 
 
 def answer_problems(config: AnswersConfig, kind: str, minibatches: int, examples: int) -> Iterator[str]:
@@ -177,7 +178,17 @@ def answer_problems(config: AnswersConfig, kind: str, minibatches: int, examples
             "demonstrations.path names given answers, and algo.demonstrations.kind = none learns nothing from them; set algo.name = chord, or "
             "algo.demonstrations.kind = sft"
         )
-    if config.rows_per_step % minibatches:
+    if kind == "compared":
+        if minibatches > 1:
+            yield (
+                "algo.demonstrations.kind = compared trains as many answers in a step as its questions have, which train.minibatches does not divide; set it to 1"
+            )
+        if config.rows_per_step != AnswersConfig.__pydantic_fields__["rows_per_step"].default:  # type: ignore[attr-defined]
+            yield (
+                "demonstrations.rows_per_step is for answers of any question, and with algo.demonstrations.kind = compared a step trains those of its own "
+                "questions; remove it"
+            )
+    elif config.rows_per_step % minibatches:
         yield (
             f"demonstrations.rows_per_step = {config.rows_per_step} is not divided by train.minibatches = {minibatches}, each of which has as many of them; "
             f"set it to {-(-config.rows_per_step // minibatches) * minibatches}"
@@ -239,10 +250,10 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages in which data sets keep a thought beside the text."""
 
 
-class Preference(Demonstration, frozen=True):
+class Preference(Demonstration, frozen=True, kw_only=True):
     """A question with two answers, of which `answer` is preferred.
 
-    >>> [(row.tokens, row.trajectories) for row in Preference((1, 5), (7, 2), (8, 2)).rows(step=3)]
+    >>> [(row.tokens, row.trajectories) for row in Preference((1, 5), (7, 2), rejected=(8, 2)).rows(step=3)]
     [((7, 2), (0,)), ((8, 2), (1,))]
     """
 
@@ -337,6 +348,15 @@ def read_course(
     """Reads and checks the rows that are trained beside the steps of a run, as `read_demonstrations` does."""
     rows = _Reader(config, task, encoder, context).read(config.path)
     return AnswerCourse(rows=rows, seed=seed, rows_per_step=config.rows_per_step)
+
+
+def unanswered(course: AnswerCourse, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yields a sentence if no prompt of those looked at is the question of a given answer, which is then compared with no rollout."""
+    if not {prompt.tokens for prompt in prompts} & {one.prompt for one in course.rows}:
+        yield (
+            f"none of the first {len(prompts)} prompts of the task has an answer in demonstrations.path, and a given answer is trained only beside rollouts "
+            "of its own question (its prompt must have the same tokens); check the rows, or use algo.name = chord, which needs no such match"
+        )
 
 
 def read_demonstrations(
@@ -435,7 +455,7 @@ class _Reader:
             worse = self._answered(prompt.tokens, self._worse(columns[self.rejected], question))
         if one.answer == worse.answer:
             raise ConfigError("its two answers are equal, so neither is to be preferred; remove such rows")
-        return Preference(one.prompt, one.answer, worse.answer)
+        return Preference(one.prompt, one.answer, rejected=worse.answer)
 
     def _worse(self, given: Any, question: str | list[Message]) -> Any:
         """Returns the rejected answer, which data sets keep as a text, or behind the question once more."""

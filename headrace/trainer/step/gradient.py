@@ -418,7 +418,7 @@ def _tokens(pack: Pack, scores: TokenScores, ahead: Ahead) -> Tokens:
 
 def _mix(gradient: Gradient, sums: Sums, plan: StepPlan, step: int) -> None:
     """Makes (1 - μ)·g + μ·d of the gradient g of an update, d being that of its demonstrations. It is computed apart, because placements add ranks' gradients up where
-    they lie: one more gradient is held meanwhile."""
+    they lie: one more gradient is held meanwhile. Where they are compared with rollouts, μ is their share of all tokens, so that it is the mean over these."""
     rule = gradient.learner.algo.recipe.demonstrations
     share = rule.share_at(step)
     if not share:
@@ -429,6 +429,8 @@ def _mix(gradient: Gradient, sums: Sums, plan: StepPlan, step: int) -> None:
         parameter.grad = None
     nothing: dict[str, Any] = {"sums": Sums(), "picked": None, "pairs": None, "reference": None, "bitwise": False}
     found = replace(gradient, given=demonstrated(rule), **nothing).fill(plan)
+    if rule.kind == "compared":
+        share = found.tokens / (found.tokens + sums.tokens)
     for parameter, own in zip(parameters, aside, strict=True):
         if parameter.grad is not None:
             parameter.grad.mul_(share)
