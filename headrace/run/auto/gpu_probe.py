@@ -18,14 +18,13 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.core.batches import Row
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.model_loading import ServableModel, read_model
 from headrace.engine.native.runners.paged import PagedRunner
 from headrace.run.auto.gpu_rates import GpuRates, GpuRequest, enough
-from headrace.run.auto.probe import GROUP, PROMPT, Clock
+from headrace.run.auto.probe import PROMPT, Clock, packed_groups
 from headrace.run.auto.slices import Slice, slice_of
 
 PARAMETERS = 64_000_000
@@ -178,7 +177,9 @@ def _trainer(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 4 * ANSWER
 
     def training(size: int) -> tuple[int, Callable[[], Any]]:
-        pack = _pack(size, config.get_text_config().vocab_size, min(ANSWER, positions // (PROMPT + 1))).to(device)
+        pack = packed_groups(size, config.get_text_config().vocab_size, min(ANSWER, positions // (PROMPT + 1))).to(
+            device
+        )
 
         def step() -> None:
             with copies.used(), computed_in(dtype, device):
@@ -196,29 +197,6 @@ def _trainer(
         return eager, {}
     forward = found.forward
     return eager, _rates([enough(eager)], training, device, piece.scale)
-
-
-def _pack(count: int, vocabulary: int, length: int) -> Any:
-    """Packs groups of completions behind prompts, about `count` tokens together."""
-    from headrace.trainer.packing import StepRows, pack_rows
-
-    length = max(1, min(length, count // (GROUP + PROMPT)))
-    zeros, rows = (0.0,) * length, []
-    for group in range(max(1, count // ((GROUP + PROMPT) * length))):
-        tokens = [(group + place * 7919) % vocabulary for place in range((GROUP + PROMPT) * length)]
-        rows += [
-            Row(
-                prompt=tuple(tokens[: PROMPT * length]),
-                tokens=tuple(tokens[start : start + length]),
-                logprobs=zeros,
-                advantages=zeros,
-                mask=(True,) * length,
-                versions=(0,) * length,
-            )
-            for start in range(PROMPT * length, len(tokens), length)
-        ]
-    asked = StepRows(rows, lambda counts, _: [1.0] * len(counts), constant=0, budget=count, step=0)
-    return pack_rows(asked).packs[0]
 
 
 def main() -> None:

@@ -180,7 +180,7 @@ def _trainer_passes(
     forward = choose_forward(model)
     if path == "kernels" and not fuse(forward):
         return
-    pack = _group(count, model.get_input_embeddings().weight.shape[0])
+    pack = packed_groups(count, model.get_input_embeddings().weight.shape[0])
     placement = Single()
     optimizer = placement.optimizer(model.named_parameters(), TrainConfig())
     for candidate in wanted:
@@ -199,28 +199,28 @@ def _trainer_passes(
         yield candidate, work, update
 
 
-def _group(count: int, vocabulary: int) -> Any:
-    """Packs a prompt with `GROUP` completions, about `count` tokens together. They share the prompt, as a group of a run does."""
+def packed_groups(count: int, vocabulary: int, longest: int | None = None) -> Any:
+    """Packs prompts with `GROUP` completions each, about `count` tokens together; they share their prompt, as a group of a run does. `longest`: tokens of
+    a completion at most; without it there is one group."""
     from headrace.trainer.packing import StepRows, pack_rows
 
-    length = max(1, count // (GROUP + PROMPT))
-    tokens = [i * 7919 % vocabulary for i in range((GROUP + PROMPT) * length)]
-    prompt, zeros = tuple(tokens[: PROMPT * length]), (0.0,) * length
-    starts = range(PROMPT * length, len(tokens), length)
-    rows = [
-        Row(
-            prompt=prompt,
-            tokens=tuple(tokens[start : start + length]),
-            logprobs=zeros,
-            advantages=zeros,
-            mask=(True,) * length,
-            versions=(0,) * length,
-        )
-        for start in starts
-    ]
-    return pack_rows(
-        StepRows(rows, lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0)
-    ).packs[0]
+    length = max(1, min(longest or count, count // (GROUP + PROMPT)))
+    groups, zeros, rows = max(1, count // ((GROUP + PROMPT) * length)), (0.0,) * length, []
+    for group in range(groups):
+        tokens = [(group + place * 7919) % vocabulary for place in range((GROUP + PROMPT) * length)]
+        rows += [
+            Row(
+                prompt=tuple(tokens[: PROMPT * length]),
+                tokens=tuple(tokens[start : start + length]),
+                logprobs=zeros,
+                advantages=zeros,
+                mask=(True,) * length,
+                versions=(0,) * length,
+            )
+            for start in range(PROMPT * length, len(tokens), length)
+        ]
+    budget = groups * (GROUP + PROMPT) * length
+    return pack_rows(StepRows(rows, lambda counts, _: [1.0] * len(counts), constant=0, budget=budget, step=0)).packs[0]
 
 
 def main() -> None:
