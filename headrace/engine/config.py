@@ -56,8 +56,8 @@ class EngineConfig:
     """Prompt tokens forwarded per pass, beside one token of every running sequence. auto: 512 on a CPU, 8192 on a GPU
     with room for them."""
     swap: Literal["keep", "recompute"] = "keep"
-    """keep or recompute the KV cache of running sequences at new weights (version spans record it). vLLM and SGLang
-    always recompute."""
+    """The KV cache of running sequences at new weights: kept (version spans record it), or recomputed, which vLLM and
+    SGLang always do."""
     exact: bool = False
     """Tokens and log-probs of a request do not depend on the rest of the batch, nor on interruptions under the same
     weights, to the bit. Slower, except through the kernels, which are always exact."""
