@@ -13,10 +13,7 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.advantages import ADVANTAGES, ATTEMPTS, PER_TURN
 from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.user import UserLoss, UserPairLoss
-from headrace.algo.recipes import (
-    LOSSES,
-    NOT_HERE,
-    RECIPES,
+from headrace.algo.recipe_parts import (
     Aggregation,
     Correction,
     CorrectionConfig,
@@ -29,10 +26,10 @@ from headrace.algo.recipes import (
     KLConfig,
     LagWeightConfig,
     Old,
-    Recipe,
     SelectConfig,
     SubsetConfig,
 )
+from headrace.algo.recipes import LOSSES, NOT_HERE, RECIPES, Recipe
 from headrace.algo.rules import RULES
 from headrace.settings.strict import STRICT
 
