@@ -13,7 +13,8 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.config import AlgoConfig, caveats, ratio_problems
+from headrace.algo.caveats import caveats
+from headrace.algo.config import AlgoConfig, ratio_problems
 from headrace.algo.objective import AGGREGATIONS, objective_of, reach_of
 from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.loss import Cap, optional
