@@ -80,7 +80,7 @@ def write_starter(config: Path, *, model: str, data: str, reward: str) -> list[P
     config.parent.mkdir(parents=True, exist_ok=True)
     try:
         for path, content in {**written, config: text}.items():
-            path.write_text(content)
+            path.write_text(content, encoding="utf-8")
         checked(read_config(config))
     except BaseException:
         for path in (*written, config):
@@ -240,7 +240,7 @@ def starter_text(config: Path, *, model: str, data: StarterData, reward: str) ->
 def _positions(model: str) -> int:
     """Returns the most tokens that a model in a directory can read, or 0 if it does not say so."""
     try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text())
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0
     return int(config.get("max_position_embeddings") or 0)
