@@ -418,6 +418,8 @@ def test_jsonable_leaves_nothing_that_an_encoder_refuses() -> None:
     plain = jsonable(value)
     assert plain == {"a": ["x", 1.5, 2, [1, 3]], "4": [0, 1], "n": None, "t": True, "b": "1" + "0" * 30}
     assert msgspec.json.decode(msgspec.json.encode(plain)) == plain and plain["t"] is True
+    with pytest.raises(TypeError, match="two keys of the same text"):
+        jsonable({1: "a", "1": "b"})
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
