@@ -268,7 +268,7 @@ def test_the_families_that_make_other_problems_in_each_process_are_known() -> No
 @pytest.mark.slow
 def test_a_family_that_makes_other_problems_in_each_process_needs_a_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with it they are the same."""
-    for hashes in ("random", None):
+    for hashes in ("random", "", None):
         monkeypatch.delenv("PYTHONHASHSEED", raising=False)
         if hashes is not None:
             monkeypatch.setenv("PYTHONHASHSEED", hashes)
