@@ -137,7 +137,7 @@ class WatchConfig:
     """Versions between two policy-identity probes (C3); 0: none. The fingerprint is checked at every version; of a vLLM
     server, which has none, checksums at probed ones."""
     mismatch: float = Field(default=0.05, gt=0)
-    """engine.weights = "int8" or "fp8": the largest mean \\|difference\\| in nats between the log-probs of the served
+    """engine.weights = "int8" or "fp8": the largest mean |difference| in nats between the log-probs of the served
     and the trained policy, on sampled tokens. Measured at every version; above it the run ends (docs/quantised.md)."""
     trial: bool = True
     """Publish once, before the first version, weights of which every trained value is changed by some percent, which
