@@ -69,7 +69,8 @@ class EvalConfig:
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations while training goes on; 0 evaluates only before and after."""
+    """Optimizer steps between evaluations while training goes on; 0 evaluates only before and after. They do not hold up training, so that the
+    longest answers of one may go on with later weights."""
     name: str = ""
     """The name of the held-out prompts where other sets stand beside them; empty: "held out"."""
     sets: tuple[EvalSetConfig, ...] = ()
