@@ -325,6 +325,10 @@ TITLES = {
     "cost/dollars": "Cost so far, dollars",
     "cost/dollars_per_million_tokens": "Cost of a million trained tokens, dollars",
     "cost/dollars_per_step": "Cost of a step, dollars",
+    "experience/age_max": "Good rollouts of earlier groups: oldest trained token, steps",
+    "experience/age_mean": "Good rollouts of earlier groups: mean age of their trained tokens, steps",
+    "experience/share": "Good rollouts of earlier groups: share of the trained tokens",
+    "experience/tokens": "Good rollouts of earlier groups: trained tokens",
     "held_out/failed_prompts": "Held-out prompts without a reward",
     "held_out/length": "Length of held-out completions, tokens",
     "held_out/reward": "Held-out reward, mean",
@@ -471,6 +475,11 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         values["lag/mean"] = sum(lag * count for lag, count in row.lags.items()) / tokens
         values["lag/max"] = float(max(row.lags))
         values["lag/min"] = float(min(row.lags))
+    if row.ages:
+        again = sum(row.ages.values())
+        values |= {"experience/tokens": float(again), "experience/share": again / (again + tokens)}
+        values["experience/age_mean"] = sum(age * count for age, count in row.ages.items()) / again
+        values["experience/age_max"] = float(max(row.ages))
     if row.lengths:
         values["length/mean"] = sum(row.lengths) / len(row.lengths)
         tenth, middle, ninth = np.percentile(row.lengths, (10, 50, 90)).tolist()

@@ -19,6 +19,7 @@ from headrace.facts.texts import bar, clip, counted, number, percent, plural, re
 from headrace.facts.verdicts import (
     advices,
     before_and_after,
+    experience_words,
     failings,
     judged,
     measured_on,
@@ -264,6 +265,8 @@ def _lag(state: RunState) -> list[Text]:
     for lag, count in sorted(state.lags.items())[:6]:
         part = Text(f"{lag} ", FAINT).append(f"{bar(count / total, 10)} ", "cyan")
         parts.append(part.append(percent(count / total), FAINT))
+    if words := experience_words(state):
+        parts.append(Text(f"earlier rollouts {words}", FAINT))
     return parts
 
 
