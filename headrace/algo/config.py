@@ -390,7 +390,8 @@ def _experiences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     others = {
         f"algo.advantage = {recipe.advantage} is not a function of their rewards": recipe.advantage
         in ("gae", "smoothed", "zero"),
-        f"algo.loss = {recipe.loss} is one of whole rollouts, without a ratio": recipe.loss.whole,
+        f"algo.loss = {recipe.loss} is one of whole rollouts, without a ratio": recipe.loss.whole
+        or recipe.loss.weighs_rollouts,
         f"algo.subset.kind = {recipe.subset.kind} trains a part of them": recipe.subset.kind != "none",
         "algo.demonstrations.kind = compared does so with given answers": recipe.demonstrations.kind == "compared",
     }

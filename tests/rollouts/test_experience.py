@@ -197,6 +197,7 @@ def test_a_resume_with_another_reward_begins_it_anew(tmp_path: Path):
         ({"name": "ppo"}, "algo.advantage = gae", {"name": "grpo"}),
         ({"name": "dcpo"}, "algo.advantage = smoothed", {"name": "dcpo", "advantage": "group_norm"}),
         ({"name": "dpo"}, "algo.loss = dpo", {"name": "grpo"}),
+        ({"name": "ce"}, "algo.loss = ce", {"name": "reinforce"}),
         ({"name": "opd"}, "algo.advantage = zero", {"name": "grpo"}),
         ({"name": "pods"}, "algo.subset.kind = max_variance", {"name": "pods", "subset": {"kind": "none"}}),
         ({"name": "luffy"}, "algo.demonstrations.kind = compared", {"name": "chord"}),
