@@ -131,6 +131,27 @@ class SubsetConfig:
     with the fewest sampled tokens are."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experience:
+    """Good rollouts of earlier groups, which are trained again with the next group of their prompt (`loop/buffer.py` keeps them)."""
+
+    rollouts: int = 0
+    above: float = 0.0
+    prompts: int = 1024
+
+
+@settings_dataclass(frozen=True, kw_only=True, config=STRICT)
+class ExperienceConfig:
+    """Good rollouts of earlier groups, which are trained again with the next group of their prompt, whatever their age (docs/experience.md)."""
+
+    rollouts: int | None = Field(default=None, ge=0)
+    """The most rollouts of a prompt that are kept, all of which join its next group: those of the highest reward, of equal ones the newest. 0: none."""
+    above: float | None = None
+    """A rollout is kept if its reward is above this; 0 if not given."""
+    prompts: int | None = Field(default=None, ge=1)
+    """Number of prompts that have rollouts kept; 1,024 if not given. The one whose last group is longest ago leaves first."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KL:
     """Divergence from a reference model (`algo/objective.py`)."""

@@ -23,6 +23,7 @@ from headrace.algo.recipe_parts import (
     Demonstrated,
     Distill,
     Entropy,
+    Experience,
     LagWeight,
     Old,
     Select,
@@ -45,6 +46,7 @@ class Recipe:
     lag: LagWeight = LagWeight()
     select: Select = Select()
     subset: Subset = Subset()
+    experience: Experience = Experience()
     kl: KL = KL()
     distill: Distill = Distill()
     entropy: Entropy = Entropy()

@@ -116,7 +116,7 @@ class Sums:
             known = tokens.teacher.isfinite()
             self.teacher_kl += float((logprob - tokens.teacher)[known].sum())
             self.taught += int(known.sum())
-        self.diagnostics.add(tokens, result, pack.swapped)
+        self.diagnostics.add(tokens, result, pack.apart)
 
     def combine(self, placement: Placement, kept: KeptCounts | None) -> None:
         """Replaces the sums of this rank by those of all ranks, and those of `kept`. Exact: counts below 2^53 are float64 numbers."""
