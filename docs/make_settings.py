@@ -73,7 +73,10 @@ def sections(
     own, tables, lists = [], [], []
     for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
         here, hint = f"{path}{name}", hints[name]
-        nested = next((one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)), None)
+        nested = next(
+            (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)),
+            None,
+        )
         if nested is None:
             own.append((name, type_of(hint, field.metadata), default_of(field, path), told.get(name, "")))
         elif typing.get_origin(hint) is tuple:
