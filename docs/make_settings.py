@@ -127,8 +127,13 @@ def computed(kind: type) -> dict[str, str]:
             " ".join(f"{name}: {one.about}." for name, one in kinds.items())
             for kinds in (ENVIRONMENTS, LIBRARIES | GATEWAY_KINDS)
         )
+        played = (LIBRARIES | GATEWAY_KINDS).items()
         return {
-            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}"
+            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}",
+            "name": " ".join(f"{kind}: {one.name}." for kind, one in played if one.name),
+            "options": " ".join(
+                ["Options of the kind.", *(f"{kind}: {one.options}." for kind, one in played if one.options)]
+            ),
         }
     return constants() if kind is AlgoConfig else {}
 

@@ -32,12 +32,9 @@ class EnvironmentConfig:
     kind: str = "single_turn"
     """The environment that is made for each rollout, unless `function` is set (docs/settings.md lists the kinds)."""
     name: str = ""
-    """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
-    game. openenv: the URL of the server. verifiers: the taskset; the name of an installed one, or `path/to/file.py`."""
+    """The environment among those of its kind, which says what this is (docs/settings.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
-    `unfinished`, and arguments of the game. openenv: `action`, `observation`. verifiers: the environment's config,
-    `select` and `renderer`."""
+    """Options of the kind, which says what they are (docs/settings.md)."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md). Or a
