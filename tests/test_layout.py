@@ -676,7 +676,8 @@ def test_more_than_five_values_have_names():
 
 
 def test_definitions_with_more_than_five_values_take_keywords():
-    assert list(long_definitions(PACKAGE)) == []
+    as_in_trl = {"compat/trl/other_trainers.py OnlineDPOTrainer.__init__"}  # scripts give its arguments by position
+    assert set(long_definitions(PACKAGE)) == as_in_trl
 
 
 def test_docstrings_begin_with_their_subject_or_verb():
