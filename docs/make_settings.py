@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.recipes import LOSSES, CorrectionConfig
+from headrace.algo.recipe_parts import CorrectionConfig
+from headrace.algo.recipes import LOSSES
 from headrace.algo.rules import RULES
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import ENGINES, SERVERS
