@@ -42,6 +42,7 @@ from headrace.run.rehearsal import machine
 
 MODULES = (
     "headrace.cli",
+    "headrace.run.run",
     "headrace.serve.start",
     "headrace.testing.servers.fake_vllm",
     "headrace.testing.servers.fake_sglang",
