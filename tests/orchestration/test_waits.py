@@ -907,7 +907,7 @@ def test_a_swap_in_the_teacher_that_fails_is_raised_when_it_fails(tmp_path: Path
     virtual_time.run(main())
 
 
-def test_what_nobody_awaits_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_awaits_is_said(logged: Any) -> None:
     messages: list[str] = []
 
     def fails() -> None:
@@ -920,7 +920,7 @@ def test_what_nobody_awaits_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
     asyncio.run(main())
     assert len(messages) == 1 and "RuntimeError('in a callback')" in messages[0] and "fails" in messages[0]
-    assert "in a callback" in caplog.text, "with its traceback, in the log"
+    assert "in a callback" in logged.text, "with its traceback, in the log"
 
 
 def test_a_worker_survives_any_number_of_questions(child: Callable[..., Child]) -> None:
