@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, SRFT, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.pairs import CPO, DPO, KTO, ORPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
@@ -92,6 +92,14 @@ RECIPES: dict[str, Recipe] = {
         demonstrations=Demonstrated(kind="compared"),
         about="given answers belong to the group of their question, and rare tokens of theirs count more",
         papers=("2504.14945",),
+    ),
+    "srft": Recipe(
+        "group_norm",
+        SRFT(),
+        "token_mean",
+        demonstrations=Demonstrated(kind="compared", imitation=0.5),
+        about="given answers are compared, and imitated where the policy is sure; its own good rollouts count more where it is not",
+        papers=("2506.19767",),
     ),
     "dr_grpo": Recipe("centred", PPOClip(), "token_sum", papers=("2503.20783",)),
     "rloo": Recipe("leave_one_out", PPOClip(), "seq_mean_token_sum", papers=("2402.14740",)),
@@ -389,6 +397,7 @@ REFERENCES: dict[str, str] = {
     "gfpo": "paper",
     "chord": "agentscope-ai/Trinity-RFT, `SFTPhiLossFn` and `mu_schedule_function`",
     "luffy": "paper, without the deviation, with PPO's clip; the shaping is also `off_policy_reshape = p_div_p_0.1` of ElliottYan/LUFFY",
+    "srft": "paper, eq. 8, 9 and 12, as others quote them, with LUFFY's shaping; the authors' code is said to imitate by exp(H)",
     "grpo_roc": "microsoft/rStar, `resample_of_correct`, with one as the least number of either kind",
     "gigpo": "paper, eq. 3 to 8, without the deviation; langfengQ/verl-agent, `compute_gigpo_outcome_advantage` with `mode = mean_norm`",
     "gspo": "paper, eq. 5",

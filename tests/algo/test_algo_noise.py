@@ -44,6 +44,7 @@ def report_of(algo: AlgoConfig, sequences: int = 200, seed: int = 0, lag: float 
     tokens, diagnostics = fresh(sequences, seed, lag), Diagnostics()
     if algo.recipe.select.kind != "none":
         tokens = tokens._replace(keep=torch.ones(len(tokens.lag), dtype=torch.bool))
+    tokens = tokens._replace(entropy=torch.ones_like(tokens.logprob))
     result = objective_of(algo)(tokens)
     diagnostics.add(tokens, result, torch.zeros(len(tokens.lag), dtype=torch.int8))
     return TrainReport(0, 1, lags=diagnostics.report(), noise=diagnostics.noise())
