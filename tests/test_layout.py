@@ -522,7 +522,7 @@ IMPORTS_MORE = {
     "run.build": "opens what the settings name",
     "run.config": "holds every section of the settings",
     "run.open_parts": "opens the parts of a run",
-    "run.rehearse": "tries every part of a run",
+    "run.row_trial": "tries every part of a run",
     "run.starting": "starts every part of a run",
     "run.worker.build": "opens what a worker's settings name",
     "testing.faultsim.lives": "assembles a simulated run",
