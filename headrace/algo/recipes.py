@@ -376,6 +376,10 @@ NOT_HERE: dict[str, str] = {
     'model; use algo.name = "ipo_pairs", whose pairs are both the policy\'s: the mixture without a share of the reference (arXiv 2403.08635)',
     "prime": "trains a second model beside the policy, whose log-probs are the rewards of tokens (arXiv 2502.01456), and the trainer trains one; use "
     'algo.credit = "segment" with a process reward that stays as it is, or algo.name = "rloo"',
+    "rlep": "replays rollouts that an earlier run has collected (arXiv 2507.07451), and all rollouts here are the run's own; use algo.experience, which trains the good "
+    'ones of this run again, with algo.name = "dapo"',
+    "exgrpo": "chooses what it trains again by difficulty and by entropy (arXiv 2510.02245), and neither is known when a group is made; use algo.experience, which takes "
+    'those of the highest reward, with algo.name = "grpo"',
 }
 """Names of algorithms that are asked for and are not here -> why not, and the nearest that is. docs/algorithms.md says what they would need."""
 
