@@ -480,6 +480,12 @@ def test_good_earlier_rollouts_are_members_of_their_group(name):
     again = sum(len(row.tokens) for row in first.again)
     by_lag = {stats.name: stats.tokens for stats in made_by[0].sums.diagnostics.report()}
     assert by_lag["experience"] == again and sum(by_lag.values()) == made_by[0].sums.tokens, "in no lag of the new ones"
+    whole = made(batch, algo, FOUR, Single())
+    alone = made(replace(batch, groups=(first,)), algo, dataclasses.replace(FOUR, epochs=1, minibatches=1), Single())
+    assert whole.updates[0].norm == pytest.approx(alone.updates[0].norm, rel=1e-6), (
+        "a minibatch is a group with all of its rows"
+    )
+    assert whole.sums.tokens == 2 * made_by[0].sums.tokens
 
 
 def _aged(rollout: Scored, version: int, token_of: Iterator[int]) -> Scored:
