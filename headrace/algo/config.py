@@ -265,8 +265,8 @@ def _given_answers(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield "algo.demonstrations needs a kind (sft, phi, shaped or compared); set it, or remove the settings of algo.demonstrations"
     if "gamma" in given and recipe.demonstrations.kind not in ("shaped", "compared"):
         yield "algo.demonstrations.gamma needs algo.demonstrations.kind = shaped or compared; set it, or remove algo.demonstrations.gamma"
-    if "reward" in given and recipe.demonstrations.kind != "compared":
-        yield "algo.demonstrations.reward needs algo.demonstrations.kind = compared; set it, or remove algo.demonstrations.reward"
+    for name in {"reward", "imitation"} & given.keys() if recipe.demonstrations.kind != "compared" else ():
+        yield f"algo.demonstrations.{name} needs algo.demonstrations.kind = compared; set it, or remove algo.demonstrations.{name}"
     if recipe.demonstrations.kind == "compared":
         yield from _compared_answers(config, recipe)
         return

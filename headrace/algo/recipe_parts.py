@@ -272,6 +272,7 @@ class Demonstrated:
     decay_steps: int = 0
     gamma: float = 0.1
     reward: float = 1.0
+    imitation: float = 0.0
 
     def share_at(self, step: int) -> float:
         """Returns μ of the step that follows `step` finished ones: linear up to `weight`, then along half a cosine to `last_weight` (CHORD-μ, arXiv
@@ -303,3 +304,5 @@ class DemonstratedConfig:
     """shaped, compared: the probability at which π/(π + γ) is a half; 0.1 if not given."""
     reward: float | None = None
     """compared: the reward of every given answer, beside those of the rollouts; 1 if not given."""
+    imitation: float | None = Field(default=None, ge=0)
+    """compared: the factor of cross-entropy times exp(-H) beside it, a mean over the tokens of the answers, with H the policy's entropy (SRFT: 0.5)."""

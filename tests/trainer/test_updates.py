@@ -290,6 +290,34 @@ def test_answers_that_are_compared_make_one_mean_with_the_tokens_of_the_rollouts
         np.testing.assert_allclose(other.logits, found.logits, rtol=1e-7, atol=1e-10)
 
 
+def test_srft_imitates_answers_where_the_policy_is_sure_beside_comparing_them():
+    """Eq. 8, 9 and 12 of the paper: 0.5·exp(-H) of cross-entropy, a mean over the answers alone, beside the mean over all tokens in which a good token of
+    the policy's own counts 0.1·exp(H). The entropy of a unigram model is the same at every token."""
+    algo, one_update = AlgoConfig("srft"), dataclasses.replace(FOUR, epochs=1, minibatches=1)
+    answers = tuple(replace(one, advantage=a) for one, a in zip(ANSWERS, (0.75, -0.5, 0.625, 0.125), strict=True))
+    batch = replace(batch_of(algo, 5, cut=False), demonstrations=answers)
+    token, sampled, advantage, _ = (
+        torch.cat(own) for own in zip(*map(tuple, map(columns_of, batch.groups)), strict=True)
+    )
+    given = torch.tensor([n for one in answers for n in one.answer])
+    own = torch.tensor([one.advantage for one in answers for _ in one.answer], dtype=torch.float64)
+    logits = LOGITS.clone().requires_grad_()
+    log_p = logits.log_softmax(0)
+    entropy = -(log_p.exp() * log_p).sum().detach()
+    of_rollouts = surrogate(log_p[token], sampled, advantage)[0]
+    of_rollouts = torch.where(advantage > 0, 0.1 * entropy.exp(), 1.0) * of_rollouts
+    p = log_p[given].exp()
+    imitated = 0.5 * (-entropy).exp() * -log_p[given]
+    loss = torch.cat([of_rollouts, -own * p / (p + 0.1)]).mean() + imitated.mean()
+    loss.backward()
+    for placed in [made(batch, algo, one_update, Single(), budget=budget) for budget in (1000, 12)]:
+        assert placed.sums.loss == pytest.approx(loss.item(), rel=1e-6)
+        assert placed.updates[0].norm == pytest.approx(float(logits.grad.norm()), rel=1e-6)
+        assert placed.sums.given_share == pytest.approx(8 / (8 + len(token)))
+    for placed in Ring(2).run(lambda placement: made(batch, algo, one_update, placement, budget=12)):
+        assert placed.sums.loss == pytest.approx(loss.item(), rel=1e-6)
+
+
 def test_a_step_without_an_answer_to_its_questions_is_that_of_its_rollouts():
     algo, one_update = AlgoConfig("luffy"), dataclasses.replace(FOUR, epochs=1, minibatches=1)
     batch = batch_of(algo, 5, cut=False)
@@ -452,6 +480,12 @@ def test_good_earlier_rollouts_are_members_of_their_group(name):
     again = sum(len(row.tokens) for row in first.again)
     by_lag = {stats.name: stats.tokens for stats in made_by[0].sums.diagnostics.report()}
     assert by_lag["experience"] == again and sum(by_lag.values()) == made_by[0].sums.tokens, "in no lag of the new ones"
+    whole = made(batch, algo, FOUR, Single())
+    alone = made(replace(batch, groups=(first,)), algo, dataclasses.replace(FOUR, epochs=1, minibatches=1), Single())
+    assert whole.updates[0].norm == pytest.approx(alone.updates[0].norm, rel=1e-6), (
+        "a minibatch is a group with all of its rows"
+    )
+    assert whole.sums.tokens == 2 * made_by[0].sums.tokens
 
 
 def _aged(rollout: Scored, version: int, token_of: Iterator[int]) -> Scored:

@@ -86,6 +86,27 @@ class PPOClip(Clipped):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SRFT(PPOClip):
+    """-w·min(r·A, clip(r, 1 - low, 1 + high)·A), where w = good_weight·sg(exp(H)) for a good token and 1 for any other, with H the entropy of the policy at
+    the token: what is sampled anyway counts less the surer the policy has become (SRFT, arXiv 2506.19767, eq. 12).
+
+    Choice: the weight is that of each token, and GRPO's advantages with PPO's clip take the place of the paper's rewards of 1 and -1.
+    """
+
+    name: ClassVar[str] = "srft"
+    good_weight: Annotated[float, Field(gt=0)] = 0.1
+    """The factor of exp(H) in the weight of a good token."""
+
+    def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
+        assert tokens.entropy is not None, "the trainer fills it in"
+        found = super().__call__(tokens, old)
+        weight = (self.good_weight * tokens.entropy.detach().exp()).where(
+            tokens.advantage > 0, tokens.entropy.new_ones(())
+        )
+        return found._replace(loss=found.loss * weight)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CEGPPO(Clipped):
     """-r·A inside PPO's bounds; -β·sg(bound / r)·r·A for a token that its advantage pushes beyond one: its gradient at the bound,
     times β (CE-GPPO, arXiv 2509.20712; the authors' `compute_gppo_loss_general_beta`, Kwai-Klear/CE-GPPO).
