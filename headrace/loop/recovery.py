@@ -241,8 +241,9 @@ def recover(
 
     Raises ConfigError if the task now draws other prompts."""
     if saved.state:
-        curriculum.restore(saved.state.task, saved.state.curriculum)
-        buffer.restore(saved.state.buffer, same_rewards=not saved.changed.groups)
+        same = not saved.changed.groups
+        curriculum.restore(saved.state.task, saved.state.curriculum, same_rewards=same)
+        buffer.restore(saved.state.buffer, same_rewards=same)
     steps = list(_apply(saved.records, curriculum, buffer))
     buffer.release(saved.step)  # what was trained is live as soon as the run begins
     in_flight = buffer.in_flight
