@@ -176,6 +176,33 @@ def test_verls_reward_function_is_known_to_a_run_that_is_resumed(tmp_path: Path)
     assert contents_of(config)["reward.function"] != before
 
 
+def test_modules_beside_a_reward_function_are_known_to_a_run_that_is_resumed(tmp_path: Path) -> None:
+    """Those that it imports, and that these import; and no others."""
+    code = {
+        "mine.py": "import json\nfrom scales import by\nimport parts.deep.last\ndef r(completions):\n    from late import more\n    return []",
+        "scales.py": "import mine, twice\nby = 1",
+        "twice.py": "",
+        "late.py": "more = 1",
+        "parts/__init__.py": "from .near import x",
+        "parts/near.py": "x = 1",
+        "parts/deep/last.py": "from .. import far",
+        "parts/far.py": "",
+        "json.py": "no = python(",
+        "unread.py": "",
+    }
+    for name, text in code.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    task = {"kind": "reasoning_gym", "name": "chain_sum"}
+    config = read_config(
+        {"model": {"path": "org/name"}, "task": task, "reward": {"function": f"{tmp_path / 'mine.py'}:r"}}
+    )
+    for name, text in code.items():
+        before = contents_of(config)["reward.function"]
+        (tmp_path / name).write_text(text + "\nchanged = True")
+        assert (contents_of(config)["reward.function"] != before) == (name != "unread.py"), name
+
+
 @pytest.mark.parametrize(("most", "measured"), [("", 5), ("val_max_samples: 3", 3), ("val_max_samples: -1", 5)])
 def test_as_many_rows_are_measured_as_verl_measures(tmp_path: Path, most: str, measured: int) -> None:
     (tmp_path / "val.jsonl").write_text('{"question": "a"}\n' * 5)

@@ -496,6 +496,7 @@ def test_nothing_left_to_train_on(tmp_path: Path) -> None:
     [
         ('{"prompt": "a"', "r.jsonl:2: not valid JSON"),
         ("plain text", "r.jsonl:2: not valid JSON"),
+        ('{"prompt": "a", "answer": 1, "answer": 2}', "r.jsonl:2: not valid JSON (answer stands twice in an object)"),
         ('["a"]', "r.jsonl:2: a JSON list where an object with columns is needed"),
         ('{"prompt": ""}', "row 2: the prompt in column prompt is empty"),
         ('{"prompt": null}', "is empty (null); a prompt is a string or a list of messages"),
