@@ -37,9 +37,9 @@ class LibraryKind:
     about: str
     """Half a sentence that says what they are, for the page of settings."""
     name: str = ""
-    """What `environment.name` is, for the page of settings; empty if it means nothing."""
+    """The meaning of `environment.name`, for the page of settings; empty if it has none."""
     options: str = ""
-    """What `environment.options` are, likewise."""
+    """The options of `environment.options`, likewise."""
 
 
 LIBRARIES = {
@@ -89,7 +89,7 @@ class GatewayKind:
     """A setting that must be given, and what it is, in words."""
     name: str = ""
     options: str = ""
-    """What these two settings are, for the page of settings, if it has them."""
+    """The meaning of these two settings, for the page of settings, if it has them."""
     is_handed_out: bool = False
     """Whether agents elsewhere play the rollouts, so that a run must be there to hand them out."""
     draws_problems: bool = False

@@ -12,7 +12,8 @@ from headrace.episodes.tasks.task_kinds import TASK_KINDS, TaskKind
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
-    Kind = FileKind = str
+    Kind = str
+    FileKind = str
 else:
     Kind = Literal[tuple(TASK_KINDS)]
     FileKind = Literal[("auto", *(name for name, kind in TASK_KINDS.items() if kind.reads))]
