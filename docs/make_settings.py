@@ -146,9 +146,7 @@ def computed(kind: type) -> dict[str, str]:
         return {
             "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}",
             "name": " ".join(f"{kind}: {one.name}." for kind, one in played if one.name),
-            "options": " ".join(
-                ["Options of the kind.", *(f"{kind}: {one.options}." for kind, one in played if one.options)]
-            ),
+            "options": " ".join(f"{kind}: {one.options}." for kind, one in played if one.options),
         }
     return constants() if kind is AlgoConfig else {}
 

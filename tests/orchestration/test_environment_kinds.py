@@ -67,9 +67,9 @@ def test_a_planted_library_and_a_planted_player_over_http_say_themselves_what_th
         GATEWAY_KINDS, "relay", GatewayKind(about="a relay plays", opens="relay:open_relay", needs=needs, **facts)
     )
     reference = runpy.run_path(str(DOCS / "make_settings.py"))["reference"]()
-    assert " riddles: questions of a sphinx. process: " in reference and " relay: a relay plays. |" in reference
-    assert " riddles: the sphinx. verifiers: " in reference and " relay: the address. |" in reference
-    assert " riddles: `hint`. verifiers: " in reference and " relay: its marks. |" in reference
+    assert " riddles: questions of a sphinx. process: " in reference and " relay: a relay plays.\n" in reference
+    assert " riddles: the sphinx. verifiers: " in reference and " relay: the address.\n" in reference
+    assert " riddles: `hint`. verifiers: " in reference and " relay: its marks.\n" in reference
     known = _load("riddles", {"name": "thebes", "options": {"hint": "legs"}})
     assert known.environment.in_processes and known.environment.rewards
     with pytest.raises(ConfigError, match='and riddles, and this run has environment.kind = "relay"'):

@@ -51,19 +51,19 @@ LIBRARIES = {
     "gym": LibraryKind(
         "headrace.episodes.environments.libraries.gym:open_gym",
         "an environment with the methods that skyrl-gym's have",
-        name="the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`",
-        options="`env_config` of the environment",
+        name="an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`",
+        options="`env_config`",
     ),
     "openenv": LibraryKind(
         "headrace.episodes.environments.libraries.openenv:open_openenv",
         "an environment behind a server",
-        name="the URL of the server",
+        name="the server's URL",
         options="`action`, `observation`",
     ),
     "textarena": LibraryKind(
         "headrace.episodes.environments.libraries.games:open_textarena",
         "a game for one player",
-        name="the id of the game",
+        name="the game's id",
         options="`unfinished`, and arguments of the game",
     ),
 }
@@ -122,7 +122,7 @@ GATEWAY_KINDS = {
         opens="headrace.episodes.environments.verifiers.taskset_environment:open_taskset",
         own=("python", "processes"),
         shared=("name", "options", "workers", "memory_gib"),
-        name="the taskset; the name of an installed one, or `path/to/file.py`",
+        name="the name of an installed taskset, or `path/to/file.py`",
         options="the environment's config, `select` and `renderer`",
         needs=("name", "environment.name, the taskset: the name of an installed one, or path/to/file.py"),
     ),
