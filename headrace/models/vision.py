@@ -253,7 +253,7 @@ def _with_buffers(model: Any, whole: Any) -> Any:
 def save_language(whole: Any, source: Path, to: Path) -> None:
     """Writes the language part as a model's directory, in the dtype of the files of the whole where that loses nothing, with all other files."""
     part = language_part(whole)
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
     lowered = {tensor.data_ptr(): tensor.to(dtype) for tensor in part.state_dict().values()}  # tied ones stay one
     state = {name: lowered[tensor.data_ptr()] for name, tensor in part.state_dict().items()}

@@ -51,7 +51,7 @@ def written(contents: Mapping[str, str]) -> str:
 
 def contents_in(config_toml: Path) -> dict[str, str]:
     """Reads these lines; there are none if an earlier version wrote the file."""
-    return dict(_LINE.findall(config_toml.read_text()))
+    return dict(_LINE.findall(config_toml.read_text(encoding="utf-8")))
 
 
 def _paths(value: Any) -> Iterator[Path]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +30,7 @@ CONFIG = 'name = "one"\nseed = 1\n[train]\nlearning_rate = 0.01\n[engine]\ndtype
 
 def make(directory: Path, records: list[AnyRecord], config: str = CONFIG) -> Path:
     directory.mkdir()
-    (directory / "config.toml").write_text(config)
+    (directory / "config.toml").write_text(config, encoding="utf-8")
     write_journal(directory, records)
     return directory
 
@@ -167,6 +170,24 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="not the directory of a run"):
         compare_runs(a, tmp_path / "none")
+
+
+@pytest.mark.parametrize("config", ["[train", 'name = "one"\nname = "two"\n'])
+def test_settings_that_are_no_toml_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str) -> None:
+    a, b = make(tmp_path / "a", RECORDS), make(tmp_path / "b", RECORDS, config)
+    for run in (a, b):
+        (run / "metrics.jsonl").touch()
+    for command in ("diff", "compare"):
+        assert cli.main([command, str(a), str(b)]) == 2
+        assert "b/config.toml is not valid TOML" in " ".join(capsys.readouterr().err.split())
+
+
+def test_settings_are_utf_8_whatever_the_locale_says(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", RECORDS, CONFIG.replace("one", "día"))
+    code = "import sys; from pathlib import Path; from headrace.facts.rollout_view import settings_of; print(ascii(settings_of(Path(sys.argv[1]))['name']))"
+    plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    said = subprocess.run([sys.executable, "-c", code, str(run)], env=plain, capture_output=True, text=True, check=True)
+    assert said.stdout == "'d\\xeda'\n"
 
 
 def test_what_cannot_be_read_is_not_compared_and_said(tmp_path: Path) -> None:

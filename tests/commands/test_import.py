@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from headrace.cli import main
 from headrace.commands.importing import verl
 from headrace.commands.importing.given import UNKNOWN, read_given
-from headrace.commands.importing.import_command import translated
+from headrace.commands.importing.import_command import config_text, libraries, translated
+from headrace.commands.importing.translation import Library, Translation
 from headrace.run.config import RunConfig, read_config
 from headrace.run.contents import contents_of
 from headrace.settings.other_names import MEANINGS
@@ -288,6 +290,8 @@ VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_r
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "rollout.keep_routing", True),
         ("actor_rollout_ref.rollout.max_model_len=300", "engine.context_length", 300),
         ("algorithm.gamma=0.9", "algo.gamma", None),
+        ("trainer.total_training_steps=100 actor_rollout_ref.actor.optim.lr_warmup_steps=0 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "train.warmup_steps", 40),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=constant actor_rollout_ref.actor.optim.warmup_style=cosine", "train.schedule", "cosine"),
     ],
 )  # fmt: skip
 def test_what_changes_verls_learning_is_translated(tmp_path: Path, more: str, setting: str, value: object) -> None:
@@ -315,6 +319,8 @@ def test_what_changes_verls_learning_is_translated(tmp_path: Path, more: str, se
         "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
         "data.train_batch_size=0",
         "trainer.save_freq=after_each_epoch",
+        "actor_rollout_ref.actor.clip_ratio=0.3",
+        "actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.optim.clip_grad=2",
     ],
 )
 def test_what_changes_verls_learning_and_has_no_counterpart_is_never_said_to_be_without_effect(
@@ -352,6 +358,43 @@ def test_what_changes_the_learning_of_prime_rl_is_translated(
     (tmp_path / "rl.toml").write_text(f"max_steps = 200\nmodel.name = 'org/name'\n{more}\n[trainer.optim]\nlr = 1e-5\n")
     _, found = translated(tmp_path / "rl.toml")
     assert found.settings.get(setting) == value and (value is not None or setting in found.to_do) and not found.unread
+
+
+def test_groups_that_the_batch_of_prime_rl_does_not_fill_are_told(tmp_path: Path) -> None:
+    _, written = imported(tmp_path, "rl.toml", PRIME.replace("batch_size = 128", "batch_size = 100"))
+    assert "groups_per_step = 6  # 96 rollouts a step, of 100 there, which are no whole groups" in written
+
+
+STRANGE = (math.inf, "\ud800", [1], [None], {"id": "x"}, [{"taskset": "x"}], UNKNOWN)
+
+
+class Asked(dict[str, Any]):
+    """The names of a config that were asked for."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize("library", libraries(), ids=lambda library: library.name)
+def test_any_value_of_any_name_is_written_or_told(library: Library) -> None:
+    plain = Asked({"trainer.scheduler.type": "linear", "algorithm.adv_estimator": "grpo"})
+    library.translate(Translation(given=plain))
+    assert len(plain.names) > 60
+    for name in plain.names:
+        for value in STRANGE:
+            found = Translation(given=plain | {name: value})
+            library.translate(found)
+            tomllib.loads(config_text(found, library.name, Path("theirs"), "mine.toml").encode().decode())
+            assert value is not UNKNOWN or found.unknown or found.left_out or found.unread, f"{name} is told"
 
 
 def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> None:

@@ -50,10 +50,12 @@ def _run(t: Translation) -> None:
 
 def _rollouts(t: Translation) -> None:
     group = t.value("orchestrator.group_size", "orchestrator.rollouts_per_example", "rollouts_per_example")
-    batch = t.value("orchestrator.batch_size", "batch_size")
+    batch, size = t.number("orchestrator.batch_size", "batch_size", default=0), group if isinstance(group, int) else 0
     t.put("rollout.group_size", group)
-    if batch and group:
-        t.put("staleness.groups_per_step", max(1, batch // group), f"{batch} rollouts a step")
+    if batch >= 1 and size >= 1:
+        groups = max(1, int(batch // size))
+        rest = "" if groups * size == batch else f", of {batch} there, which are no whole groups"
+        t.put("staleness.groups_per_step", groups, f"{groups * size} rollouts a step{rest}")
     else:
         t.to_do["staleness.groups_per_step"] = (
             f"the prompts of a step, each with rollout.group_size completions; {VERSIONS}"
@@ -77,7 +79,7 @@ def _rollouts(t: Translation) -> None:
     t.take("eval.every", "orchestrator.eval.interval", "eval.interval")
     t.take("eval.samples", "orchestrator.eval.rollouts_per_example", "orchestrator.eval.group_size")
     t.take("eval.temperature", "orchestrator.eval.sampling.temperature")
-    if (top_k := t.value(*(f"{before}sampling.top_k" for before in TRAIN), default=-1)) > 0:
+    if (top_k := t.number(*(f"{before}sampling.top_k" for before in TRAIN), default=-1)) > 0:
         t.put("rollout.top_k", top_k)
 
 
@@ -92,7 +94,7 @@ def _optimizer(t: Translation) -> None:
         "max_grad_norm": "max_norm",
     }.items():
         t.take(f"train.{ours}", f"trainer.optim.{theirs}", f"trainer.optim.{ours}")
-    if (kind := t.value("trainer.optim.type", default="adamw")) != "adamw":
+    if (kind := t.word("trainer.optim.type", default="adamw")) != "adamw":
         t.to_do["train.learning_rate"] = f"that of {kind} there, and here is AdamW"
     _schedule(t)
     for table in ("trainer.model.lora", "trainer.model.experimental.lora"):
@@ -102,7 +104,7 @@ def _optimizer(t: Translation) -> None:
 
 def _schedule(t: Translation) -> None:
     before = "trainer.scheduler."
-    schedule = t.value(f"{before}type", default="constant")
+    schedule = t.word(f"{before}type", default="constant")
     if schedule == "linear":  # which falls in the last steps alone; here it falls from the warm-up to the end
         last, warmup = t.number(f"{before}decay_steps", default=10), t.number(f"{before}warmup_steps", default=10)
         whole = last > 0 and last + warmup == t.settings.get("train.steps")
@@ -132,13 +134,13 @@ def _lora(t: Translation, table: str) -> None:
 
 def _loss(t: Translation) -> None:
     """The default is DPPO with a quadratic penalty (`dppo_tv_quadratic` here), and `ipo` the newer one."""
-    before, algorithm = "trainer.loss.", t.value("orchestrator.algo.type", default="grpo")
+    before, algorithm = "trainer.loss.", t.word("orchestrator.algo.type", default="grpo")
     if algorithm != "grpo":
         t.to_do["algo.name"] = (
             f"prime-rl's {algorithm}: docs/choosing.md, and docs/distillation.md for learning from another model"
         )
         return
-    kind = t.value(f"{before}type", default="default")
+    kind = t.word(f"{before}type", default="default")
     if kind not in ("default", "ipo"):
         t.to_do["algo.loss"] = f"{kind} is a function of yours: file.py:name (docs/algorithms.md)"
         return
@@ -153,9 +155,10 @@ def _loss(t: Translation) -> None:
 
 
 def _environment(t: Translation) -> None:
-    listed = t.value(*(f"{before}env" for before in TRAIN), default=[])
+    listed = t.tables(*(f"{before}env" for before in TRAIN))
     first = listed[0] if listed else {}
     taskset = first.get("taskset") or {}
+    taskset = taskset if isinstance(taskset, dict) else {"id": taskset}
     name, options = (
         (taskset.get("id"), {key: value for key, value in taskset.items() if key != "id"})
         if taskset
@@ -176,7 +179,8 @@ def _environment(t: Translation) -> None:
         "the interpreter that has verifiers and this taskset, such as ~/verifiers/bin/python"
     )
     if len(listed) > 1:
-        others = ", ".join(str((one.get("taskset") or one).get("id")) for one in listed[1:])
+        names = (one.get("taskset") or one.get("id") for one in listed[1:])
+        others = ", ".join(str(one.get("id") if isinstance(one, dict) else one) for one in names)
         t.to_do["environment.name"] = f"a run has one environment; this one also had {others}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,27 +39,51 @@ class Translation:
     _read: set[str] = field(default_factory=set)
 
     def value(self, *names: str, default: Any = None) -> Any:
-        """Returns the value of the first of these names that is given and not null. A value that is not known is noted in `unknown`."""
+        """Returns the value of the first of these names that is given and not null. A value that is not known is noted in `unknown`, and in
+        `also` that other names say otherwise."""
         self._read |= {name for name in names if name in self.given}
-        for name in names:
-            found = self.given.get(name)
-            if found is UNKNOWN:
-                self.unknown += [name] if name not in self.unknown else []
-            elif found is not None:
-                return found
-        return default
+        self._note(name for name in names if self.given.get(name) is UNKNOWN)
+        told = {name: value for name in names if (value := self.given.get(name)) is not None and value is not UNKNOWN}
+        if not told:
+            return default
+        first, *others = told
+        if differing := [name for name in others if told[name] != told[first]]:
+            more = f"{first} is {told[first]}, but {' and '.join(f'{name} is {told[name]}' for name in differing)}: "
+            self.also += [more + "the first is translated"] if more + "the first is translated" not in self.also else []
+        return told[first]
+
+    def _note(self, names: Iterable[str]) -> None:
+        self.unknown += [name for name in dict.fromkeys(names) if name not in self.unknown]
 
     def number(self, *names: str, default: float) -> Any:
-        """Returns the value of `value` if it is a number. Any other one is noted in `unknown`."""
+        """Returns the value of `value` if it is a finite number. Any other one is noted in `unknown`."""
         found = self.value(*names, default=default)
-        if isinstance(found, int | float) and not isinstance(found, bool):
+        if isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found):
             return found
-        self.unknown += [name for name in names if self.given.get(name) is not None and name not in self.unknown]
+        self._note(name for name in names if self.given.get(name) is not None)
         return default
 
+    def word(self, *names: str, default: str) -> str:
+        """Returns the value of `value` if it is a text. Any other one is noted in `unknown`."""
+        found = self.value(*names, default=default)
+        if isinstance(found, str):
+            return found
+        self._note(name for name in names if self.given.get(name) is not None)
+        return default
+
+    def tables(self, *names: str) -> list[Mapping[str, Any]]:
+        """Returns the value of `value` if it is a list of tables. Any other one is noted in `unknown`."""
+        found = self.value(*names, default=[])
+        if isinstance(found, list) and all(isinstance(one, Mapping) for one in found):
+            return found
+        self._note(name for name in names if self.given.get(name) is not None)
+        return []
+
     def put(self, setting: str, value: Any, note: str = "") -> None:
-        """Sets one of ours; nothing for None."""
-        if value is not None:
+        """Sets one of ours; nothing for None. A value that no config can hold is left to do."""
+        if value is not None and not _is_writable(value):
+            self.to_do[setting] = f"{value!r} was given, which is no value of a setting"
+        elif value is not None:
             self.settings[setting] = value
             if note:
                 self.notes[setting] = " ".join(note.split())  # a line of the file, whatever values it names
@@ -86,3 +111,14 @@ class Translation:
     def unread(self) -> list[str]:
         """The names that no rule has read and that say something."""
         return [name for name, value in self.given.items() if name not in self._read and value not in (None, {}, [])]
+
+
+def _is_writable(value: Any) -> bool:
+    """Whether TOML has this value and the settings take it: no null within a list, no number that is none, no half of a character."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_writable(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_writable, value))
+    if isinstance(value, str):
+        return value.isascii() or value.encode(errors="replace").decode() == value
+    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))

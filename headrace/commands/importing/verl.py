@@ -212,10 +212,10 @@ def _batches(t: Translation) -> int:
 
 
 def _algorithm(t: Translation) -> None:
-    estimator = t.value("algorithm.adv_estimator", default="gae")
+    estimator = t.word("algorithm.adv_estimator", default="gae")
     if estimator not in ESTIMATORS:
         t.to_do["algo.name"] = f"{estimator} has no counterpart: docs/choosing.md"
-    mode = t.value(f"{ACTOR}policy_loss.loss_mode", default="vanilla")
+    mode = t.word(f"{ACTOR}policy_loss.loss_mode", default="vanilla")
     if estimator in ESTIMATORS:
         t.put("algo.name", LOSSES.get(mode, "") if estimator == "grpo" and mode in LOSSES else ESTIMATORS[estimator])
         if mode in LOSSES and estimator != "grpo":
@@ -225,7 +225,7 @@ def _algorithm(t: Translation) -> None:
         t.to_do["algo.loss"] = f"{mode} has no counterpart: docs/algorithms.md"
     if estimator == "grpo" and t.value("algorithm.norm_adv_by_std_in_grpo", default=True) is False:
         t.put("algo.advantage", "centred")
-    said = t.value(f"{ACTOR}loss_agg_mode", default="token-mean")
+    said = t.word(f"{ACTOR}loss_agg_mode", default="token-mean")
     if said not in AGGREGATIONS:
         t.to_do["algo.aggregation"] = f"{said} has no counterpart: docs/algorithms.md"
     elif mode not in OF_SEQUENCES:
@@ -254,7 +254,7 @@ def _algorithm(t: Translation) -> None:
 
 def _critic(t: Translation, per_batch: int) -> None:
     """verl updates the policy from batch `critic_warmup` on, counted from 1 (`RayPPOTrainer.fit`)."""
-    if t.value("algorithm.adv_estimator", default="gae") != "gae":
+    if t.word("algorithm.adv_estimator", default="gae") != "gae":
         return
     if (alone := (t.number("trainer.critic_warmup", default=0) - 1) * per_batch) > 0:
         t.put("algo.critic.alone_steps", alone, "verl's first update of the policy is in batch critic_warmup")
@@ -267,6 +267,11 @@ def _bounds(t: Translation, mode: str) -> None:
         both = t.value(names[0], default=0.2)
         t.put("algo.clip_low", t.value(names[1], default=both))
         t.put("algo.clip_high", t.value(names[2], default=both))
+        if both != 0.2 and any(t.given.get(name) is None for name in names[1:]):
+            t.also.append(
+                f"verl's own clip_ratio_low and clip_ratio_high are 0.2 and go over clip_ratio, which is {both} and is translated: "
+                "see which one your run had"
+            )
     elif mode == "gspo":
         t.leave("the ratio is to the sampler here, whose rounding needs wider bounds (docs/algorithms.md)", *names)
     if mode == "vanilla":
@@ -312,11 +317,14 @@ def _optimizer(t: Translation, per_batch: int) -> None:
     optim = f"{ACTOR}optim."
     t.put("train.learning_rate", t.value(f"{optim}lr", default=1e-6), _whose(t, f"{optim}lr"))
     t.put("train.weight_decay", t.value(f"{optim}weight_decay", default=0.01), _whose(t, f"{optim}weight_decay"))
-    first, second = t.value(f"{optim}betas", default=(0.9, 0.999))
+    betas = t.value(f"{optim}betas", default=(0.9, 0.999))
+    first, second = betas if isinstance(betas, list | tuple) and len(betas) == 2 else (betas, betas)
     t.put("train.beta1", first)
     t.put("train.beta2", second, _whose(t, f"{optim}betas"))
     t.put("train.max_grad_norm", t.value(f"{ACTOR}grad_clip", f"{optim}clip_grad", default=1.0))
-    schedule = t.value(f"{optim}lr_scheduler_type", f"{optim}warmup_style", default="constant")
+    schedule = t.word(
+        f"{optim}warmup_style", f"{optim}lr_scheduler_type", default="constant"
+    )  # the older name wins there
     if schedule in ("constant", "cosine"):
         t.put("train.schedule", schedule)
         if schedule == "cosine":
@@ -325,7 +333,7 @@ def _optimizer(t: Translation, per_batch: int) -> None:
         t.to_do["train.schedule"] = f"{schedule} has no counterpart: constant, cosine or linear"
     steps = t.number(f"{optim}lr_warmup_steps", default=-1)
     share = t.number(f"{optim}lr_warmup_steps_ratio", default=0.0)
-    if steps >= 0:
+    if steps > 0 or (steps == 0 and not share):  # its newer versions take 0 for "not given"
         t.put("train.warmup_steps", steps * per_batch)
     elif share and "train.steps" in t.settings:
         t.put("train.warmup_steps", round(share * t.settings["train.steps"]))
@@ -409,7 +417,7 @@ def _lora(t: Translation) -> None:
 
 
 def _left_out(t: Translation) -> None:
-    judged = t.value("algorithm.adv_estimator", default="gae") == "gae"
+    judged = t.word("algorithm.adv_estimator", default="gae") == "gae"
     why = "the critic is a value head on the policy (algo.critic)" if judged else "this estimator has no critic"
     t.leave_all(why, ("critic.", "trainer.critic_", "algorithm.lam"))
     t.leave_all(

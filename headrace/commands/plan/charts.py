@@ -42,7 +42,7 @@ def draw(found: Answer, name: str, price: float) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · plan</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE.read_text()}</style></head><body><main><header><div class='top'><h1>{escape(name)}</h1></div>"
+        f"<style>{_STYLE.read_text(encoding='utf-8')}</style></head><body><main><header><div class='top'><h1>{escape(name)}</h1></div>"
         f'<p class="headline">{escape(message)}</p><p class="meta">{meta}</p></header>'
         f'<section><div class="figures">{"".join(figures)}</div>{listed}</section>'
         "<footer>Simulated by headrace plan: the real pipeline in virtual time.</footer></main></body></html>"

@@ -35,7 +35,7 @@ def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path 
     if picture:
         from headrace.commands.plan.charts import draw
 
-        picture.write_text(draw(found, request.config.name, price))
+        picture.write_text(draw(found, request.config.name, price), encoding="utf-8")
         echo(f"the page with charts is in {picture}", err=True)
     return 0
 

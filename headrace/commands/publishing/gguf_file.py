@@ -51,7 +51,7 @@ def read_tokenizer(directory: Path, rows: int) -> GgufTokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"a GGUF file holds the tokenizer, and {directory} has no tokenizer.json")
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     model, added = found["model"], found.get("added_tokens") or []
     splitting = _splitting(found)
     by_id = {number: token for token, number in model["vocab"].items()}
@@ -120,7 +120,7 @@ def _adds_bos(path: Path, bos: int | None) -> bool:
 
 def _template(directory: Path, settings: dict[str, Any]) -> str:
     file = directory / "chat_template.jinja"
-    found = file.read_text() if file.is_file() else settings.get("chat_template") or ""
+    found = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template") or ""
     return found if isinstance(found, str) else ""
 
 
@@ -129,7 +129,7 @@ def _text(token: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return found
 
 
@@ -159,7 +159,7 @@ def write_gguf(source: Path, to: Path, *, name: str, dtype: Literal["bfloat16", 
 
     if (source / "adapter_config.json").exists():
         raise ConfigError("--format gguf writes whole models, and this run trained an adapter: add --merge")
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     family = check_family(config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.architecture], config["num_hidden_layers"])
     tokenizer = read_tokenizer(source, config["vocab_size"])

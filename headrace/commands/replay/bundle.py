@@ -234,9 +234,9 @@ class CodeFiles:
             taken = len([other for other in self._names if other.name == path.name])
             self._names[path] = f"{path.stem}_{taken + 1}.py" if taken else path.name
             try:
-                self.texts[self._names[path]] = path.read_text()
-            except OSError as error:
-                self.unreadable.append(str(error))
+                self.texts[self._names[path]] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                self.unreadable.append(f"{path}: {error}" if isinstance(error, UnicodeDecodeError) else str(error))
         return f"{self._names[path]}:{name}"
 
 
@@ -394,7 +394,7 @@ def without_places(state: Path, model: str) -> None:
     """Writes the name of the base model where peft's settings name its directory."""
     settings = state / "adapter_config.json"
     if settings.exists():
-        config = json.loads(settings.read_text())
+        config = json.loads(settings.read_text(encoding="utf-8"))
         settings.write_text(json.dumps({**config, "base_model_name_or_path": model}))
 
 

@@ -7,7 +7,6 @@ compared.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from headrace.core.batches import Group, Row
 from headrace.core.reports import TrainReport
 from headrace.core.types import Completion, Scored
 from headrace.durable.journal import Damage, DrawnRecord, GoneRecord, JournalReader, JournalStep, require_journal
+from headrace.facts.rollout_view import settings_of
 from headrace.facts.texts import clip, plural
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
@@ -132,15 +132,10 @@ def _pairs(a: Iterator[JournalStep], b: Iterator[JournalStep]) -> Iterator[tuple
 
 
 def _settings(a: Path, b: Path) -> list[tuple[str, Any, Any]]:
-    one, other = (_flat(_toml(run)) for run in (a, b))
+    one, other = (_flat(settings_of(run)) for run in (a, b))
     names = sorted(one.keys() | other.keys())
     return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)
             and name not in ("name", "out")]  # fmt: skip
-
-
-def _toml(run: Path) -> dict[str, Any]:
-    path = run / "config.toml"
-    return tomllib.loads(path.read_text()) if path.is_file() else {}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -151,7 +146,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _rounding(run: Path) -> float:
-    dtype = _toml(run).get("engine", {}).get("dtype", "")
+    engine = settings_of(run).get("engine")
+    dtype = engine.get("dtype", "") if isinstance(engine, dict) else ""
     return ROUNDING["float32" if dtype == "float32" else "bfloat16"]
 
 

@@ -128,7 +128,7 @@ def ask_for_stacks(run: Path) -> int:
     while time.monotonic() < deadline:
         if new := set((run / "logs").glob("stacks-*.txt")) - before:
             time.sleep(0.1)
-            echo(max(new).read_text().rstrip("\n"))
+            echo(max(new).read_text(encoding="utf-8").rstrip("\n"))
             return 0
         time.sleep(0.1)
     raise HeadraceError(

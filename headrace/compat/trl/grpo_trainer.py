@@ -341,7 +341,7 @@ class GRPOTrainer:
         """Writes what the run reads from files: rows with an eval_dataset, and a model that was given as an object."""
         for path, text in self._tables.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         if not isinstance(self._model, str):
             save_model_in_memory(self._model, self._tokenizer, self._model_folder)
 

@@ -43,7 +43,7 @@ def examine_isolation(limits: SandboxLimits = DEFAULT.limits) -> list[IsolationF
     sandbox = Sandbox(limits)
     try:
         with _targets(limits) as targets:
-            tried = sandbox.run(Path(isolation_trial.__file__).read_text(), json.dumps(targets))
+            tried = sandbox.run(Path(isolation_trial.__file__).read_text(encoding="utf-8"), json.dumps(targets))
         try:
             could: dict[str, list[str]] = json.loads(tried.out)
         except ValueError:

@@ -80,7 +80,7 @@ class Camera:
         while (path := self._logs / f"stacks-{number}.txt").exists():
             number += 1
         with suppress(OSError):  # a full disk must not prevent the report on the terminal
-            path.write_text("\n".join(lines) + "\n")
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
         return path
 
 

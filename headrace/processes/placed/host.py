@@ -161,7 +161,7 @@ def _replaced(path: Path, word: str) -> str:
     part = path.with_name(f"{path.name}.part")
     try:
         for text in ("", WORDS * word):
-            with part.open("w") as file:
+            with part.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -174,7 +174,7 @@ def _replaced(path: Path, word: str) -> str:
 def _unlike(path: Path, word: str) -> str:
     """Returns why a file is not as `leave` writes it, or an empty string."""
     try:
-        found = path.read_text()
+        found = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         return "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
     return "" if found == WORDS * word else "has other bytes there" if found else "is there in an older version"

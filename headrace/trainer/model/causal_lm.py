@@ -160,7 +160,7 @@ def export_model(
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
     for path in source.iterdir():  # tokenizer, chat template, generation config, licence
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
@@ -176,7 +176,7 @@ def export_model(
 def prediction_heads(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of heads that predict further tokens (multi-token prediction), as a model's files have them. transformers leaves them out: they are
     not trained, and exported as they were, for engines that draft with them."""
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config", config)
     first = text.get("num_hidden_layers", 0)
     further = range(first, first + (text.get("num_nextn_predict_layers") or 0))  # as DeepSeek and GLM count them

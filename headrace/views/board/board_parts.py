@@ -179,7 +179,7 @@ def _data(run_dir: Path, state: RunState, bins_too: bool) -> ReportData:
         run_dir=run_dir,
         state=state,
         samples=(),
-        config=config.read_text() if config.is_file() else "",
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         bins=tuple(bins(state)) if bins_too else (),
     )
 

@@ -150,7 +150,7 @@ def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None 
         run_dir=run_dir,
         state=state,
         samples=samples,
-        config=config.read_text() if config.exists() else "",
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         bins=tuple(bins(state, ended)),
         rewards=tuple(seen),
         columns=known.columns,

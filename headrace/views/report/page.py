@@ -81,9 +81,9 @@ def document(name: str, body: str, made: str) -> str:
     """Returns a page that needs no network. `made`: the sentence at its end."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · headrace</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE.read_text()}</style></head>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE.read_text(encoding="utf-8")}</style></head>'
         f"<body><main>{body}<footer>{escape(made)}</footer></main>"
-        f'<div id="tip"></div><script>{SCRIPT.read_text()}</script></body></html>'
+        f'<div id="tip"></div><script>{SCRIPT.read_text(encoding="utf-8")}</script></body></html>'
     )
 
 

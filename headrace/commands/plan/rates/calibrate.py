@@ -168,7 +168,7 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
 def kv_tokens(model_dir: Path, engine: EngineConfig) -> float:
     """Returns the tokens that engine.sizes.kv_gib holds; infinite if the model's config does not give its shape."""
     try:
-        shape = json.loads((model_dir / "config.json").read_text())
+        shape = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
         head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
         width = 4 if engine.serving_dtype == "float32" else 2
