@@ -843,7 +843,7 @@ def test_config_loads_without_torch():
 
 
 def test_the_process_that_watches_a_run_loads_nothing_heavy():
-    assert not loaded_by("import headrace.processes.health.monitor") & {*HEAVY, "numpy"}
+    assert not loaded_by("import headrace.processes.health.monitor") & {*HEAVY, "numpy", "asyncio", "msgspec"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -20,7 +20,6 @@ from benchmarks.device.run_entry import run_entry  # noqa: E402
 from benchmarks.device.runs import Case  # noqa: E402
 from headrace.commands.plan.rates.hardware import GPUS  # noqa: E402
 from headrace.run.config import load_config  # noqa: E402
-from support.few import few  # noqa: E402
 
 SLOW = ("demo", "ranks", "compiled")
 """Entries that start processes, or compile."""
@@ -39,7 +38,14 @@ def rehearsed(name: str, directory: Path) -> Result:
     return result
 
 
-@pytest.mark.parametrize("name", few([name for name in ORDER if name not in SLOW], keep=3))
+QUICK = ("smoke", "long")
+"""Entries of at most two seconds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ORDER if name not in SLOW],
+)
 def test_an_entry_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     rehearsed(name, tmp_path)
 

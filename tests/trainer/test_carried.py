@@ -74,7 +74,7 @@ def numbers(model: Any, hidden: Tensor) -> list[Tensor]:
 def test_any_tree_has_the_numbers_of_single_rows(name):
     model, rng = model_of(name), random.Random(name)
     inner = inner_of(model)
-    for _ in range(3):
+    for _ in range(2):
         segments = random_tree(rng, rng.randrange(20, len(TOKENS)))
         ours, theirs = (numbers(model, way(inner, segments)) for way in (by_states, alone))
         for found, wanted in zip(ours, theirs, strict=True):

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 
 from headrace.core.printing import guard_streams, say
-from headrace.processes.health.live_status import add_verdict
 from headrace.processes.health.stacks import innermost, is_stopped, may_be_read_by, process_state, stacks_from_outside
 
 SLICE = 0.5
@@ -106,7 +105,11 @@ def _end(pid: int, silent: float, file: Path, runs: Sequence[str]) -> None:
     verdict = f"ended by its watchdog: the interpreter was blocked for {silent:.0f} s"
     _say(verdict, _stacks(pid, file))
     for run in runs:
-        with suppress(OSError):
+        with suppress(
+            OSError, ImportError
+        ):  # loaded now: it would be two thirds of the CPU time of a process that seldom needs it
+            from headrace.processes.health.live_status import add_verdict
+
             add_verdict(Path(run), verdict)
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,6 @@ deadline as early as on an idle machine. Only Linux reports how long a thread wa
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import threading
 import time
@@ -107,6 +106,8 @@ class Reading:
 async def within(asked: int, seconds: float, answer: Awaitable[T], waited: Waited = waited_for_a_core) -> T:
     """Returns the answer. Raises TimeoutError if the thread `asked` did not give it within `seconds` in which it could run; `answer` is
     then cancelled and not awaited."""
+    import asyncio  # not loaded by processes without an event loop
+
     task = asyncio.ensure_future(answer)
     patience = Patience(asked, seconds, asyncio.get_running_loop().time, waited)
     try:

@@ -6,7 +6,6 @@ keeps its interpreter's lock or because it is stopped, it is read from outside (
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import faulthandler
 import json
@@ -23,10 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.processes.health.family import Child
 from headrace.processes.health.patience import Patience
+
+if TYPE_CHECKING:  # the monitor has no event loop, and does not load what one needs
+    import asyncio
 
 # --- Python stacks of another process
 # Python stacks of another process, read with py-spy, even if that process keeps the interpreter's lock or is stopped.
@@ -205,6 +207,8 @@ def _lines(summary: Iterable[traceback.FrameSummary]) -> list[str]:
 
 def task_lines(loop: asyncio.AbstractEventLoop) -> list[str]:
     """Returns the tasks of an event loop, each with the chain of what it awaits; equal chains once. May be called from any thread."""
+    import asyncio
+
     found: dict[tuple[str, ...], list[str]] = {}
     for task in asyncio.all_tasks(loop):
         chain = tuple(_lines(_awaited(task.get_coro())))
