@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SHARED = Path(__file__).parent / "src"
 COMPILERS = ("c++", "g++", "clang++")
@@ -44,6 +47,18 @@ def compiled(source: Path, cache: Path, instructions: str = "native", flags: tup
         return _compile(command, library)
     except (OSError, subprocess.SubprocessError) as error:
         return Built(None, f"{compiler} could not be run: {error}")
+
+
+def functions_of(library: Path | None, signatures: Mapping[str, tuple[Any, Sequence[Any]]]) -> Any | None:
+    """Returns the functions of a library with the types of their results and arguments, or None if there is none, or this processor cannot run it.
+    ctypes releases the GIL in a call."""
+    if library is None:
+        return None
+    functions = ctypes.CDLL(str(library))
+    for name, (result, arguments) in signatures.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+    return functions if functions.headrace_begin() else None
 
 
 def _compile(command: list[str], library: Path) -> Built:

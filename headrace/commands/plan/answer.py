@@ -254,17 +254,22 @@ def _computed(request: PlanRequest) -> Rates:
             f"a {request.model} model whose weights are all trained needs at least {replica + trainer} GPUs of {request.hardware} "
             f"({replica} to generate, {trainer} to train); raise --gpus, or choose a model that fits on one GPU"
         )
-    running = request.config.engine.sizes.max_running
+    return _split_rates(request, replica=replica, trainer=trainer, replicas=request.config.engine.replicas)
+
+
+def _split_rates(request: PlanRequest, *, replica: int, trainer: int, replicas: int) -> Rates:
+    """The rates on `replica` GPUs for each of `replicas` engines, and on those of the trainer."""
+    chip, shape, config = hardware.gpu(request.hardware), shape_of(request.model), request.config
     computed = hardware.rates(
         chip,
         shape,
         replica=replica,
         trainer=trainer,
-        max_running=running,
+        max_running=config.engine.sizes.max_running,
         name=request.model,
-        travel=request.travel(request.config.engine.replicas),
-        microbatch=request.config.train.microbatch,
-        context=context,
+        travel=request.travel(replicas),
+        microbatch=config.train.microbatch,
+        context=config.train.parallel.context,
         passes=request.passes,
     )
     return _as_given(computed, request)
@@ -387,7 +392,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
     """Returns a function that splits `request.gpus` into the trainer's GPUs and as many replicas as fit on the rest."""
     chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
     replica = hardware.replica_gpus(chip, shape)
-    running, context = request.config.engine.sizes.max_running, request.config.train.parallel.context
+    context = request.config.train.parallel.context
 
     def split(trainer: int) -> Scenario | None:
         replicas = (request.gpus - trainer) // replica
@@ -396,19 +401,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
         trainer = request.gpus - replicas * replica  # the trainer gets the GPUs that are left over
         if trainer % context:
             return None
-        computed = hardware.rates(
-            chip,
-            shape,
-            replica=replica,
-            trainer=trainer,
-            max_running=running,
-            name=request.model,
-            travel=request.travel(replicas),
-            microbatch=request.config.train.microbatch,
-            context=context,
-            passes=request.passes,
-        )
-        rates = _as_given(computed, request)
+        rates = _split_rates(request, replica=replica, trainer=trainer, replicas=replicas)
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 
     return split

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 
 from headrace.core.printing import echo
 from headrace.models.resolve import cache_dir
-from headrace.native.build import Built, compiled
+from headrace.native.build import Built, compiled, functions_of
 
 # --- The trainer's kernels, compiled for this machine (`native/build.py`).
 #
@@ -89,14 +88,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 @cache
 def library(instructions: str = "native") -> Any | None:
     """The functions, or None if there are no kernels (`binding.built().reason` says why)."""
-    path = built(instructions).library
-    if path is None:
-        return None
-    functions = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(functions, name)
-        function.restype, function.argtypes = result, arguments
-    return functions if functions.headrace_begin() else None
+    return functions_of(built(instructions).library, _SIGNATURES)
 
 
 def tier(instructions: str = "native") -> str | None:

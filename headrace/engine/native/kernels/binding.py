@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 
 from headrace.core.printing import echo
 from headrace.models.resolve import cache_dir
-from headrace.native.build import Built, compiled
+from headrace.native.build import Built, compiled, functions_of
 
 # --- The engine's kernels, compiled for this machine (`native/build.py`).
 #
@@ -119,15 +118,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 @cache
 def library(instructions: str = "native", dtype: str = "bfloat16") -> Any | None:
     """The functions over weights and cache of `dtype`, or None if there are no kernels (`binding.built().reason` says why).
-    ctypes releases the GIL in a call, so messages are read and weights prepared during a pass."""
-    path = built(instructions, dtype).library
-    if path is None:
-        return None
-    functions = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(functions, name)
-        function.restype, function.argtypes = result, arguments
-    return functions if functions.headrace_begin() else None
+    A call releases the GIL, so messages are read and weights prepared during a pass."""
+    return functions_of(built(instructions, dtype).library, _SIGNATURES)
 
 
 def tier(instructions: str = "native") -> str | None:
