@@ -102,7 +102,7 @@ class OrchestrationConfig:
             )
         if self.kind != "local":
             raise ValueError(
-                f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines that join; remove one of the two'
+                f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines elsewhere; remove one of the two'
             )
         return self
 

@@ -111,7 +111,10 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
     """Yields a sentence with the remedy for each setting that cannot work with these ends."""
     way = way_of(settings, ends)
     reaches = bool(ends.kinds & way.transport.reaches)
-    yield from _out_of_reach(way, ends) if not reaches else ()
+    if (
+        not reaches and settings.kind != "auto"
+    ):  # chosen here, it fits no other place of these ends, which is refused by itself
+        yield from _out_of_reach(way, ends)
     if ends.encrypted and reaches and not way.transport.encrypts:
         yield (
             f'weight_sync.kind = "{way.kind}" cannot be encrypted, and engines join over TLS (orchestration.cert); use weight_sync.kind = '

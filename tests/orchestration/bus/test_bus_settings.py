@@ -38,7 +38,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "engines that join": (
         {"orchestration": {"kind": "join", "token_file": "x"}},
-        'rollout hosts, and orchestration.kind = "join" engines that join; remove one',
+        'rollout hosts, and orchestration.kind = "join" engines elsewhere; remove one',
+    ),
+    "engines that Ray places": (
+        {"orchestration": {"kind": "ray"}},
+        'rollout hosts, and orchestration.kind = "ray" engines elsewhere; remove one',
     ),
     "a server": ({"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}}, "is a server; remove one of them"),
     "a fleet": ({"engine": {"replicas": 2}}, "start as many rollout hosts as you like"),
@@ -70,6 +74,24 @@ def test_it_is_refused_with_its_remedy(case: str, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, tmp_path, **{**tables, "orchestration": place})
     with pytest.raises(ConfigError, match=said):
         load_config(config)
+
+
+@pytest.mark.parametrize("server", ["headrace", "vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["join", "ray", "bus"])
+def test_a_server_beside_engines_elsewhere_is_refused_for_what_was_set(kind: str, server: str, tmp_path: Path) -> None:
+    """`weight_sync.kind` was left out, and is not blamed. Each remedy works."""
+    places: dict[str, dict[str, Any]] = {
+        "join": {"kind": "join", "token_file": "x"},
+        "ray": {"kind": "ray"},
+        "bus": {"bus": f"jsonl:{tmp_path}"},
+    }
+    engine = {"kind": server, "urls": ["http://127.0.0.1:1"]}
+    both = tiny_config(tmp_path, tmp_path, orchestration=places[kind]) | {"engine": engine}
+    with pytest.raises(ConfigError, match="is a server.*remove one of them") as refused:
+        load_config(both)
+    assert "weight_sync" not in str(refused.value)
+    load_config({name: table for name, table in both.items() if name != "orchestration"})
+    load_config({name: table for name, table in both.items() if name != "engine"})
 
 
 def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
