@@ -36,6 +36,7 @@ from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_environments import scripted
 from headrace.testing.fake_scorer import FakeScorer
+from support.fake_world import FakeWorld
 from support.tiny_run import tiny_config
 
 PROMPTS = [Prompt(f"held-out/{number}", "?", (1, 2, number)) for number in range(3)]
@@ -181,6 +182,23 @@ def test_only_evaluations_that_measured_the_same_are_compared(tmp_path: Path) ->
     assert [look.then.text for look in [then_and_now(other)] if look] == ["0.9"]
     earlier = [measured("before", 0.2, ""), measured("after", 1.0, "b")]
     assert ends_of(earlier) == tuple(earlier), "of a version that recorded no mark"
+
+
+class Meant(FakeWorld):
+    """A run whose settings say what a reward means."""
+
+    @property
+    def _made_by(self) -> dict[str, str]:
+        return super()._made_by | {"reward.function": "mine.py:exact"}
+
+
+def test_a_run_marks_its_measurements(tmp_path: Path) -> None:
+    found = []
+    for number, kind in enumerate((Meant, FakeWorld)):
+        world = kind(tmp_path / str(number), steps=2, evaluate_every=1)
+        virtual_time.run(world.run())
+        found.append({fact.measure for fact in world.facts.of(Evaluated)})
+    assert found == [{measure_of({"reward.function": "mine.py:exact"}, 1.0)}, {""}] and found[0] != {""}
 
 
 def test_the_mark_of_a_measurement_follows_what_a_reward_means(tmp_path: Path, tiny_tokenizer: Path) -> None:
