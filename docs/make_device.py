@@ -30,6 +30,8 @@ RATES = ROOT / "headrace/commands/plan/rates/own_runs.json"
 BEGIN, END = "<!-- device: `make docs` -->\n", "<!-- end of device -->"
 PREDICTED = ("h100", "h200")
 """Cards for which the page shows the predictions."""
+NONE = "–"
+"""Stands where nothing is measured, and where nothing is predicted."""
 LONG = 40
 """A formula of more characters stands once in a table."""
 
@@ -48,13 +50,13 @@ def _table(entry: Entry, results: list[Result]) -> Iterator[str]:
         f"measured: {chip_of(result.card).upper() or result.card}, {result.date}, `{result.commit}`"
         for result in results
     ]
-    heads = ["figure", *(f"predicted: {key.upper()}" for key in PREDICTED), "by", *(cards or ["measured"])]
+    heads = ["figure", f"predicted: {'; '.join(key.upper() for key in PREDICTED)}", "by", *(cards or ["measured"])]
     yield f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
     written_out: dict[str, str] = {}
     for line in entry.lines:
-        found = [_cell(line, result) for result in results] or ["not measured"]
+        found = [_cell(line, result) for result in results] or [NONE]
         formula = _formula(line.formula, written_out)
-        yield f"| {' | '.join([line.name, *(_predicted(line, key) for key in PREDICTED), formula, *found])} |"
+        yield f"| {' | '.join([line.name, _predicted(line), formula, *found])} |"
         written_out.setdefault(line.formula, line.name)
     for result in results:
         if result.ended != "finished":
@@ -69,16 +71,20 @@ def _formula(formula: str, written_out: dict[str, str]) -> str:
     return formula
 
 
-def _predicted(line: Line, key: str) -> str:
+def _predicted(line: Line) -> str:
+    """The prediction for each card, once if they have the same; the unit follows the last one."""
     if line.unit == "check":
         return "yes"
-    return written(line.predicted(GPUS[key]), line.unit) if line.predicted else "–"
+    if not line.predicted:
+        return NONE
+    cards = list(dict.fromkeys(written(line.predicted(GPUS[key]), line.unit) for key in PREDICTED))
+    return "; ".join([*(one.partition(" ")[0] for one in cards[:-1]), cards[-1]])
 
 
 def _cell(line: Line, result: Result) -> str:
     figure = result.figure(line.name)
     if figure is None:
-        return "not measured"
+        return NONE
     if figure.value is None:
         return verdict(line, figure, result.chip)
     share = "" if figure.share is None else f", {figure.share:.1%} of the peak"

@@ -12,9 +12,14 @@ BEGIN, END = "<!-- names: `make docs` -->\n", "<!-- end of names -->"
 
 
 def rows() -> Iterator[str]:
-    yield "| name | used by | here | difference |\n|---|---|---|---|"
+    """Yields a row for each of our settings and difference, with the names that it has elsewhere."""
+    named: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, one in MEANINGS.items():
-        yield f"| `{name}` | {one.whose} | {f'`{one.ours}`' if one.ours else 'none'} | {one.note} |"
+        named.setdefault((one.ours, one.note), {}).setdefault(one.whose, []).append(f"`{name}`")
+    yield "| here | names elsewhere | difference |\n|---|---|---|"
+    for (ours, note), by in named.items():
+        names = "; ".join(f"{', '.join(names)} ({whose})" for whose, names in by.items())
+        yield f"| {f'`{ours}`' if ours else 'none'} | {names} | {note} |"
 
 
 def page(text: str) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.recipes import LOSSES, CorrectionConfig
+from headrace.algo.recipe_parts import CorrectionConfig
+from headrace.algo.recipes import LOSSES
 from headrace.algo.rules import RULES
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import ENGINES, SERVERS
@@ -36,33 +37,37 @@ KINDS_OF_CODE = """\
 The others are environments of other libraries, with rewards of their own (docs/libraries.md)."""
 
 KINDS_OF_TASKS = """\
-The source of prompts: endless procedural problems, or rows of a file: JSON (an object a line, or one array of objects), CSV (with the
-names of columns in its first line), Parquet, or a directory saved by `datasets`. `headrace.train` writes `python` for rows that it was
-passed (`dataset=`)."""
+The source of prompts: a generator of problems, or rows of a file: JSON (an object a line, or one array), CSV with a header, Parquet, or a
+directory saved by `datasets`. python: rows passed to `headrace.train` (`dataset=`)."""
 
 TARGET = Path(__file__).with_name("settings.md")
 
 INTRODUCTION = """\
 # Settings
 
-Every setting with its type, default and purpose. `make docs` writes this page from the docstrings in the source.
+Every setting, from the docstrings in the source. In brackets: its type or its values, with the default in bold.
 
-A run is one TOML file, whose tables are the sections below; `[[...]]` is a table that may be given several times. Only `model.path`,
-the task and a source of rewards (or a teacher) must be set. `--set train.steps=200` on the command line replaces one setting;
-`--dry-run` prints the resulting value of every one. Relative paths in a file are relative to the file's folder. Unknown names, values
-that do not fit and settings that cannot work together are refused at the start, with the remedy. [journal.md](journal.md#resuming-a-run)
-lists what a resumed run may change.
+A run is one TOML file, whose tables are the sections below; `[[...]]` may be given several times. Only `model.path`, the task and a
+source of rewards (or a teacher) must be set. `--set train.steps=200` replaces one setting; `--dry-run` prints the value of every one.
+Relative paths are relative to the file's folder. Unknown names, values that do not fit and settings that cannot work together are
+refused at the start, with the remedy. A resumed run may change [some of them](journal.md#resuming-a-run).
 
-There are two environment variables: `HEADRACE_CACHE` is the folder of fetched models, compiled kernels and measured rates
-(`~/.cache/headrace` by default), and `CXX` is the C++ compiler. C1 to C9 are [the contracts](design-notes.md#the-contracts).
+Environment variables: `HEADRACE_CACHE`, the folder of fetched models, compiled kernels and measured rates (`~/.cache/headrace`), and
+`CXX`, the C++ compiler. C1 to C9 are [the contracts](design-notes.md#the-contracts).
 """
+
+
+class Setting(NamedTuple):
+    name: str
+    values: str
+    """Its type or its values, and the default."""
+    purpose: str
 
 
 class Section(NamedTuple):
     title: str
     about: str
-    settings: list[tuple[str, str, str, str]]
-    """Name, type, default, purpose."""
+    settings: list[Setting]
 
 
 def sections(
@@ -75,7 +80,7 @@ def sections(
         here, hint = f"{path}{name}", hints[name]
         nested = next((one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)), None)
         if nested is None:
-            own.append((name, type_of(hint, field.metadata), default_of(field, path), told.get(name, "")))
+            own.append(Setting(name, values_of(hint, field), told.get(name, "")))
         elif typing.get_origin(hint) is tuple:
             lists.append((nested, f"{here}.", f"[[{here}]]", told.get(name, "")))
         else:
@@ -162,32 +167,51 @@ def type_of(hint: Any, metadata: list[Any]) -> str:
     return " ".join([words[hint], ", ".join(bounds)]).strip()
 
 
-def default_of(field: Any, path: str) -> str:
-    """`path`: of the section, with a dot at its end."""
+def values_of(hint: Any, field: Any) -> str:
+    """Returns type and default. A default that is one of the values is bold among them; None is left out, for the purpose says it."""
+    values = type_of(hint, field.metadata)
     if field.is_required():
-        return "must be given"
+        return f"{values}, must be given"
     default = field.get_default(call_default_factory=True)
     if default is None:
-        return "the recipe's" if path.startswith("algo.") else "not set"
-    return f"`{json.dumps(default)}`"
+        return values
+    shown = f"`{json.dumps(default)}`"
+    return re.sub(re.escape(shown), rf"**{shown}**", values, count=1) if shown in values else f"{values}, **{shown}**"
 
 
-def cell(text: str) -> str:
-    """Puts a text on one line and escapes Markdown's characters outside of code."""
-    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
-    plain = [part if part.startswith("`") else part.replace("<", "&lt;") for part in parts]
-    return "".join(plain).replace("|", "\\|")
+def linked(text: str) -> str:
+    """Returns a text on one line, with the pages that it names as links."""
+    return re.sub(r"\bdocs/(\w+)\.md", r"[\1](\1.md)", " ".join(text.split()))
+
+
+def line(setting: Setting) -> str:
+    """Returns a setting on one line, with Markdown's characters escaped outside of code."""
+    parts = re.split(r"(`[^`]*`)", linked(setting.purpose))
+    plain = "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in parts)
+    return f"- `{setting.name}` ({setting.values}){': ' if plain else ''}{plain}"
+
+
+def lines(settings: list[Setting], before: list[Section]) -> Iterator[str]:
+    """Yields the lines of a section. Three and more settings that an earlier section has in the same words are only named."""
+    shared = max(before, key=lambda one: len({*one.settings} & {*settings}), default=Section("", "", []))
+    names = [one.name for one in settings if one in shared.settings and one.purpose]
+    if len(names) < 3:
+        names = []
+    yield from (line(one) for one in settings if one.name not in names)
+    if names:
+        home = shared.title.strip("[]")
+        yield f"- {', '.join(f'`{name}`' for name in names)}: as in [{home}](#{home.replace('.', '')})."
 
 
 def reference() -> str:
-    text = [INTRODUCTION]
-    for title, about, settings in sections(RunConfig):
-        text.append(f"## {title}\n")
-        if about:
-            text.append(f"{textwrap.fill(' '.join(about.split()), 130)}\n")
-        if settings:
-            rows = (f"| `{name}` | {kind} | {default} | {cell(what)} |" for name, kind, default, what in settings)
-            text.append("\n".join(["| setting | type | default | purpose |", "|---|---|---|---|", *rows, ""]))
+    text, before = [INTRODUCTION], list[Section]()
+    for section in sections(RunConfig):
+        text.append(f"## {section.title}\n")
+        if section.about:
+            text.append(f"{linked(section.about)}\n")
+        if section.settings:
+            text.append("\n".join([*lines(section.settings, before), ""]))
+        before.append(section)
     return "\n".join(text)
 
 
@@ -196,7 +220,7 @@ def undescribed() -> list[str]:
     return [
         f"{section.title.strip('[]')}.{name}"
         for section in sections(RunConfig)
-        for name, _, _, what in section.settings
+        for name, _, what in section.settings
         if not what
     ]
 

@@ -11,7 +11,7 @@ from headrace.compat.trl.trl_settings import FIELDS, Fate, TrlField
 TARGET = Path(__file__).with_name("from_trl.md")
 HEADS: dict[Fate, str] = {
     "honoured": "| honoured | TRL's default | here |",
-    "no meaning": "| without a meaning here, because | arguments, with TRL's default |",
+    "no meaning": "| without a meaning here, because | arguments |",
     "refused": "| refused, unless it has its default | TRL's default | because |",
 }
 
@@ -38,19 +38,25 @@ def differences() -> Iterator[str]:
 
 
 def _by_name(fields: Mapping[str, TrlField], fate: Fate, before: str = "") -> Iterator[str]:
-    for name, field in fields.items():
-        if field.fate == fate:
-            yield f"| `{name}` | `{field.default!r}` | {before}{_cell(field.words)} |"
+    """Yields a row for all arguments of which the same is said."""
+    for words, names in _named(fields, fate).items():
+        quoted, defaults = (
+            ", ".join(f"`{one}`" for one in cells) for cells in (names, (repr(fields[name].default) for name in names))
+        )
+        yield f"| {quoted} | {defaults} | {before}{_cell(words)} |"
 
 
 def _by_reason(fields: Mapping[str, TrlField]) -> Iterator[str]:
-    """A reason holds for many arguments."""
+    for words, names in _named(fields, "no meaning").items():
+        yield f"| {_cell(words)} | {', '.join(f'`{name}`' for name in names)} |"
+
+
+def _named(fields: Mapping[str, TrlField], fate: Fate) -> dict[str, list[str]]:
     named: dict[str, list[str]] = {}
     for name, field in fields.items():
-        if field.fate == "no meaning":
-            named.setdefault(field.words, []).append(f"`{name}` {field.default!r}")
-    for words, names in named.items():
-        yield f"| {_cell(words)} | {_cell(', '.join(names))} |"
+        if field.fate == fate:
+            named.setdefault(field.words, []).append(name)
+    return named
 
 
 def _cell(text: str) -> str:

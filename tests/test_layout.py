@@ -522,7 +522,7 @@ IMPORTS_MORE = {
     "run.build": "opens what the settings name",
     "run.config": "holds every section of the settings",
     "run.open_parts": "opens the parts of a run",
-    "run.rehearse": "tries every part of a run",
+    "run.row_trial": "tries every part of a run",
     "run.starting": "starts every part of a run",
     "run.worker.build": "opens what a worker's settings name",
     "testing.faultsim.lives": "assembles a simulated run",
@@ -533,6 +533,7 @@ IMPORTS_MORE = {
 MAY_BE_SMALL = {
     "engine.native.runners.fp8_kernels": "imports triton, which is not everywhere",
     "__main__": "Python opens it by this name",
+    "algo.caveats": "refuses nothing, unlike the settings' own rules",
     "algo.policy": "a loss is its file",
     "commands": "a command, or what it prints, is loaded when it is asked for",
     "engine.servers.server_guard": "a program of its own",

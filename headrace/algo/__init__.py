@@ -1,7 +1,9 @@
 """An algorithm as a value: an advantage, a policy loss, and the weights on it. Read in this order:
 
-recipes.py         the table of algorithms, and the parts of one
-config.py          the settings that replace a recipe's values; advice
+recipe_parts.py    the parts of an algorithm, and the settings that replace their values
+recipes.py         the table of algorithms
+config.py          the settings that replace a recipe's values
+caveats.py         warnings about settings that work
 earlier.py         settings of older runs
 policy/            the policy losses, each a value
 rules.py           the rules by which a correction takes tokens out, each a value

@@ -13,10 +13,7 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.advantages import ADVANTAGES, ATTEMPTS, PER_TURN
 from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.user import UserLoss, UserPairLoss
-from headrace.algo.recipes import (
-    LOSSES,
-    NOT_HERE,
-    RECIPES,
+from headrace.algo.recipe_parts import (
     Aggregation,
     Correction,
     CorrectionConfig,
@@ -29,10 +26,10 @@ from headrace.algo.recipes import (
     KLConfig,
     LagWeightConfig,
     Old,
-    Recipe,
     SelectConfig,
     SubsetConfig,
 )
+from headrace.algo.recipes import LOSSES, NOT_HERE, RECIPES, Recipe
 from headrace.algo.rules import RULES
 from headrace.settings.strict import STRICT
 
@@ -45,27 +42,27 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, config=STRICT)
 @settings_of(LOSSES.values(), before="correction")
 class AlgoConfig:
-    """A recipe, and settings that replace its values. Every constant of a loss is one of them."""
+    """A recipe, and settings that replace its values: those without a default here have the recipe's. Every constant of
+    a loss is one."""
 
     name: str = "grpo"
-    """A recipe of [algorithms.md](algorithms.md). Settings below that are not given have the recipe's values."""
+    """A recipe of [algorithms.md](algorithms.md), whose values hold for settings that are not given."""
     _: KW_ONLY
     advantage: str | None = None
-    """The advantage, computed from the rewards of a group: a name, or `file.py:name` of your function GroupRewards ->
-    one number per rollout."""
+    """The advantage from a group's rewards: a name, or `file.py:name` of a function GroupRewards -> one number per
+    rollout."""
     loss: str | None = None
-    """The policy loss per token: a name, or `file.py:name` of your function Tokens -> Tensor [M]; with an advantage that makes pairs, of your function
-    (chosen, rejected) -> Tensor [K]. A loss other than the recipe's comes with its own constants."""
+    """The policy loss per token: a name, or `file.py:name` of a function Tokens -> Tensor [M], or, with an advantage
+    that makes pairs, (chosen, rejected) -> Tensor [K]. Another loss than the recipe's comes with its own constants."""
     aggregation: Aggregation | None = None
-    """How the losses of all tokens of the optimizer step become one number."""
+    """How the losses of the step's tokens become one number."""
     denominator: Denominator = "all"
-    """How tokens that a rule takes out (correction, `veto`, `kpop`, `opsm`, `lag`, `select`) count. `all`: they stay in
-    the denominator, so that a step of which half was rejected is half as large. `kept`: they leave the whole loss, as
-    if they had not been sampled."""
+    """Whether tokens that a rule takes out (correction, `veto`, `kpop`, `opsm`, `lag`, `select`) count in the
+    denominator. `all`: yes, so a step of which half was rejected is half as large. `kept`: as if they had not been
+    sampled."""
     old: Old | None = None
-    """The log-probs that ratios are taken against. `sampler`: the sampler's. `trainer`: the trainer's own before the
-    update, which are the current ones, exactly and at no cost, in the first update of a step. `loglinear`:
-    between both, log-linear in the lag."""
+    """The log-probs that ratios are taken against: the `sampler`'s; the `trainer`'s own before the update (in a step's
+    first update the current ones, at no cost); `loglinear`: between both, by the lag."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
     select: SelectConfig = Field(default_factory=SelectConfig)
@@ -76,30 +73,29 @@ class AlgoConfig:
     critic: CriticConfig = Field(default_factory=CriticConfig)
     demonstrations: DemonstratedConfig = Field(default_factory=DemonstratedConfig)
     length_constant: int = Field(default=0, ge=0)
-    """The number of tokens that `token_sum` divides by; 0 means the longest completion possible (rollout.max_tokens)."""
+    """The number of tokens that `token_sum` divides by; 0: the longest completion (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
-    """A rollout of full length (rollout.max_tokens in each of environment.max_turns turns) loses this share of its group's
-    mean reward, if that is above 0; shorter ones lose in proportion to their sampled tokens."""
+    """The share of its group's mean reward, if above 0, that a rollout of full length (rollout.max_tokens ×
+    environment.max_turns) loses; shorter ones lose in proportion to their sampled tokens."""
     credit: Credit | None = None
-    """The tokens that share an advantage. rollout: all of a rollout. turn: those of one turn, whose return (its rewards,
-    those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts. agent: those of one
-    agent, whose return (the rewards of its turns, and those of the end) is compared with those of the same agent in the others. segment: those
-    of one step of a process reward (`reward.services.segments`), whose return (`form`) is compared with the same step's in the others. state:
-    those of one turn, which has its rollout's advantage and, times `state_weight`, that of its return among all turns of the group that began in
-    the same state of the environment (GiGPO, arXiv 2505.10978): the one that it [names](environments.md#states), or that of an equal observation."""
+    """The tokens that share an advantage, compared with their like in the group's other rollouts. rollout: all. turn:
+    those of a turn, by its rewards and all later ones. agent: those of an agent, by the rewards of its turns and the
+    end's. segment: those of a step of a process reward (`reward.services.segments`), by `form`. state: those of a turn,
+    by its rollout's advantage and, times `state_weight`, its return among the group's turns that began in the same
+    state (GiGPO, arXiv 2505.10978): [named](environments.md#states), or an equal observation."""
     state_weight: float | None = Field(default=None, gt=0)
-    """credit = state: the weight of what turns are better than others in their state, beside their rollouts' advantages; 1 if not given."""
+    """credit = state: the weight of comparisons within a state; 1 if not given."""
     gamma: float | None = Field(default=None, gt=0, le=1)
-    """The discount of rewards: of a later turn's by every turn before it (credit = turn or state), or of all rewards by every sampled token (advantage =
-    return_to_go or gae)."""
+    """The discount of rewards: per turn (credit = turn or state), or per sampled token (advantage = return_to_go or
+    gae)."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """λ of the returns. credit = turn: below 1, a turn's return counts what follows in part by the mean return of the group's next turns,
-    which varies less than the rollout's own (GAE, arXiv 1506.02438, with that mean as the value). advantage = gae: over sampled tokens, with the
-    critic's values; 1 is the return of the rollout itself."""
+    """λ of the returns (GAE, arXiv 1506.02438). credit = turn: below 1, what follows counts in part by the mean return
+    of the group's next turns, which varies less. advantage = gae: over tokens, with the critic's values; 1 is the
+    rollout's own return."""
     attempts: int | None = Field(default=None, ge=1)
-    """advantage = best_of_k: k, the number of attempts of which the best counts, below rollout.group_size; 4 if not given."""
+    """advantage = best_of_k: k, the attempts of which the best counts, below rollout.group_size; 4 if not given."""
     overlong: Literal["train", "mask"] = "train"
-    """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
+    """Whether completions cut off at max_tokens are trained, or leave the loss and its denominator."""
 
     @field_validator("name")
     @classmethod
@@ -644,49 +640,3 @@ def _have(names: list[str]) -> str:
 
 def _them(names: list[str]) -> str:
     return "it" if len(names) == 1 else "them"
-
-
-# --- Warnings about settings that work, but not as one might expect. Imports no torch.
-
-
-LONG = 512
-"""Number of tokens above which a product over a sequence deserves a warning (NeMo-RL #2269)."""
-
-
-def caveats(algo: AlgoConfig, max_tokens: int, max_lag: int = 0) -> list[str]:
-    """Returns warnings about an algorithm in a run with completions of `max_tokens` and the lag bound `max_lag`."""
-    return [*_of_lag(algo, max_lag), *_of_length(algo, max_tokens)]
-
-
-def trusts_a_region(algo: AlgoConfig) -> bool:
-    """Whether a bound on the ratio to the sampler, or a correction, keeps the policy near the one that sampled. A
-    user's own loss is assumed to. (The ratio to the trainer's own log-probs bounds what one step does.)"""
-    recipe, correction = algo.recipe, algo.recipe.correction
-    if recipe.loss.whole:  # which rollouts are better does not depend on who sampled them
-        return True
-    bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
-    corrects = correction.mode != "none" or bool(correction.rules)
-    return bounds or corrects or recipe.select.kind == "second_moment"
-
-
-def _of_lag(algo: AlgoConfig, max_lag: int) -> list[str]:
-    if max_lag == 0 or trusts_a_region(algo):
-        return []
-    why = ", where every ratio is 1" if algo.recipe.old == "trainer" else ""
-    return [
-        f"staleness.max_lag = {max_lag} with algo.loss = {algo.recipe.loss}, algo.old = {algo.recipe.old}{why}: neither a clip nor a "
-        "correction holds the policy near the older one that sampled. In one published comparison plain policy gradients at age <= 1 "
-        "finished 2 of 128 answers, with truncated importance sampling 98; use algo.name = tis (or algo.correction.mode = truncate), "
-        "a loss with a clip (algo.name = grpo), or staleness.max_lag = 0"
-    ]
-
-
-def _of_length(algo: AlgoConfig, max_tokens: int) -> list[str]:
-    correction = algo.recipe.correction
-    if max_tokens <= LONG or correction.mode == "none" or correction.level != "sequence":
-        return []
-    return [
-        f"algo.correction.level = sequence multiplies the ratios of up to {max_tokens} tokens: such a product is nearly "
-        f"always outside [{correction.low}, {correction.high}] and most sequences will teach nothing; "
-        "algo.correction.level = geometric does not depend on the length"
-    ]

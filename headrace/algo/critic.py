@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from headrace.algo.advantages import WHITENING_EPSILON
-from headrace.algo.recipes import Critic
+from headrace.algo.recipe_parts import Critic
 from headrace.core.reports import CriticNumbers
 
 if TYPE_CHECKING:

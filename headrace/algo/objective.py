@@ -35,7 +35,7 @@ from headrace.algo.policy.tokens import (
     sequence_sum,
     unclipped,
 )
-from headrace.algo.recipes import (
+from headrace.algo.recipe_parts import (
     Aggregation,
     Correction,
     Demonstrated,
@@ -45,9 +45,9 @@ from headrace.algo.recipes import (
     LagWeight,
     Level,
     Old,
-    Recipe,
     Select,
 )
+from headrace.algo.recipes import Recipe
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

@@ -1,300 +1,34 @@
 """An algorithm is a value: one literal table of recipes, which is also the list of all losses. Imports no torch.
 
 A recipe is an advantage function, a loss, an aggregation and a handful of constants; `AlgoConfig` may replace each of them.
-docs/algorithms.md prints the table. First come the parts of a recipe, each with the table within `[algo]` that replaces its values (None: keeps them).
+docs/algorithms.md prints the table.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
-
-from pydantic import Field
-from pydantic.dataclasses import dataclass as settings_dataclass
 
 from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.pairs import CPO, DPO, KTO, ORPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
 from headrace.algo.policy.weighted import CISPO, TOPR, VESPO, CrossEntropy, Importance, Reinforce, TOPRToken
-from headrace.algo.rules import OPSM, RULES, KPop, Rule, Veto, with_thresholds
-from headrace.settings.strict import STRICT
-
-# --- The parts of a recipe
-
-
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum", "pair_mean"]
-Denominator = Literal["all", "kept"]
-Old = Literal["sampler", "trainer", "loglinear"]
-Level = Literal["token", "sequence", "geometric"]
-Mode = Literal["none", "truncate", "mask"]
-Estimator = Literal["k1", "k2", "k3"]
-SelectKind = Literal["none", "second_moment", "clip_cov", "kl_cov", "entropy"]
-SubsetKind = Literal["none", "max_variance", "shortest", "efficient", "cleanest"]
-Credit = Literal["rollout", "turn", "agent", "segment", "state"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Correction:
-    """Weights that correct for the gap between sampler and trainer (`algo/objective.py`)."""
-
-    mode: Mode = "none"
-    level: Level = "token"
-    low: float = 0.0
-    high: float = 2.0
-    rules: tuple[Rule, ...] = ()
-    """The rules, in the order of `rules.RULES`."""
-
-
-@settings_dataclass(frozen=True, kw_only=True, config=STRICT)
-@with_thresholds
-class CorrectionConfig:
-    """Weights on the policy loss that correct for the gap between sampler and trainer."""
-
-    mode: Mode | None = None
-    """`truncate` clamps the weight to [low, high]; `mask` takes tokens with a weight outside it out of the loss."""
-    level: Level | None = None
-    """The weight of a token: its own ratio, the product over its sequence, or the geometric mean over it."""
-    low: float | None = Field(default=None, ge=0)
-    """The smallest weight; 0 is no lower bound."""
-    high: float | None = Field(default=None, gt=0)
-    """The largest weight."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LagWeight:
-    """The weight of a token's loss by its lag (`algo/objective.py`)."""
-
-    kind: Literal["constant", "exponential", "trim"] = "constant"
-    decay: float = 0.9
-    maximum: float = 1.0
-
-
-@settings_dataclass(frozen=True, config=STRICT)
-class LagWeightConfig:
-    """The weight of a token's policy loss by its lag."""
-
-    kind: Literal["constant", "exponential", "trim"] | None = None
-    """`exponential` multiplies by decay ** lag; `trim` takes out tokens of a lag above `maximum`."""
-    decay: float | None = Field(default=None, gt=0, lt=1)
-    """exponential: the factor per optimizer step of lag; 0.9 if not given."""
-    maximum: float | None = Field(default=None, ge=0)
-    """trim: the largest lag that is trained, in optimizer steps. Must be given."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Select:
-    """Tokens selected over the whole optimizer step (`algo/objective.py`)."""
-
-    kind: SelectKind = "none"
-    tau: float = 0.04
-    fraction: float | None = None
-
-    @property
-    def share(self) -> float:
-        """The share of the tokens that is selected."""
-        return self.fraction or (0.2 if self.kind == "entropy" else 2e-4)
-
-    @property
-    def rejects(self) -> bool:
-        """Whether the tokens that it does not keep are taken out. (kl_cov keeps them, with a penalty.)"""
-        return self.kind in ("second_moment", "clip_cov", "entropy")
-
-
-@settings_dataclass(frozen=True, config=STRICT)
-class SelectConfig:
-    """Tokens selected over the whole optimizer step, which costs another forward pass, without gradient."""
-
-    kind: SelectKind | None = None
-    """second_moment takes out the tokens with the largest squared log ratio; clip_cov those whose log-prob and advantage have
-    the largest covariance; kl_cov keeps these, with a penalty; entropy keeps the tokens where the policy's entropy is largest."""
-    tau: float | None = Field(default=None, gt=0)
-    """second_moment: the mean squared log ratio of the tokens that stay is below this."""
-    fraction: float | None = Field(default=None, gt=0, lt=1)
-    """clip_cov, kl_cov: the share of tokens that are selected; 2e-4 if not given. entropy: the share that is kept; 0.2 if not given."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Subset:
-    """The rollouts of a group that are trained (`GroupRewards.chosen`)."""
-
-    kind: SubsetKind = "none"
-    keep: int = 0
-    by: str = ""
-
-    def size(self, rollouts: int) -> int:
-        """The number of rollouts that are trained of a group of so many."""
-        return rollouts if self.kind == "none" else min(rollouts, self.keep or (rollouts + 1) // 2)
-
-
-@settings_dataclass(frozen=True, config=STRICT)
-class SubsetConfig:
-    """The rollouts of each group that are compared and trained. The others are in no loss and in no denominator, and are not forwarded."""
-
-    kind: SubsetKind | None = None
-    """none: all. max_variance: those whose rewards differ most (PODS, arXiv 2504.13818). shortest: those with the fewest sampled tokens;
-    efficient: those with the most reward for a token (GFPO, arXiv 2508.09726). cleanest: wrong and right ones (of a reward above 0) in the shares that they have
-    in the group, and of the right ones the cleanest (GRPO-RoC, arXiv 2508.20722)."""
-    keep: int | None = Field(default=None, ge=1)
-    """Number of rollouts of a group that are trained; half of them, rounded up, if not given."""
-    by: str | None = None
-    """cleanest: the name of the reward by which right rollouts are clean, the most being the cleanest; a function's weight may be 0. If not given, those
-    with the fewest sampled tokens are."""
-
-
-@dataclasses.dataclass(frozen=True)
-class KL:
-    """Divergence from a reference model (`algo/objective.py`)."""
-
-    coef: float = 0.0
-    estimator: Estimator = "k3"
-    place: Literal["loss", "reward"] = "loss"
-    unbiased: bool = False
-
-
-@settings_dataclass(frozen=True, config=STRICT)
-class KLConfig:
-    """Divergence from the reference model: the weights that the run started with."""
-
-    coef: float | None = Field(default=None, ge=0)
-    """The factor of the divergence; 0 is off."""
-    estimator: Estimator | None = None
-    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). k2 or k3 in the loss, k1 in the reward."""
-    place: Literal["loss", "reward"] | None = None
-    """loss: the trainer holds the reference as well. reward: an engine serves the reference, and the divergence is
-    subtracted from the reward."""
-    unbiased: bool | None = None
-    """loss: multiplies by the ratio to the sampler, which makes the estimate exact for tokens that older weights sampled."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Entropy:
-    """A bonus for the entropy of the policy (`algo/objective.py`)."""
-
-    coef: float = 0.0
-    target: float = 0.0
-    change: float = 0.005
-
-    @property
-    def on(self) -> bool:
-        return self.coef > 0 or self.target > 0
-
-
-@settings_dataclass(frozen=True, config=STRICT)
-class EntropyConfig:
-    """A bonus for the entropy of the policy, over the whole vocabulary, at every token in the loss."""
-
-    coef: float | None = Field(default=None, ge=0)
-    """The loss of a token is less by this times its entropy in nats; 0 is off. With a target, it is the factor of the first step."""
-    target: float | None = Field(default=None, gt=0)
-    """The mean entropy that is aimed at, in nats (Skywork-OR1, arXiv 2505.22312): the factor grows by `change` after a step whose mean was
-    below it, and shrinks by it after one whose mean was above, between 0 and 1, and there is no bonus while the last mean was above it."""
-    change: float | None = Field(default=None, gt=0)
-    """target: the change of the factor per step; 0.005 if not given."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Distill:
-    """The part of the loss that a teacher adds (`algo/objective.py`)."""
-
-    kind: Literal["none", "sampled", "forward", "reverse", "jsd"] = "none"
-    coef: float = 1.0
-    k: int = 32
-    beta: float = 0.5
-
-
-@settings_dataclass(frozen=True, config=STRICT)
-class DistillConfig:
-    """The part of the loss that a teacher adds."""
-
-    kind: Literal["none", "sampled", "forward", "reverse", "jsd"] | None = None
-    """`sampled`: reverse KL on the sampled token, as an advantage. The others compare the teacher's k most probable tokens."""
-    coef: float | None = Field(default=None, gt=0)
-    """Weight of the teacher's part."""
-    k: int | None = Field(default=None, ge=1)
-    """Number of the teacher's most probable tokens that are compared; 32 if not given."""
-    beta: float | None = Field(default=None, gt=0, lt=1)
-    """jsd: the teacher's share of the mixture."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Critic:
-    """The value function of `advantage = gae`, and how it is trained (`algo/critic.py`)."""
-
-    learning_rate: float = 0.05
-    trunk: float = 0.0
-    lam: float | None = None
-    length_rate: float = 0.0
-    alone_steps: int = 0
-    imitation: float = 0.0
-
-
-@settings_dataclass(frozen=True, config=STRICT)
-class CriticConfig:
-    """The critic of PPO: a linear value head on the model's last hidden states, trained beside the policy."""
-
-    learning_rate: float | None = Field(default=None, gt=0)
-    """The constant learning rate of the value head: a value moves by about this much in a step, in units of the reward. It has an AdamW of its own."""
-    trunk: float | None = Field(default=None, ge=0)
-    """The share of the value loss whose gradient goes on into the model (0.1 is what others call a coefficient of 0.1). 0: the head alone learns
-    from it, and the policy's gradient is that of its own loss."""
-    lam: float | None = Field(default=None, ge=0, le=1)
-    """λ of the returns that the critic learns; `algo.lam` if not given (VAPO: 1, so that it learns without a bias)."""
-    length_rate: float | None = Field(default=None, ge=0)
-    """Above 0, the policy's λ depends on the length l of each trajectory: 1 - 1/(length_rate · l), at least 0 (VAPO: 0.05)."""
-    alone_steps: int | None = Field(default=None, ge=0)
-    """Number of the critic's first steps, in which it is trained alone and the policy's weights stay (VAPO: 50)."""
-    imitation: float | None = Field(default=None, ge=0)
-    """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0, added to the loss (VAPO: 0.1)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Demonstrated:
-    """The loss of demonstrations, and their share of the step's (`algo/objective.py`)."""
-
-    kind: Literal["none", "sft", "phi", "shaped", "compared"] = "none"
-    weight: float = 0.1
-    last_weight: float | None = None
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    gamma: float = 0.1
-    reward: float = 1.0
-
-    def share_at(self, step: int) -> float:
-        """Returns μ of the step that follows `step` finished ones: linear up to `weight`, then along half a cosine to `last_weight` (CHORD-μ, arXiv
-        2508.11408; the authors' `mu_schedule_function`)."""
-        if step < self.warmup_steps:
-            return self.weight * step / self.warmup_steps
-        if self.last_weight is None:
-            return self.weight
-        done = min((step - self.warmup_steps) / self.decay_steps, 1.0)
-        return self.last_weight + (self.weight - self.last_weight) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-@settings_dataclass(frozen=True, kw_only=True, config=STRICT)
-class DemonstratedConfig:
-    """The loss of the given answers of [demonstrations], which are trained beside the rollouts of each step: (1 - μ) times the loss of these, and μ times theirs."""
-
-    kind: Literal["none", "sft", "phi", "shaped", "compared"] | None = None
-    """sft: cross-entropy. phi: cross-entropy times π(1 - π), most where the policy is undecided. shaped: π/(π + `gamma`). compared:
-    that times the advantage among the rollouts of its question."""
-    weight: float | None = Field(default=None, gt=0, lt=1)
-    """μ, the share of the loss that is theirs; 0.1 if not given."""
-    last_weight: float | None = Field(default=None, ge=0, lt=1)
-    """μ after `decay_steps`, along half a cosine; `weight` if not given."""
-    warmup_steps: int | None = Field(default=None, ge=0)
-    """Number of steps in which μ rises linearly from 0."""
-    decay_steps: int | None = Field(default=None, gt=0)
-    """Number of steps after these in which μ falls (or rises) to `last_weight`."""
-    gamma: float | None = Field(default=None, gt=0)
-    """shaped, compared: the probability at which π/(π + γ) is a half; 0.1 if not given."""
-    reward: float | None = None
-    """compared: the reward of every given answer, beside those of the rollouts; 1 if not given."""
-
-
-# --- recipes ------------------------------------------------------------
+from headrace.algo.recipe_parts import (
+    KL,
+    Aggregation,
+    Correction,
+    Credit,
+    Critic,
+    Demonstrated,
+    Distill,
+    Entropy,
+    LagWeight,
+    Old,
+    Select,
+    Subset,
+)
+from headrace.algo.rules import OPSM, RULES, KPop, Veto
 
 
 @dataclass(frozen=True)

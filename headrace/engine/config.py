@@ -18,78 +18,75 @@ class EngineConfig:
     kind: str = "native"
     """The engine that serves the policy. Each server states what it is (`ServerKind.about`), and docs/settings.md lists them."""
     urls: tuple[str, ...] = ()
-    """Address of a server that is running, such as ["http://127.0.0.1:8000"], for kinds that are one; several are a fleet. Empty: the
-    run starts a server on this machine and ends it."""
+    """Addresses of running servers, such as ["http://127.0.0.1:8000"]; several are a fleet. Empty: the run starts a
+    server here, and ends it."""
     python: str = ""
-    """Python interpreter that starts the server, such as "~/vllm/bin/python". Empty: the one that runs headrace."""
+    """Interpreter that starts the server, such as "~/vllm/bin/python". Empty: the one that runs headrace."""
     server_args: tuple[str, ...] = ()
-    """More arguments for the command that starts the server, such as ["--tensor-parallel-size", "2"]."""
+    """More arguments of the server's command, such as ["--tensor-parallel-size", "2"]."""
     gpus: tuple[int, ...] = ()
-    """Numbers of the GPUs for the servers that the run starts, counted from 0 among those that CUDA_VISIBLE_DEVICES leaves; `replicas` share
-    them. Empty: one server sees all of them."""
+    """GPUs of the servers that the run starts, counted among CUDA_VISIBLE_DEVICES; `replicas` share them. Empty: one
+    server sees all."""
     token_file: str = ""
-    """File that holds the token of a server that is running."""
+    """File with the token of a running server."""
     patience: float = Field(default=60.0, gt=0)
-    """Seconds that a server may be unreachable before the run stops, or, if the run started it, before it is replaced. When it is back,
-    requests continue from their prefixes. With a fleet: seconds without any member that serves."""
+    """Seconds that a server (of a fleet: every member) may be unreachable before the run stops, or replaces one that it
+    started. Requests continue from their prefixes."""
     shared_dir: str = ""
-    """Directory that the trainer and the server both see, through which weights travel. Empty: one below the run's own."""
+    """Directory, seen by trainer and server, through which weights travel. Empty: one below the run's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the served weights and of the KV cache. auto: the one measured to be faster on this machine (`headrace
-    doctor` prints it)."""
+    """Dtype of the served weights and the KV cache. auto: the one measured to be faster here (`headrace doctor` prints
+    it)."""
     weights: Literal["published", "int8", "fp8"] = "published"
-    """published: linear layers are served as they are published, in `dtype`. int8: the C++ kernels make codes of eight bits of them, with a
-    scale for each output, when a version is loaded; decoding a few sequences is then nearly twice as fast, and samples from another policy,
-    which the run measures at every version (`watch.mismatch`; docs/quantised.md). fp8: the same on a GPU from compute capability 8.9 on,
-    where activations have codes too; never run on a GPU."""
+    """published: in `dtype`. int8: linear layers in eight bits, through the C++ kernels: decoding few sequences is
+    nearly twice as fast, from another policy, whose distance is measured at every version (`watch.mismatch`;
+    docs/quantised.md). fp8: on GPUs from compute capability 8.9 on, with activations in eight bits too; never run on a
+    GPU."""
     kv_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """The largest size of the KV cache, in GiB. On a CPU its pages are taken from the system when they are first used. auto: 2 on a CPU;
-    on a GPU what is free beside the weights, and beside the trainer where it is on the same one (docs/auto.md)."""
+    """The KV cache's largest size in GiB; a CPU's pages are taken at first use. auto: 2 on a CPU; on a GPU what is free
+    beside the weights, and a trainer on it (docs/auto.md)."""
     max_running: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """The most sequences that decode at once. Fewer run if `kv_gib` cannot hold the tokens that so many are expected to
-    have. auto: 64 on a CPU; on a GPU as many as the KV cache holds of usual length, at most 1,024."""
+    """The most sequences that decode at once; fewer run if `kv_gib` cannot hold their expected tokens. auto: 64 on a
+    CPU; on a GPU as many as the cache holds of usual length, at most 1,024."""
     context_length: int = Field(default=1024, gt=1)
     """The most tokens of prompt and completion together, per request."""
     prefill_chunk: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Prompt tokens forwarded per pass, beside one token of every running sequence. auto: 512 on a CPU, 8192 on a GPU that has room for
-    them."""
+    """Prompt tokens forwarded per pass, beside one token of every running sequence. auto: 512 on a CPU, 8192 on a GPU
+    with room for them."""
     swap: Literal["keep", "recompute"] = "keep"
-    """Handling of the KV cache of running sequences when weights are swapped: keep it (the version spans record this),
-    or recompute it under the new weights before the sequences continue. With vLLM and SGLang it is always recomputed."""
+    """The KV cache of running sequences at new weights: kept (version spans record it), or recomputed, which vLLM and
+    SGLang always do."""
     exact: bool = False
-    """Tokens and log-probs of a request do not depend on the rest of the batch, or on where it was interrupted: a
-    request that is continued from a prefix under the same weights gets the same bits as without the interruption.
-    Slower, except through the kernels, which are always exact."""
+    """Tokens and log-probs of a request do not depend on the rest of the batch, nor on interruptions under the same
+    weights, to the bit. Slower, except through the kernels, which are always exact."""
     max_adapters: int = Field(default=0, ge=0)
-    """Number of LoRA adapters that can be loaded at once."""
+    """LoRA adapters that can be loaded at once."""
     routing: bool = False
-    """Record which experts every position was routed to, so that requests may ask for it. Costs memory beside the KV
-    cache."""
+    """Record the experts of every position, for requests that ask; costs memory beside the KV cache."""
     check: bool = False
-    """Check after every forward pass that the KV cache's bookkeeping is consistent. For debugging."""
+    """Check the KV cache's bookkeeping after every forward pass. For debugging."""
     cores: tuple[int, ...] = ()
-    """CPU cores of the engine process; if empty, all cores are shared."""
+    """CPU cores of the engine process; empty: all, shared."""
     threads: int = Field(default=0, ge=0)
-    """Number of threads. 0: as many as `cores`, or as were measured to be fastest."""
+    """Threads. 0: as many as `cores`, or as measured to be fastest."""
     replicas: int = Field(default=1, gt=0)
-    """Number of engines that serve as one (docs/engines.md, fleets): processes of the native engine, or servers that the run starts. Each
-    has its share of `cores`, `threads` and `gpus`, and a KV cache of `kv_gib`."""
+    """Engines that serve as one (docs/engines.md, fleets): native ones, or servers that the run starts. They share
+    `cores`, `threads` and `gpus`; each has a KV cache of `kv_gib`."""
     member_patience: float = Field(default=30.0, gt=0)
-    """Seconds that a member of a fleet (`replicas`, or several `urls`) may leave a question unanswered, or be later than the first one with
-    new weights. Then it leaves the fleet until it has caught up, and its requests go on elsewhere."""
+    """Seconds that a fleet's member may not answer, or be later than the first with new weights. Then it leaves until
+    it has caught up, and its requests go on elsewhere."""
     max_deaths: int = Field(default=3, gt=0)
-    """Number of processes of an engine that may die in a row before the run stops, or its fleet gives it up. Those before an hour of work do
-    not count."""
+    """Processes of an engine that may die in a row, within an hour's work, before the run stops or its fleet gives it
+    up."""
     ticket_deaths: int = Field(default=3, gt=0)
-    """Number of engine processes, or of rollout hosts on a bus, that may die while they work on one ticket. Then the ticket is given up: its
-    rollouts fail with the reason `engine_died`, and these deaths do not count for `max_deaths` (docs/cluster.md). 1 gives up all that an
-    engine was working on when it died."""
+    """Engine processes, or rollout hosts on a bus, that may die while they work on one ticket before its rollouts fail
+    (`engine_died`); these deaths do not count for `max_deaths` (docs/cluster.md)."""
     path: Literal["auto", "kernels", "fused", "hf", "cache"] = "auto"
-    """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's own forward over our blocks of keys and values;
-    cache: Hugging Face's own forward with its own cache (docs/models.md says how quick); auto: the
-    first of these that supports the model on this machine, unless another was measured to be faster."""
+    """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's forward over our blocks of
+    keys and values; cache: Hugging Face's forward with its own cache (docs/models.md); auto: the first that supports
+    the model here, unless another was measured to be faster."""
 
     @field_validator("kind")
     @classmethod

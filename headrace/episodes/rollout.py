@@ -23,22 +23,21 @@ from headrace.settings.strict import STRICT
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ForksConfig:
     alternatives: int = Field(default=0, ge=0)
-    """The number of times that each rollout of a group is played again from one of its turns. All that follow that turn, the
-    rollout's own end included, are compared with each other; the turns before it with those of the other rollouts, by the mean
-    reward of all that follow them. Needs an environment of several turns that exports its state. 0: no forks."""
+    """Times that each rollout is played again from one of its turns, to compare what follows it (docs/environments.md).
+    Needs several turns and an exported state. 0: none."""
     turn: Literal["first", "last", "random", "entropy"] = "random"
-    """The turn at which a rollout branches: its first, its last, any, or the one whose tokens were the least probable on
-    average, which estimates the entropy."""
+    """The turn at which a rollout branches: its first, its last, any, or the one whose tokens were the least probable
+    on average."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ConstraintConfig:
     json_schema: dict[str, Any] = Field(default_factory=dict)
-    """A JSON schema that every completion must satisfy, as a table. Needs llguidance (docs/constraints.md)."""
+    """A JSON schema, as a table, that every completion must satisfy. Needs llguidance (docs/constraints.md)."""
     regex: str = ""
-    """A regular expression that every completion must match as a whole."""
+    """A regular expression that matches every completion as a whole."""
     choice: tuple[str, ...] = ()
-    """Texts of which every completion must be one."""
+    """Texts, one of which every completion must be."""
     grammar: str = ""
     """A grammar in llguidance's variant of Lark's format, whose start is `start`."""
 
@@ -71,32 +70,30 @@ class ConstraintConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
     group_size: int = Field(default=8, gt=0)
-    """G: the number of completions per prompt."""
+    """G: completions per prompt."""
     max_tokens: int = Field(default=64, gt=0)
-    """The most tokens of a completion. A longer one is cut off (`algo.overlong` decides whether it is trained on)."""
+    """The most tokens of a completion; a longer one is cut off (`algo.overlong`)."""
     temperature: float = Field(default=1.0, ge=0)
     """Temperature of the distribution that is sampled from and trained."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keeps the most probable tokens that together have this probability; 1 keeps all."""
+    """Keeps the most probable tokens that together have this probability; 1: all."""
     top_k: int = Field(default=0, ge=0)
-    """Keeps this many of the most probable tokens; 0 keeps all."""
+    """Keeps this many of the most probable tokens; 0: all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Keeps tokens whose probability is at least this fraction of the most probable token's; 0 keeps all."""
+    """Keeps tokens of at least this fraction of the most probable one's probability; 0: all."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, with the token that completes one: its text, which rewards and environments read, keeps the string,
-    and what else that token holds (docs/scoring.md)."""
+    """Strings that end a completion, with the token that completes one; the text keeps both (docs/scoring.md)."""
     constraint: ConstraintConfig = Field(default_factory=ConstraintConfig)
     """The language that completions are held to while they are sampled."""
     keep_mask: bool = True
-    """Record the tokens that the constraint, top_p, top_k and min_p left, and train the distribution that was sampled from.
-    If false, the trainer uses the whole vocabulary, which is wrong; it is offered for comparison."""
+    """Record the tokens that the constraint, top_p, top_k and min_p left, and train the distribution that was sampled.
+    false, for comparison only: the trainer uses the whole vocabulary, which is wrong."""
     keep_routing: bool = False
-    """Record which experts every token was routed to, and route it to the same ones in the trainer. For
-    mixture-of-experts models."""
+    """Mixtures of experts: record the experts of every token, and route it to the same ones in the trainer."""
     forks: ForksConfig = Field(default_factory=ForksConfig)
     patience: int = Field(default=200, gt=0)
-    """Number of consecutive groups without anything to learn from (no contrast, for example) after which the run stops
-    and says why. Failed groups are not counted here (`watch.failed_pause`)."""
+    """Groups in a row with nothing to learn from, after which the run stops and says why. Failed groups count elsewhere
+    (`watch.failed_pause`)."""
 
     @field_validator("stop")
     @classmethod

@@ -290,7 +290,7 @@ def _learnable(state: RunState, draw: Draw) -> Iterable[Figure]:
         yield Figure("solve rates", _histogram(rates), groups, curve=_bars(rates), bars=True)
 
 
-ADVISED = {"curriculum": "new prompts"}
+ADVISED = {"curriculum": "new prompts", "no reward": "no contrast"}
 """Names of numbers where they are not those of their advice."""
 BARS = 7
 

@@ -435,7 +435,7 @@ def all_verdicts(state: RunState) -> list[Verdict]:
 #
 # Each rule looks at the last groups. To add one, write a function of the state and name it in `RULES`; it returns None if its condition
 # does not hold. The rules are in the order in which to follow them: completions that are cut off have no contrast either, so cutting off
-# comes first.
+# comes before contrast, and rewards that not even completed answers get come before both.
 
 
 class Advice(NamedTuple):
@@ -501,10 +501,30 @@ def _cut_off(state: RunState) -> str | None:
     return f"{percent(share)} of completions are cut off {limit}{then}: raise rollout.max_tokens"
 
 
+def _never_rewarded(state: RunState) -> str | None:
+    recent = state.shares.recent
+    rewards = [reward for group in recent.held for reward in group.rewards]
+    ended = recent.scored - recent.truncated
+    if not calls("share/no_contrast", recent.no_contrast_share) or any(rewards) or ended < ENDED:
+        return None
+    return (
+        f"none of the last {len(rewards)} completions earned a reward, and {ended} of them were not cut off: show solved examples in the "
+        "prompt (task.examples), begin with a warm start ([warm_start]), or give partial rewards"
+    )
+
+
+ENDED = 8
+"""Completions without a reward that came to their own end, from which a higher limit is not the first remedy."""
+
+
 def _no_contrast(state: RunState) -> str | None:
     recent = state.shares.recent
     share = recent.no_contrast_share
-    if not calls("share/no_contrast", share) or calls("share/truncated", recent.truncated_share):
+    if (
+        not calls("share/no_contrast", share)
+        or calls("share/truncated", recent.truncated_share)
+        or _never_rewarded(state)
+    ):
         return None
     means = [mean for group in recent.held if group.reason == NO_CONTRAST for mean in solve_rate(group)]
     known = f" (their mean is {number(sum(means) / len(means))})" if means else ""
@@ -554,6 +574,7 @@ def _waiting(state: RunState) -> str:
 Rule = Callable[[RunState], str | None]
 RULES: dict[str, Rule] = {
     "failed": _failed,
+    "no reward": _never_rewarded,
     "cut off": _cut_off,
     "no contrast": _no_contrast,
     "dropped": _discarded,

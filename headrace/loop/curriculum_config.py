@@ -21,30 +21,30 @@ _FOREIGN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CurriculumConfig:
-    """The choice of the prompt that is drawn next. Prompts are the same if their tokens are, so the choice helps tasks whose prompts come back: rows over
-    several epochs, or a family with few problems."""
+    """The prompt that is drawn next. Prompts with equal tokens are the same, so this helps tasks whose prompts come
+    back: several epochs, or a family with few problems."""
 
     kind: Literal["uniform", "pools", "contrast"] = "uniform"
-    """uniform: in the order of the task. pools: in that order too, but a prompt whose last group had no contrast rests: solved ones come
-    back for a check, hopeless ones wait, each time for twice as long. contrast: the first one whose group has
-    contrast with a probability of `least_chance`, by what its earlier groups and those of others showed."""
+    """uniform: the task's order. pools: that order, but a prompt whose last group had no contrast rests, solved ones
+    for `rest` draws, hopeless ones for `wait`, each time twice as long. contrast: the first prompt whose group is
+    expected to have contrast with a probability of `least_chance` (docs/curriculum.md)."""
     candidates: int = Field(default=_OF_CHOICE["candidates"], gt=1)
-    """Unless kind is uniform: the number of prompts of the task that a draw looks at, at most. If none will do, the best of them is drawn. No known prompt is drawn more than this many
-    times as often as the task yields it."""
+    """pools, contrast: the most prompts that a draw looks at; if none will do, the best is drawn. No known prompt is
+    drawn more than this many times as often as the task yields it."""
     half_life: int = Field(default=_OF_CONTRAST["half_life"], gt=0)
-    """contrast: the number of draws of the run after which an observed group counts half, because the policy has changed."""
+    """contrast: draws after which an observed group counts half, because the policy has changed."""
     least_chance: float = Field(default=_OF_CONTRAST["least_chance"], gt=0, lt=1)
-    """contrast: the probability with which the group of a prompt must have contrast for the prompt to be drawn. A larger one draws fewer
-    groups without contrast, and fewer prompts that are nearly solved."""
+    """contrast: the probability of contrast that a drawn prompt's group must have. More: fewer groups without contrast,
+    and fewer nearly solved prompts."""
     largest_group: int = Field(default=_OF_CONTRAST["largest_group"], ge=0)
-    """contrast: the most rollouts of a group. A group has `rollout.group_size` of them, or two, four, eight, ... times as many: the fewest with
-    which contrast is expected with a probability of `least_chance`, before the first is sampled. 0: all groups have the same size."""
+    """contrast: the most rollouts of a group. A group has `rollout.group_size` of them times 1, 2, 4, ...: the fewest
+    that reach `least_chance`. 0: all groups have the same size."""
     rest: int = Field(default=_OF_POOLS["rest"], gt=0)
-    """pools: the number of draws of the run for which a prompt rests after its first solved group."""
+    """pools: draws for which a prompt rests after its first solved group."""
     wait: int = Field(default=_OF_POOLS["wait"], gt=0)
-    """pools: the same after its first hopeless or failed group."""
+    """pools: draws for which it rests after its first hopeless or failed group."""
     remembered: int = Field(default=_OF_CHOICE["remembered"], gt=0)
-    """Unless kind is uniform: the number of prompts that are remembered. Beyond it, the one that was not drawn for longest is forgotten."""
+    """pools, contrast: prompts remembered; beyond it, the one not drawn for longest is forgotten."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> CurriculumConfig:

@@ -31,14 +31,12 @@ FIRST = 64
 @dataclass(frozen=True, config=STRICT)
 class PartialConfig:
     mode: Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"] = "inflight"
-    """How new weights enter:
-    inflight: swap between two forward passes; running requests continue (`engine.swap` decides about their KV cache).
-    stream: replace the weights in `parts`, with forward passes in between, whose tokens are marked as mixed.
-    abort_resume: end all requests, swap, and continue them from their tokens under the new weights.
-    save_resume: as abort_resume, but ended requests are set aside and continue after new rollouts, when there is room.
-    drain: start no new request, let the running ones end, swap.
-    barrier: admit no new group, let those in flight end and be scored, swap.
-    cancel_group: swap, and end the groups that began under older weights (dropped, reason `interrupted`)."""
+    """How new weights enter (docs/interrupts.md). inflight: between two forward passes; requests continue
+    (`engine.swap` decides about their KV cache). stream: in `parts`, with forward passes in between, whose tokens are
+    marked as mixed. abort_resume: requests end, and continue from their tokens after the swap. save_resume: as
+    abort_resume, but they continue after new rollouts, when there is room. drain: no new request starts until the
+    running ones end. barrier: no new group starts until those in flight are scored. cancel_group: groups that began
+    under older weights end (dropped, reason `interrupted`)."""
     parts: int = Field(default=4, gt=1)
     """stream: the number of parts."""
 

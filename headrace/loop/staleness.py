@@ -59,23 +59,23 @@ class StalenessConfig:
     """
 
     groups_per_step: int = Field(default=8, gt=0)
-    """P: the number of groups (prompts) that one optimizer step trains."""
+    """P: groups (prompts) of one optimizer step."""
     max_lag: int = Field(default=1, ge=0)
-    """The largest lag of a trained token. 0 is synchronous training, 1 a double buffer, K a buffer of K steps."""
+    """The largest lag of a trained token: 0 is synchronous, 1 a double buffer, K a buffer of K steps."""
     window: int = Field(default=1, gt=0)
     """W: 1 trains groups strictly in the order of admission. With more, fast groups may pass slow ones, at the cost of
     W - 1 slots."""
     order: Literal["stalest", "finished"] = "stalest"
-    """Which finished group is taken first: the one admitted first, whose tokens are the oldest, or the one that
+    """The finished group taken first: stalest: the one admitted first, with the oldest tokens; finished: the one that
     finished first."""
     overdue: Literal["wait", "trim", "drop", "cancel"] = "wait"
-    """wait: generation is paced so that nothing is ever too old. trim: tokens that are too old stay as context and
-    leave the loss and its denominator. drop: a group with such a token is not trained. cancel: as drop, and such groups
-    are ended while they are generated."""
+    """wait: generation is paced so that nothing is ever too old. trim: tokens that are too old stay as context, and
+    leave the loss and its denominator. drop: a group with one is not trained. cancel: as drop, and such groups are
+    ended while they are generated."""
     in_flight: int = Field(default=0, ge=0)
-    """Unless overdue is wait: the number of groups generated and scored at once. 0: (max_lag + 1) P."""
+    """trim, drop, cancel: groups generated and scored at once. 0: (max_lag + 1) P."""
     stored: int = Field(default=0, ge=0)
-    """Unless overdue is wait: the number of finished groups that may wait for the trainer. 0: no limit."""
+    """trim, drop, cancel: finished groups that may wait for the trainer. 0: no limit."""
 
     @model_validator(mode="after")
     def _window_leaves_a_batch(self) -> StalenessConfig:

@@ -48,31 +48,32 @@ class AdapterConfig:
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class LoraConfig:
     rank: int = Field(default=0, ge=0)
-    """0 trains all weights of the model. Policy gradients carry little information per step, so small ranks lose nothing (Schulman et
-    al. 2025, LoRA Without Regret): 16 is enough. Set train.learning_rate to about ten times that of full training."""
+    """0 trains all weights. 16 is enough for policy gradients (docs/lora.md); set train.learning_rate to about ten
+    times that of full training."""
     alpha: float = Field(default=32.0, gt=0)
-    """The product of the adapter's matrices is scaled by alpha / rank, so that one learning rate fits all ranks."""
+    """The adapter is scaled by alpha / rank, so that one learning rate fits all ranks."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Modules that are adapted: all linear layers except the output head, or a list of names or ends of names such as
-    ["q_proj", "v_proj"]."""
+    """Modules that are adapted: all linear layers except the output head, or names or ends of names such as ["q_proj",
+    "v_proj"]."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732)."""
     dora: bool = False
-    """Train lengths and directions of the columns separately (Liu et al., arXiv:2402.09353). The weights are served merged."""
+    """Train lengths and directions of columns separately (Liu et al., arXiv:2402.09353); served merged."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     """Ranks of single modules, by name, end of the name or regular expression."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-    """Values of alpha of single modules, in the same way."""
+    """Values of alpha of single modules, likewise."""
     experts: bool = False
-    """Also adapt the experts of a mixture-of-experts model, each with `rank`."""
+    """Also adapt each expert of a mixture, with `rank`."""
     quantise: Literal["", "int8", "nf4"] = ""
-    """Keep the frozen matrices of linear layers in 8 or 4 bits while training (Dettmers et al., arXiv:2305.14314). The engine serves the
-    dequantised values in its own dtype."""
+    """Keep the frozen matrices of linear layers in 8 or 4 bits while training (arXiv:2305.14314); the engine serves the
+    dequantised values in its dtype."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
-    """adapter: publish the base weights once, then only the adapter. merged: publish full weights with the adapter merged in, which any
-    engine can serve. auto: adapter, except merged for DoRA, and in the native engine for models that are computed by transformers, unless other settings need the adapter."""
+    """adapter: publish the base once, then only the adapter. merged: publish full weights, which any engine can serve.
+    auto: adapter, but merged for DoRA, and in the native engine for models computed by transformers, unless other
+    settings need the adapter."""
     init_seed: int = Field(default=0, ge=0)
-    """Seed of the first matrix A of each pair; B starts at zero, so that training starts at the base model."""
+    """Seed of each pair's first matrix A; B starts at zero, so training starts at the base model."""
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> LoraConfig:

@@ -29,53 +29,53 @@ class OrchestrationConfig:
     kind: PlaceKind = "local"
     """The place. Each states who starts the workers (`WorkerPlace.about`), and docs/settings.md lists them."""
     trainer: Literal["local", "elsewhere"] = "local"
-    """local: the trainer, all its ranks, are child processes of the run. elsewhere: they join, or Ray places them, as engines. The run's
-    directory (`out`) must then be one that the machines of all ranks see."""
+    """local: the trainer's ranks are child processes. elsewhere: they join, or Ray places them, as engines; all their
+    machines must see the run's directory (`out`)."""
     address: str = "local"
-    """The Ray cluster, with kind = "ray". local: one of the run's own, on this machine; auto: the one that this machine is a node of, or
-    its HOST:PORT."""
+    """kind = "ray": local: a cluster of the run's own, here; auto: the one that this machine is a node of; or
+    HOST:PORT."""
     gpus: int = Field(default=0, ge=0)
-    """GPUs that Ray gives to each engine, beside `engine.threads` CPUs."""
+    """GPUs that Ray gives each engine, beside `engine.threads` CPUs."""
     rank_gpus: int = Field(default=0, ge=0)
-    """GPUs (0 or 1 are of use) that Ray gives to each rank of a trainer elsewhere, beside `train.threads` CPUs."""
+    """GPUs (0 or 1 are of use) that Ray gives each rank of a trainer elsewhere, beside `train.threads` CPUs."""
     scorers: int = Field(default=0, ge=0)
-    """Workers elsewhere (`headrace worker --offers scorer`) that run the reward functions of `reward.functions`, each in `reward.workers`
-    processes. They connect to `listen`, wherever the engines are. 0: the run's machine does it."""
+    """Workers elsewhere (`headrace worker --offers scorer`) that run `reward.functions`, each in `reward.workers`
+    processes; they connect to `listen`. 0: this machine does it."""
     environments: int = Field(default=0, ge=0)
-    """Workers elsewhere (`headrace worker --offers environment`) that play the rollouts of `environment.function` or of a library, each in
-    `environment.workers` processes. 0: the run's machine does it."""
+    """Workers elsewhere (`headrace worker --offers environment`) that play `environment.function` or a library's
+    environment, each in `environment.workers` processes. 0: this machine does it."""
     also_here: bool = False
-    """Whether the run's machine does what `scorers` and `environments` do, beside them. (Otherwise it only loads the code once.)"""
+    """Whether this machine shares the work of `scorers` and `environments`."""
     listen: str = "127.0.0.1:0"
-    """HOST:PORT at which the run listens for workers, with kind = "join" or "ray", scorers or environments. Only this machine reaches the
-    default; port 0 is any free one."""
+    """HOST:PORT at which the run listens for workers; the default reaches this machine only, port 0 is a free one."""
     token_file: str = ""
-    """File that holds the token which workers that join must know. Only its owner may read it. (With "ray", a run makes its own.)"""
+    """File, readable by its owner only, with the token of workers that join. Ray: a run makes its own."""
     cert: str = ""
-    """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
+    """Certificate file (PEM), which switches TLS on; workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
     placement: Literal["apart", "shared"] = "apart"
-    """apart: engine and trainer work at the same time, each on devices of its own, or on all cores of a CPU. shared: they take turns on the
-    same devices, and the one that waits gives its memory back (docs/turns.md)."""
+    """apart: engine and trainer work at the same time, each on its own devices, or on all cores of a CPU. shared: they
+    take turns on the same devices, and the waiting one gives its memory back (docs/turns.md)."""
     kv: Literal["host", "drop"] = "host"
-    """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
-    and back; drop: it is freed, and computed again. With vLLM it is always dropped."""
+    """placement = "shared": the KV cache of running requests while the trainer works. host: copied to the host's memory
+    and back; drop: freed, and computed again (always so with vLLM)."""
     lend: bool = False
-    """Whether the trainer's devices generate while it waits, with an engine more, which gives way when a batch is ready (docs/turns.md)."""
+    """A second engine generates on the trainer's devices while it waits, and gives way when a batch is ready
+    (docs/turns.md)."""
     give_way: float = Field(default=30.0, gt=0)
-    """Seconds in which that engine must have given the devices back. Then its process is killed; the next loan has a new one."""
+    """Seconds in which that engine must return the devices before it is killed; the next loan starts a new one."""
     reconnect: float = Field(default=5.0, ge=0)
-    """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
+    """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: none."""
     grace: float = Field(default=25.0, gt=0)
-    """Seconds after SIGTERM in which a run should end with a checkpoint. Then it leaves without one. Kubernetes kills a process after 30 s, Slurm
-    too (`KillWait`), systemd after 90 s: keep it some seconds below that."""
+    """Seconds after SIGTERM for a last checkpoint; then the run leaves without one. Keep it below the system's limit:
+    Kubernetes and Slurm (`KillWait`) kill after 30 s, systemd after 90 s."""
     bus: str = ""
-    """The bus over which rollout hosts (`headrace rollouts`) get tickets and return scored groups, instead of an engine of the run's own:
-    redis://HOST:PORT (rediss:// with TLS), or jsonl:DIRECTORY, which all machines share. `token_file` then holds the server's password."""
+    """The bus over which rollout hosts (`headrace rollouts`) get tickets and return groups, instead of an engine of the
+    run's own (docs/bus.md): redis://HOST:PORT (rediss:// with TLS; `token_file` holds the password), or
+    jsonl:DIRECTORY, which all machines share."""
     bus_forgets: bool = False
-    """Take a Redis server that has no append-only file. When it is started again, rollouts that were finished or under way are sampled
-    again."""
+    """Accept a Redis server without an append-only file; after its restart, unconsumed rollouts are sampled again."""
 
     @model_validator(mode="after")
     def _bus_is_one(self) -> OrchestrationConfig:

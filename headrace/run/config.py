@@ -23,7 +23,6 @@ from headrace.engine.engine_problems import engine_problems
 from headrace.engine.remote.server_kind import server_kind
 from headrace.engine.sizes import Sizes
 from headrace.episodes.environments.config import EnvironmentConfig, chat_problems, turn_problems
-from headrace.episodes.environments.kinds import LIBRARIES
 from headrace.episodes.rollout import RolloutConfig, fork_problems
 from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
@@ -35,16 +34,17 @@ from headrace.loop.partial import PartialConfig, partial_problems
 from headrace.loop.staleness import StalenessConfig, time_limit_problems
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
-from headrace.native.resources import available_cores, core_problems
+from headrace.native.resources import core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
+from headrace.run.learning_problems import curriculum_problems, learning_problems, length_problems, parity_problems
+from headrace.run.place_problems import bus_problems, one_place_problems, user_code_problems
 from headrace.run.quantised import quantised_problems
 from headrace.run.seeing import images_problems
 from headrace.run.sharing import lending_problems, opening_problems, sharing_problems
-from headrace.settings.extras import install, is_installed
+from headrace.run.teacher_settings import teacher_engine, teacher_engine_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
 from headrace.settings.process_config import (
-    WILDCARDS,
     CheckpointConfig,
     ChosenConfig,
     EvalConfig,
@@ -119,6 +119,10 @@ class RunConfig:
         is left for the run's own is open again."""
         wishes: dict[str, Any] = {name.removeprefix("engine."): wish for name, wish in self.chosen.wishes.items()}
         return dataclasses.replace(self.engine, **{name: wishes[name] for name in Sizes._fields if name in wishes})
+
+    def engine_of(self, teacher: TeacherConfig) -> EngineConfig:
+        """The settings of a teacher's engine. Raises ConfigError naming the teacher."""
+        return teacher_engine(self.engine_beside, teacher)
 
     @property
     def ends(self) -> WeightEnds:
@@ -258,7 +262,7 @@ def check(config: RunConfig) -> list[str]:
     group = config.curriculum.largest(config.rollout.group_size)
     problems = [
         *lora_problems(config.lora, config.train.weights, config.engine.path, itself),
-        *_curriculum_problems(config),
+        *curriculum_problems(config.curriculum, config.algo, config.environment, config.rollout.group_size),
         *core_problems(config.engine.cores, config.train.cores),
         *engine_problems(config.engine),
         *weight_sync_problems(config.weight_sync, config.ends),
@@ -269,12 +273,10 @@ def check(config: RunConfig) -> list[str]:
             reached_at=reached_at(config.weight_sync, config.ends),
         ),
         *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
-        *_bus_problems(config),
-        *_user_code_problems(config),
-        *_device_problems(config),
+        *_problems_of_places(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
-        *_parity_problems(config.train, config.engine, config.rollout, config.lora),
+        *parity_problems(config.train, config.engine, config.rollout, config.lora),
         *quantised_problems(config.engine, config.algo, config.train, config.watch),
         *train_problems(config.train, config.lora, config.staleness.groups_per_step, itself, config.algo.has_critic),
         *_fork_problems(config),
@@ -290,7 +292,7 @@ def check(config: RunConfig) -> list[str]:
         *turn_problems(
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
-        *_learning_problems(config),
+        *_problems_of_learning(config),
         *answer_problems(
             config.demonstrations, config.algo.given_answers, config.train.minibatches, config.task.examples
         ),
@@ -343,228 +345,50 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
     )
     played = config.environment.setting if config.environment.in_processes else ""
     yield from prompt_problems(config.teachers, config.task, rollout.forks, played=played, group=rollout.group_size)
-    for teacher in config.teachers:
-        try:
-            engine = teacher_engine(config.engine_beside, teacher)
-        except ConfigError as error:
-            yield str(error)
-            continue
-        if teacher.mode == "tokens" and engine.context_length < config.engine.context_length:
-            yield (
-                f"the teacher {teacher.name} has engine.context_length = {engine.context_length}, too short for all that the run's "
-                f"engine.context_length = {config.engine.context_length} lets the policy write; leave it as the run's"
-            )
-        if teacher.mode == "text" and teacher.name in config.reward.weights:
-            yield f"the teacher {teacher.name} has the name of a reward function; give it another"
-        if strange := set(engine.cores) - available_cores():
-            yield f"the teacher {teacher.name} has engine.cores {sorted(strange)}, which this process may not use"
+    yield from teacher_engine_problems(
+        config.teachers, config.engine_beside, config.engine.context_length, frozenset(config.reward.weights)
+    )
 
 
-def teacher_engine(engine: EngineConfig, teacher: TeacherConfig) -> EngineConfig:
-    """Returns the run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
-    base = {**dataclasses.asdict(engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
-    try:
-        return build(EngineConfig, merge(base, teacher.engine))
-    except ConfigError as error:
-        lines = [f"the teacher {teacher.name}, engine.{line}" for line in str(error).splitlines()]
-        raise ConfigError("\n".join(lines)) from None
-
-
-# --- what a run learns -----------------------------------------------------------------------------------------------
-
-
-def _curriculum_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting that the choice of prompts excludes."""
-    own, algo, size = config.curriculum, config.algo, config.rollout.group_size
-    if own.chooses and not (algo.compares or algo.recipe.loss.weighs_rollouts):  # it learns from equal rewards too
-        yield (
-            f'curriculum.kind = "{own.kind}" chooses prompts whose groups have contrast, but algo.name = {algo.name} learns from groups '
-            'without it as well; set curriculum.kind = "uniform", or use an algorithm that compares rollouts, such as grpo'
+def _problems_of_places(config: RunConfig) -> Iterator[str]:
+    place, engine, train, algo = config.orchestration, config.engine, config.train, config.algo
+    if place.bus:
+        yield from bus_problems(place.bus, engine, config.weight_sync.host)
+        yield from one_place_problems(
+            config.partial,
+            config.staleness,
+            config.environment,
+            taught=bool(config.teachers),
+            reference_in_reward=algo.reference_in_reward,
+            parity=train.parity != "off",
         )
-    if own.largest_group and own.largest_group < 2 * size:
-        yield (
-            f"curriculum.largest_group = {own.largest_group} lets no group grow, because groups of rollout.group_size = {size} grow by doubling; "
-            "raise the first, or lower the second"
-        )
-    if own.largest_group and config.environment.draws_problems:
-        yield (
-            f"curriculum.largest_group = {own.largest_group} changes the size of groups, and environments of Atropos post groups of one size; "
-            "set it to 0"
-        )
+    adapters_score = any(adapter.reward for adapter in config.adapters)
+    yield from user_code_problems(place, config.reward, config.environment, adapters_score=adapters_score)
+    reference = "algo.kl.place = reward has" if algo.reference_in_reward else ""
+    beside = "teachers have" if config.teachers else reference
+    yield from sharing_problems(place, engine, train, config.way, kinds=config.ends.kinds, beside=beside)
+    yield from opening_problems(engine, config.way)
+    yield from lending_problems(place, engine, train, config.way, bool(config.teachers))
 
 
-def _learning_problems(config: RunConfig) -> Iterator[str]:
+def _problems_of_learning(config: RunConfig) -> Iterator[str]:
     """Yields a sentence for each such pair: of images, lengths, rewards, groups and the learning rate."""
+    algo, train, rollout, environment = config.algo, config.train, config.rollout, config.environment
     other = (config.lora.rank, config.warm_start.path, config.demonstrations.path, config.teachers)
-    parts = (config.task, config.engine, config.train, config.orchestration, config.environment)
-    yield from images_problems(*parts, judges=config.reward.judges, other=(*other, config.algo.reference_in_reward))
-    yield from _length_problems(config)
-    if config.rollout.temperature == 0:
-        yield (
-            "rollout.temperature = 0 samples the same completion for every rollout of a group, so there is nothing to "
-            "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
-        )
-    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
-        yield (
-            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
-            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
-            'lora.publish = "adapter"'
-        )
-    if config.algo.recipe.credit == "segment" and not config.reward.segmented:
-        yield (
-            'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
-            'reward.functions or reward.services, or algo.credit = "rollout"'
-        )
-    if config.algo.recipe.loss.whole and config.staleness.overdue == "trim":
-        yield (
-            f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
-            'or "drop"'
-        )
-    plays = config.environment.kind != "single_turn" or config.environment.function  # it may give rewards of its own
-    names, forks = () if plays else config.reward_weights, config.rollout.forks.alternatives > 0
-    yield from group_problems(config.algo, config.rollout.group_size, forks, names, config.environment.turns)
-    yield from step_problems(config.algo, config.train.steps, config.train.minutes, config.train.updates)
-    yield from time_limit_problems(config.staleness, config.train.minutes, config.train.minibatches)
-
-
-def _length_problems(config: RunConfig) -> Iterator[str]:
-    if config.rollout.max_tokens >= config.engine.context_length:
-        yield (
-            f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in engine.context_length = "
-            f"{config.engine.context_length}; lower the first or raise the second"
-        )
-    cache = config.reward.soft_overlong_punishment.cache
-    if cache > config.rollout.max_tokens:
-        yield (
-            f"reward.soft_overlong_punishment.cache = {cache} begins before the first of rollout.max_tokens = {config.rollout.max_tokens}; "
-            "lower it (a fifth of max_tokens is usual), or raise max_tokens"
-        )
-    if cache and config.algo.recipe.advantage == "zero":
-        yield (
-            "reward.soft_overlong_punishment changes the reward, which algo.advantage = zero does not look at; remove it, or use another "
-            "advantage"
-        )
+    parts = (config.task, config.engine, train, config.orchestration, environment)
+    yield from images_problems(*parts, judges=config.reward.judges, other=(*other, algo.reference_in_reward))
+    yield from length_problems(rollout, config.reward, algo, config.engine.context_length)
     if config.eval.prompts > config.task.held_out:
         yield (
             f"eval.prompts = {config.eval.prompts} asks for more than task.held_out = {config.task.held_out} prompts; "
             "raise task.held_out or lower eval.prompts"
         )
-
-
-def _parity_problems(
-    train: TrainConfig, engine: EngineConfig, rollout: RolloutConfig, lora: LoraConfig
-) -> Iterator[str]:
-    """Yields the settings that train.parity = "bitwise" excludes. The other conditions are checked when trainer and engine have loaded
-    the model."""
-    if train.parity == "off":
-        return
-    asks = 'train.parity = "bitwise" asks engine and trainer for the same log-probs, bit for bit, which is proven'
-    if engine.kind != "native":
-        yield f'{asks} for engine.kind = "native" only; use it, or set train.parity = "off"'
-    for name, path in (("engine.path", engine.path), ("train.path", train.path)):
-        if path not in ("auto", "kernels"):
-            yield f'{asks} for the C++ kernels, and {name} = "{path}" does without; set it to "kernels"'
-    for name, device in (("engine.device", engine.device), ("train.device", train.device)):
-        if device == "cuda":
-            yield f'{asks} on a CPU, and {name} = "cuda"; set it to "cpu"'
-    if "auto" not in (engine.dtype, train.dtype) and engine.dtype != train.dtype:
-        yield f"{asks} where both compute in one dtype, and engine.dtype = {engine.dtype}, train.dtype = {train.dtype}; make them equal"
-    if train.weights != "float32":
-        yield f'{asks} for train.weights = "float32" only; use it'
-    if lora.merged:
-        yield (
-            f"{asks} for adapters that the engine serves beside the weights, where one that is merged into them is rounded with them; "
-            'set lora.publish = "adapter", and lora.dora = false'
-        )
-    if lora.quantise:
-        yield f"{asks} for frozen weights in train.dtype; remove lora.quantise"
-    if lora.experts:
-        yield f"{asks} for adapters of other layers than experts; set lora.experts = false"
-    if rollout.truncates and not rollout.keep_mask:
-        yield f"{asks} where the trainer knows which tokens top_p, top_k and min_p kept; set rollout.keep_mask = true"
-
-
-# --- hosts elsewhere -------------------------------------------------------------------------------------------------
-
-
-def _device_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting that engine and trainer on one device exclude."""
-    place, engine, train, way = config.orchestration, config.engine, config.train, config.way
-    reference = "algo.kl.place = reward has" if config.algo.reference_in_reward else ""
-    beside = "teachers have" if config.teachers else reference
-    yield from sharing_problems(place, engine, train, way, kinds=config.ends.kinds, beside=beside)
-    yield from opening_problems(engine, way)
-    yield from lending_problems(place, engine, train, way, bool(config.teachers))
-
-
-def _user_code_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.scorers` or `orchestration.environments`."""
-    place, reward, environment = config.orchestration, config.reward, config.environment
-    if place.scorers:
-        if passed := [spec.name for spec in reward.from_python]:
-            yield (
-                f"orchestration.scorers run functions in files, and {', '.join(passed)} was passed from Python; put it into a file, and name that in "
-                "reward.function, or remove orchestration.scorers"
-            )
-        elif not reward.specs and not any(adapter.reward for adapter in config.adapters):
-            yield (
-                "orchestration.scorers run reward functions, and the settings name none (services and judges are asked over HTTP, environments give "
-                "their own rewards); set reward.function, or remove orchestration.scorers"
-            )
-    if place.environments and (environment.asks_gateway or not environment.in_processes):
-        *others, last = LIBRARIES
-        yield (
-            f"orchestration.environments play environment.function, or the environments of {', '.join(others)} and {last}, and this run has "
-            f"{environment.setting}; remove orchestration.environments"
-        )
-
-
-_ALONE = "which a rollout host decides for its own rollouts only: set it to {}, or remove orchestration.bus"
-
-
-def _bus_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.bus`."""
-    bus, engine = config.orchestration.bus, config.engine
-    if not bus:
-        return
-    if bus.startswith("redis") and not is_installed("redis"):
-        yield f"orchestration.bus = {bus} needs the package redis: {install('redis')}; jsonl:DIRECTORY needs none"
-    if config.weight_sync.host in WILDCARDS:
-        yield f'weight_sync.host = "{config.weight_sync.host}" stands for every address of this machine; name the one that rollout hosts reach'
-    if engine.is_server:
-        yield (
-            f'orchestration.bus is for headrace\'s own engine, which every rollout host starts, and engine.kind = "{engine.kind}" is a server; '
-            "remove one of them"
-        )
-    if engine.replicas > 1:
-        yield f"engine.replicas = {engine.replicas} are engines of this machine; remove it, and start as many rollout hosts as you like"
-    if engine.cores:
-        yield "engine.cores are cores of this machine; remove it, and give headrace rollouts its own: --set engine.cores=[0,1]"
-    yield from _problems_of_one_place(config)
-
-
-def _problems_of_one_place(config: RunConfig) -> Iterator[str]:
-    """Yields the settings that one place must follow for all rollouts."""
-    if config.teachers:
-        yield "teachers have engines in the run's own processes, which rollout hosts do not reach; remove orchestration.bus, or the teachers"
-    if config.algo.reference_in_reward:
-        yield (
-            "algo.kl.place = reward asks an engine of the run for the reference's log-probs, and rollout hosts have none; use algo.kl.place = loss, or "
-            "remove orchestration.bus"
-        )
-    if config.train.parity != "off":
-        yield 'train.parity = "bitwise" is proven for engines on the trainer\'s machine; set it to "off", or remove orchestration.bus'
-    if config.partial.mode in ("barrier", "cancel_group"):
-        yield f'partial.mode = "{config.partial.mode}" ends or awaits groups of the whole run, ' + _ALONE.format(
-            "inflight"
-        )
-    if config.staleness.overdue == "cancel":
-        yield 'staleness.overdue = "cancel" ends groups by the tokens that they have, ' + _ALONE.format("drop")
-    if config.environment.is_handed_out:
-        yield (
-            f'environment.kind = "{config.environment.kind}" hands out rollouts at one address, and every rollout host would have another; use another '
-            "environment, or remove orchestration.bus"
-        )
+    yield from learning_problems(algo, rollout, config.reward, config.lora, config.staleness)
+    plays = environment.kind != "single_turn" or environment.function  # it may give rewards of its own
+    names, forks = () if plays else config.reward_weights, rollout.forks.alternatives > 0
+    yield from group_problems(algo, rollout.group_size, forks, names, environment.turns)
+    yield from step_problems(algo, train.steps, train.minutes, train.updates)
+    yield from time_limit_problems(config.staleness, train.minutes, train.minibatches)
 
 
 # --- several adapters ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.algo.config import caveats as algo_caveats
+from headrace.algo.caveats import caveats as algo_caveats
 from headrace.core.errors import CheckpointError, HeadraceError
 from headrace.core.printing import echo, say
 from headrace.durable.journal import refuse_earlier

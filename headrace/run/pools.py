@@ -25,10 +25,11 @@ from headrace.loop.turns import DeviceShare, SharedDevices
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_trainer import ProcessTrainer
-from headrace.run.config import RunConfig, teacher_engine
+from headrace.run.config import RunConfig
 from headrace.run.needs import check_needs, check_parity
 from headrace.run.seats import ONLY_HERE, UserSites, open_seats, ranks_of, threads_of_rank
 from headrace.run.starting import start_engine, transport_of
+from headrace.run.teacher_settings import teacher_engine
 from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import AdapterStart, ShadowStart, TrainerReady, TrainerStart
 from headrace.weight_sync.kind import TransportKind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -29,12 +28,12 @@ from headrace.run.hosting import Errands, Heed, Main, Termination, complete, run
 from headrace.run.lane import Lane, open_lanes, report_finished, report_unbegun
 from headrace.run.open_parts import open_parts
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
-from headrace.run.rehearse import Rehearsal, rehearse
+from headrace.run.rehearse import rehearse
 from headrace.run.result import RunResult, result_of
 from headrace.run.run_directory import RunDirectory
 from headrace.run.seats import local_cores
 from headrace.run.session import BuiltRun, Notices, report_unhandled, run_clock
-from headrace.run.warm_start import begins_with, keep_settings, warm_start, warm_started
+from headrace.run.warm_start import begins_with, warm_started, warmed
 from headrace.run.worker.build import libraries_ahead
 from headrace.settings.process_config import WatchConfig
 from headrace.settings.user_code import one_line
@@ -242,8 +241,9 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
     rehearsed = None if resume else complete(rehearse(config, inputs, measurer=call.measurer))
     config = rehearsed.config if rehearsed else config
     with full_disk_as_error(call.path), RunDirectory.of(call.path, bool(resume)) as directory:
-        if rehearsed:
-            config = _warmed(call, rehearsed, directory)
+        if rehearsed and rehearsed.demonstrations:
+            config = warmed(config, rehearsed.demonstrations, rehearsed.tried, directory)
+            call.begun = True
         with open_lanes(config, directory, bool(resume)) as lanes:
             if all(lane.finished for lane in lanes.values()):
                 report_finished(directory.path, list(lanes.values()))
@@ -264,24 +264,6 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 raise
         report_unbegun(lanes.values())
         return result_of(directory.path, lanes)
-
-
-def _warmed(call: TrainCall, rehearsed: Rehearsal, directory: RunDirectory) -> RunConfig:
-    """Trains on the demonstrations of a new run, if it has any. Returns the settings with the model that the run then begins with."""
-    config, given = rehearsed.config, rehearsed.demonstrations
-    if given is None:
-        return config
-    files = rehearsed.tried[""]
-    try:
-        complete(warm_start(config, files.encoder.directory, given, directory.logs))
-    except KeyboardInterrupt:
-        say("the warm start was interrupted, and nothing of it is kept: the same command begins it again")
-        raise
-    config = begins_with(config, directory.path)
-    rehearsed.tried[""] = dataclasses.replace(files, encoder=files.encoder.of_same(Path(config.model.path)))
-    keep_settings(config, directory)
-    call.begun = True
-    return config
 
 
 def _warm_facts(lane: Lane) -> list[WarmStarted]:

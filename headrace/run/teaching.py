@@ -34,7 +34,7 @@ from headrace.loop.own_groups import Suspects
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.run.clients.process_engine import ProcessEngine
-from headrace.run.config import RunConfig, teacher_engine
+from headrace.run.config import RunConfig
 from headrace.run.needs import check_teacher
 from headrace.run.pools import Pools, Shadowing
 from headrace.run.worker.worker_messages import EngineStart
@@ -74,7 +74,7 @@ def _shows(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> O
 
 
 def _lesson(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> PlannedTeacher:
-    engine = teacher_engine(config.engine_beside, teacher)
+    engine = config.engine_of(teacher)
     if teacher.student:
         return PlannedTeacher(teacher, encoder.directory, engine, None)
     try:

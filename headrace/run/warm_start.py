@@ -37,10 +37,11 @@ from headrace.facts.facts import WarmStarted, Warned
 from headrace.facts.texts import plural
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import ModelConfig
-from headrace.run.build import open_telemetry
+from headrace.run.build import LoadedFiles, open_telemetry
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, dump_config
 from headrace.run.contents import contents_of, written
+from headrace.run.hosting import complete
 from headrace.run.pools import trainer_start
 from headrace.run.rehearsal.words import Lines
 from headrace.run.run_directory import RunDirectory
@@ -107,9 +108,21 @@ def _weights(run_dir: Path, config: RunConfig) -> Path:
     return run_dir / FOLDER / (Path(config.model.path).name or "model")
 
 
-def keep_settings(config: RunConfig, directory: RunDirectory) -> None:
-    """Writes what `begins_with` has returned: from now on a resume finds the weights, whatever becomes of this process."""
+def warmed(
+    config: RunConfig, given: Demonstrations, tried: dict[str, LoadedFiles], directory: RunDirectory
+) -> RunConfig:
+    """Trains on the demonstrations of a new run, and returns the settings with the model that the run then begins with. They are written: from now
+    on a resume finds the weights, whatever becomes of this process. `tried`: what the rehearsal has loaded, which is brought up to date."""
+    files = tried[""]
+    try:
+        complete(warm_start(config, files.encoder.directory, given, directory.logs))
+    except KeyboardInterrupt:
+        say("the warm start was interrupted, and nothing of it is kept: the same command begins it again")
+        raise
+    config = begins_with(config, directory.path)
+    tried[""] = dataclasses.replace(files, encoder=files.encoder.of_same(Path(config.model.path)))
     directory.begin(dump_config(config) + written(contents_of(config)))
+    return config
 
 
 async def warm_start(config: RunConfig, model_dir: Path, given: Demonstrations, logs: Path) -> WarmStarted:

@@ -16,28 +16,28 @@ class CheckpointConfig:
     every: int = Field(default=50, ge=0)
     """Optimizer steps between checkpoints; 0 writes only one at the end."""
     keep: int = Field(default=2, gt=0)
-    """Number of newest checkpoints that are kept."""
+    """Newest checkpoints that are kept."""
     patience: float = Field(default=300.0, ge=0)
-    """Seconds for which a run that has done its steps retries its last checkpoint if writing fails. After that it ends with an error,
-    because a run is finished only when its weights are on the disk. 0 tries once."""
+    """Seconds for which a run that has done its steps retries its last checkpoint if writing fails, before it ends with
+    an error. 0: one attempt."""
     flush_journal: bool = True
-    """Flush the journal to the disk after every step, so that a loss of power costs at most one step. A killed process loses nothing
-    either way."""
+    """Flush the journal to the disk after every step: a loss of power costs at most one step. A killed process loses
+    nothing either way."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvalSetConfig:
     name: str
-    """Its name in metrics (`held_out/NAME/reward`), on the board and in reports: letters, digits, "_", "-" and "."."""
+    """Its name in metrics (`held_out/NAME/reward`), board and reports: letters, digits, "_", "-" and "."."""
     prompts: int = Field(default=0, ge=0)
     """The most prompts of this set; 0: `eval.prompts`."""
     samples: int = Field(default=0, ge=0)
     """Completions per prompt; 0: `eval.samples`."""
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature; if not given, `eval.temperature`."""
+    """Sampling temperature; `eval.temperature` if not given."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """Settings of [task] for this set, on top of the run's; with another `kind` they replace the run's. All rows of its own `path` are there
-    to be measured. Without one the set has the run's held-out prompts, which it may measure with another temperature, say."""
+    """Settings of [task] for this set, on top of the run's, or, with another `kind`, instead of them. All rows of its
+    own `path` may be measured; without a path it has the run's held-out prompts, say with another temperature."""
     environment: dict[str, Any] = Field(default_factory=dict)
     """Replaces the run's [environment]."""
     reward: dict[str, Any] = Field(default_factory=dict)
@@ -69,10 +69,10 @@ class EvalConfig:
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations while training goes on; 0 evaluates only before and after. They do not hold up training, so that the
-    longest answers of one may go on with later weights."""
+    """Optimizer steps between evaluations during training; 0: only before and after. They do not hold up training: their longest answers may
+    go on with later weights."""
     name: str = ""
-    """The name of the held-out prompts where other sets stand beside them; empty: "held out"."""
+    """The held-out prompts' name beside other sets; empty: "held out"."""
     sets: tuple[EvalSetConfig, ...] = ()
     """Further sets of prompts that are measured whenever the held-out prompts are. The verdict is of the held-out prompts alone."""
 
@@ -116,7 +116,7 @@ class ChosenConfig:
     why: dict[str, str] = Field(default_factory=dict)
     """The reason for each choice, with the measured figures."""
     speeds: dict[str, float] = Field(default_factory=dict)
-    """Measured seconds that `train.minutes` was fitted with (`headrace/run/auto/fit.py`)."""
+    """Measured seconds that `train.minutes` was fitted with."""
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -126,23 +126,23 @@ class WatchConfig:
     warn_after: float = Field(default=120.0, gt=0)
     """Seconds of a wait after which the run reports what waits for what."""
     stop_after: float = Field(default=1800.0, gt=0)
-    """Seconds of a wait after which the run stops with that report. A trainer that takes as long for one answer hangs, and counts as dead
+    """Seconds of a wait after which the run stops with that report; a trainer this late counts as dead
     (train.max_deaths)."""
     failed_warn: float = Field(default=0.05, ge=0, le=1)
-    """A warning is shown if more than this share of the last 64 rollouts (of at least 8 prompts) failed because of data or reward."""
+    """Warn if more than this share of the last 64 rollouts (of at least 8 prompts) failed because of data or reward."""
     failed_pause: float = Field(default=0.5, gt=0, le=1)
-    """The run pauses if at least this share failed: it writes a checkpoint and reports why; `--resume` continues it."""
+    """Pause if at least this share failed: the run writes a checkpoint and says why; `--resume` continues it."""
     outages: int = Field(default=64, gt=0)
-    """The run pauses after this many groups in a row without a rollout because of engine or network."""
+    """Pause after this many groups in a row without a rollout because of engine or network."""
     identity_every: int = Field(default=10, ge=0)
-    """Versions between two policy-identity probes (C3); 0 switches probes off. The fingerprint is checked at every version. A vLLM server
-    has none: its checksums are compared at the versions that are probed."""
+    """Versions between two policy-identity probes (C3); 0: none. The fingerprint is checked at every version; of a vLLM
+    server, which has none, checksums at probed ones."""
     mismatch: float = Field(default=0.05, gt=0)
-    """engine.weights = "int8" or "fp8": the largest mean |difference| per token, in nats, between the log-probs of the quantised policy and those of the
-    policy that is trained, on tokens that were sampled. The run measures it at every version, and ends above (docs/quantised.md)."""
+    """engine.weights = "int8" or "fp8": the largest mean \\|difference\\| in nats between the log-probs of the served
+    and the trained policy, on sampled tokens. Measured at every version; above it the run ends (docs/quantised.md)."""
     trial: bool = True
-    """Whether weights of which every trained value is changed by some percent are published once before the first version: an engine that
-    keeps old values of some kind of parameter is found before a step is trained. Costs one publish, and needs `identity_every` above 0."""
+    """Publish once, before the first version, weights of which every trained value is changed by some percent, which
+    finds an engine that keeps old values of some parameter. Costs one publish; needs `identity_every` above 0."""
 
     @model_validator(mode="after")
     def _warn_before_stop(self) -> WatchConfig:

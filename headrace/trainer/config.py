@@ -24,72 +24,66 @@ ON_CPU = 2048
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainConfig:
     steps: int = Field(default=100, gt=0)
-    """Optimizer steps of the run; with `minutes`, the most there can be."""
+    """Optimizer steps; with `minutes`, the most there can be."""
     minutes: float = Field(default=0.0, ge=0)
-    """Minutes that the run may take, from the start of its processes to its last checkpoint; 0 sets no limit. `steps`,
-    `staleness.groups_per_step` and `eval.prompts` are then upper limits, which are lowered to what this machine can do
-    in that time."""
+    """Minutes from the start of the processes to the last checkpoint; `steps`, `staleness.groups_per_step` and
+    `eval.prompts` are then upper limits (docs/auto.md). 0: no limit."""
     learning_rate: float = Field(default=1e-6, gt=0)
-    """The peak learning rate. For RL on all weights: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""
+    """The peak learning rate. For all weights: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """The learning rate after the warm-up: constant, or falling to zero until `steps`, along a cosine or a straight line."""
+    """Learning rate after the warm-up: constant, or falling to zero at `steps`, along a cosine or a line."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps in which the learning rate rises linearly; in a run that is not longer, all steps before the last."""
+    """Steps in which the learning rate rises linearly; at most all before the last."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay, applied to matrices only. The default is 0 because RL moves weights little, and
-    pulling them to zero is not wanted."""
+    """AdamW's decoupled decay, of matrices only; 0, because RL moves weights little."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's decay of the mean gradient."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's decay of the mean squared gradient. 0.95 instead of AdamW's 0.999, because runs take a few hundred steps
-    and gradients change with the policy."""
+    """AdamW's decay of the mean squared gradient: below its usual 0.999, because runs are short and gradients change
+    with the policy."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient of an update is scaled down to this norm."""
+    """An update's gradient is scaled down to this norm."""
     epochs: int = Field(default=1, gt=0)
-    """Number of times that a step trains each of its groups, as in PPO. All updates of a step make one version, and have one learning rate
+    """Times that a step trains each of its groups, as in PPO: updates of one version and one learning rate
     (docs/staleness.md)."""
     minibatches: int = Field(default=1, gt=0)
-    """Number of parts of a step, of equally many groups, each of which makes an update of its own, with denominators of its own: a step makes `epochs` ×
-    `minibatches` updates. It divides `staleness.groups_per_step`."""
+    """Parts of a step, of equally many groups, each with an update and denominators of its own; divides
+    `staleness.groups_per_step`. A step makes `epochs` × `minibatches` updates."""
     microbatch_tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Tokens that a rank forwards at once. This bounds memory and never changes the gradient. A longer row gets a
-    microbatch of its own. auto: 2048 on a CPU, and in ranks on other machines; on a GPU of this machine up to 32768, as many as it has
-    room for (docs/auto.md)."""
+    """Tokens that a rank forwards at once: bounds memory, never changes the gradient. A longer row is a microbatch of
+    its own. auto: 2048 on a CPU and in ranks elsewhere; on a GPU here up to 32768, as many as fit (docs/auto.md)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the computation (autocast). auto: the one measured to be faster on this machine (`headrace doctor`
-    prints it)."""
+    """Dtype of the computation (autocast). auto: the one measured to be faster here (`headrace doctor` prints it)."""
     path: Literal["auto", "kernels", "torch"] = "auto"
     """kernels: headrace's C++ kernels, on a CPU; torch: PyTorch; auto: kernels if they support the model, unless
     PyTorch was measured to be faster."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile decoder layers and the sums of the head with torch.compile: fewer and larger kernels, and half a minute to a few minutes at
-    the start. auto: on a GPU, but not with tensor parallelism. Not in a pipeline. Attention and experts stay as they are. A model that cannot be
-    compiled, or not exactly, is trained without, and the run says why. On a CPU it takes the place of the C++ kernels."""
+    """Compile decoder layers and the sums of the head with torch.compile: up to a few minutes at the start. auto: on a
+    GPU, without tensor parallelism. Not in a pipeline. A model that cannot be compiled exactly is trained without, and
+    the run says why. On a CPU it replaces the C++ kernels."""
     parity: Literal["off", "bitwise"] = "off"
-    """bitwise: a token that was sampled with the trainer's current weights must have exactly the log-prob that the trainer
-    computes. If one differs, its batch is not trained and the run stops, naming the first layer that differs. Refused
-    if equality is not proven for the model and the processor. off: no such check."""
+    """bitwise: log-probs of tokens sampled with the trainer's current weights must equal its own bit for bit, or the
+    batch is not trained and the run stops. Refused unless proven for model and processor (docs/parity.md)."""
     weights: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the trained weights and of their gradients. bfloat16: rounded stochastically after every update; 12
-    bytes per parameter, with the optimizer's state, instead of 16. For models that do not fit otherwise. The
-    optimizer's state is always float32."""
+    """Dtype of the trained weights and their gradients. bfloat16: rounded stochastically after every update; 12 bytes a
+    parameter, with the optimizer's float32 state, instead of 16."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state, and float32 masters of the weights, in the host's memory, and compute the update
-    there: 8 bytes per parameter less on the device. On a CPU it only costs time."""
+    """Keep the optimizer's state and float32 masters of the weights in the host's memory, and update there: 8 bytes a
+    parameter less on the device. On a CPU it only costs time."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory for about a third more time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU, else cpu."""
     cores: tuple[int, ...] = ()
-    """CPU cores of the trainer's process, or of its ranks together; if empty, all cores are shared."""
+    """CPU cores of the trainer, all its ranks together; empty: all, shared."""
     threads: int = Field(default=0, ge=0)
-    """Number of threads, of all ranks together (of each, where ranks are elsewhere). 0: as many as `cores`, or as were measured to be fastest."""
+    """Threads of all ranks together (of each, where ranks are elsewhere). 0: as many as `cores`, or as measured to be
+    fastest."""
     max_skipped_steps: int = Field(default=3, gt=0)
-    """Number of consecutive skipped steps (non-finite gradient) after which the run stops."""
+    """Steps skipped in a row (non-finite gradient) after which the run stops."""
     max_deaths: int = Field(default=3, ge=0)
-    """Number of times that the trainer's process, or one of its ranks, may die or hang (no answer for watch.stop_after
-    seconds). The run then goes on by itself from its last checkpoint and its journal. Deaths before an hour of
-    progress do not count. 0 ends the run, which can be resumed."""
+    """Times that the trainer or a rank may die or hang (no answer for watch.stop_after seconds) within an hour's
+    progress; the run goes on from its last checkpoint and journal. 0: it ends, and can be resumed."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Several ranks that train one model. One rank, the default, starts no further process."""
 

@@ -17,35 +17,35 @@ class ParallelConfig:
     """The ranks of the trainer: processes that train one model, on this machine or on several. The product of the sizes is their number."""
 
     shard: int = Field(default=1, gt=0)
-    """Ranks among which weights, gradients and the optimizer's state are split (FSDP2): each holds one part."""
+    """Ranks that split weights, gradients and the optimizer's state (FSDP2)."""
     replicate: int = Field(default=1, gt=0)
-    """Copies of the split model, each on `shard` ranks (HSDP). Gradients are summed over the copies."""
+    """Copies of the split model, each on `shard` ranks (HSDP), with summed gradients."""
     tensor: int = Field(default=1, gt=0)
-    """Ranks that compute every layer together, by the model's tensor-parallel plan: each holds some heads, columns and rows of the
-    vocabulary, and all have the same microbatches. It divides the number of key and value heads."""
+    """Ranks that compute every layer together, each some heads, columns and rows of the vocabulary. Divides the number
+    of key and value heads."""
     expert: int = Field(default=1, gt=0)
-    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are all
-    ranks that hold the model together (`shard` × `context` × `tensor`), or 1: experts are then split like all other weights."""
+    """Ranks that split a mixture's experts, whole ones, to which tokens travel: 1 (split as other weights), or all that
+    hold the model (`shard` × `context` × `tensor`)."""
     context: int = Field(default=1, gt=0)
-    """Ranks that compute each microbatch together, every one a part of its tokens: for rows whose activations do not fit into
-    one. The model is split among them too, so among `shard` × `context` ranks."""
+    """Ranks that compute parts of the tokens of each microbatch, for rows whose activations do not fit into one. The
+    model is split among `shard` × `context` ranks."""
     pipeline: int = Field(default=1, gt=0)
-    """Ranks among which the layers are split: each holds some consecutive ones, and microbatches pass from rank to rank. With `shard`,
-    each of them is so many ranks, which split its layers (FSDP2)."""
+    """Ranks that split the layers, through which microbatches pass. With `shard`, each is so many ranks, which split
+    its layers (FSDP2)."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of the microbatches in a `pipeline`. 1f1b: a backward pass after each forward pass. gpipe: all forward passes
-    first, which keeps more activations. interleaved: as 1f1b, with two stages on each rank: less waiting, twice the
-    traffic. zero_bubble: as interleaved, and gradients of weights are computed where a rank would wait."""
+    """Order of microbatches in a `pipeline`. 1f1b: a backward pass after each forward pass. gpipe: all forward passes
+    first, which keeps more activations. interleaved: as 1f1b, with two stages a rank: less waiting, twice the traffic.
+    zero_bubble: as interleaved, with gradients of weights computed in the gaps."""
     reshard: bool = True
-    """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass. false: keep
-    them; a third fewer bytes between ranks, and the whole model in the memory of each during a microbatch."""
+    """Free a layer's gathered weights after its forward pass. false: a third fewer bytes between ranks, and the whole
+    model in each one's memory during a microbatch."""
     gather: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which ranks send each other the weights of a layer. bfloat16: half the bytes; the layer's norms and biases
-    are then rounded too, as the engine serves them. Gradients are always summed in float32."""
+    """Dtype in which ranks send a layer's weights. bfloat16: half the bytes, and norms and biases are rounded too, as
+    the engine serves them. Gradients are summed in float32."""
     reduce: Literal["auto", "step", "microbatch"] = "auto"
-    """How often ranks of `shard` sum their gradients. step: once a step; until then each keeps float32 gradients of the whole model, 4
-    bytes a parameter. microbatch: after each, keeping its own part alone. auto: step on GPUs where these and the rank's own state
-    take at most half of the memory; microbatch elsewhere."""
+    """Sum the gradients of the ranks of `shard` once a step, with float32 gradients of the whole model on each, 4 bytes
+    a parameter, or after each microbatch, keeping only its own part. auto: step on GPUs where that and the rank's state
+    take at most half of the memory; else microbatch."""
 
     @property
     def ranks(self) -> int:

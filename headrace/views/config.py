@@ -20,25 +20,24 @@ from headrace.settings.strict import STRICT
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ObserveConfig:
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
-    """`live` redraws one view, `plain` prints a line per step; `auto` is live on a terminal and in a notebook, plain in
-    a log."""
+    """live: one view, redrawn; plain: a line per step; auto: live on a terminal and in a notebook, plain in a log."""
     tensorboard: bool = False
     """Write scalars for TensorBoard to `runs/<name>/tensorboard`."""
     trackio: bool = False
     """Write scalars for a local trackio dashboard; nothing leaves the machine."""
     wandb: bool = False
-    """Write scalars for Weights & Biases: to its server if this machine is logged in (`WANDB_API_KEY`, `wandb login`), else to
-    `runs/<name>/wandb`, which `wandb sync` uploads. `WANDB_MODE` and `WANDB_PROJECT` hold."""
+    """Write scalars for Weights & Biases: to its server if logged in (`WANDB_API_KEY`, `wandb login`), else to
+    `runs/<name>/wandb` for `wandb sync`. `WANDB_MODE` and `WANDB_PROJECT` hold."""
     mlflow: bool = False
-    """Write scalars for MLflow: to the server of `MLFLOW_TRACKING_URI`, or, if it is not set, to `runs/<name>/mlruns`."""
+    """Write scalars for MLflow, to `MLFLOW_TRACKING_URI`, or else to `runs/<name>/mlruns`."""
     webhook: bool = False
-    """Post messages to the address in `HEADRACE_WEBHOOK` (Slack, Mattermost, Discord): the run's start and end, a verdict that turns, warnings.
-    A process that is killed sends none."""
+    """Post start and end, a verdict that turns, and warnings to the address in `HEADRACE_WEBHOOK` (Slack, Mattermost,
+    Discord). A process that is killed sends none."""
     engine_price: float = Field(default=0.0, ge=0)
-    """Dollars that an engine costs an hour, each member of a fleet as much. With this price or the next one the run shows its cost in all, by step
-    and by trained token; 0 and 0 show none."""
+    """Dollars an hour of an engine (each member of a fleet). With either price the run shows its cost, by step and by
+    trained token; 0 and 0: none."""
     trainer_price: float = Field(default=0.0, ge=0)
-    """Dollars that the trainer's devices cost an hour, all together. A machine that does everything has its price here."""
+    """Dollars an hour of all the trainer's devices. A machine that does everything has its price here."""
 
     @property
     def sinks(self) -> list[str]:

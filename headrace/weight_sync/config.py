@@ -30,14 +30,14 @@ class WeightSyncConfig:
     encoding: Literal["full", "delta"] = "full"
     """full: all bytes of every version; delta: only what differs from the version before, bit for bit."""
     anchor_every: int = Field(default=50, gt=0)
-    """Differences between two full copies with `encoding = "delta"`, if no engine needs a full copy earlier."""
+    """Differences between two full copies with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
-    """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines elsewhere over
-    tcp or by broadcast (default: the host of `orchestration.listen`), and rollout hosts (`orchestration.bus`). Whoever fetches knows a token, but without
-    `cert` nothing is encrypted: use a private network."""
+    """Address of this machine at which others fetch weights: servers (`engine.urls`) over http, engines elsewhere by
+    tcp or broadcast (default: the host of `orchestration.listen`), rollout hosts (`orchestration.bus`). They need a
+    token; without `cert` nothing is encrypted: use a private network."""
     cert: str = ""
-    """File with the certificate (PEM) of the trainer's server, which switches TLS on: for servers that fetch over http, and rollout hosts
-    over http or tcp. They are sent it with each update, and trust no other. (For engines that join: `orchestration.cert`.)"""
+    """Certificate file (PEM) of the trainer's server, which switches TLS on for servers (http) and rollout hosts (http,
+    tcp); they trust no other. For engines that join: `orchestration.cert`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
 

@@ -13,12 +13,14 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.config import AlgoConfig, caveats, ratio_problems
+from headrace.algo.caveats import caveats
+from headrace.algo.config import AlgoConfig, ratio_problems
 from headrace.algo.objective import AGGREGATIONS, objective_of, reach_of
 from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.loss import Cap, optional
 from headrace.algo.policy.user import UserLoss
-from headrace.algo.recipes import KL, LOSSES, NOT_HERE, RECIPES, Correction, Recipe
+from headrace.algo.recipe_parts import KL, Correction
+from headrace.algo.recipes import LOSSES, NOT_HERE, RECIPES, Recipe
 from headrace.algo.rules import OPSM, KPop, Veto
 from headrace.core.errors import ConfigError
 from headrace.run.config import load_config

@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.critic import Discounts, StepTokens, gae, judge
-from headrace.algo.recipes import Critic
+from headrace.algo.recipe_parts import Critic
 from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Group
 from headrace.core.errors import ConfigError

@@ -9,7 +9,8 @@ import pytest
 
 from headrace.algo.policy.clipped import GSPO, GSPOToken, PPOClip
 from headrace.algo.policy.region import IPO, DPPOTVQuadratic
-from headrace.algo.recipes import RECIPES, Correction, Recipe
+from headrace.algo.recipe_parts import Correction
+from headrace.algo.recipes import RECIPES, Recipe
 from headrace.algo.rules import OPSM, Veto
 from headrace.run.config import dump_config, load_config, read_config
 

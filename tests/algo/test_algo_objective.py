@@ -37,7 +37,8 @@ from headrace.algo.objective import (
 )
 from headrace.algo.policy.region import KLCov
 from headrace.algo.policy.tokens import Tokens, TopTokens
-from headrace.algo.recipes import RECIPES, Distill
+from headrace.algo.recipe_parts import Distill
+from headrace.algo.recipes import RECIPES
 from headrace.algo.rules import larger_binary_kl
 from headrace.core.errors import ConfigError
 from headrace.trainer.placement.port import Single

@@ -55,6 +55,48 @@ def test_a_written_config_passes_the_rehearsal_with_the_reward_beside_it(
     assert "exact" in out and re.search(r"1\.0|1\b", out)
 
 
+def test_rows_that_are_sorted_into_a_few_kinds_get_their_names_and_solved_rows(
+    here: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked without either, a small model never gives a label alone, so that no group has contrast and no step is made."""
+    kinds = ("billing", "delivery", "no answer")
+    rows = [f'"message {number}, please",{kinds[number % 3]}' for number in range(30)]
+    Path("tickets.csv").write_text("\n".join(["prompt,answer", *rows]))
+    answers = ("--model", str(tiny_llama), "--data", "tickets.csv", "--reward", "rewards.py:exact")
+    assert said(capsys, "init", "mine.toml", *answers)[0] == 0
+    config = load_config("mine.toml")
+    assert config.task.system == "Answer with one of these alone: billing, delivery, no answer."
+    assert (config.task.examples, config.rollout.max_tokens) == (4, 17)
+    code, out = said(capsys, "train", "mine.toml", "--dry-run")
+    assert code == 0 and "exact = 1" in out, out
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [f"text {number}" for number in range(30)],
+        ["yes"] * 28 + ["no"] * 2,
+        ["one\nline"] * 15 + ["two"] * 15,
+        ["yes", "no"] * 4,
+    ],
+    ids=["all different", "two of a kind", "lines", "too few rows"],
+)
+def test_other_answers_are_no_kinds_and_solved_rows_are_left_to_the_user(
+    here: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str], answers: list[str]
+) -> None:
+    Path("rows.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"{n}?", "answer": text}) for n, text in enumerate(answers))
+    )
+    assert look_at("rows.jsonl").labels == ()
+    assert (
+        said(capsys, "init", "mine.toml", "--model", str(tiny_llama), "--data", "rows.jsonl", "--reward", "r.py:exact")[
+            0
+        ]
+        == 0
+    )
+    assert "# examples = 4" in Path("mine.toml").read_text() and load_config("mine.toml").task.examples == 0
+
+
 def test_the_written_function_compares_numbers(
     here: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,8 @@ from pydantic.dataclasses import dataclass
 from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.loop.checkpoints import ChangedSettings
-from headrace.run.config import RunConfig, adapter_runs, available_cores, check, dump_config, load_config
+from headrace.native.resources import available_cores
+from headrace.run.config import RunConfig, adapter_runs, check, dump_config, load_config
 from headrace.run.resume_rules import changes, check_bound, meaning
 from headrace.settings import toml
 from headrace.trainer.config import TrainConfig

@@ -507,7 +507,9 @@ def test_rows_are_the_same_with_and_without_an_evaluation(tmp_path: Path, tiny_l
         args = GRPOTrainer.config(str(tmp_path / str(bool(held_out))), eval_strategy="steps" if held_out else "no", num_generations=2, bf16=False, use_cpu=True)  # fmt: skip
         made = GRPOTrainer(str(tiny_llama), share_of_e, args, rows, held_out)
         kept = made._settings["task"].get("path")
-        given[bool(held_out)] = [json.loads(line) for line in Path(kept).read_text().splitlines()] if kept else made._dataset
+        given[bool(held_out)] = (
+            [json.loads(line) for line in Path(kept).read_text().splitlines()] if kept else made._dataset
+        )
     assert given[False] == given[True] == [{"prompt": "a", "answer": 3, "by": {"1": 0.5}}, {"prompt": "b", "answer": [2], "by": {}}]  # fmt: skip
 
 

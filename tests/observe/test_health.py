@@ -89,7 +89,9 @@ class Told:
             reason = self.of("reason", ticket, "")
             outcome = "ready" if not reason else "failed" if reason == "reward_raised" else "dropped"
             failed = {reason: SIZE} if outcome == "failed" else {}
-            rewards = () if failed else tuple(0.0 if reason else float(i % 2) for i in range(SIZE))
+            rewards = (
+                () if failed else tuple(self.of("equal", ticket, 0.0) if reason else float(i % 2) for i in range(SIZE))
+            )
             cut = self.of("cut", ticket, 0)
             yield GroupEnded(
                 t - 1, ticket, f"p{ticket}", outcome, reason, "", rewards, (48,) * len(rewards), cut, failed
@@ -162,10 +164,15 @@ def test_a_run_that_is_cut_off_says_so_first_and_what_to_raise() -> None:
 
 
 def test_a_run_without_contrast_says_so_first() -> None:
-    found = judged(Told(reason="no_contrast", held_out=0.0, drawn=0.0).facts())
+    found = judged(Told(reason="no_contrast", held_out=0.0).facts())
     assert (found.kind, found.mark) == ("not learning", "bad")
+    assert (
+        found.sentence.startswith("Not learning: none of the last 128 completions earned a reward")
+        and "task.examples" in found.remedy
+    )
+    found = judged(Told(reason="no_contrast", held_out=0.0, equal=1.0).facts())
     assert found.sentence.startswith("Not learning: 100 % of groups have no contrast") and "prompts" in found.remedy
-    solved = judged(Told(reason=lambda ticket: "no_contrast" if ticket > 100 else "").facts())
+    solved = judged(Told(reason=lambda ticket: "no_contrast" if ticket > 100 else "", equal=1.0).facts())
     assert solved.sentence.startswith("100 % of groups have no contrast") and "0.200 → 0.600" in solved.sentence
     assert (solved.kind, solved.mark) == ("not learning", "warn"), "it has learned what there was"
 

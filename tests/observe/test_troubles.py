@@ -129,6 +129,20 @@ def test_advice_names_what_keeps_the_trainer_waiting() -> None:
     )
 
 
+def test_a_run_whose_model_never_earns_a_reward_is_told_to_show_it_how_and_not_to_raise_the_limit() -> None:
+    """A limit of 8 tokens for answers of one word, which a model that is asked for one does not give: a longer answer is no better."""
+    nothing = [group(i, "dropped", "no_contrast", truncated=3) for i in range(40)]
+    first, second = advices(folded(nothing))
+    assert first.name == "no reward" and second.name == "cut off"
+    assert first.trouble == "none of the last 128 completions earned a reward, and 32 of them were not cut off"
+    assert first.remedy == (
+        "show solved examples in the prompt (task.examples), begin with a warm start ([warm_start]), or give partial rewards"
+    )
+    (first, *others) = advices(folded([*nothing, group(41)]))
+    assert first.name == "cut off" and not others, "somebody earned one"
+    assert advices(folded([group(i, "dropped", "no_contrast", truncated=4) for i in range(40)]))[0].name == "cut off"
+
+
 def test_advice_on_contrast_alone_and_on_what_is_dropped() -> None:
     state = folded([group(i, *(("dropped", "no_contrast") if i % 4 else ())) for i in range(40)])
     (one,) = advices(state)

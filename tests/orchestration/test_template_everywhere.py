@@ -16,7 +16,8 @@ from headrace.core.types import Prompt
 from headrace.durable.journal import read_steps
 from headrace.models.chat import ChatEncoder
 from headrace.run.config import load_config
-from headrace.run.rehearse import Rehearsal, rehearse
+from headrace.run.rehearse import rehearse
+from headrace.run.rehearsed import Rehearsal
 from headrace.run.teaching import PlannedTeacher, _text_teacher
 from headrace.testing.fake_engine import FakeEngine
 from support.tiny_run import Config, tiny_config

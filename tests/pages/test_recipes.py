@@ -17,7 +17,8 @@ import pytest
 from headrace.cli import main
 from headrace.core.errors import ConfigError
 from headrace.run.config import load_config
-from headrace.run.rehearse import Rehearsal, rehearse
+from headrace.run.rehearse import rehearse
+from headrace.run.rehearsed import Rehearsal
 from headrace.settings.toml import dump, dump_changed
 from support.few import few
 

@@ -33,7 +33,8 @@ from headrace.episodes.tasks.demonstrations import (
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.staleness import StalenessConfig, time_limit_problems
 from headrace.models.chat import ChatEncoder
-from headrace.run import rehearse
+from headrace.run import machine_trial, rehearse, row_trial
+from headrace.run.rehearsed import ORDER
 from support import trainer_calls
 
 PLAN = LoopPlan(
@@ -225,8 +226,8 @@ def test_a_time_limit_and_minibatches_exclude_each_other() -> None:
 
 
 def test_every_section_of_the_rehearsal_has_its_place() -> None:
-    source = inspect.getsource(rehearse)
+    source = "".join(map(inspect.getsource, (rehearse, machine_trial, row_trial)))
     named = set(re.findall(r'sections\[f?"([A-Z][a-z ]+)', source)) | set(
         re.findall(r'\["([A-Z][a-z ]+)", \*filter', source)
     )
-    assert {"Demonstrations", "Evaluation sets", "Warm start"} <= named <= set(rehearse._ORDER)
+    assert {"Demonstrations", "Evaluation sets", "Warm start"} <= named <= set(ORDER)

@@ -29,6 +29,7 @@ from headrace.models.lora import LoraConfig
 from headrace.native.resources import GIB, gib
 from headrace.run.build import build_task
 from headrace.run.config import RunConfig, dump_config, load_config, read_config
+from headrace.run.machine_trial import _step_problems
 from headrace.run.python_inputs import with_python_inputs
 from headrace.run.rehearsal import memory_needs
 from headrace.run.rehearsal.first_rows import first_prompts, length_problem, lengths
@@ -45,7 +46,8 @@ from headrace.run.rehearsal.memory_needs import (
     warm_needs,
 )
 from headrace.run.rehearsal.words import algorithm, page
-from headrace.run.rehearse import Rehearsal, _step_problems, rehearse, try_files
+from headrace.run.rehearse import rehearse, try_files
+from headrace.run.rehearsed import Rehearsal
 from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 from headrace.settings.user_code import defines

@@ -20,7 +20,7 @@ from headrace.facts.facts import WeightsLive
 from headrace.processes.launch import forking
 from headrace.run import build as building
 from headrace.run import open_parts as opening
-from headrace.run import rehearse as rehearsing
+from headrace.run import row_trial as rehearsing
 from headrace.run.auto.measurer import _descendants
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.views.screen import start_line

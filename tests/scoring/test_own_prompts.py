@@ -30,7 +30,8 @@ from headrace.models.chat import ChatEncoder
 from headrace.run.build import build_scorer
 from headrace.run.config import load_config
 from headrace.run.rehearsal.words import shown_to_teacher
-from headrace.run.rehearse import Rehearsal, try_files
+from headrace.run.rehearse import try_files
+from headrace.run.rehearsed import Rehearsal
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
 from support.tiny_run import tiny_config

@@ -147,7 +147,7 @@ PINNED = {
         faults=(Fault("engine_dies", 0, 65),),
     ),
 }
-"""By their names in `docs/simulation.md`."""
+"""By their names in `docs/decisions/0012-virtual-time.md`."""
 
 
 @pytest.mark.whole

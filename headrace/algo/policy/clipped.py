@@ -68,7 +68,7 @@ class PPOClip(Clipped):
 
     name: ClassVar[str] = "ppo_clip"
     dual_clip: DualClip = 0.0
-    """The loss of a bad token is at most its advantage times this, however large the ratio (3 is usual); 0 is off."""
+    """The loss of a bad token is at most its advantage times this (3 is usual); 0: off."""
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage
@@ -96,9 +96,9 @@ class CEGPPO(Clipped):
     name: ClassVar[str] = "ce_gppo"
     cuts: ClassVar[tuple[str, ...]] = ()
     beyond_low: Annotated[float, Field(ge=0)] = 0.75
-    """The part of the bound's gradient that a bad token below 1 - clip_low keeps: more of it lowers the entropy."""
+    """The part of the bound's gradient that bad tokens below 1 - clip_low keep; more lowers the entropy."""
     beyond_high: Annotated[float, Field(ge=0)] = 1.0
-    """The part of the bound's gradient that a good token above 1 + clip_high keeps: more of it raises the entropy."""
+    """The part of the bound's gradient that good tokens above 1 + clip_high keep; more raises the entropy."""
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage
@@ -128,11 +128,11 @@ class M2PO(Clipped):
     name: ClassVar[str] = "m2po"
     reach: ClassVar[Reach] = "step"
     tau: Tau = 0.04
-    """The second moment of the log ratio, over harmful tokens, that the bound keeps to."""
+    """The second moment of harmful tokens' log ratios that the bound keeps to."""
     clip_low: ClipLow = 0.3
-    """The lower bound of the ratio is 1 - clip_low or lower."""
+    """The lower bound is 1 - clip_low or lower."""
     clip_high: ClipHigh = 0.5
-    """The upper bound of the ratio is 1 + clip_high or higher."""
+    """The upper bound is 1 + clip_high or higher."""
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         bound = self._bound((tokens.logprob - old).detach(), tokens.advantage)
@@ -198,13 +198,13 @@ class BAPO(Clipped):
     name: ClassVar[str] = "bapo"
     reach: ClassVar[Reach] = "step"
     clip_low: ClipLow = 0.4
-    """The lower bound of the ratio is 1 - clip_low, where good tokens have their share."""
+    """The lower bound is 1 - clip_low, where good tokens have their share."""
     clip_high: ClipHigh = 0.2
-    """The upper bound of the ratio is 1 + clip_high, where good tokens have their share."""
+    """The upper bound is 1 + clip_high, where good tokens have their share."""
     clip_low_least: ClipLow = 0.1
-    """The lower bound of the ratio is 1 - clip_low_least where good tokens fall short of their share."""
+    """The lower bound is 1 - clip_low_least where good tokens fall short of their share."""
     clip_high_most: ClipHigh = 2.0
-    """The upper bound of the ratio rises to 1 + clip_high_most at most."""
+    """The upper bound rises to 1 + clip_high_most at most."""
     good_share: Annotated[float, Field(gt=0, lt=1)] = 0.4
     """ρ: the share of good tokens that is aimed at; the larger, the more is learned from what is right."""
 
@@ -259,7 +259,7 @@ class DCPO(Clipped):
     clip_high: ClipHigh = 0.2
     """ε of the upper bound."""
     cap: Cap = 10.0
-    """The largest upper bound, and the dual clip: the loss of a bad token is at most its advantage times this."""
+    """The largest upper bound, and the dual clip."""
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage

@@ -128,13 +128,13 @@ class DPO(PairLoss):
     name: ClassVar[str] = "dpo"
     needs_reference: ClassVar[bool] = True
     pair_beta: PairBeta = 0.1
-    """β: how soon a margin is enough, and so how near the policy stays to the reference."""
+    """β: the larger, the nearer the policy stays to the reference."""
     pair_smoothing: Flips = 0.0
-    """ε of conservative DPO: the share of preferences that may be wrong. The margin then has a target."""
+    """ε of conservative DPO: the share of preferences that may be wrong; the margin has a target."""
     pair_flips: Flips = 0.0
     """ε of robust DPO: the share of preferences that are known to be wrong."""
     pair_nll: PairNLL = 0.0
-    """α: the weight of the preferred rollout's negative log-likelihood, a mean over its tokens (RPO: 1)."""
+    """α: the weight of the preferred rollout's mean negative log-likelihood (RPO: 1)."""
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         won = self.pair_beta * self.margin(chosen, rejected)
@@ -175,9 +175,9 @@ class SimPO(PairLoss):
     name: ClassVar[str] = "simpo"
     holds: ClassVar[bool] = False
     pair_beta: PairBeta = 2.0
-    """β: how soon a margin is enough. 2 to 10 is usual, since it multiplies a mean over tokens."""
+    """β: 2 to 10 is usual, since it multiplies a mean over tokens."""
     pair_margin: PairMargin = 1.0
-    """γ: the margin that is asked for; a third to a half of β is usual."""
+    """γ: the margin asked for; a third to a half of β is usual."""
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         return _softplus(self.pair_margin - self.pair_beta * self.margin(chosen, rejected))
@@ -199,7 +199,7 @@ class CPO(PairLoss):
     pair_beta: PairBeta = 0.1
     """β: how soon a margin is enough."""
     pair_nll: PairNLL = 1.0
-    """α: the weight of the preferred rollout's negative log-likelihood."""
+    """α: the weight of the preferred rollout's mean negative log-likelihood (RPO: 1)."""
 
     def of_pairs(self, chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
         return _softplus(-self.pair_beta * self.margin(chosen, rejected)) - self.pair_nll * chosen.mean
@@ -226,7 +226,8 @@ class KTO(Loss):
     pair_beta: PairBeta = 0.1
     """β: how soon a gain on the reference is enough."""
     desirable_weight: RolloutWeight = 1.0
-    """λ_D: the weight of desirable rollouts. With n_D and n_U of each kind, λ_D·n_D / (λ_U·n_U) of 1 to 4/3 is recommended."""
+    """λ_D: the weight of desirable rollouts; with n_D and n_U of each kind, λ_D·n_D / (λ_U·n_U) of 1 to 4/3 is
+    advised."""
     undesirable_weight: RolloutWeight = 1.0
     """λ_U: the weight of the others."""
 

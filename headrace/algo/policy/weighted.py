@@ -109,13 +109,13 @@ class VESPO(Loss):
     name: ClassVar[str] = "vespo"
     reach: ClassVar[Reach] = "sequence"
     kernel_power: Penalty = 2.0
-    """k of rollouts whose advantage is not negative: the larger, the faster the weight falls as the trajectory becomes less probable."""
+    """k for advantages ≥ 0: how fast the weight falls as the trajectory becomes less probable."""
     kernel_rate: Penalty = 3.0
-    """λ of rollouts whose advantage is not negative: the larger, the faster the weight falls as the trajectory becomes more probable."""
+    """λ for advantages ≥ 0: how fast it falls as the trajectory becomes more probable."""
     kernel_power_negative: Penalty = 3.0
-    """k of rollouts of negative advantage."""
+    """k for negative advantages."""
     kernel_rate_negative: Penalty = 2.0
-    """λ of rollouts of negative advantage."""
+    """λ for negative advantages."""
 
     def __call__(self, tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
         gap = sequence_sum(tokens.logprob.detach() - old, tokens.sequence).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

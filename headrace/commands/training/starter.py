@@ -6,6 +6,7 @@ Lengths, columns and the part of a completion that is compared are read off the 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ LOOKED_AT = 64
 """Rows whose answers are looked at."""
 CONTEXT, TOKENS = 1024, 128
 """Tokens of prompt and completion together, and of a completion, unless the model reads fewer."""
+LABELS, LABEL = 20, 40
+"""Most different answers of a classification, and most characters of one."""
+SHOWN = 4
+"""Solved rows before the questions of a classification."""
 SMALL = 1e-5
 """A learning rate for models of about 100 million parameters; the default, 1e-6, is for billions (docs/results.md)."""
 
@@ -40,6 +45,10 @@ class StarterData:
     rows: int = 0
     numeric: bool = True
     """Whether every answer that was looked at is a number."""
+    labels: tuple[str, ...] = ()
+    """The answers of a classification: a few texts, each of several rows."""
+    asked: bool = False
+    """Whether the prompts are plain questions, before which a system message and solved rows can stand."""
     tests: bool = False
     """Whether rows have tests for programs."""
 
@@ -98,6 +107,7 @@ def look_at(data: str) -> StarterData:
             "the prompts"
         )
     answer = _column(ANSWERS, columns)
+    asked = bool(answer) and all(isinstance(row.get(prompt), str) for row in rows)
     return StarterData(
         kind=kind,
         name=data,
@@ -105,6 +115,8 @@ def look_at(data: str) -> StarterData:
         answer=answer,
         rows=len(rows),
         numeric=bool(answer) and all(_is_number(row.get(answer)) for row in rows[:LOOKED_AT]),
+        labels=_labels([row.get(answer) for row in rows]) if asked else (),
+        asked=asked,
         tests="tests" in columns,
     )
 
@@ -132,6 +144,14 @@ def _column(names: Sequence[str], columns: Sequence[str]) -> str:
 def _is_number(value: Any) -> bool:
     text = str(value).strip()
     return bool(text) and last_number(text) == text.replace(",", "")
+
+
+def _labels(answers: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the texts that rows are sorted into; none if they are numbers, long, many, or few of a kind."""
+    counts = Counter(answers) if all(isinstance(answer, str) for answer in answers) else Counter()
+    usual = 2 <= len(counts) <= LABELS and min(counts.values()) >= 3 and len(answers) >= 4 * SHOWN
+    short = all(0 < len(label) <= LABEL and "\n" not in label and not _is_number(label) for label in counts)
+    return tuple(sorted(counts)) if usual and short else ()
 
 
 def _refuse_other_rewards(reward: str, data: StarterData) -> None:
@@ -193,17 +213,23 @@ def starter_text(config: Path, *, model: str, data: StarterData, reward: str) ->
         source += [f"path = {json.dumps(_seen_from(config.parent, data.name))}"]
         source += [f"prompt = {json.dumps(data.prompt)}"] * (data.prompt != "prompt")
         source += [f"answer = {json.dumps(data.answer)}"] * (data.answer not in ("answer", ""))
+    if data.labels:
+        source += [
+            f"system = {json.dumps('Answer with one of these alone: ' + ', '.join(data.labels) + '.', ensure_ascii=False)}"
+        ]
     held_out = HELD_OUT if data.of_gym else min(HELD_OUT, data.rows // 5)
     extract = "code_block" if reward in IN_SANDBOX else "last_number" if data.numeric else ""
     named = "extract = " + json.dumps(extract) + "   # " if extract else '# extract = "last_number"   # '
     context = min(CONTEXT, _positions(model) or CONTEXT)
+    longest = max(map(len, data.labels)) + 8 if data.labels else TOKENS
     return _TEXT.format(
         name=config.name,
         context=f"{context:<6}",
-        tokens=f"{min(TOKENS, context // 2):<7}",
+        tokens=f"{min(TOKENS, context // 2, longest):<7}",
         model=json.dumps(_seen_from(config.parent, model) if Path(model).expanduser().is_dir() else model),
         source="\n".join(source),
         held_out=held_out,
+        examples=_EXAMPLES[bool(data.labels)] if data.asked else "",
         reward=json.dumps(reward),
         extract=named,
         rate=f"{SMALL:g}   " if model in KNOWN_MODELS and "135m" in model else "1e-6    ",
@@ -227,6 +253,10 @@ def _seen_from(folder: Path, path: str) -> str:
     return str(whole.relative_to(folder.absolute()) if inside else whole)
 
 
+_EXAMPLES = {
+    True: f"examples = {SHOWN}            # solved rows that stand before each question, so that a model knows the form of an answer\n",
+    False: f"# examples = {SHOWN}          # solved rows before each question: for a model that does not find the form of an answer by itself\n",
+}
 _TEXT = """# {name}: a first run. Every other setting has a default: docs/settings.md lists them.
 #   headrace train {name} --dry-run      checks everything and calls the reward once, without loading the model
 #   headrace train {name} --board        trains, and shows the run in the browser
@@ -237,7 +267,7 @@ path = {model}
 [task]
 {source}
 held_out = {held_out}           # prompts that are kept for evaluation and never trained
-
+{examples}
 [reward]
 function = {reward}
 {extract}the part of a completion that the function receives; left out: all of it

@@ -32,63 +32,55 @@ class EnvironmentConfig:
     kind: str = "single_turn"
     """The environment that is made for each rollout, unless `function` is set (docs/settings.md lists the kinds)."""
     name: str = ""
-    """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
-    game. openenv: the URL of the server. verifiers: the taskset; the name of an installed one, or `path/to/file.py`."""
+    """gym: an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the game's id. openenv:
+    the server's URL. verifiers: the name of an installed taskset, or `path/to/file.py`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
-    `unfinished`, and arguments of the game. openenv: `action`, `observation`. verifiers: the environment's config,
-    `select` and `renderer`."""
+    """gym: `env_config`. reasoning_gym: `discount`, `feedback`. textarena: `unfinished`, and arguments of the game.
+    openenv: `action`, `observation`. verifiers: the environment's config, `select` and `renderer`."""
     function: str = ""
-    """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
-    turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md). Or a
-    class whose `step(agent, reply)` returns what the model reads next."""
+    """`path/to/file.py:name` of a function that plays a rollout, `async def play(agent, prompt, **columns)`, or of a
+    class with `step(agent, reply)` (docs/environments.md)."""
     command: tuple[str, ...] = ()
-    """process: the command that plays a rollout, as a list of words or as one text. It reads the prompt and the columns
-    of the row as JSON from its input, and the last line that it prints is its reward."""
+    """process: the command that plays a rollout, as words or one text. It reads the prompt and the row's columns as
+    JSON from its input; the last line that it prints is its reward."""
     directory: str = ""
-    """process: the working directory of the command. Empty: one for each rollout, which is removed at its end."""
+    """process: the command's working directory. Empty: a new one for each rollout, removed at its end."""
     processes: int = Field(default=64, gt=0)
-    """process: the most processes at once. Further rollouts wait. verifiers: the most rollouts at once, for each of them may be a
-    process."""
+    """process, verifiers: the most at once; further rollouts wait."""
     python: str = ""
-    """verifiers: the interpreter that has verifiers, such as ~/verifiers/bin/python. Empty: the one that runs headrace."""
+    """verifiers: an interpreter that has it. Empty: the one that runs headrace."""
     host: str = "127.0.0.1"
-    """gateway, atropos: the address at which agents reach this machine. The default reaches agents on this machine only; with 0.0.0.0
-    all of its addresses do."""
+    """gateway, atropos: the address at which agents reach this machine; 0.0.0.0: all of its addresses."""
     port: int = Field(default=0, ge=0, lt=1 << 16)
-    """gateway, atropos: the port. 0: one that is free, another one at each start."""
+    """gateway, atropos: the port. 0: a free one, another at each start."""
     max_turns: int = Field(default=8, gt=0)
-    """The most turns of a rollout. One that asks for more is cut off: it gets an empty reply with the stop `limit`."""
+    """The most turns of a rollout; one that asks for more is cut off, with an empty reply and the stop `limit`."""
     max_tokens: int = Field(default=0, ge=0)
-    """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`. One with no
-    room for another turn of rollout.max_tokens is cut off."""
+    """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`. Without room
+    for rollout.max_tokens more it is cut off."""
     seconds: float = Field(default=600.0, ge=0)
-    """Seconds that the function or the agent itself may take between its turns, tools included. After that the rollout
-    has failed (`environment_timeout`). 0 sets no limit."""
+    """Seconds that the function or agent itself may take between turns, tools included; then the rollout fails
+    (`environment_timeout`). 0: no limit."""
     episode_seconds: float = Field(default=0.0, ge=0)
-    """Seconds since its begin, sampling included, after which a rollout is cut off at its next turn, and trained with what it has.
-    0: the others of its group wait for it. (`staleness.overdue = "cancel"` ends groups that have become too old.)"""
+    """Seconds from its begin, sampling included, after which a rollout is cut off at its next turn, and trained as it
+    is. 0: no limit."""
     tool_seconds: float = Field(default=120.0, ge=0)
-    """Seconds that one tool call may take. After that the model reads that instead of a result. 0 sets no limit."""
+    """Seconds of one tool call; then the model reads that it took too long. 0: no limit."""
     tool_characters: int = Field(default=8000, gt=0)
-    """Characters of a tool's result that the model is shown."""
+    """Characters of a tool's result shown to the model."""
     tools: ToolPlace = "template"
-    """The place where tools are described to the model. template: the model's chat template writes them, and chooses
-    the format of calls. hermes: they are written into the system message, for models whose template knows no tools."""
+    """The place where tools are described. template: the chat template, which chooses the format of calls. hermes: the
+    system message, for templates that know no tools."""
     resumes: Resumes | Literal["auto"] = "auto"
-    """How a rollout goes on when the run was killed. A turn that was sampled after the same tokens is not sampled again in any case.
-    auto: exported for a class with `export_state` and `restore`, reasoning_gym and textarena, else replayed.
-    exported: the state that was exported with the last turn is restored, and the rollout goes on in that turn. gym and openenv are made
-    again and given the same replies, unless the class of gym has the two methods.
-    stateless: the same for a class without a state of its own. No tool call that was finished is made again.
-    replayed: the function is called again, and expected to ask for the same turns; the run warns if it does not.
-    restarted: it is called again, and may ask for others."""
+    """How a rollout goes on after a kill (docs/environments.md). exported: from the state exported with its last turn;
+    gym and openenv are made again and given the same replies. stateless: as exported, for a class without state.
+    replayed: the function is called again, and should ask for the same turns. restarted: it may ask for others. auto:
+    exported for a class with `export_state` and `restore`, reasoning_gym and textarena; else replayed."""
     workers: int = Field(default=2, gt=0)
-    """Number of processes that play rollouts. Each plays many at once: async functions in one event loop, others in a
-    thread each."""
+    """Processes that play rollouts, each many at once: async functions in one event loop, others in a thread each."""
     memory_gib: float = Field(default=4.0, ge=0)
-    """GiB of memory that each of these processes may allocate; process: that the command may hold, with all that it
-    starts. 0 sets no limit."""
+    """GiB that each of these processes, or with kind = process the command and all that it starts, may allocate. 0: no
+    limit."""
 
     @field_validator("kind")
     @classmethod

@@ -16,11 +16,11 @@ Isolation = Literal["network", "filesystem", "processes", "threads", "memory", "
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SandboxConfig:
     """Code that the model writes: the rewards `unit_tests` and `unit_tests_all`, and the tool `headrace.run_python`
-    (docs/sandbox.md). The limits are those of one call."""
+    (docs/sandbox.md). Limits are those of one call."""
 
     allow: tuple[Isolation, ...] = ()
-    """Kinds of isolation that may be missing on this machine. A run whose code would not be isolated so is refused
-    otherwise; `headrace doctor` shows what there is."""
+    """Kinds of isolation that may be missing here; a run without one is otherwise refused. `headrace doctor` shows what
+    there is."""
     cpu_seconds: int = Field(default=2, gt=0)
     """Seconds of CPU time."""
     seconds: float = Field(default=3.0, gt=0)
@@ -36,8 +36,7 @@ class SandboxConfig:
     output_kib: int = Field(default=64, gt=0)
     """KiB of standard output, and as many of standard error."""
     parallel: int = Field(default=1, gt=0)
-    """Calls that run at once in each worker process of rewards (reward.workers) and of environments
-    (environment.workers). Others wait."""
+    """Calls at once in each worker process of rewards (reward.workers) and environments (environment.workers)."""
 
     @property
     def settings(self) -> SandboxSettings:

@@ -48,23 +48,23 @@ def _checked_function(function: str) -> str:
 @dataclass(frozen=True, config=STRICT)
 class RewardSpec:
     function: str
-    """`reasoning_gym` (the task's own verifier); `unit_tests` (the share of the row's tests that the completion, a program,
-    passes) or `unit_tests_all` (1 if it passes them all; docs/sandbox.md); or `path/to/file.py:name`. `headrace.train`
-    writes `python:name` for a function that it was passed."""
+    """`reasoning_gym` (the task's verifier); `unit_tests` (the share of the row's tests that a program passes) or
+    `unit_tests_all` (1 if all pass; docs/sandbox.md); or `path/to/file.py:name`. `headrace.train` writes `python:name`
+    for a function passed to it."""
     weight: float = 1.0
-    """The function's weight in the sum; negative for a penalty."""
+    """The weight in the sum; negative for a penalty."""
     extract: Extract = ""
-    """The part of a completion that the function receives: all of it, the last number, the text between <answer> and
-    </answer>, or the last block of code between lines of three backticks (docs/scoring.md)."""
+    """The part of a completion that it receives: all, the last number, the text between <answer> and </answer>, or the
+    last block of code between lines of three backticks."""
     _: KW_ONLY
     compares: bool = False
-    """Whether the function compares two completions: it is called with `first` and `second` instead of `completions`, and returns 1 where the
-    first is better, 0 where the second is, and 0.5 for a tie. The reward of a completion is the share of its comparisons that it won."""
+    """Whether it compares two completions: called with `first` and `second`, it returns 1, 0 or 0.5 for a tie, and the
+    reward is the share of comparisons won."""
     segments: str = ""
-    """The text that ends a step, such as `"\\n\\n"`: the function is also given the `segments` of each completion, and returns a list of
-    numbers for each, one for each step. Empty: one number for each completion."""
+    """The text that ends a step, such as `"\\n\\n"`: the function also gets each completion's `segments`, and returns a
+    list with a number for each step. Empty: one number for each completion."""
     form: Form = "sum"
-    """segments: the reward of a completion is the sum of the numbers of its steps, or the smallest of them."""
+    """segments: the reward is the sum of the steps' numbers, or the smallest."""
 
     _function = field_validator("function")(_checked_function)
 
@@ -85,15 +85,13 @@ class RewardSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class OverlongConfig:
-    """A punishment of long completions, added to rewards in training but not in evaluations: 0 up to rollout.max_tokens
-    - cache tokens, and from there falling to -1 at rollout.max_tokens (DAPO, arXiv 2503.14476)."""
+    """A punishment of long completions in training, not in evaluations: 0 up to rollout.max_tokens - cache, falling to
+    -1 at rollout.max_tokens (DAPO, arXiv 2503.14476)."""
 
     cache: int = Field(default=0, ge=0)
-    """The last tokens before rollout.max_tokens, in which the punishment grows (the paper's L_cache: 4,096 of 20,480);
-    0 is off."""
+    """The last tokens before rollout.max_tokens, in which the punishment grows (the paper: 4,096 of 20,480). 0: off."""
     weight: float = Field(default=1.0, gt=0)
-    """The factor of the punishment. The paper's rewards are -1 and 1; for rewards of 0 and 1, 0.5 has the same
-    proportion."""
+    """The factor of the punishment. The paper has 1 for rewards of -1 and 1: 0.5 suits rewards of 0 and 1."""
 
 
 ENDPOINTS = ("services", "judges")
@@ -105,13 +103,13 @@ class RewardConfig:
     function: str = ""
     """Short for `functions` with one entry of weight 1."""
     extract: Extract = ""
-    """The part of a completion that this function receives; see `reward.functions`."""
+    """The part of a completion that it receives; see `reward.functions`."""
     special_tokens: Literal["show", "hide"] = "show"
-    """Whether rewards and environments see the special tokens of a completion, such as `<think>` where that is one. They never see
-    the token that ends it."""
+    """Whether rewards and environments see a completion's special tokens, such as `<think>`; never the one that ends
+    it."""
     extract_truncated: bool = False
-    """Whether an answer is extracted from completions cut off at rollout.max_tokens too. By default nothing is: the
-    last number of an unfinished sentence is not its answer."""
+    """Extract answers from completions cut off at rollout.max_tokens too: false, because the last number of an
+    unfinished sentence is not its answer."""
     functions: tuple[RewardSpec, ...] = ()
     """Several reward functions. The weighted sum of all functions, services and judges is the reward."""
     services: tuple[ServiceConfig, ...] = ()
@@ -120,10 +118,9 @@ class RewardConfig:
     """Language models that judge completions (docs/scoring.md)."""
     soft_overlong_punishment: OverlongConfig = Field(default_factory=OverlongConfig)
     timeout: float = Field(default=30.0, gt=0)
-    """Seconds that one call for one group may take, not counting time spent waiting for a core. After that its rollouts
-    fail with the reason `reward_timeout`."""
+    """Seconds of one call for one group, without waiting for a core. Then its rollouts fail (`reward_timeout`)."""
     workers: int = Field(default=2, gt=0)
-    """Number of processes for reward functions that are not `async`: as many calls run at once."""
+    """Processes for reward functions that are not `async`: as many calls run at once."""
 
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> RewardConfig:

@@ -28,34 +28,31 @@ class TaskConfig:
     path: str = ""
     """The file or directory with the rows."""
     rows: str = ""
-    """python: the fingerprint of the rows, which `headrace.train` writes. A resumed run must be passed the same rows."""
+    """python: the fingerprint of the rows, written by `headrace.train`; a resumed run must be passed the same rows."""
     held_out_path: str = ""
-    """A file of rows for evaluation only. If empty, `held_out` rows of `path` are used: the last ones after shuffling."""
+    """A file of rows for evaluation only. Empty: the last `held_out` rows of `path` after shuffling."""
     prompt: str = "prompt"
-    """The column with the prompt: a string, or a list of messages {role, content} (docs/rows.md)."""
+    """The column with the prompt: a string, or a list of messages (docs/rows.md)."""
     answer: str = "answer"
-    """The column with the right answer, shown in few-shot `examples`. Reward functions receive every column in any
-    case."""
+    """The column with the right answer, for few-shot `examples`. Reward functions receive every column."""
     images: tuple[str, ...] = ()
-    """Columns with images that the model is shown before the prompt's text: a path, bytes or a list of them in each row
-    (docs/vision.md)."""
+    """Columns with images shown before the prompt's text: a path, bytes or a list of them (docs/vision.md)."""
     chat: bool = True
-    """Whether the model's chat template is applied. If false, the prompt is used as it is."""
+    """Apply the model's chat template. false: the prompt is used as it is."""
     template: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, such as { enable_thinking = false }, wherever it is used. A row's column
-    `chat_template_kwargs` goes before them."""
+    """Arguments of the chat template, such as { enable_thinking = false }; a row's column `chat_template_kwargs` goes
+    before them."""
     specials_in_text: Literal["plain", "allow"] = "plain"
-    """The meaning of a special token's text in a message, such as <|im_end|>: plain: it is text, so that no row and no tool can end a turn;
-    allow: it becomes the token."""
+    """The text of a special token in a message, such as <|im_end|>. plain: stays text, so that no row and no tool can
+    end a turn; allow: becomes the token."""
     system: str = ""
     """A system message before the prompt."""
     examples: int = Field(default=0, ge=0)
-    """Number of solved problems shown before the prompt, as turns of a chat (few-shot). They are never trained on."""
+    """Solved problems shown before the prompt as turns of a chat (few-shot); never trained."""
     held_out: int = Field(default=64, ge=0)
-    """Number of prompts kept for evaluation. They do not depend on the run's seed, so that runs can be compared."""
+    """Prompts kept for evaluation, the same whatever the run's seed."""
     shuffle: bool = True
-    """Whether rows are shuffled anew in every epoch and held-out rows are taken at random. If false, the order of the
-    file is kept."""
+    """Shuffle rows in every epoch, and hold out rows at random. false: the order of the file."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> TaskConfig:

@@ -49,44 +49,45 @@ class WarmStartConfig:
     """Training on given answers, or on pairs of them, before the first rollout (docs/warm_start.md)."""
 
     path: str = ""
-    """The file or directory with questions and answers. If empty, the run begins with the weights of `model.path`."""
+    """The file or directory with questions and answers. Empty: no warm start."""
     kind: Literal["auto", "jsonl", "csv", "parquet", "datasets"] = "auto"
-    """The form of the rows, as in `task.kind`. auto: by the name of the file."""
+    """The form of the rows, as in `task.kind`. auto: by the file's name."""
     prompt: str = "prompt"
-    """The column with the question: a string, or a list of messages {role, content} (docs/rows.md)."""
+    """The column with the question: a string, or a list of messages (docs/rows.md)."""
     answer: str = "answer"
-    """The column with the answer, a text. If empty, `prompt` holds whole conversations, and their last message is the answer."""
+    """The column with the answer, a text. Empty: `prompt` holds whole conversations that end with the answer."""
     loss: Literal["ce", "dpo", "ipo_pairs", "simpo", "cpo", "orpo"] = "ce"
-    """ce: cross-entropy on the answers. The others are [losses of pairs](algorithms.md#preferences): the answer is preferred to a rejected one. The
-    reference of dpo and ipo_pairs is the model before the warm start."""
+    """ce: cross-entropy on the answers. The others are [losses of pairs](algorithms.md#preferences); the reference of
+    dpo and ipo_pairs is the model before the warm start."""
     rejected: str = "rejected"
-    """The column with the rejected answer, for a loss of pairs: a text, or the whole conversation with it. With loss = ce, rows that have the column are
-    refused; if empty, they are trained without it."""
+    """The column with the rejected answer, a text or a whole conversation. With loss = ce, rows that have it are
+    refused; empty: trained without it."""
     pair_beta: float | None = Field(default=None, gt=0)
-    """β of a loss of pairs, as `algo.pair_beta` (of orpo: its λ); that of its recipe if not given, as the other constants are."""
+    """`algo.pair_beta` (of orpo: λ); the recipe's if not given, as the next four are."""
     pair_margin: float | None = Field(default=None, ge=0)
-    """γ of simpo, as `algo.pair_margin`."""
+    """`algo.pair_margin` (simpo)."""
     pair_nll: float | None = Field(default=None, ge=0)
-    """α of dpo and cpo, as `algo.pair_nll`: the weight of cross-entropy on the preferred answer (of dpo: RPO)."""
+    """`algo.pair_nll` (cpo; of dpo: RPO)."""
     pair_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
-    """ε of conservative DPO, as `algo.pair_smoothing`: the share of preferences that may be wrong."""
+    """`algo.pair_smoothing` (conservative DPO)."""
     pair_flips: float | None = Field(default=None, ge=0, lt=0.5)
-    """ε of robust DPO, as `algo.pair_flips`: the share of preferences that are known to be wrong."""
+    """`algo.pair_flips` (robust DPO)."""
     held_out_path: str = ""
-    """A file of rows for the held-out loss only. If empty, `held_out` rows of `path` are used, taken at random."""
+    """A file of rows for the held-out loss only. Empty: `held_out` rows of `path`, at random."""
     held_out: int = Field(default=64, ge=0)
-    """Number of rows whose loss is measured before the first epoch and after each. They are never trained, nor is any row with the same
-    question. 0: none."""
+    """Rows whose loss is measured before the first epoch and after each; rows with their questions are not trained. 0:
+    none."""
     epochs: int = Field(default=1, gt=0)
-    """Number of times that each row is trained."""
+    """Passes over the rows."""
     rows_per_step: int = Field(default=32, gt=0)
-    """Rows of an optimizer step. The loss is the mean over the tokens of their answers, or over pairs; the last step of an epoch may have fewer."""
+    """Rows of an optimizer step. The loss is the mean over the tokens of their answers, or over pairs."""
     learning_rate: float = Field(default=0.0, ge=0)
-    """The peak learning rate. 0: 1e-5 for all weights, 1e-4 for an adapter, and a tenth of that for pairs. All else of the optimizer is that of [train]."""
+    """The peak learning rate. 0: 1e-5 for all weights, 1e-4 for an adapter, a tenth of that for pairs. The rest of the
+    optimizer is that of [train]."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """The learning rate after the warm-up, as in `train.schedule`: to zero at the last step of the warm start."""
+    """The learning rate after the warm-up; cosine and linear reach zero at the last step of the warm start."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of its steps in which the learning rate rises linearly."""
+    """Steps in which the learning rate rises linearly."""
 
     @property
     def paired(self) -> bool:
@@ -148,19 +149,19 @@ class AnswersConfig:
     """Given answers that are trained beside the rollouts of each step (docs/demonstrations.md). Their loss is that of `algo.demonstrations`."""
 
     path: str = ""
-    """The file or directory with questions and answers. If empty, there are none."""
+    """The file or directory with questions and answers. Empty: none."""
     kind: Literal["auto", "jsonl", "csv", "parquet", "datasets"] = "auto"
-    """The form of the rows, as in `task.kind`. auto: by the name of the file."""
+    """The form of the rows, as in `task.kind`. auto: by the file's name."""
     prompt: str = "prompt"
-    """The column with the question: a string, or a list of messages {role, content} (docs/rows.md)."""
+    """The column with the question: a string, or a list of messages (docs/rows.md)."""
     answer: str = "answer"
-    """The column with the answer, a text. If empty, `prompt` holds whole conversations, and their last message is the answer."""
+    """The column with the answer, a text. Empty: `prompt` holds whole conversations that end with the answer."""
     rejected: str = "rejected"
-    """The column that data sets of pairs keep a worse answer in. Rows that have it are refused, because only `answer` is trained; if empty, they are
-    trained without it."""
+    """The column of worse answers in data sets of pairs. Rows that have it are refused, because only `answer` is
+    trained; empty: trained without it."""
     rows_per_step: int = Field(default=8, gt=0)
-    """Number of rows beside the groups of a step. Each row comes once before any comes again. Not with `algo.demonstrations.kind = compared`: a step then
-    trains the answers of its own questions."""
+    """Rows beside the groups of a step; each comes once before any comes again. Not with `algo.demonstrations.kind =
+    compared`, which trains the answers of the step's own questions."""
 
 
 def answer_problems(config: AnswersConfig, kind: str, minibatches: int, examples: int) -> Iterator[str]:

@@ -130,7 +130,7 @@ def test_a_host_has_the_files_of_the_run_wherever_they_lie(tmp_path: Path) -> No
 
 def test_redis_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(tiny_config(tmp_path, tmp_path, orchestration={"bus": "redis://127.0.0.1:1"}))
-    monkeypatch.setattr("headrace.run.config.is_installed", lambda module: module != "redis")
+    monkeypatch.setattr("headrace.run.place_problems.is_installed", lambda module: module != "redis")
     assert f"orchestration.bus = redis://127.0.0.1:1 needs the package redis: {install('redis')}" in check(config)[0]
     monkeypatch.setattr("headrace.run.hosts.bus.open_bus.is_installed", lambda module: module != "redis")
     with pytest.raises(ConfigError, match="jsonl:DIRECTORY needs none"):

@@ -29,22 +29,21 @@ class EndpointConfig:
     """The settings that services and judges share."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)
-    """The name of its reward, in journals and reports."""
+    """The name of its reward in journals and reports."""
     url: str
     """The address that is asked (http or https)."""
     weight: float = 1.0
-    """The weight of its reward in the sum; negative for a penalty."""
+    """The weight in the sum; negative for a penalty."""
     concurrency: int = Field(default=16, gt=0)
     """Requests in progress at once; others wait, without a slot of the engine."""
     timeout: float = Field(default=60.0, gt=0)
     """Seconds for one attempt."""
     retries: int = Field(default=4, ge=0)
-    """Attempts after the first. Between two of them the pause grows from half a second, and is as long as a `Retry-After` of the
-    server says."""
+    """Attempts after the first, with pauses that grow from half a second, or as the server's `Retry-After` says."""
     deadline: float = Field(default=300.0, gt=0)
-    """Seconds for a request with all its attempts, from its first. After that its rollouts fail with the reason `reward_timeout`."""
+    """Seconds of a request with all its attempts. Then its rollouts fail (`reward_timeout`)."""
     token_file: str = ""
-    """A file with the token that is sent as `Authorization: Bearer`, which only you can read."""
+    """A file, readable by you alone, with the token that is sent as `Authorization: Bearer`."""
     token_env: str = ""
     """An environment variable with that token."""
 
@@ -96,12 +95,12 @@ class ServiceConfig(EndpointConfig):
     extract: Extract = ""
     """The part of a completion that it receives; see `reward.functions`."""
     compares: bool = False
-    """Whether it compares two completions at a time: the reward of a completion is then the share of its comparisons that it won."""
+    """Whether it compares two completions; the reward is the share of comparisons won."""
     segments: str = ""
-    """The text that ends a step, such as `"\\n\\n"`: the service is then a process reward model, and returns a score for each step. Empty:
-    one for each completion."""
+    """The text that ends a step, such as `"\\n\\n"`, for a process reward model, which returns a score for each step.
+    Empty: one for each completion."""
     form: Form = "sum"
-    """segments: the reward of a completion is the sum of the scores of its steps, or the smallest of them."""
+    """segments: the reward is the sum of the steps' scores, or the smallest."""
 
     @model_validator(mode="after")
     def _nothing_idle(self) -> ServiceConfig:
@@ -137,17 +136,17 @@ class JudgeConfig(EndpointConfig):
     model: str
     """The model's name on the server."""
     criterion: str = Field(min_length=1)
-    """A description of a good completion, in a few sentences. The judge reads it before the question and the completions."""
+    """A few sentences that describe a good completion; the judge reads them first."""
     mode: Literal["score", "rank", "compare"] = "score"
-    """score: each completion gets a number from `low` to `high`, which becomes a reward from 0 to 1. rank: the judge sees all completions of
-    a group and orders them. compare: it sees two at a time. The reward of the last two is the share of the others that a completion is
-    better than; a tie counts half."""
+    """score: a number from `low` to `high` for each completion, as a reward from 0 to 1. rank: an order of all
+    completions of a group. compare: two at a time. The reward of the last two is the share of the others that are
+    worse; a tie counts half."""
     low: float = 0.0
     """score: the lowest number."""
     high: float = 10.0
     """score: the highest number."""
     max_tokens: int = Field(default=512, gt=0)
-    """Tokens that the judge may write. A judge that thinks needs thousands."""
+    """Tokens that the judge may write; one that thinks needs thousands."""
     temperature: float = Field(default=0.0, ge=0)
     """The judge's sampling temperature."""
     extract: Extract = ""

@@ -47,35 +47,33 @@ class TeacherConfig:
     """One `[[teachers]]` table."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)
-    """The teacher's name in journals and reports; with mode = "text", the name of its reward."""
+    """The teacher's name in journals and reports; with mode = "text", its reward's."""
     path: str = ""
-    """A directory that `transformers` loads, a known model, or a hub id. Empty if the student teaches itself."""
+    """A directory that `transformers` loads, a known model, or a hub id. Empty: the student teaches itself."""
     student: Literal["", "snapshot", "average"] = ""
-    """The student itself as teacher: its weights at the last multiple of `every` steps (snapshot), or their moving
-    average."""
+    """The student as teacher: its weights at the last multiple of `every` steps (snapshot), or their moving average."""
     every: int = Field(default=10, gt=0)
     """student: optimizer steps between two versions of the teacher."""
     decay: float = Field(default=0.99, ge=0, lt=1)
-    """student = "average": after each step, average = decay * average + (1 - decay) * weights, in float32."""
+    """student = "average": average = decay * average + (1 - decay) * weights after each step, in float32."""
     mode: Literal["tokens", "text"] = "tokens"
-    """tokens: the teacher gives the log-prob of every sampled token, and of its `algo.distill.k` most probable ones if
-    the algorithm compares those; it must have the student's vocabulary. text: it gives one number for a whole
-    completion, as a reward; any vocabulary."""
+    """tokens: the log-prob of every sampled token, and of its `algo.distill.k` most probable ones if the algorithm
+    compares those; needs the student's vocabulary. text: one number for a completion, as a reward; any vocabulary."""
     weight: float = 1.0
     """text: its weight in the reward's sum."""
     system: str = ""
     """text: the system message before the prompt."""
     prompt: str = ""
-    """tokens: the last question as the teacher reads it, with more in it than the policy reads: `{prompt}` is the policy's question, `{solution}` the
-    row's column of that name, and `{sibling}` another completion of the group that was right (docs/distillation.md). Empty: it reads what the policy
-    read."""
+    """tokens: the last question as the teacher reads it: `{prompt}` is the policy's, `{solution}` the row's column of
+    that name, `{sibling}` another completion of the group that was right (docs/distillation.md). Empty: as the policy
+    read it."""
     right: float = 1.0
-    """prompt with {sibling}: the least reward of a completion that is shown as a right one."""
+    """prompt with {sibling}: the least reward of a completion shown as right."""
     route: RouteConfig | None = None
     """The prompts that it scores; all if not given. Of several teachers with mode = "tokens", the first one that takes
     a prompt scores it."""
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Settings of [engine] for the process that serves the teacher, on top of the run's."""
+    """Settings of [engine] for the teacher's process, on top of the run's."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TeacherConfig:
