@@ -384,6 +384,9 @@ class Evaluated(Fact, frozen=True):
     """The name of the set; the held-out prompts have one only if `eval.name` gives it."""
     beside: bool = False
     """Whether it is a further set of `eval.sets`, which no verdict reads."""
+    measure: str = ""
+    """A mark of the settings and files that decide what the reward means (`loop.evaluation.measure_of`): evaluations with other marks are not compared.
+    Empty in runs that did not record it."""
 
     @property
     def failed_prompts(self) -> int:

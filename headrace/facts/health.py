@@ -421,7 +421,7 @@ def _mean(evaluation: Evaluated) -> str:
 def then_and_now(evals: Sequence[Evaluated]) -> ThenAndNow | None:
     """Returns the first prompt that was scored in the first and in the last evaluation; with one evaluation the first one scored. None if no
     prompt was recorded."""
-    if not evals:
+    if not (evals := verdicts.comparable(evals)):
         return None
     first, last = evals[0], evals[-1]
     later = {look.prompt_id: look for look in last.looks if look.rewards} if len(evals) > 1 else {}

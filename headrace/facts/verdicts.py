@@ -167,10 +167,17 @@ def before_and_after(state: RunState) -> tuple[Evaluated | None, Evaluated | Non
 
 
 def ends_of(evals: Sequence[Evaluated]) -> tuple[Evaluated | None, Evaluated | None]:
-    """Returns the first evaluation of a set before training, and the last one since."""
+    """Returns the first evaluation of a set before training, and the last one since, of those that measured the same."""
+    evals = comparable(evals)
     before = next((evaluation for evaluation in evals if evaluation.phase == "before"), None)
     since = [evaluation for evaluation in evals if evaluation.phase != "before"]
     return before, since[-1] if since else None
+
+
+def comparable(evals: Sequence[Evaluated]) -> Sequence[Evaluated]:
+    """Returns the evaluations that measured what the last one did: a resume may have changed the reward, or what is measured."""
+    last = evals[-1].measure if evals else ""
+    return [evaluation for evaluation in evals if not (last and evaluation.measure) or evaluation.measure == last]
 
 
 def gain_of(evals: Sequence[Evaluated]) -> str:

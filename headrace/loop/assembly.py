@@ -21,7 +21,7 @@ from headrace.facts.telemetry import Telemetry
 from headrace.loop.buffer import Buffer
 from headrace.loop.checkpoints import Snapshots
 from headrace.loop.curriculum import Curriculum, open_curriculum
-from headrace.loop.evaluation import Evaluator, HeldOutSet, IdentityProbe
+from headrace.loop.evaluation import Evaluator, HeldOutSet, IdentityProbe, measure_of
 from headrace.loop.ledger import Ledger
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.openings import CacheSize, Openings
@@ -150,7 +150,12 @@ def assemble(
         algorithm=algorithm,
         snapshots=snapshots,
         probe=probe,
-        evaluator=_evaluator(HeldOutSet(evaluation.name, groups, held_out), sets, telemetry),
+        evaluator=_evaluator(
+            HeldOutSet(evaluation.name, groups, held_out),
+            sets,
+            telemetry,
+            measure_of(snapshots.made_by, evaluation.temperature),
+        ),
         turns=turns or DeviceShare(),
         noise=noise or NoiseWatch(),
         deltas=deltas or DeltaWatch(),
@@ -185,11 +190,11 @@ def groups_alone(
     )
 
 
-def _evaluator(held_out: HeldOutSet, sets: Sequence[MeasuredSet], telemetry: Telemetry) -> Evaluator:
+def _evaluator(held_out: HeldOutSet, sets: Sequence[MeasuredSet], telemetry: Telemetry, measure: str) -> Evaluator:
     groups = held_out.groups
     further = [one.with_groups(groups) for one in sets if isinstance(groups, OwnGroups)]
     assert len(further) == len(sets), "settings refuse further sets where rollout hosts sample"
-    return Evaluator(held_out, telemetry, further)
+    return Evaluator(held_out, telemetry, further, measure=measure)
 
 
 def _own_groups(

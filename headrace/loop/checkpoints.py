@@ -275,7 +275,7 @@ class Snapshots:
         `made_by`: see `ControllerState`. `digest`: returns the sums of all facts so far (`Recorder.digest`), from which a resume goes on."""
         self._checkpoints, self._passes = checkpoints, passes
         self._telemetry, self._adapter = telemetry, adapter
-        self._made_by, self._digest = dict(made_by or {}), digest
+        self.made_by, self._digest = dict(made_by or {}), digest
         self.saved_step = saved_step
         self._failed = False
         """Whether the last checkpoint could not be written."""
@@ -341,7 +341,7 @@ class Snapshots:
             passes=self._passes.number,
             notes=parts.notebook.state(buffer.in_flight),
             curriculum=parts.curriculum.state(),
-            made_by=self._made_by,
+            made_by=self.made_by,
         )
         return encoded_state(state, tokens.captured(chain.from_iterable(map(tokens.names, buffer.in_flight))))
 

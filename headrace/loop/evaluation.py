@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
+import json
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec import structs
 
@@ -40,9 +43,11 @@ class HeldOutSet(NamedTuple):
 class Evaluator:
     """Measures the mean reward of held-out prompts, and of the further evaluation sets."""
 
-    def __init__(self, held_out: HeldOutSet, telemetry: Telemetry, sets: Sequence[HeldOutSet] = ()) -> None:
-        """`sets`: the further ones."""
-        self._first, self._sets, self._telemetry = held_out, sets, telemetry
+    def __init__(
+        self, held_out: HeldOutSet, telemetry: Telemetry, sets: Sequence[HeldOutSet] = (), *, measure: str = ""
+    ) -> None:
+        """`sets`: the further ones; `measure`: see `measure_of`."""
+        self._first, self._sets, self._telemetry, self._measure = held_out, sets, telemetry, measure
         self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
@@ -93,12 +98,27 @@ class Evaluator:
             truncated=sum(rollout.episode.truncated for rollout in scored),
             looks=tuple(_look(prompt, group) for prompt, group in zip(one.prompts, results[:LOOKS], strict=False)),
             name=one.name,
+            measure=self._measure,
         )
 
     async def _one(self, of: HeldOutSet, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
         group = await of.groups.held_out(number, index, prompt, partial(self._texts.report, prompt))
         self._firsts.report(group.failures, prompt.id)
         return [*group.scored, *group.failures]
+
+
+MEASURED_BY = re.compile(
+    r"(the contents of )?(task|environment|sandbox|reward\.(function|services|judges|special)|rollout\.(max_tokens|top|min|stop|constraint))"
+)
+"""The begins of the names of settings that decide what a held-out reward means."""
+
+
+def measure_of(made_by: Mapping[str, Any], temperature: float) -> str:
+    """Returns a mark of what is measured and how; empty if nothing is known of it. `made_by`: what the settings mean (`resume_rules.meaning`)."""
+    those = {name: value for name, value in made_by.items() if MEASURED_BY.match(name)}
+    if not those:
+        return ""
+    return hashlib.sha256(json.dumps([temperature, those], sort_keys=True).encode()).hexdigest()[:16]
 
 
 LOOKS, LOOKED = 3, 600

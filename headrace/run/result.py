@@ -16,6 +16,7 @@ from headrace.facts.facts import Evaluated
 from headrace.facts.records import METRICS, REPORT, StepRow, read_metrics
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import with_error
+from headrace.facts.verdicts import ends_of
 from headrace.loop.checkpoints import Checkpoints
 from headrace.processes.health.live_status import LIVING, Follower, Status, parts_of
 from headrace.run import one_shot
@@ -200,7 +201,7 @@ def _opened(directory: Path) -> RunResult:
     for warning in state.warnings:
         if METRICS in warning.message:  # lines that another version may have written
             say(f"{directory}: {warning.message}")
-    before = next((evaluation for evaluation in state.evals if evaluation.phase == "before"), None)
+    before, _ = ends_of(state.evals)
     after = next((evaluation for evaluation in reversed(state.evals) if evaluation.phase == "after"), None)
     return RunResult(
         directory=directory,

@@ -6,6 +6,8 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,20 +17,27 @@ from headrace.core.batches import Failure
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.episodes.rollout import RolloutConfig
 from headrace.episodes.rollout_session import Notebook
-from headrace.facts.facts import Evaluated
+from headrace.facts.facts import Evaluated, HeldOutLook
+from headrace.facts.health import then_and_now
 from headrace.facts.telemetry import Telemetry
+from headrace.facts.verdicts import ends_of, gain_of
 from headrace.facts.waits import Waits
-from headrace.loop.evaluation import Evaluator, HeldOutSet
+from headrace.loop.evaluation import Evaluator, HeldOutSet, measure_of
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import OwnGroups, PlayedGroup, Seen
 from headrace.loop.partial import Interrupts, PartialConfig
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
+from headrace.run.config import read_config
+from headrace.run.contents import contents_of
+from headrace.run.resume_rules import meaning
 from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_environments import scripted
 from headrace.testing.fake_scorer import FakeScorer
+from support.fake_world import FakeWorld
+from support.tiny_run import tiny_config
 
 PROMPTS = [Prompt(f"held-out/{number}", "?", (1, 2, number)) for number in range(3)]
 FAILED = Failure("reward_raised", "no")
@@ -157,6 +166,60 @@ def test_further_sets_are_measured_beside_the_held_out_prompts_and_told_before_t
         assert len(set(numbers)) == 2, "requests of two sets have two names"
 
     virtual_time.run(case())
+
+
+def test_only_evaluations_that_measured_the_same_are_compared(tmp_path: Path) -> None:
+    """A reward of 1 after a resume with another reward function is no gain over the 0.2 of the one before."""
+
+    def measured(phase: Any, reward: float, measure: str = "a") -> Evaluated:
+        look = HeldOutLook("p", "?", str(reward), (reward,))
+        return Evaluated(0.0, phase, 3, 9, reward, 0.01, 5.0, looks=(look,), measure=measure)
+
+    same = [measured("before", 0.2), measured("during", 0.3), measured("after", 0.4)]
+    assert ends_of(same) == (same[0], same[2]) and gain_of(same).startswith("0.200 → 0.400")
+    other = [*same[:2], measured("during", 0.9, "b"), measured("after", 1.0, "b")]
+    assert ends_of(other) == (None, other[3]) and "→" not in gain_of(other)
+    assert [look.then.text for look in [then_and_now(other)] if look] == ["0.9"]
+    earlier = [measured("before", 0.2, ""), measured("after", 1.0, "b")]
+    assert ends_of(earlier) == tuple(earlier), "of a version that recorded no mark"
+
+
+class Meant(FakeWorld):
+    """A run whose settings say what a reward means."""
+
+    @property
+    def _made_by(self) -> dict[str, str]:
+        return super()._made_by | {"reward.function": "mine.py:exact"}
+
+
+def test_a_run_marks_its_measurements(tmp_path: Path) -> None:
+    found = []
+    for number, kind in enumerate((Meant, FakeWorld)):
+        world = kind(tmp_path / str(number), steps=2, evaluate_every=1)
+        virtual_time.run(world.run())
+        found.append({fact.measure for fact in world.facts.of(Evaluated)})
+    assert found == [{measure_of({"reward.function": "mine.py:exact"}, 1.0)}, {""}] and found[0] != {""}
+
+
+def test_the_mark_of_a_measurement_follows_what_a_reward_means(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    tree = tiny_config(tmp_path, tiny_tokenizer)
+
+    def mark(temperature: float = 1.0, **tables: dict[str, Any]) -> str:
+        config = read_config({**tree, **{name: {**tree.get(name, {}), **table} for name, table in tables.items()}})
+        return measure_of(meaning(config, contents_of(config)), temperature)
+
+    plain = mark()
+    assert plain == mark(train={"steps": 9}) == mark(staleness={"max_lag": 0}) == mark(algo={"name": "rloo"}) != ""
+    others = [
+        mark(0.0),
+        mark(rollout={"max_tokens": 9}),
+        mark(task={"held_out": 9}),
+        mark(rollout={"top_p": 0.9}),
+    ]
+    others += [mark(reward={"function": f"{tmp_path / 'reward.py'}:share_of_o"})]
+    (tmp_path / "reward.py").write_text((tmp_path / "reward.py").read_text().replace('"e"', '"i"'))
+    assert len({plain, mark(), *others}) == 7
+    assert measure_of({"algo.advantage": "x"}, 1.0) == ""
 
 
 def test_without_a_reward_there_is_no_mean() -> None:

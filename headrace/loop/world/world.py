@@ -225,6 +225,7 @@ class _Unwritten(Journal):
 class _Unsaved(Snapshots):
     def __init__(self) -> None:
         self.saved_step = -1
+        self.made_by = {}
 
     async def capture(self, step: int, parts: Any) -> Moment:
         return Moment(step=step, seconds=0.0, stopped=0.0, state=(), digest=b"", short="", save=parts.trainer.save)
