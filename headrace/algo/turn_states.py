@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
+from headrace.core.chat.message_images import IMAGES, PLACES
 from headrace.core.types import Episode, Turn
 
 STATE_WEIGHT = 1.0
@@ -42,7 +43,8 @@ def _observation(turn: Turn) -> Hashable:
     """The texts of its new messages, without ids of tool calls, which differ where nothing else does. The tokens before a turn that is no chat."""
     if not turn.messages:
         return turn.context
-    texts = [[str(message.get(key, "")) for key in ("role", "name", "content")] for message in turn.messages]
+    keys = ("role", "name", "content", PLACES, IMAGES)
+    texts = [[str(message.get(key, "")) for key in keys] for message in turn.messages]
     return tuple(map(tuple, texts))
 
 

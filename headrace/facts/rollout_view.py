@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from headrace.algo.training_rows import paths_of
 from headrace.core.batches import Group, Row
+from headrace.core.chat.message_images import IMAGES
 from headrace.core.reports import TokenNumbers, TrainReport
 from headrace.core.types import Completion, Episode, Scored, Struct, Turn, VersionSpan
 from headrace.durable.journal import JournalStep
@@ -38,6 +39,13 @@ class HeardMessage(Struct, frozen=True):
     tool: bool = False
     problem: str = ""
     """The reason why there is no result (`malformed`, `unknown_tool`, `raised`, ...); empty if there is one."""
+    images: tuple[str, ...] = ()
+    """The files of the images that it shows."""
+
+    def words(self, most: int) -> str:
+        """Returns so many characters of its text, and the names of its images."""
+        named = (f"image {Path(image).name[:12]}" for image in self.images)
+        return " · ".join(filter(None, [clip(self.text, most), *named]))
 
 
 class AgedTokens(Struct, frozen=True):
@@ -140,7 +148,7 @@ def story(rollout: Scored) -> Iterator[str]:
         if _is_rewritten(turns, number):
             begins += ", on a path of its own: the chat template rewrites earlier messages"
         for message in map(_heard, turn.messages if number else ()):
-            yield f"{message.who}{' returned' if message.tool else ''}: {clip(message.text, LONG)}"
+            yield f"{message.who}{' returned' if message.tool else ''}: {message.words(LONG)}"
         called, text = [f"calls {call}" for call in calls_of(turn)], said_of(turn)
         given = rollout.turn_rewards[number] if rollout.turn_rewards else {}
         rewards = ", ".join(f"{name} {value:g}" for name, value in given.items())
@@ -160,7 +168,14 @@ def _is_rewritten(turns: Sequence[Turn], number: int) -> bool:
 def _heard(message: Mapping[str, Any]) -> HeardMessage:
     tool = message.get("role") == "tool"
     who = str(message.get("name" if tool else "role") or "")
-    return HeardMessage(who, str(message.get("content")), tool, str(message.get("problem", "")))
+    images = tuple(message.get(IMAGES, ()))
+    return HeardMessage(who, str(message.get("content")), tool, str(message.get("problem", "")), images)
+
+
+def _images_of(group: Group, episode: Episode) -> tuple[str, ...]:
+    """The files of the images that the model was shown, in order: those of the prompt, or of the messages of a conversation."""
+    heard = [message for turn in episode.turns for message in turn.messages]
+    return tuple(file for message in heard for file in message.get(IMAGES, ())) if heard else group.prompt.images
 
 
 def _aged(done: Completion, step: int) -> Iterator[AgedTokens]:
@@ -315,7 +330,7 @@ def view_rollout(
         rollout=rollout,
         prompt_id=group.prompt.id,
         prompt=group.prompt.text,
-        images=group.prompt.images,
+        images=_images_of(group, scored_rollout.episode),
         reward=scored_rollout.reward,
         rewards=scored_rollout.rewards,
         stop=done.stop,

@@ -542,10 +542,16 @@ def _no_contrast(state: RunState) -> str | None:
     ):
         return None
     means = [mean for group in recent.held if group.reason == NO_CONTRAST for mean in solve_rate(group)]
-    known = f" (their mean is {number(sum(means) / len(means))})" if means else ""
+    rewards = [reward for group in recent.held for reward in group.rewards]
+    known, prompts = "", "easier or harder prompts"
+    if means:
+        mean = sum(means) / len(means)
+        known = f" (their mean is {number(mean)})"
+        if min(rewards) < max(rewards):
+            prompts = "easier prompts" if 2 * mean < min(rewards) + max(rewards) else "harder prompts"
     return (
-        f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose easier or harder prompts, "
-        "give partial rewards, or raise rollout.group_size"
+        f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose {prompts}, give partial rewards, or raise "
+        "rollout.group_size"
     )
 
 

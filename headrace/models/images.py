@@ -143,6 +143,16 @@ class KnownImages:
         numbers = iter(range(self._vocabulary + first, self._vocabulary + first + len(self._layouts[layout])))
         return tuple(next(numbers) if token == self.placeholder else token for token in self._layouts[layout])
 
+    def digest_of(self, file: str) -> str:
+        """Returns the digest of an image by its file, as rows name it. Raises ConfigError for any other file."""
+        digest = Path(file).name
+        if digest not in self._images:
+            raise ConfigError(
+                f"it shows the image {file}, which is none of this run's: give the path that the row has in a column of task.images. Features are computed "
+                "before the run, so that an image made during a rollout cannot be shown"
+            )
+        return digest
+
     def _find(self, digest: str) -> list[int]:
         if digest not in self._images:
             raise ConfigError(

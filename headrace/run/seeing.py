@@ -50,8 +50,11 @@ def images_problems(
         )
     if not place.is_here or place.scorers:
         yield f"{asks} keeps images on this machine, and orchestration brings workers of others; remove orchestration.kind, its bus and its workers"
-    if environment.kind != "single_turn" or environment.function:
-        yield f"{asks} shows the images of a row, and {environment.setting} makes messages of its own, which hold text alone; remove it"
+    if environment.kind != "single_turn":
+        yield (
+            f"{asks} shows the images of a row, and {environment.setting} makes messages of its own, which hold text alone; remove it, or set "
+            "environment.function, whose messages and tools show them"
+        )
     if train.parallel.ranks > 1:
         yield f"{asks} is for a trainer in one process, and train.parallel makes {train.parallel.ranks}; remove it"
     if train.weights != "float32" or train.offload_optimizer:

@@ -144,10 +144,16 @@ def test_a_run_whose_model_never_earns_a_reward_is_told_to_show_it_how_and_not_t
 
 
 def test_advice_on_contrast_alone_and_on_what_is_dropped() -> None:
-    state = folded([group(i, *(("dropped", "no_contrast") if i % 4 else ())) for i in range(40)])
-    (one,) = advices(state)
+
+    def easy() -> list[GroupEnded]:
+        return [group(i, *(("dropped", "no_contrast") if i % 4 else ())) for i in range(40)]
+
+    (one,) = advices(folded(easy()))
     assert one.name == "no contrast" and "75 % of groups have no contrast" in one.sentence
-    assert "their mean is 0)" in one.sentence and "rollout.group_size" in one.sentence
+    assert "their mean is 0): choose easier prompts" in one.sentence and "rollout.group_size" in one.sentence
+    solved = [msgspec.structs.replace(fact, rewards=(1.0,) * 4) if fact.reason else fact for fact in easy()]
+    (one,) = advices(folded(solved))
+    assert "their mean is 1): choose harder prompts" in one.sentence
     (one,) = advices(folded([group(i, *(("dropped", "overdue") if i % 2 else ())) for i in range(40)]))
     assert one.name == "dropped" and "50 % of groups are dropped (overdue 20): raise staleness.max_lag" in one.sentence
 

@@ -197,7 +197,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user"}]}, 404, "there is no model nobody"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "missing required field `function`"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "a run shows images"),
     ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}, 400, "is not an adapter that peft saved"),
     ("/v1/unload_lora_adapter", {"lora_name": "a"}, 404, "no adapter a is loaded"),
     ("/headrace/weights", {"version": 1}, 400, "missing required field"),

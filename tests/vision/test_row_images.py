@@ -358,7 +358,7 @@ def settings(directory: Path, **tables: Any) -> Config:
         ("lora.rank", 4, "lora.rank trains something else"),
         ("train.parity", "bitwise", 'set it to "off"'),
         ("train.offload_optimizer", True, "remove train.weights and train.offload_optimizer"),
-        ("environment.function", "near.py:play", "environment.function makes messages of its own"),
+        ("environment.kind", "reasoning_gym", "or set environment.function, whose messages and tools show them"),
         ("warm_start.path", "rows.jsonl", "warm_start.path trains something else"),
         ("demonstrations.path", "rows.jsonl", "demonstrations.path trains something else"),
         ("task.chat", False, "set task.chat = true and task.examples = 0"),

@@ -185,13 +185,19 @@ _UNSHOWN = {
 """Fields of messages that no template shows, and what to do instead."""
 
 
+def unserved_part(kind: str, served: str = "only text is") -> str:
+    """Says what becomes of a part of a message that is of this kind, and by what a model is shown images."""
+    shown = "; a run shows images of its rows, by task.images, and environment.function shows them in any turn"
+    return f"a part of a message is of type {kind}; {served} served{shown if 'image' in kind else ''}"
+
+
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     """Raises ConfigError for a part that is no text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ConfigError(f"a part of a message is of type {part.get('type')}; only text is served")
+            raise ConfigError(unserved_part(str(part.get("type"))))
     return "".join(part["text"] for part in content)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.core.chat.message_images import IMAGES, with_image_parts
 from headrace.core.chat.messages import TemplateUse, Tool, begins_answer, described
 from headrace.core.chat.reading import CLOSING, CallReader, is_open_in, is_opened_by, read_calls
 from headrace.core.chat.token_text import StreamedText
@@ -30,6 +31,7 @@ from headrace.episodes.environments.config import ToolPlace
 from headrace.episodes.environments.workers.episode_frames import PROBLEM, SPECIALS, ChatReply, WrittenCall
 from headrace.models.chat import off_loop
 from headrace.models.control_tokens import Written, texts_of
+from headrace.models.images import KnownImages
 from headrace.web.formats.followed_turn import TurnPiece
 
 # --- A turn that is read while it is sampled
@@ -93,6 +95,9 @@ class TurnEncoder(Protocol):
 
     @property
     def call_format(self) -> CallFormat: ...
+
+    @property
+    def images(self) -> KnownImages | None: ...
 
     def argument_problem(self, names: Iterable[str]) -> str: ...
 
@@ -176,6 +181,8 @@ class _Place(NamedTuple):
     """Whether the last message is the begin of the answer."""
     size: int
     """The number of tokens of the context."""
+    images: tuple[str, ...] = ()
+    """The digests of the images of all messages, the new ones too."""
 
 
 class Conversation:
@@ -205,6 +212,8 @@ class Conversation:
         """The template's text before the last reply; this and the reply, for which the path stands."""
         self._end = ""
         """The end of the last reply's turn."""
+        self._images: tuple[str, ...] = ()
+        """The digests of the images of all messages so far."""
         self._tools: Sequence[Message] = ()
         self._calls = 0
         self.limit_said = False
@@ -275,6 +284,7 @@ class Conversation:
         )
         self.last, self.path = done, extended(before, place.context + done.tokens)
         given = place.given[:-1] if place.continues else place.given
+        self._images = place.images
         self._keep(given, place.text, done, replies[-1], begun)
         return replies[-1]
 
@@ -286,14 +296,38 @@ class Conversation:
         if characters > self._encoder.most_characters(longest):
             return too_long
         added = [self._marked(message) for message in (new if self._past else [*self._front(new), *new])]
-        given = [{key: value for key, value in message.items() if key not in (PROBLEM, SPECIALS)} for message in added]
+        bare = ({key: value for key, value in message.items() if key not in (PROBLEM, SPECIALS)} for message in added)
+        given = [with_image_parts(message) for message in bare]
         continues = begins_answer(given) if asked.continues is None else asked.continues
         written, glue = self._rendered(given, continues)
         behind = written if glue is None else glue
         if self._encoder.surely_longer(behind.text, longest):
             return too_long
+        images = self._images_of(added)
         context = self._encoder.encode(behind)
-        return _Place(added, given, written.text, context, fresh=glue is None, continues=continues, size=len(context))
+        if self._encoder.images is not None:
+            context = self._encoder.images.placed(context, images if glue is None else images[len(self._images) :])
+        return _Place(
+            added=added,
+            given=given,
+            text=written.text,
+            context=context,
+            fresh=glue is None,
+            continues=continues,
+            size=len(context),
+            images=images,
+        )
+
+    def _images_of(self, added: Sequence[Message]) -> tuple[str, ...]:
+        """Returns the digests of the images of the conversation with messages behind it."""
+        files = [file for message in added for file in message.get(IMAGES, ())]
+        if not files:
+            return self._images
+        if self._encoder.images is None:
+            raise ConfigError(
+                "a message shows an image, and the model is shown none: name the column of the images in task.images (docs/vision.md)"
+            )
+        return (*self._images, *map(self._encoder.images.digest_of, files))
 
     def _marked(self, message: Message) -> Message:
         """The message, with the texts of control tokens that it holds."""

@@ -33,6 +33,7 @@ from headrace.episodes.environments.workers.episode_frames import (
 from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
+from headrace.episodes.tasks.conversations import as_messages, with_files
 from headrace.processes.asked_process import HERE, Sites
 
 # --- The turns of a rollout as its environment keeps them
@@ -229,6 +230,8 @@ class FunctionEnvironment:
     async def play(self, agent: Agent) -> Mapping[str, float]:
         columns = dict(self._prompt.columns)
         prompt = columns.pop(self._prompt.chat) if self._prompt.chat else self._prompt.text
+        if self._prompt.images:
+            prompt = with_files(as_messages(prompt), self._prompt.images)
         listener = self._listen(agent)
         resumed = await listener.resume()
 

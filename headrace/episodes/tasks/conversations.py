@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.core.chat.messages import role_problem, text_of
+from headrace.core.chat.message_images import IMAGES, PLACES, divided, with_image_parts
+from headrace.core.chat.messages import role_problem
 from headrace.core.errors import ConfigError, nearest
 from headrace.episodes.tasks.config import TaskConfig
 
 Message = dict[str, Any]
-PLACES = "image_places"
-"""The key of a message under which are the places in its text, in characters, at which it shows images."""
 
 _SHAREGPT = {
     "system": "system",
@@ -57,6 +55,10 @@ def prompt_of(value: Any, config: TaskConfig) -> str | list[Message]:
     return messages
 
 
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
 def last_user(messages: Sequence[Mapping[str, Any]]) -> str:
     text: str = messages[place_of_question(messages)]["content"]
     return text
@@ -73,7 +75,7 @@ def _message(given: Any, place: int) -> Message:
     message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     if "role" not in message and isinstance(message.get("from"), str):
         message = _of_sharegpt(message, place)
-    message.pop(PLACES, None)
+    message = {key: value for key, value in message.items() if key not in (PLACES, IMAGES)}
     content, calls = message.get("content", ""), message.get("tool_calls")
     spoken = isinstance(content, (str, list)) and ("content" in message or calls)
     if not isinstance(message.get("role"), str) or not spoken:
@@ -93,17 +95,13 @@ def _with_places(content: str | Sequence[Mapping[str, Any]]) -> tuple[str, list[
     """Returns the text of a message, and the places of images in it. Raises ConfigError for a part that is neither."""
     if isinstance(content, str):
         return content, []
-    text, places = "", []
-    for part in content:
-        if part.get("type") == "image":
-            if held := [name for name, value in part.items() if name != "type" and value is not None]:
-                raise ConfigError(
-                    f"a part of it holds an image of its own ({held[0]}); put it into a column that task.images names, and leave "
-                    '{"type": "image"} in its place'
-                )
-            places.append(len(text))
-        else:
-            text += text_of([part])
+    text, places, shown = divided(content)
+    for part in shown:
+        if held := [name for name, value in part.items() if name != "type" and value is not None]:
+            raise ConfigError(
+                f"a part of it holds an image of its own ({held[0]}); put it into a column that task.images names, and leave "
+                '{"type": "image"} in its place'
+            )
     return text, places
 
 
@@ -112,18 +110,23 @@ def count_places(prompt: str | Sequence[Message]) -> int:
     return 0 if isinstance(prompt, str) else sum(len(message.get(PLACES, ())) for message in prompt)
 
 
-def with_image_parts(message: Message) -> Message:
-    """Returns a message with its places as parts between those of its text, as chat templates of models that see expect it."""
-    shown = dict(message)
-    if not (places := shown.pop(PLACES, None)):
-        return shown
-    ends = [0, *places, len(message["content"])]
-    texts = [message["content"][start:end] for start, end in itertools.pairwise(ends)]
-    parts: list[Message] = []
-    for number, text in enumerate(texts):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return {**shown, "content": parts}
+def with_images(messages: Sequence[Message], count: int) -> list[Message]:
+    """Returns the messages with places for so many images: those that they have, or else before the text of the last one of the user."""
+    if count_places(messages) or not count:
+        return list(messages)
+    last = place_of_question(messages)
+    return [*messages[:last], {**messages[last], PLACES: [0] * count}, *messages[last + 1 :]]
+
+
+def with_files(messages: Sequence[Message], files: Sequence[str]) -> list[Message]:
+    """Returns messages whose images are parts with their files, in order: those of a row, for whoever shows them."""
+    left = list(files)
+    shown = []
+    for message in with_images(messages, len(files)):
+        count = len(message.get(PLACES, ()))
+        shown.append(with_image_parts(message, left[:count]))
+        del left[:count]
+    return shown
 
 
 def _of_sharegpt(message: Message, place: int) -> Message:

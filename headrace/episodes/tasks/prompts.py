@@ -8,12 +8,13 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
+from headrace.core.chat.message_images import with_image_parts
 from headrace.core.chat.messages import ARGUMENTS, TOOLS, arguments_of, begins_answer, tools_of
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Task
 from headrace.core.types import Prompt
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.conversations import Message, count_places, last_user, place_of_question, with_image_parts
+from headrace.episodes.tasks.conversations import Message, as_messages, last_user, with_images
 from headrace.models.images import KnownImages
 
 RESERVED = ("prompts", "completions", "completion_tokens", "transcripts")
@@ -87,9 +88,13 @@ class PromptMaker:
         if not self._chat:
             assert isinstance(question, str)
             return Prompt(id, question, self._encoder.encode_text(question), columns)
-        messages = _messages(question)
+        messages = as_messages(question)
         try:
-            given = [*self._front, *_with_images(messages, len(images))], tools_of(columns), arguments_of(columns)
+            given = (
+                [*self._front, *map(with_image_parts, with_images(messages, len(images)))],
+                tools_of(columns),
+                arguments_of(columns),
+            )
             _, tokens = self._encoder.encode_messages(*given)
             if self._encoder.images is not None:
                 tokens = self._encoder.images.placed(tokens, [path.name for path in images])
@@ -113,28 +118,12 @@ class PromptMaker:
         held, specials, begun, rows = set(self._encoder.specials_in(self._front)), 0, list[str](), 0
         for question, columns in questions:
             rows += 1
-            messages = _messages(question)
+            messages = as_messages(question)
             beside = {"role": "", "content": [columns.get(TOOLS), columns.get(ARGUMENTS)]}
             found = self._encoder.specials_in([*messages, beside])
             held, specials = held | found, specials + bool(found)
             begun += [messages[-1]["content"]] if begins_answer(messages) else []
         return [*_of_specials(held, specials, rows), *_of_begun(begun, rows)]
-
-
-def _with_images(messages: list[Message], count: int) -> list[Message]:
-    """Returns the messages with places for so many images: those that they have, or else before the text of the last one of the user."""
-    if count_places(messages):
-        return [with_image_parts(message) for message in messages]
-    if not count:
-        return messages
-    last = place_of_question(messages)
-    text = {"type": "text", "text": messages[last]["content"]}
-    shown = {**messages[last], "content": [*({"type": "image"} for _ in range(count)), text]}
-    return [*messages[:last], shown, *messages[last + 1 :]]
-
-
-def _messages(question: str | list[Message]) -> list[Message]:
-    return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
 
 def _of_specials(held: set[str], count: int, rows: int) -> Iterator[str]:

@@ -95,10 +95,10 @@ def _graph_row(view: RolloutView, place: int, colours: dict[str, str]) -> str:
 
 def _heard(message: HeardMessage) -> str:
     if not message.tool:
-        return f'<p class="heard"><b>{escape(message.who)}</b> {escape(clip(message.text, MOST_TEXT))}</p>'
+        return f'<p class="heard"><b>{escape(message.who)}</b> {escape(message.words(MOST_TEXT))}</p>'
     mood, mark = ("bad", "✗") if message.problem else ("good", "✓")
     why = f" ({escape(message.problem.replace('_', ' '))})" if message.problem else ""
-    text = escape(clip(message.text, MOST_TEXT))
+    text = escape(message.words(MOST_TEXT))
     return f'<p class="heard tool {mood}"><b>{mark} {escape(message.who)}{why}</b> {text}</p>'
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.core.chat.messages import Function, MadeCall, Message, Name, Named, Tool
+from headrace.core.chat.messages import Function, MadeCall, Message, Name, Named, Tool, unserved_part
 from headrace.web.bodies import MOST_STOPS, OpenBody, TopK
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import FollowedTurn, WholeTurn
@@ -165,7 +165,7 @@ def _text(blocks: Any) -> str:
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else type(block).__name__
         if kind != "text" or not isinstance(block.get("text"), str):
-            raise Refused(400, f"a block of a message is of type {kind}; only text and tools are served")
+            raise Refused(400, unserved_part(str(kind), "only text and tools are"))
     return "".join(block["text"] for block in blocks)
 
 

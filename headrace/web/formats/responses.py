@@ -19,6 +19,7 @@ from headrace.core.chat.messages import (
     TemplateUse,
     Tool,
     text_of,
+    unserved_part,
     with_effort,
 )
 from headrace.web.bodies import Count, OpenBody
@@ -257,7 +258,7 @@ def _text(content: Any) -> str:
         shown = isinstance(part, dict) and part.get("type") in _TEXTS
         if not shown or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise Refused(400, f"a part of a message is of type {kind}; only text is served")
+            raise Refused(400, unserved_part(str(kind)))
     return "".join(part["text"] for part in content)
 
 

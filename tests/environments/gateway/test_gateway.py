@@ -396,7 +396,10 @@ def test_what_anthropics_client_cannot_have_is_refused(tmp_path: Path) -> None:
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not served"),
         ({"stop_sequences": ["END"]}, "is not a stop string of the run"),
-        ({"messages": [{"role": "user", "content": [image]}]}, "of type image"),
+        (
+            {"messages": [{"role": "user", "content": [image]}]},
+            "of type image; only text and tools are served; a run shows images of its rows",
+        ),
         (
             {"messages": [user("?"), {"role": "assistant", "content": [CALLS_ADD]}]},
             "the last message calls a tool; end",

@@ -142,7 +142,10 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
         ({"conversation": "conv_1"}, "use previous_response_id"),
         ({"max_output_tokens": 0}, "asks for nothing"),
         ({"input": []}, "input has no messages"),
-        ({"input": [image]}, "a part of a message is of type input_image"),
+        (
+            {"input": [image]},
+            "of type input_image; only text is served; a run shows images of its rows, by task.images",
+        ),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "an item of type item_reference is not served"),
         ({"extra_body": {"seed": 3}}, "unknown field `seed`"),
     ]

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.errors import encodable
+from headrace.core.chat.message_images import with_places
+from headrace.core.errors import ConfigError, encodable
 from headrace.episodes.environments.workers.episode_frames import PROBLEM, ChatAsked, ChatReply, Rewarded, ToolAnswered
 from headrace.episodes.environments.workers.tools import Toolbox
 
@@ -164,11 +165,11 @@ class AsyncAgent:
         return message
 
     async def _made(self, call: CalledTool) -> Message:
-        content, problem = ("", "malformed") if call.problem else await self._box.use(call.name, call.arguments)
         if call.problem:
-            content = f"error: the tool call cannot be read: {call.problem}"
-        message = {"role": "tool", "content": content, "tool_call_id": call.id, "name": call.name or "unknown"}
-        return message | ({PROBLEM: problem} if problem else {})
+            said: Message = {"content": f"error: the tool call cannot be read: {call.problem}", PROBLEM: "malformed"}
+        else:
+            said = await self._box.use(call.name, call.arguments)
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name or "unknown", **said}
 
 
 class BlockingAgent:
@@ -207,9 +208,18 @@ def messages_of(given: object) -> list[Message]:
     messages = [given] if isinstance(given, Mapping) else given
     if not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"chat was given {given!r:.80}; give it a text, or messages {{role, content}}")
-    for message in messages:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise ValueError(f"chat was given {message!r:.80} for a message; a message has the texts role and content")
-    return [dict(message) for message in messages]
+    return list(map(_message_of, messages))
+
+
+def _message_of(given: object) -> Message:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise ValueError(f"chat was given {given!r:.80} for a message; a message has the texts role and content")
+    content = given.get("content")
+    if isinstance(content, str):
+        return dict(given)
+    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
+        raise ValueError(f"chat was given {given!r:.80} for a message; a message has the texts role and content")
+    try:
+        return with_places(given)
+    except ConfigError as error:
+        raise ValueError(f"chat was given {given!r:.80} for a message: {error}") from None

@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.core.errors import encodable
+from headrace.core.chat.message_images import IMAGES, PLACES, is_image_part, with_places
+from headrace.core.errors import ConfigError, encodable
+from headrace.episodes.environments.workers.episode_frames import PROBLEM
 from headrace.settings.user_code import said_by
 
 Schema = dict[str, Any]
-Answer = tuple[str, str]
-"""The text that the model is shown, and the problem (`episode_frames.PROBLEM`); empty if there is none."""
+Answer = dict[str, Any]
+"""The content of a message for the model, the images in it (`core.chat.message_images`), and the problem (`episode_frames.PROBLEM`), if there is one."""
 
 
 class Toolbox:
@@ -55,24 +57,43 @@ class Toolbox:
     async def use(self, name: str, arguments: Mapping[str, Any]) -> Answer:
         tool = self._tools.get(name)
         if tool is None:
-            return f"error: there is no tool {name}; there are: {', '.join(self._tools) or 'none'}", "unknown_tool"
+            return _failed(
+                f"error: there is no tool {name}; there are: {', '.join(self._tools) or 'none'}", "unknown_tool"
+            )
         try:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
-            return f"error: {name} cannot be called so: {error}", "wrong_arguments"
+            return _failed(f"error: {name} cannot be called so: {error}", "wrong_arguments")
         try:
             async with asyncio.timeout(self._seconds or None) as clock:
                 result = await (tool(**arguments) if is_async(tool) else self._in_thread(tool, arguments))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, TimeoutError) and clock.expired():
-                return f"error: {name} took more than {self._seconds:g} s", "timeout"
+                return _failed(f"error: {name} took more than {self._seconds:g} s", "timeout")
             if isinstance(error, MemoryError):  # it may be another rollout that has taken the memory
                 raise
             return self._raised(name, error)
-        return self._clipped(result if isinstance(result, str) else repr(result)), ""
+        return self._shown(name, result)
+
+    def _shown(self, name: str, result: Any) -> Answer:
+        """A result that is an image, or parts with an image among them, shows these; any other is text."""
+        parts = [result] if isinstance(result, Mapping) else result
+        if not isinstance(parts, (list, tuple)) or not any(map(is_image_part, parts)):
+            return {"content": self._clipped(result if isinstance(result, str) else repr(result))}
+        texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        try:
+            said = with_places({"role": "tool", "content": texts})
+        except (ConfigError, AttributeError) as error:  # a part that is no mapping has no type
+            return self._raised(name, error)
+        whole = said["content"]
+        return {
+            "content": self._clipped(whole),
+            PLACES: [min(place, self._characters, len(whole)) for place in said[PLACES]],
+            IMAGES: said[IMAGES],
+        }
 
     def _raised(self, name: str, error: BaseException) -> Answer:
-        return self._clipped(f"error: {name} failed: {type(error).__name__}: {said_by(error)}"), "raised"
+        return _failed(self._clipped(f"error: {name} failed: {type(error).__name__}: {said_by(error)}"), "raised")
 
     def _clipped(self, text: str) -> str:
         text = encodable(text)
@@ -92,6 +113,10 @@ class Toolbox:
     def _came_back(self, answer: asyncio.Future[Any]) -> None:
         self._left -= 1
         answer.exception()
+
+
+def _failed(text: str, problem: str) -> Answer:
+    return {"content": text, PROBLEM: problem}
 
 
 def in_thread(work: Callable[[], Any], name: str) -> asyncio.Future[Any]:
