@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import json
 import re
-import textwrap
 import typing
 from collections.abc import Iterator
 from functools import cache
