@@ -6,11 +6,14 @@ tasksets runs in an interpreter without headrace and writes lines of JSON, and t
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from headrace.core.errors import HeadraceError
+
+if TYPE_CHECKING:  # processes without an event loop read frames too
+    import asyncio
 
 _LENGTH = struct.Struct("<I")
 HEAD = _LENGTH.size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
@@ -225,6 +224,8 @@ async def call_async(function: Callable[..., Any], job: ScoringJob, seconds: flo
 
 
 async def _awaited(function: Callable[..., Any], job: ScoringJob, prints: int) -> Values:
+    import asyncio  # loaded by whoever runs this
+
     task = asyncio.current_task()
     try:
         with bounded_prints(f"the reward {name_of(function)}", prints):

@@ -6,12 +6,11 @@ user's code runs: what it prints goes to standard error, and its standard input 
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -21,10 +20,10 @@ from headrace.episodes.sandbox.use import check_if_imported, use_settings
 from headrace.episodes.scoring.job import LoadedReward, call, call_async, is_async
 from headrace.episodes.scoring.workers.load import load_functions
 from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack, read_call
-from headrace.processes.asked_process import FrameSender, obey_until_end, run_to_end, take_pipes
 from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.processes.health.stacks import answer_signals
 from headrace.processes.health.user_prints import LOG
+from headrace.processes.obeying import FrameSender, obey_until_end, run_to_end, take_pipes
 
 Functions = list[Callable[..., Any]]
 
@@ -59,18 +58,25 @@ def main(arguments: list[str]) -> None:
 
 def _serve(inbox: queue.SimpleQueue[Call], answers: FrameSender, functions: Functions) -> None:
     """Runs plain functions one after the other in the main thread, and async ones concurrently in a loop of another thread."""
-    loop = asyncio.new_event_loop()
-    if any(map(is_async, functions)):
-        threading.Thread(target=run_to_end, args=(loop, loop.create_future()), daemon=True).start()
+    concurrently = _loop_beside() if any(map(is_async, functions)) else None
     while True:
         received = inbox.get()
         function = functions[received.function]
-        if is_async(function):
-            asyncio.run_coroutine_threadsafe(_answer_later(answers, received, function), loop)
+        if is_async(function) and concurrently:
+            concurrently(_answer_later(answers, received, function))
         else:
             values = call(function, received.job, LOG)
             sys.stdout.flush()
             answers.send(pack(Reply(received.id, values)))
+
+
+def _loop_beside() -> Callable[[Coroutine[Any, Any, None]], object]:
+    """Returns what starts a coroutine in a loop of another thread."""
+    import asyncio  # plain functions need none
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=run_to_end, args=(loop, loop.create_future()), daemon=True).start()
+    return lambda work: asyncio.run_coroutine_threadsafe(work, loop)
 
 
 async def _answer_later(answers: FrameSender, received: Call, function: Callable[..., Any]) -> None:
