@@ -10,9 +10,9 @@ import dataclasses
 import inspect
 import json
 import re
-import textwrap
 import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -95,8 +95,17 @@ def sections(
 
 def docstrings(kind: type) -> dict[str, str]:
     """Returns the docstring beneath each field, by its name, and the class's under the empty name."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(node, ast.ClassDef)
+    return _docstrings_in(inspect.getfile(kind))[kind.__name__]
+
+
+@cache
+def _docstrings_in(file: str) -> dict[str, dict[str, str]]:
+    """Those of all classes of a file."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    return {node.name: _docstrings_of(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def _docstrings_of(node: ast.ClassDef) -> dict[str, str]:
     found = {"": ast.get_docstring(node) or ""}
     for field, below in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):

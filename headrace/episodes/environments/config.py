@@ -44,7 +44,7 @@ class EnvironmentConfig:
     directory: str = ""
     """process: the command's working directory. Empty: a new one for each rollout, removed at its end."""
     processes: int = Field(default=64, gt=0)
-    """process, verifiers: the most at once; further rollouts wait."""
+    """process: the most processes at once; verifiers: the most rollouts, each of which may be one. Others wait."""
     python: str = ""
     """verifiers: an interpreter that has it. Empty: the one that runs headrace."""
     host: str = "127.0.0.1"

@@ -39,7 +39,7 @@ class LibraryKind:
     name: str = ""
     """The meaning of `environment.name`, for the page of settings; empty if it has none."""
     options: str = ""
-    """The options of `environment.options`, likewise."""
+    """The meaning of `environment.options`, likewise."""
 
 
 LIBRARIES = {
@@ -89,7 +89,7 @@ class GatewayKind:
     """A setting that must be given, and what it is, in words."""
     name: str = ""
     options: str = ""
-    """The meaning of these two settings, for the page of settings, if it has them."""
+    """The meanings of these two settings, for the page of settings, if it has them."""
     is_handed_out: bool = False
     """Whether agents elsewhere play the rollouts, so that a run must be there to hand them out."""
     draws_problems: bool = False
