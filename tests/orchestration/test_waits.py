@@ -589,8 +589,10 @@ WITH_PROCESSES = {
     ("start", "the trainer to load the model"),
     ("start", "the engine to make room for it"),
     ("start", "the engine to load the model"),
+    ("start", "the trainer of the warm start to load the model"),
+    ("start", "the server to fall asleep"),
 }
-"""Those that are between the controller and real processes; see below."""
+"""Those that are between the controller and real processes; see below. The last two have no test of their own that stalls them."""
 
 
 LAST = ("controller", "the engine's last word")
