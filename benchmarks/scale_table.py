@@ -1,6 +1,6 @@
 """The bytes that a step of a large model moves through its busiest process, computed by the planner's own arithmetic: the table of docs/scale.md.
 
-    python benchmarks/scale_table.py [--model 70b --tokens 65e6 --ranks 64 --engines 232]
+python benchmarks/scale_table.py [--model 70b --tokens 65e6 --ranks 64 --engines 232]
 """
 
 from __future__ import annotations
