@@ -16,6 +16,9 @@ T = TypeVar("T", bound=np.generic)
 
 Ints = NDArray[np.int64]
 
+SWAPPED, AGAIN = 1, 2
+"""Rows whose tokens are in no lag of the statistics by lag (`Path.apart`)."""
+
 Routed = tuple[int, int] | None
 """(layers, k) of the experts that the rows of a step recorded; None if no row has any."""
 
@@ -73,8 +76,9 @@ class Path:
     """[M] the order of a trajectory's turns; 0 where it does not matter"""
     unmixed: NDArray[np.bool_]
     """[M] sampled over cache entries of the token's own version alone"""
-    swapped: bool
-    """Whether its sampled tokens come from more than one version."""
+    apart: int
+    """0 if its tokens count with those of their lag in the statistics by lag, `SWAPPED` if more than one version sampled them, `AGAIN` for a good rollout
+    of an earlier group."""
     temperature: float
     routing: RoutingTrace | None = None
     kept: KeptIds | None = None
@@ -116,7 +120,7 @@ def path_of(row: Row, number: int, trajectories: Sequence[int]) -> Path | None:
         trajectory=_of_losses(of_tokens, loss),
         turn=_of_losses(np.array(row.turns or (0,), np.int32), loss),
         unmixed=_thin(version == kv_version),
-        swapped=_is_swapped(row, mask),
+        apart=AGAIN if row.again else SWAPPED if _is_swapped(row, mask) else 0,
         temperature=row.temperature,
         routing=row.routing,
         kept=None if row.sampling_mask is None else _kept_of(row.sampling_mask, loss),
@@ -253,7 +257,7 @@ def _rotated(batch: Batch) -> Iterator[tuple[int, int, int, Row]]:
     numbered, number = [], 0
     for group in batch.groups:
         numbered.append([(number + place, group.ticket, place, row) for place, row in enumerate(group.rows)])
-        number += len(group.rows)
+        number += len(group.all_rows)
     first = batch.step % max(1, len(numbered))
     for rows in (*numbered[first:], *numbered[:first]):
         yield from rows

@@ -519,7 +519,7 @@ def test_an_address_that_no_interface_has_is_refused() -> None:
 )
 def test_what_does_not_go_with_a_trainer_elsewhere_is_refused(sets: list[str], said: str, tmp_path: Path) -> None:
     config = joining(tmp_path, tmp_path, 7400, orchestration={"trainer": "elsewhere"})
-    assert ranks_of(load_config(config)) == ["trainer"]
+    assert ranks_of((loaded := load_config(config)).orchestration, loaded.train) == ["trainer"]
     with pytest.raises(ConfigError, match=said):
         load_config(config, sets)
 
@@ -534,7 +534,8 @@ def test_a_trainer_elsewhere_needs_a_kind_of_orchestration(tmp_path: Path) -> No
         load_config(config)
     config["orchestration"] = {"kind": "ray", "trainer": "elsewhere", "rank_gpus": 1}
     loaded = load_config(config, ["train.parallel.shard=2", "train.threads=3"])
-    assert ranks_of(loaded) == ["trainer rank 0", "trainer rank 1"] and threads_of_rank(loaded) == 3
+    assert ranks_of(loaded.orchestration, loaded.train) == ["trainer rank 0", "trainer rank 1"]
+    assert threads_of_rank(loaded.orchestration, loaded.train, loaded.chosen) == 3
 
 
 STARTERS = {
