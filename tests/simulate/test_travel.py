@@ -79,7 +79,14 @@ def test_the_share_of_changed_values_goes_through_what_was_measured_and_on() -> 
 )
 def test_how_often_the_bytes_pass_until_all_have_them(kind: str, engines: int, times: int) -> None:
     settings = WeightSyncConfig(kind=kind)
-    assert travel_of(settings, 1e-6, 1e9, 1e9, engines).fetch == pytest.approx(2.0 * times)
+    assert travel_of(settings, 1e-6, 1e9, 1e9, engines=engines).fetch == pytest.approx(2.0 * times)
+
+
+def test_ranks_that_each_send_their_part_share_the_bytes_and_no_engine_receives_faster_than_its_link() -> None:
+    tcp, http = (WeightSyncConfig(kind=kind) for kind in ("tcp", "http"))
+    for senders, times in ((1, 32), (4, 8), (64, 1)):
+        assert travel_of(tcp, 1e-6, 1e9, 1e9, engines=32, senders=senders).fetch == pytest.approx(2.0 * times)
+    assert travel_of(http, 1e-6, 1e9, 1e9, engines=26, senders=4).fetch == pytest.approx(2.0 * 6), "rank 0 sends it"
 
 
 def test_a_difference_pays_on_a_slow_network_only() -> None:

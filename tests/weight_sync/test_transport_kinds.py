@@ -59,7 +59,7 @@ print(json.dumps({{
     "lent": refused(run | {{"orchestration": {{"lend": True}}}}),
     "slept": refused(run | {{"orchestration": {{"placement": "shared"}}}}),
     "untried": untried(config.engine, config.orchestration, config.way),
-    "plan": travel_of(config.weight_sync, 1e-6, 1.0, 1.0, 3).fetch,
+    "plan": travel_of(config.weight_sync, 1e-6, 1.0, 1.0, engines=3).fetch,
 }}))
 """
 

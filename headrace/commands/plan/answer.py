@@ -79,12 +79,17 @@ class PlanRequest:
         """Forward passes that a trained token costs."""
         return hardware.passes_of(self.config.train, self.config.algo)
 
-    def travel(self, engines: int = 1) -> Travel | None:
-        """The way of new weights to all engines, if the size of the model is given."""
+    def travel(self, engines: int = 1, trainer: int = 1) -> Travel | None:
+        """The way of new weights to all engines, if the size of the model is given. `trainer`: its GPUs."""
         if not self.model:
             return None
         settings, rate = self.config.weight_sync, self.config.train.learning_rate
-        return travel_of(settings, rate, shape_of(self.model).parameters, self.network, engines)
+        shape, senders = shape_of(self.model), 1
+        if self.hardware and trainer > 1:
+            train = self.config.train
+            chip, context = hardware.gpu(self.hardware), train.parallel.context
+            senders = hardware.trainer_mesh(chip, shape, trainer, train.microbatch, context=context).split
+        return travel_of(settings, rate, shape.parameters, self.network, engines=engines, senders=senders)
 
 
 @dataclass(frozen=True)
@@ -267,7 +272,7 @@ def _split_rates(request: PlanRequest, *, replica: int, trainer: int, replicas: 
         trainer=trainer,
         max_running=config.engine.sizes.max_running,
         name=request.model,
-        travel=request.travel(replicas),
+        travel=request.travel(replicas, trainer),
         microbatch=config.train.microbatch,
         context=config.train.parallel.context,
         passes=request.passes,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.commands.plan.rates.rates import BFLOAT16
+from headrace.commands.plan.rates.rates import BFLOAT16, sends_parts
 from headrace.trainer.parallel import ParallelConfig
 from headrace.weight_sync.config import WeightSyncConfig
-from headrace.weight_sync.kind import TransportKind
-from headrace.weight_sync.transport import TRANSPORTS
 
 PROMPT_TOKEN, SAMPLED_TOKEN = 4.0, 4 + 4 + 1 / 8
 """Bytes of a token in a share (`trainer/dealing/share.py`): its number; its log-prob too, and a bit for whether it is in the loss. Columns of equal
@@ -55,14 +53,6 @@ def step_sizes(
         weights=published,
         rank_weights=published / (mesh.ranks // mesh.replicate) if sends_parts(way) else published,
     )
-
-
-def sends_parts(way: WeightSyncConfig) -> bool:
-    """Whether each rank sends what it holds. Differences, and other transports, are sent by rank 0."""
-    if way.encoding != "full":
-        return False
-    kind = TRANSPORTS.get(way.kind)
-    return kind is None or kind.part_sender is not TransportKind.part_sender  # auto: shared memory, or TCP
 
 
 def _size(count: float) -> str:

@@ -13,6 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Struct
 from headrace.loop.world.surroundings import Distribution
 from headrace.weight_sync.config import WeightSyncConfig
+from headrace.weight_sync.kind import TransportKind
 from headrace.weight_sync.transport import TRANSPORTS
 
 
@@ -186,13 +187,29 @@ def difference(parameters: float, network: float, share: float, each: float | No
 
 
 def travel_of(
-    settings: WeightSyncConfig, learning_rate: float, parameters: float, network: float, engines: int = 1
+    settings: WeightSyncConfig,
+    learning_rate: float,
+    parameters: float,
+    network: float,
+    *,
+    engines: int = 1,
+    senders: int = 1,
 ) -> Travel:
-    """Returns the way that a run with these settings takes, once the first version has arrived."""
-    network /= TRANSPORTS[settings.kind].copies(engines) if settings.kind in TRANSPORTS else 1
+    """Returns the way that a run with these settings takes, once the first version has arrived. `senders`: ranks that hold the model together; an
+    engine receives no faster than over its own link."""
+    times = TRANSPORTS[settings.kind].copies(engines) if settings.kind in TRANSPORTS else 1
+    network /= max(1.0, times / senders) if sends_parts(settings) else times
     if settings.encoding == "delta":
         return difference(parameters, network, changed_share(learning_rate))
     return whole(parameters, network)
+
+
+def sends_parts(way: WeightSyncConfig) -> bool:
+    """Whether each rank sends what it holds. Differences, and other transports, are sent by rank 0."""
+    if way.encoding != "full":
+        return False
+    kind = TRANSPORTS.get(way.kind)
+    return kind is None or kind.part_sender is not TransportKind.part_sender  # auto: shared memory, or TCP
 
 
 def pays_below(parameters: float, share: float) -> float:
