@@ -59,14 +59,11 @@ def page() -> str:
 
 def messages() -> Iterator[Message]:
     """Yields every text that is given to one of `ERRORS`."""
-    for path, tree in _trees():
-        if any(path.is_relative_to(PACKAGE / inner) for inner in INNER):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _raised(node):
-                text = template(node.args[0], shown=True)
-                if len(text.strip("‹›… ")) > 12:
-                    yield Message(_raised(node), _part(path), " ".join(text.split()))
+    for path, node in _nodes():
+        if isinstance(node, ast.Call) and not any(path.is_relative_to(PACKAGE / inner) for inner in INNER):
+            text = template(node.args[0], shown=True)
+            if len(text.strip("‹›… ")) > 12:
+                yield Message(_raised(node), _part(path), " ".join(text.split()))
 
 
 def _part(path: Path) -> str:
@@ -106,21 +103,24 @@ def could_be(message: str, template: str) -> bool:
 @cache
 def _templates() -> frozenset[str]:
     """Every text of the sources that is longer than a few words."""
-    found = set()
-    for _, tree in _trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp) and len(text := template(node)) > 12:
-                found.add(" ".join(text.split()))
-    return frozenset(found)
+    texts = (template(node) for _, node in _nodes() if not isinstance(node, ast.Call))
+    return frozenset(" ".join(text.split()) for text in texts if len(text) > 12)
 
 
 @cache
-def _trees() -> tuple[tuple[Path, ast.Module], ...]:
+def _nodes() -> tuple[tuple[Path, ast.Call | ast.JoinedStr | ast.Constant | ast.BinOp], ...]:
+    """The texts of the sources, and the calls that make one of `ERRORS`, each with its file."""
     gc.disable()  # it would look through the growing trees again and again, which takes half of the time
     try:
-        return tuple((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py")))
+        return tuple((path, node) for path in sorted(PACKAGE.rglob("*.py")) for node in _told(path))
     finally:
         gc.enable()
+
+
+def _told(path: Path) -> Iterator[ast.Call | ast.JoinedStr | ast.Constant | ast.BinOp]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) or (isinstance(node, ast.Call) and _raised(node)):
+            yield node
 
 
 def template(node: ast.expr, *, shown: bool = False) -> str:

@@ -113,7 +113,7 @@ def path_of(row: Row, number: int, trajectories: Sequence[int]) -> Path | None:
         prompt=len(row.prompt),
         tokens=tokens[:-1],
         loss=loss.astype(np.int32),
-        target=tokens[len(row.prompt) + loss],
+        target=_targets(tokens[len(row.prompt) :], loss),
         sampled=logprobs[loss].astype(np.float32),
         advantage=_at(loss, row.advantages, np.float32),
         version=version,
@@ -131,6 +131,12 @@ def path_of(row: Row, number: int, trajectories: Sequence[int]) -> Path | None:
 def _of_losses(numbers: NDArray[T], loss: Ints) -> NDArray[T]:
     """[M] a column of a row at its loss tokens, from one number for all tokens, or [T]."""
     return _thin(numbers[loss]) if len(numbers) > 1 else np.broadcast_to(numbers, len(loss))
+
+
+def _targets(tokens: NDArray[np.int32], loss: Ints) -> NDArray[np.int32]:
+    """[M] the loss tokens, without a copy of them where they follow each other."""
+    first, last = int(loss[0]), int(loss[-1])
+    return tokens[first : last + 1] if last - first + 1 == len(loss) else tokens[loss]
 
 
 def _mask_of(row: Row) -> NDArray[np.bool_]:
@@ -155,7 +161,7 @@ def _is_swapped(row: Row, mask: NDArray[np.bool_]) -> bool:
 def _thin(column: NDArray[T]) -> NDArray[T]:
     """A column of one value without the memory of its others. The controller has a whole step of them."""
     bits = column.view(f"u{column.itemsize}")  # 0.0 is not -0.0
-    return np.broadcast_to(column[:1], len(column)) if len(column) and (bits == bits[0]).all() else column
+    return np.broadcast_to(column[:1].copy(), len(column)) if len(column) and (bits == bits[0]).all() else column
 
 
 def _losses(mask: NDArray[np.bool_], logprobs: NDArray[np.float64]) -> Ints:
