@@ -231,8 +231,8 @@ def lag(state: RunState) -> Verdict:
     bound = state.started.max_lag if state.started else None
     if mean is None or bound is None:
         return Verdict("Lag", "not measured", "no token was trained", "unknown")
-    worst, exempt = max(state.lags), experience_words(state)
-    apart = f"; not of earlier rollouts: {exempt}" if exempt else ""
+    worst = max(state.lags)
+    apart = "; kept rollouts of earlier groups apart" if state.ages else ""
     if worst > bound:
         return Verdict("Lag", f"max {worst}", f"ABOVE the bound of {bound}; mean {number(mean, 2)}{apart}", "bad")
     return Verdict("Lag", f"max {worst}", f"bound {bound} holds; mean {number(mean, 2)} steps{apart}", "good")

@@ -110,7 +110,11 @@ def test_they_are_counted_apart_from_the_lag(tmp_path: Path):
     )
     state.started = SimpleNamespace(max_lag=LAG)  # type: ignore[assignment]
     words, (verdict, found) = experience_words(state), (lag(state), max(again))
-    assert f"at most {found}" in words and words in verdict.detail and verdict.value == f"max {max(fresh)}"
+    assert (
+        f"at most {found}" in words
+        and "kept rollouts of earlier groups apart" in verdict.detail
+        and verdict.value == f"max {max(fresh)}"
+    )
     assert experience_words(RunState()) == ""
 
 
