@@ -60,9 +60,7 @@ def page() -> str:
 def messages() -> Iterator[Message]:
     """Yields every text that is given to one of `ERRORS`."""
     for path, node in _nodes():
-        if any(path.is_relative_to(PACKAGE / inner) for inner in INNER):
-            continue
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call) and not any(path.is_relative_to(PACKAGE / inner) for inner in INNER):
             text = template(node.args[0], shown=True)
             if len(text.strip("‹›… ")) > 12:
                 yield Message(_raised(node), _part(path), " ".join(text.split()))

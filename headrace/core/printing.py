@@ -42,10 +42,17 @@ def _units(character: str) -> tuple[int, ...]:
     return tuple(int.from_bytes(data[at : at + 2], "big") for at in range(0, len(data), 2))
 
 
+def lenient(stream: Any) -> Any:
+    """Returns the stream, which writes an escape for each character that its encoding lacks (`✓` in a terminal of Latin-1) and does not fail."""
+    if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
 def echo(text: object = "", *, err: bool = False) -> None:
     """Prints lines at once. `err`: on standard error, which is for all that is no result."""
     try:
-        print(printable(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
+        print(printable(str(text)), file=lenient(sys.stderr if err else sys.stdout), flush=True)
     except BrokenPipeError:  # nobody reads on: no reason to end, unless the result was all there was to do
         if not err:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
@@ -107,4 +114,4 @@ def guard_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, PrintableStream):
-            setattr(sys, name, PrintableStream(stream))
+            setattr(sys, name, PrintableStream(lenient(stream)))

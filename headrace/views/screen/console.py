@@ -16,7 +16,7 @@ from rich.console import ConsoleDimensions, ConsoleRenderable
 from rich.live import Live
 from rich.segment import ControlType, Segment
 
-from headrace.core.printing import printable
+from headrace.core.printing import lenient, printable
 
 UNBOUNDED = 1 << 16
 """Columns of a pipe or a file: lines stay whole, so that they can be searched."""
@@ -34,7 +34,7 @@ class Console(rich.console.Console):
     def file(self) -> IO[str]:
         """The stream that is written to, beneath a guard that would take our colours out."""
         stream = super().file
-        return getattr(stream, "unguarded", stream)
+        return lenient(getattr(stream, "unguarded", stream))
 
     def render_str(self, text: str, **how: Any) -> rich.text.Text:
         return super().render_str(printable(text), **how)
