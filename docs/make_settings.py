@@ -10,9 +10,9 @@ import dataclasses
 import inspect
 import json
 import re
-import textwrap
 import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -78,7 +78,10 @@ def sections(
     own, tables, lists = [], [], []
     for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
         here, hint = f"{path}{name}", hints[name]
-        nested = next((one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)), None)
+        nested = next(
+            (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)),
+            None,
+        )
         if nested is None:
             own.append(Setting(name, values_of(hint, field), told.get(name, "")))
         elif typing.get_origin(hint) is tuple:
@@ -92,8 +95,17 @@ def sections(
 
 def docstrings(kind: type) -> dict[str, str]:
     """Returns the docstring beneath each field, by its name, and the class's under the empty name."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(node, ast.ClassDef)
+    return _docstrings_in(inspect.getfile(kind))[kind.__name__]
+
+
+@cache
+def _docstrings_in(file: str) -> dict[str, dict[str, str]]:
+    """Those of all classes of a file."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    return {node.name: _docstrings_of(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def _docstrings_of(node: ast.ClassDef) -> dict[str, str]:
     found = {"": ast.get_docstring(node) or ""}
     for field, below in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
@@ -129,8 +141,11 @@ def computed(kind: type) -> dict[str, str]:
             " ".join(f"{name}: {one.about}." for name, one in kinds.items())
             for kinds in (ENVIRONMENTS, LIBRARIES | GATEWAY_KINDS)
         )
+        played = (LIBRARIES | GATEWAY_KINDS).items()
         return {
-            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}"
+            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}",
+            "name": " ".join(f"{kind}: {one.name}." for kind, one in played if one.name),
+            "options": " ".join(f"{kind}: {one.options}." for kind, one in played if one.options),
         }
     return constants() if kind is AlgoConfig else {}
 

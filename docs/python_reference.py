@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +109,7 @@ def _public_homes() -> list[tuple[str, str]]:
     return sorted(found, key=lambda one: (one[0] != "headrace", one[1][0].isupper(), one[1]))
 
 
+@cache
 def _tree(module: str) -> ast.Module:
     path = ROOT / Path(*module.split("."))
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))

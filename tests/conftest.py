@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -34,6 +35,17 @@ for profile in ("headrace", FULL):
 hypothesis.settings.load_profile("headrace")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """No server that the usual suite asks is outside it. Each client of HTTP reads all certificates of the machine otherwise, 20 ms of CPU time."""
+    if config.option.markexpr == "not slow":
+        import certifi
+
+        first, _, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
+        one = config.cache.mkdir("certificates") / "one.pem"
+        one.write_text(first + "-----END CERTIFICATE-----\n")
+        os.environ["SSL_CERT_FILE"] = str(one)
+
+
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     preloaded_python.share_with_workers_of_tests()
     compiling.compile_once(config, Path(__file__).parent)
@@ -58,6 +70,7 @@ def _draw_fewer(test: Any) -> None:
 def pytest_collection_finish() -> None:
     """Modules and tests stay: nobody needs to look for garbage among them. As in a worker (`run/worker/worker.py`)."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)  # a test leaves little, and is short
     gc.enable()
 
 
@@ -71,13 +84,40 @@ def _cpu_seconds() -> float:
     return used.user + used.system + used.children_user + used.children_system
 
 
+class Logged(logging.Handler):
+    """What a test logs. Pytest's own plugin goes through all loggers six times a test, and libraries have thousands (1.6 ms a test)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+LOGGED = Logged()
+logging.getLogger().addHandler(LOGGED)
+
+
+@pytest.fixture
+def logged() -> Logged:
+    """What this test has logged, from warnings on."""
+    return LOGGED
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before = _cpu_seconds()
+    LOGGED.lines = []
     try:
         return (yield)
     finally:
         item.user_properties.append(("cpu", _cpu_seconds() - before))
+        item.add_report_section("call", "log", LOGGED.text)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

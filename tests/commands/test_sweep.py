@@ -12,7 +12,7 @@ from headrace.cli import main
 from headrace.commands.training.sweep_command import SweepRun, _tell, finished, reached, runs_of
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, WarmStarted
-from headrace.run.choosing import resumed_settings, with_chosen
+from headrace.run.choosing import resumed_settings
 from headrace.run.config import dump_config, load_config, read_config
 from headrace.run.contents import contents_of, written
 from headrace.run.warm_start import FACT, FOLDER, begins_with
@@ -103,7 +103,7 @@ def test_a_run_that_has_begun_with_other_settings_is_not_compared(
 ) -> None:
     config, over = config_of(tmp_path, tiny_tokenizer), ["train.learning_rate=1e-3,2e-3"]
     runs = runs_of(config, over, 1, name="", sets=[])
-    begun = with_chosen(load_config(config, runs[0].sets), {"engine.threads": 1, "train.dtype": "float32"}, {})
+    begun = load_config(config, runs[0].sets).with_chosen({"engine.threads": 1, "train.dtype": "float32"}, {})
     runs[0].directory.mkdir(parents=True)
     (runs[0].directory / "config.toml").write_text(dump_config(begun))
     assert runs_of(config, over, 1, name="", sets=["engine.max_running=3"]) != runs, "what a run chose is its own"

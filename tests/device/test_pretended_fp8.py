@@ -80,11 +80,11 @@ def test_a_gpu_with_wrong_products_is_refused(cuda, monkeypatch):
         assert f"products of this GPU in FP8 are not right ({words}" in device_refusal(DEVICE)
 
 
-def test_a_grouped_product_that_fails_leaves_experts_one_by_one(cuda, monkeypatch, caplog):
+def test_a_grouped_product_that_fails_leaves_experts_one_by_one(cuda, monkeypatch, logged):
     """On the pretended device torch has none at all."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert device_refusal(DEVICE) == "" and fp8_of(DEVICE).grouped is None
-    assert "one by one in FP8" in caplog.text
+    assert "one by one in FP8" in logged.text
     monkeypatch.setattr(fp8, "grouped_product", looped)
     fp8._tried.cache_clear()
     assert fp8_of(DEVICE).grouped is looped

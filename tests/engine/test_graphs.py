@@ -6,7 +6,6 @@ then is not seen. Attention is that of `plain_pages`, whose tiles are the kernel
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -140,7 +139,7 @@ def test_the_rows_that_fill_up_see_and_change_nothing(pages):
     assert (logits.log_softmax(-1) - torch.stack(expected)).abs().max() < TOLERANCE
 
 
-def test_sizes_are_captured_with_the_first_weights_and_never_while_decoding(caplog):
+def test_sizes_are_captured_with_the_first_weights_and_never_while_decoding(logged):
     record = Recorder()
     runner = FusedRunner(skeleton("llama"), 256, dtype=torch.float32, device=CPU)
     runner._cache.kernel = read_pages
@@ -148,12 +147,10 @@ def test_sizes_are_captured_with_the_first_weights_and_never_while_decoding(capl
     runner.expect(rows=8, tokens=40)
     ours = RunnerDriver(runner, parameters("llama"), 64)
     assert record.captures == 6  # 32 and 48 tokens; 1, 2, 4 and 8 rows
-    with caplog.at_level(logging.WARNING):
-        both(ours, plain("llama"), prompts(60, 60, 20, 20)[:3], [(33, 1, 1), (1, 1, 1), (1, 30, 1)])
-    assert record.captures == 6 and not caplog.text
-    with caplog.at_level(logging.WARNING):
-        ours.step([(ours.sequence(prompts(70)[0]), 70)])
-    assert record.captures == 7 and "captured between two passes" in caplog.text
+    both(ours, plain("llama"), prompts(60, 60, 20, 20)[:3], [(33, 1, 1), (1, 1, 1), (1, 30, 1)])
+    assert record.captures == 6 and not logged.text
+    ours.step([(ours.sequence(prompts(70)[0]), 70)])
+    assert record.captures == 7 and "captured between two passes" in logged.text
 
 
 def test_after_a_nap_the_sizes_that_were_used_are_captured_again():
@@ -282,15 +279,14 @@ def test_mixtures_are_not_captured_where_experts_are_multiplied_one_by_one():
 # --- what is not replayed ----------------------------------------------------------------------------------------------
 
 
-def test_a_pass_that_is_not_replayed_is_counted_and_told_once(caplog):
+def test_a_pass_that_is_not_replayed_is_counted_and_told_once(logged):
     ours = graphed("llama")
     short = [(ours.sequence(text), 2) for text in prompts(*[2] * (CHUNKS + 5))]
     graphs = ours.runner._graphs
     assert "prompt chunks" in graphs.refusal(ours.batch(short[:40])) and not graphs.refusal(ours.batch(short[:9]))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            ours.runner.passes.count("a reason")
-    assert caplog.text.count("not replayed as a CUDA graph (a reason)") == 1
+    for _ in range(2):
+        ours.runner.passes.count("a reason")
+    assert logged.text.count("not replayed as a CUDA graph (a reason)") == 1
     assert ours.runner.passes.eager == {"a reason": 2} and ours.runner.passes.graphed == 0
     assert isinstance(Passed(torch.zeros(1), None), tuple)
 

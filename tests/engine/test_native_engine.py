@@ -161,6 +161,19 @@ def test_buffers_made_without_weights_are_those_of_the_real_model(saved):
             assert torch.equal(buffer, theirs[key]), f"{name}: {key}"
 
 
+def test_a_model_is_tried_once_and_another_one_anew(tmp_path):
+    """What a pass without values showed of one config is not taken for another config of the class."""
+    from headrace.engine.native.runners.skeleton import read
+
+    config = save_model(tmp_path, "llama") / "config.json"
+    one, again = (read(tmp_path, torch.float32, torch.device("cpu")) for _ in range(2))
+    assert again.paged is one.paged and again.model is not one.model
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "num_hidden_layers": values["num_hidden_layers"] + 1}))
+    other = read(tmp_path, torch.float32, torch.device("cpu"))
+    assert other.geometry.layers == one.geometry.layers + 1 == len(other.windows)
+
+
 # --- swaps -------------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import logging
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.native.forward_pass import BLOCK
-from headrace.engine.native.runners import page_trial
 from headrace.engine.native.runners.page_trial import deviation, page_kernel
 from headrace.engine.native.runners.pages import PLAIN, Pages, Softmax, Tiles, places, splits, tile_queries
 from support.triton_marks import needs_interpreter, needs_triton
@@ -176,14 +174,13 @@ def test_a_kernel_with_wrong_numbers_is_found_out():
     assert deviation(lost, CPU, torch.float32, 16) == float("inf")
 
 
-def test_a_device_that_does_not_run_the_kernel_gathers_and_says_so(monkeypatch, caplog):
+def test_a_device_that_does_not_run_the_kernel_gathers_and_says_so(monkeypatch, logged):
     """Without Triton, or on a GPU that it does not know: there is none here."""
     page_kernel.cache_clear()
     monkeypatch.setitem(sys.modules, KERNELS, None)
-    with caplog.at_level(logging.WARNING, logger=page_trial.__name__):
-        assert page_kernel(torch.device("cuda", 0), torch.bfloat16, 64) is None
+    assert page_kernel(torch.device("cuda", 0), torch.bfloat16, 64) is None
     page_kernel.cache_clear()
-    assert "ModuleNotFoundError" in caplog.text and "padded to the longest one" in caplog.text
+    assert "ModuleNotFoundError" in logged.text and "padded to the longest one" in logged.text
     assert page_kernel(CPU, torch.bfloat16, 64) is None
 
 

@@ -81,21 +81,21 @@ class Hunt:
         return f"| {one.name} | {part} | {one.contract} | {one.mistake} | {self.check} | {at} |"
 
 
-def edited(planted: Planted, package: Path) -> dict[Path, str]:
-    """Returns the text of each changed file. Raises `AssertionError` where the code has moved away from the table."""
+def edited(planted: Planted, package: Path) -> dict[Path, ast.Module]:
+    """Returns the tree of each changed file. Raises `AssertionError` where the code has moved away from the table."""
     trees: dict[Path, ast.Module] = {}
     for edit in planted.edits:
         path = _place(planted, edit, package, trees)
         assert _replace(_function(trees[path], edit.function), edit, plant=True) == 1
-    return {path: ast.unparse(ast.fix_missing_locations(tree)) for path, tree in trees.items()}
+    return {path: ast.fix_missing_locations(tree) for path, tree in trees.items()}
 
 
 def apply(planted: Planted, package: Path) -> list[Path]:
     """Returns the changed files. Raises `AssertionError` where the code has moved away from the table."""
-    texts = edited(planted, package)
-    for path, text in texts.items():
-        path.write_text(text)
-    return list(texts)
+    trees = edited(planted, package)
+    for path, tree in trees.items():
+        path.write_text(ast.unparse(tree))
+    return list(trees)
 
 
 @functools.cache
@@ -144,12 +144,12 @@ def _replace(function: ast.AST | None, edit: Edit, *, plant: bool = False) -> in
         old, new = (ast.parse(text, mode="eval").body for text in (edit.old, edit.new))
     except SyntaxError:
         return _replace_statements(function, edit, plant)
-    times = 0
+    times, wanted = 0, ast.dump(old)
 
     class Replacing(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> ast.AST:
             nonlocal times
-            if ast.dump(node) != ast.dump(old):
+            if type(node) is not type(old) or ast.dump(node) != wanted:
                 return self.generic_visit(node)
             times += 1
             return new if plant else node

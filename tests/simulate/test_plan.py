@@ -571,6 +571,8 @@ def test_a_plan_counts_demonstrations_and_says_that_a_warm_start_is_not_in_it(tm
     given = planned(demonstrations={"path": path, "rows_per_step": 6}, algo={"name": "chord"})
     assert (plain.asked.scenario.given, given.asked.scenario.given) == (0.0, 600.0)
     assert any("6 demonstrations of a step are assumed" in note for note in given.notes)
+    again = planned(algo={"experience": {"rollouts": 3}})
+    assert again.asked.scenario.given == 3 * again.asked.scenario.staleness.groups_per_step * 30
     warm = planned(warm_start={"path": path})
     assert [any("before the first rollout" in note for note in one.notes) for one in (plain, warm)] == [False, True]
 

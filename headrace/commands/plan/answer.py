@@ -288,7 +288,7 @@ def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[s
     return Scenario(
         rates=rates,
         completions=completions,
-        given=_given(request, prompts.mean + completions.mean, notes),
+        given=_given(request, prompts.mean + completions.mean, notes) + _again(request, completions.mean, notes),
         shape=_shape(request, rates, notes),
         staleness=config.staleness,
         rollout=config.rollout,
@@ -365,6 +365,17 @@ def _given(request: PlanRequest, length: float, notes: list[str]) -> float:
         f"the {rows} demonstrations of a step are assumed to be as long as a prompt and a completion, {length:.0f} tokens each"
     )
     return rows * length
+
+
+def _again(request: PlanRequest, length: float, notes: list[str]) -> float:
+    """Returns the tokens of good earlier rollouts of a step, whose prompts their groups forward. `length`: of a completion."""
+    rollouts = request.config.algo.recipe.experience.rollouts * request.config.staleness.groups_per_step
+    if not rollouts or (request.run and not request.calibrate):
+        return 0.0
+    notes.append(
+        f"{rollouts} good earlier rollouts (algo.experience) are counted in each step, as if every prompt had come before"
+    )
+    return rollouts * length
 
 
 def _assumed_prompts(notes: list[str]) -> Distribution:

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -152,20 +153,24 @@ def _values(over: str) -> list[str]:
 
 def _apart(values: str) -> list[str]:
     """Splits at the commas that stand in no text, array or table of TOML."""
-    found, depth, quote, begin, escaped = [], 0, "", 0, False
-    for place, letter in enumerate(values):
-        if quote:
-            closes = letter == quote and not escaped
-            escaped = letter == "\\" and quote == '"' and not escaped
-            quote = "" if closes else quote
-        elif letter in "\"'" and (depth or not values[begin:place].strip()):
-            quote = letter
-        elif letter == "," and depth == 0:
-            found.append(values[begin:place].strip())
-            begin = place + 1
-        else:
-            depth += (letter in "[{") - (letter in "]}")
-    return [*found, values[begin:].strip()]
+    found, begun = list[str](), ""
+    for piece in values.split(","):
+        begun = f"{begun},{piece}" if begun else piece
+        if _is_whole(begun):
+            found.append(begun.strip())
+            begun = ""
+    return [*found, *([begun.strip()] if begun else [])]
+
+
+def _is_whole(value: str) -> bool:
+    """Whether it is a value of TOML, or a bare word, rather than the beginning of a text, an array or a table."""
+    try:
+        tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return value.lstrip()[:1] not in ("[", "{", '"', "'")
+    except ValueError:  # a number with too many digits, which is refused when the setting is read
+        return True
+    return True
 
 
 def _short(value: str) -> str:

@@ -213,6 +213,6 @@ def kind_of(data: str) -> str:
     if path.is_dir():
         return "datasets"
     suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if kind := {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv"}.get(suffix):
-        return kind
+    if known := [kind for kind, facts in TASK_KINDS.items() if suffix in facts.endings]:
+        return known[0]
     return "jsonl" if path.is_file() else "reasoning_gym"

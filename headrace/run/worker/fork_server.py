@@ -28,9 +28,12 @@ from headrace.run.worker.build import KINDS, preload
 
 LATER = (
     "numpy.ma",  # asked for by `numpy.unique`
+    "headrace.engine.native.runners.decoder",
+    "headrace.engine.native.runners.hugging_face",
+    "headrace.engine.native.runners.own_cache",
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "mistral")),
 )
-"""Modules that libraries import when they first need them. Other families cost a worker about 0.05 s each."""
+"""Modules that are imported when they are first needed. Other families cost a worker about 0.05 s each."""
 
 
 def main() -> None:

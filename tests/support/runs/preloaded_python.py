@@ -42,6 +42,7 @@ from headrace.run.rehearsal import machine
 
 MODULES = (
     "headrace.cli",
+    "headrace.run.run",
     "headrace.serve.start",
     "headrace.testing.servers.fake_vllm",
     "headrace.testing.servers.fake_sglang",
@@ -73,6 +74,13 @@ MODULES_OF_TESTS = (
 _loaded = list(MODULES)
 """What the template of this process imports."""
 
+TRIALS = "HEADRACE_TRIALS_OF_TESTS"
+"""The environment variable with the folder of this suite in which workers keep the effects of trials, as they do for large models."""
+
+if TRIALS not in os.environ:
+    _kept = tempfile.TemporaryDirectory()
+    os.environ[TRIALS] = _kept.name
+
 ENVIRONMENT = environment(())
 """The template's. Tests change that of their process later."""
 
@@ -84,9 +92,15 @@ TEMPLATE = "HEADRACE_TEMPLATE"
 
 _INHERITED = os.environ.pop(TEMPLATE, None)
 
-LATER = ("TORCHINDUCTOR_CACHE_DIR", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "COLUMNS")
-"""Variables that torch sets when a test first needs its compiler, headrace when it first shows a screen (`core/printing.py`), and tests of what is
-shown. With them each thread that trains would load all libraries anew."""
+LATER = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS",
+    "COLUMNS",
+    "SSL_CERT_FILE",
+)
+"""Variables that torch sets when a test first needs its compiler, headrace when it first shows a screen (`core/printing.py`), and tests. With
+them each thread that trains would load all libraries anew."""
 
 SERVED = 3
 """The number of the connection in a copy of the template that forks workers."""
@@ -308,7 +322,17 @@ def _fork_workers(requests: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if (found := fork_server.serve(requests, fork_server._unfit(requests.fileno()))) is not None:
         fork_server.become(*found)
+        _know_trials()
         worker.main()
+
+
+def _know_trials() -> None:
+    """Lets a worker take the effects of its trial from an earlier run of this suite with the same weights, if its own numbers are the same, bit for
+    bit: half a second of CPU time for the smallest model. In `tests/orchestration/test_trial.py` they are computed."""
+    from headrace.trainer.step import trainer
+
+    if kept := os.environ.get(TRIALS):
+        trainer.WORTH, trainer.cache_dir = 0, lambda: Path(kept)
 
 
 _Server = tuple[socket.socket, ForkedProcess]

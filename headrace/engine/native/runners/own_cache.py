@@ -27,7 +27,7 @@ from headrace.engine.native.runners.model_call import TOKEN, ModelCall
 from headrace.engine.native.runners.module_adapters import NONE, blamed_in_slots, in_slots
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
 from headrace.engine.native.runners.recorded import TRIED, ExpertRecorder, PassRoutes, RoutedTokens
-from headrace.engine.native.runners.skeleton import Skeleton, without_values
+from headrace.engine.native.runners.skeleton import Architecture, Skeleton, architecture_of, without_values
 from headrace.engine.native.runners.states import FoundState, MarkedBlocks, Rows, State, States
 
 STEPS_FOR_A_PASS = 16
@@ -345,8 +345,15 @@ def _key(table: np.ndarray, tokens: int) -> tuple[int, int]:
 
 def _block_nbytes(model: Skeleton, context_length: int, dtype: torch.dtype) -> int:
     """Bytes of BLOCK tokens: their part of what grows with a sequence, and of a state of fixed size if the sequence is as long as it may be."""
-    fixed, each = _measured(model) or _estimated(model, dtype)
+    architecture = architecture_of(model.model, model.config), dtype
+    if architecture not in _found and (measured := _measured(model)):
+        _found[architecture] = measured
+    fixed, each = _found.get(architecture) or _estimated(model, dtype)
     return max(SMALLEST_BLOCK, each * BLOCK + fixed * BLOCK // context_length)
+
+
+_found: dict[tuple[Architecture, torch.dtype], tuple[int, int]] = {}
+"""Results of `_measured` by model: a process that compares engines reads one model several times."""
 
 
 def _measured(model: Skeleton) -> tuple[int, int] | None:

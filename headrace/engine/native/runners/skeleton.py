@@ -140,12 +140,34 @@ def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention |
         model = _build(config, dtype, ATTENTION, what)
         # There is no padding in a flat batch: without this, some models search every batch for it and warn.
         model.config.pad_token_id = model.config.get_text_config(decoder=True).pad_token_id = None
-        notes = dry_run(model)
+        architecture = architecture_of(model, model.config)
     except Exception as error:  # whatever it is, its own cache may serve it
         return None, None, str(error)
+    if architecture not in _found:
+        _found[architecture] = _paged_attention(model)
+    paged, objection = _found[architecture]
+    return (model if paged else None), paged, objection
+
+
+Architecture = tuple[type, str]
+"""A model's class and config, from which all follows that a pass without values shows."""
+
+_found: dict[Architecture, tuple[PagedAttention | None, str]] = {}
+"""Results of dry runs by model: a process that compares engines reads one model several times, and each dry run takes 10 ms a layer."""
+
+
+def architecture_of(model: Any, config: Any) -> Architecture:
+    return type(model), config.to_json_string(use_diff=False)
+
+
+def _paged_attention(model: Any) -> tuple[PagedAttention | None, str]:
+    try:
+        notes = dry_run(model)
+    except Exception as error:
+        return None, str(error)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if objection := _objection(notes, layers, model):
-        return None, None, objection
+        return None, objection
     paged = PagedAttention(
         Geometry(
             layers,
@@ -157,7 +179,7 @@ def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention |
         windows=tuple(note.options.get("sliding_window") for note in notes),
         scales=tuple(note.scale for note in notes),
     )
-    return model, paged, ""
+    return paged, ""
 
 
 def _build(config: Any, dtype: torch.dtype, attention_name: str | None, what: str) -> Any:
@@ -307,7 +329,9 @@ def _objection(notes: list[_Note], layers: int, model: Any) -> str:
 
 
 def _make_buffers(model: Any, device: torch.device) -> None:
-    """Rotary frequencies and the like, computed as `from_pretrained` does: empty buffers, then the model's own init."""
+    """Rotary frequencies and the like, computed as `from_pretrained` does: empty buffers, then the model's own init, which leaves parameters alone."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # there is nothing to fill, and on the meta device each costs milliseconds
     for module in model.modules():
         module._is_hf_initialized = False
         for name, buffer in module.named_buffers(recurse=False):
