@@ -6,8 +6,9 @@ makes the engine serve the trainer's weights, which `Pipeline.run` requires. `gr
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.algo.noise import NoiseWatch
 from headrace.algo.training_rows import Algorithm
@@ -150,12 +151,7 @@ def assemble(
         algorithm=algorithm,
         snapshots=snapshots,
         probe=probe,
-        evaluator=_evaluator(
-            HeldOutSet(evaluation.name, groups, held_out),
-            sets,
-            telemetry,
-            measure_of(snapshots.made_by, evaluation.temperature),
-        ),
+        evaluator=_evaluator(evaluation, (groups, held_out), sets, telemetry, snapshots.made_by),
         turns=turns or DeviceShare(),
         noise=noise or NoiseWatch(),
         deltas=deltas or DeltaWatch(),
@@ -190,11 +186,18 @@ def groups_alone(
     )
 
 
-def _evaluator(held_out: HeldOutSet, sets: Sequence[MeasuredSet], telemetry: Telemetry, measure: str) -> Evaluator:
-    groups = held_out.groups
+def _evaluator(
+    evaluation: EvalConfig,
+    held_out: tuple[GroupSource, Sequence[Prompt]],
+    sets: Sequence[MeasuredSet],
+    telemetry: Telemetry,
+    made_by: Mapping[str, Any],
+) -> Evaluator:
+    groups, prompts = held_out
     further = [one.with_groups(groups) for one in sets if isinstance(groups, OwnGroups)]
     assert len(further) == len(sets), "settings refuse further sets where rollout hosts sample"
-    return Evaluator(held_out, telemetry, further, measure=measure)
+    measure = measure_of(made_by, evaluation.temperature)
+    return Evaluator(HeldOutSet(evaluation.name, groups, prompts), telemetry, further, measure=measure)
 
 
 def _own_groups(
