@@ -281,7 +281,7 @@ def page(rows: list[Tried]) -> str:
         *(f"| {tier} | {speed} |" for tier, speed in SPEEDS.items()),
         "",
         "[How quick each is beside `generate`](benchmarks.md#ways-of-serving). `headrace train --dry-run` and `headrace plan` name a model's way. LoRA adapters are served beside all of them, of experts beside the kernels' and the fused decoder's",
-        'families alone; where transformers computes, each has a pass of its own, and `lora.publish = "auto"` publishes it merged. A model\'s own cache gives no exact results. What is not served is refused at the start.',
+        'families alone; where transformers computes, each has a pass of its own, and `lora.publish = "auto"` publishes it merged. A model\'s own cache gives no exact results: the sequences of a pass, which follow from the clock, decide the last places of its log-probs (up to 3e-6). What is not served is refused at the start.',
         "",
         f"{sum(row.replayed not in ('', 'refused') for row in rows)} of {sum(bool(row.replayed) for row in rows)} mixtures are trained with the experts that the engine chose (`rollout.keep_routing`). Losses that a config names beside the model's (balance of experts, z-loss)",
         "are not part of a step, and biases with which experts are chosen stay as they were saved. Heads that predict further tokens are not loaded and not trained; an exported model has them as they were.",

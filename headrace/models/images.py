@@ -207,7 +207,7 @@ def with_images(model_dir: Path, images: Callable[[], Iterable[ImageFile]], colu
         if column:
             why = REFUSED.get(kind, f"{kind or 'it'} is not among the types whose images are served")
             raise ConfigError(
-                f"{column} shows images to {model_dir.name}, and that is not served: {why}; choose a model of the type "
+                f"{column} shows images to {model_dir.name}{f' ({kind})' if kind in REFUSED else ''}, and that is not served: {why}; choose a model of the type "
                 f"{', '.join(SERVED[:-1])} or {SERVED[-1]}, or remove the setting"
             )
         return model_dir

@@ -122,6 +122,24 @@ def test_a_group_shares_its_prompt_and_a_conversation_what_it_has(name, saved):
     assert engine.stats().recomputed_tokens == 0, "states were found, none was made twice"
 
 
+@pytest.mark.parametrize("name", few(["gemma2", "qwen3_next", "gpt_oss"], keep=1))
+def test_equal_passes_give_equal_bits_and_other_company_other_last_places(name, saved):
+    """Why two runs over such a cache differ in their last places: which sequences share a pass follows from the clock."""
+    asked = [drawn(str(number), text, seed=number) for number, text in enumerate(texts(12, 12, 30, 7))]
+
+    def answered(*passes: list[Request]) -> list[Answer]:
+        engine, answers = make_engine(saved(name), path="cache"), dict[str, Answer]()
+        for together in passes:
+            answers |= run(engine, together)
+        return [answers[request.id] for request in asked]
+
+    together, alone = answered(asked), answered(*([request] for request in asked))
+    assert together == answered(asked), "a pass itself has one result"
+    assert together != alone and [one.tokens for one in together] == [one.tokens for one in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert torch.tensor(one.logprobs).sub(torch.tensor(other.logprobs)).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("name", few(["gemma2", "mamba"], keep=1))
 @pytest.mark.parametrize("swap", ["keep", "recompute"])
 def test_a_swap_in_the_middle_of_a_completion_keeps_or_recomputes_its_state(name, swap, saved):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import io
@@ -13,12 +14,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+import transformers
 from PIL import Image
+from safetensors.torch import save_file
 
 from headrace.algo.config import AlgoConfig
 from headrace.commands.replay.bundle_replay import _cannot_train
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import ReadyRecord
+from headrace.engine.native.runners.skeleton import _build
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.python_rows import fingerprint, rows_of
 from headrace.episodes.tasks.row_images import images_in, images_of_row
@@ -29,6 +34,7 @@ from headrace.models.images import REFUSED, TEXT_TOO, ImageFile, KnownImages, im
 from headrace.models.lora import LoraConfig
 from headrace.run.config import load_config
 from headrace.run.contents import contents_of
+from headrace.run.rehearse import rehearse
 from headrace.run.resume_rules import check_resumable, meaning
 from headrace.run.seeing import model_of
 from headrace.views.report import write_report
@@ -244,6 +250,27 @@ def test_other_models_are_refused_by_name(kind: str, tmp_path: Path):
         with_images(tmp_path, lambda: PICTURES[:1], 'task.images = ["image"]')
     assert REFUSED.get(kind, f"{kind} is not among the types") in str(caught.value)
     assert with_images(tmp_path, tuple) == tmp_path, "without images it is loaded as it is"
+
+
+@pytest.mark.parametrize("kind", ["paligemma"])
+def test_a_model_that_transformers_calls_no_language_model_is_refused_in_one_line(kind: str):
+    with pytest.raises(ConfigError, match="transformers does not build it") as caught:
+        _build(transformers.AutoConfig.for_model(kind), torch.float32, None, f"model ({kind})")
+    assert "\n" not in str(caught.value) and "PaliGemmaConfig" in str(caught.value) and "GPT2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_rehearsal_names_the_model_whose_images_are_refused(kind: str, tmp_path: Path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": kind}))
+    save_file({"x": torch.zeros(1)}, model / "model.safetensors")
+    tiny_seeing.tokenizer("smolvlm").save_pretrained(model)
+    config = settings(tmp_path)
+    config["model"]["path"] = str(model)
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(rehearse(load_config(config)))
+    assert f"({kind}), and that is not served: {REFUSED[kind]}" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen3_5"])

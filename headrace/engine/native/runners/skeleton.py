@@ -182,6 +182,11 @@ def _paged_attention(model: Any) -> tuple[PagedAttention | None, str]:
     return paged, ""
 
 
+def _first_line(error: Exception) -> str:
+    """Behind it transformers may list all of its classes."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
 def _build(config: Any, dtype: torch.dtype, attention_name: str | None, what: str) -> Any:
     """The model on the meta device, in eval mode. Raises ConfigError if transformers cannot make it from its config."""
     chosen = {"attn_implementation": attention_name} if attention_name else {}
@@ -191,7 +196,7 @@ def _build(config: Any, dtype: torch.dtype, attention_name: str | None, what: st
     except Exception as error:
         raise ConfigError(
             f"{what} cannot be served by the native engine: transformers does not build it from its config.json "
-            f"({type(error).__name__}: {error}); choose another model"
+            f"({type(error).__name__}: {_first_line(error)}); choose another model"
         ) from error
     if left := [name for name, module in model.named_modules() if any(map(_is_tensor, vars(module).values()))]:
         raise ConfigError(
