@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import random
 import tempfile
 import time
@@ -25,7 +26,8 @@ from headrace.facts.facts import Accounting
 from headrace.facts.machine_mark import cpu_model
 from headrace.loop.buffer import BufferState
 from headrace.loop.checkpoints import ControllerState, encoded_state, write_in_pieces
-from headrace.loop.partial import TokensSoFar
+from headrace.loop.partial import TokenStore
+from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
 
 ROWS, TOGETHER = 128, 6
@@ -61,12 +63,16 @@ async def longest_turn(work: asyncio.Task[None]) -> float:
 
 async def measure(requests: int, tokens: int) -> None:
     live = requests * (tokens // TOGETHER) * TOGETHER
-    book = sampled(requests, tokens)
+    book, engine = sampled(requests, tokens), FakeEngine()
+    engine.unfinished = book.unfinished  # type: ignore[assignment]
     buffer = BufferState(requests, (), {}, Accounting(drawn=requests))
     state = ControllerState(3, 0.0, {}, buffer, {}, 0)
 
+    store = TokenStore(engine)
+    store.asked = {name: asyncio.get_running_loop().create_future() for name in book.ids}
+    gc.collect()
     began = time.thread_time()
-    begun = {name: TokensSoFar(None, transcript) for name, transcript in book.unfinished(None).items()}
+    begun = store.captured(book.ids)
     pieces, taken = encoded_state(state, begun), time.thread_time() - began
     with tempfile.TemporaryDirectory() as directory:
         began = time.thread_time()
@@ -84,7 +90,7 @@ async def memory(requests: int, tokens: int) -> None:
     """Measured alone: what traces the memory slows down what comes after it too."""
     tracemalloc.start()
     book = sampled(requests, tokens)
-    live = sum(len(transcript.sampled) for transcript in book.unfinished(None).values())
+    live = sum(so_far.count for so_far in book.unfinished(None).values())
     print(f"{tracemalloc.get_traced_memory()[0] / live:.1f} B of memory a live token")
 
 

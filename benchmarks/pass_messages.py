@@ -27,7 +27,7 @@ from headrace.core.steps import Finished, LabelledRows, StepOutput, TokenRuns, e
 from headrace.durable.pass_log import PassLog
 from headrace.engine.fleet.dispatch import Requests
 from headrace.engine.fleet.member import Attempt, Member
-from headrace.engine.request_book import RequestBook
+from headrace.engine.request_book import Pending, RequestBook
 from headrace.processes.wire import Channel, Frame, pack, pack_payload, unpack
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
@@ -63,21 +63,23 @@ class Controller:
 
     def __init__(self, log: PassLog, fleet: Requests | None, member: Member | None, names: list[str]) -> None:
         self._book, self._fleet, self._member = RequestBook(), fleet, member
+        self._pending = dict[str, Pending]()
         self._book.listen(log.write if fleet is None or member is None else lambda output: fleet.heard(member, output))
         for name in names:
             self._enter(name)
 
     def _enter(self, name: str) -> None:
         asked = request(name, (1, 2), 1 << 20)
-        self._book.enter(asked)
+        self._pending[name] = self._book.enter(asked)
         if self._fleet and self._member:
-            pending = self._fleet.book.enter(asked)
+            pending = self._pending[name] = self._fleet.book.enter(asked)
             self._member.attempts[name] = Attempt(pending=pending, member=self._member, floor=3, group=0, had=0)
 
     def heard(self, output: StepOutput, following: Callable[[], str]) -> None:
         self._book.publish(output)
         self._book.enter_output(output)
         for end in output.finished:
+            self._pending.pop(end.request_id).so_far()
             self._book.leave(end.request_id)
             if self._fleet and self._member:
                 self._fleet.book.leave(end.request_id)

@@ -7,6 +7,7 @@ reasoning_gym (`pip install "headrace[tasks]"`), which gives an answer that hold
     python benchmarks/toy_recipes.py grpo ce_gppo vespo --lags 1 4 --seeds 0 1
     python benchmarks/toy_recipes.py grpo dapo gspo tis --lags 0 1 4 --seeds 0 1 2 --steps 40 --errors
     python benchmarks/toy_recipes.py grpo gigpo --turns 4 --lags 1
+    python benchmarks/toy_recipes.py grpo tis --prompts 12 --experience 2 --lags 1 --seeds 0 1 2
     python benchmarks/toy_recipes.py grpo tis cispo --gym letter_counting --lags 0 4 --seeds 0 1 --steps 40 --errors
 """
 
@@ -27,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from headrace.algo.config import AlgoConfig
+from headrace.facts.facts import GroupEnded
 from headrace.facts.records import StepRow, read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -47,6 +49,11 @@ GYM = {"letter_counting": {"min_words": 2, "max_words": 3}, "gcd": {"max_value":
 """Families of reasoning_gym whose answers are mostly one digit, which a random model finds by chance, and their settings."""
 ANSWER = "eeeee"
 """The given answer to every prompt, for recipes that learn from such: as many of them in a step as there are groups."""
+TWICE = """
+def twice(prompts, completions, **columns):
+    return [float(text.count("e") > 1) for text in completions]
+"""
+"""A reward that a random model gets in about one of forty rollouts, so that most groups have no contrast."""
 ENDS = 4
 """Steps at the beginning and at the end of a run whose mean reward is given."""
 
@@ -58,6 +65,8 @@ class ToyRun(NamedTuple):
     """Share of the loss tokens without a gradient of the policy loss: beyond a bound of the ratio, or masked by a rule."""
     norms: list[float]
     """Norm of the gradient of each step."""
+    drawn: int
+    """Groups that were sampled; those without contrast are not trained."""
 
 
 def make_model(directory: Path) -> Path:
@@ -91,8 +100,11 @@ def trained(
     turns: int = 1,
     prompts: int = 0,
     gym: str = "",
+    experience: int = 0,
+    sparse: bool = False,
 ) -> ToyRun:
     place.mkdir()
+    (place / "twice.py").write_text(TWICE)
     (place / "walk.py").write_text(WALK.replace("TURNS", str(turns)))
     walks = {
         "reward": {"function": ""},
@@ -102,12 +114,14 @@ def trained(
         place,
         model,
         seed=seed,
-        algo={"name": recipe},
+        algo={"name": recipe, **({"experience": {"rollouts": experience}} if experience else {})},
         train={"steps": steps, "learning_rate": 3e-3},
         staleness={"max_lag": lag},
         checkpoint={"every": 0},
         **(walks if turns > 1 else {}),
     )
+    if sparse:
+        settings["reward"] = {"function": f"{place / 'twice.py'}:twice"}
     if gym:
         settings["task"] = {"kind": "reasoning_gym", "name": gym, "options": GYM[gym], "held_out": 16}
         settings["reward"] = {"function": "reasoning_gym"}
@@ -123,17 +137,19 @@ def trained(
         (place / "rows.jsonl").write_text("\n".join(rows[: prompts + 16]))  # 16 are held out
     with redirect_stdout(sys.stderr):  # the summary of the run
         run = headrace.train(settings).directory
-    rows = [fact for fact in read_metrics(run) if isinstance(fact, StepRow)]
+    facts = read_metrics(run)
+    rows = [fact for fact in facts if isinstance(fact, StepRow)]
+    drawn = sum(isinstance(fact, GroupEnded) for fact in facts)
     tokens = sum(row.report.loss_tokens for row in rows)
     stopped = sum(lag.tokens * (lag.clipped + sum(lag.masked.values())) for row in rows for lag in row.report.lags)
-    return ToyRun([row.reward_drawn for row in rows], stopped / tokens, [row.report.grad_norm for row in rows])
+    return ToyRun([row.reward_drawn for row in rows], stopped / tokens, [row.report.grad_norm for row in rows], drawn)
 
 
 def cell(runs: Sequence[ToyRun], errors: bool) -> str:
     """The mean reward of the last steps: of each seed, or the mean with its standard error, the spread from step to step and what was stopped."""
     last = [fmean(run.rewards[-ENDS:]) for run in runs]
     if not errors:
-        return ", ".join(f"{value:.3f}" for value in last)
+        return ", ".join(f"{value:.3f} of {run.drawn} groups" for value, run in zip(last, runs, strict=True))
     error = stdev(last) / len(last) ** 0.5
     spread = fmean(stdev(run.norms[len(run.norms) // 2 :]) / fmean(run.norms[len(run.norms) // 2 :]) for run in runs)
     return f"{fmean(last):.3f} ± {error:.3f}; {spread:.2f}; {100 * fmean(run.stopped for run in runs):.1f} %"
@@ -150,6 +166,10 @@ def main() -> None:
         "--prompts", type=int, default=0, help="different prompts, which come again and again; 0: more than a run draws"
     )
     parser.add_argument("--gym", choices=[*GYM], default="", help="a family of reasoning_gym instead of the toy task")
+    parser.add_argument(
+        "--experience", type=int, default=0, help="good earlier rollouts of a prompt that are trained again"
+    )
+    parser.add_argument("--sparse", action="store_true", help="a reward of 1 for two letters or more, else 0")
     parser.add_argument("--errors", action="store_true", help="means with standard errors, of two seeds or more")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -170,6 +190,8 @@ def main() -> None:
                         turns=told.turns,
                         prompts=told.prompts,
                         gym=told.gym,
+                        experience=told.experience,
+                        sparse=told.sparse,
                     )
                     for seed in told.seeds
                 ]

@@ -1,4 +1,4 @@
-"""Makes docs/gpu.md's tables, and the planner's measured rates, of what machines with a GPU have measured (benchmarks/device/results): `make docs`."""
+"""Makes docs/gpu_queue.md's tables, and the planner's measured rates, of what machines with a GPU have measured (benchmarks/device/results): `make docs`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.device.entry import (  # noqa: E402
 )
 from headrace.commands.plan.rates.hardware import GPUS  # noqa: E402
 
-TARGET = Path(__file__).with_name("gpu.md")
+TARGET = Path(__file__).with_name("gpu_queue.md")
 RATES = ROOT / "headrace/commands/plan/rates/own_runs.json"
 BEGIN, END = "<!-- device: `make docs` -->\n", "<!-- end of device -->"
 PREDICTED = ("h100", "h200")
@@ -40,7 +40,7 @@ def tables(results: list[Result]) -> Iterator[str]:
     for number, name in enumerate(ORDER, 1):
         entry = entry_of(name)
         mine = {chip_of(result.card) or result.card: result for result in results if result.entry == name}
-        yield f"\n### {number}. {name}\n\n{entry.about[0].upper()}{entry.about[1:]}.\n"
+        yield f"\n## {number}. {name}\n\n{entry.about[0].upper()}{entry.about[1:]}.\n"
         yield from _table(entry, list(mine.values()))
 
 
@@ -50,13 +50,13 @@ def _table(entry: Entry, results: list[Result]) -> Iterator[str]:
         f"measured: {chip_of(result.card).upper() or result.card}, {result.date}, `{result.commit}`"
         for result in results
     ]
-    heads = ["figure", f"predicted: {'; '.join(key.upper() for key in PREDICTED)}", "by", *(cards or ["measured"])]
+    heads = ["figure", f"predicted: {'; '.join(key.upper() for key in PREDICTED)}", *(cards or ["measured"]), "by"]
     yield f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
     written_out: dict[str, str] = {}
     for line in entry.lines:
         found = [_cell(line, result) for result in results] or [NONE]
         formula = _formula(line.formula, written_out)
-        yield f"| {' | '.join([line.name, _predicted(line), formula, *found])} |"
+        yield f"| {' | '.join([line.name, _predicted(line), *found, formula])} |"
         written_out.setdefault(line.formula, line.name)
     for result in results:
         if result.ended != "finished":

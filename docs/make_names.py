@@ -16,10 +16,10 @@ def rows() -> Iterator[str]:
     named: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, one in MEANINGS.items():
         named.setdefault((one.ours, one.note), {}).setdefault(one.whose, []).append(f"`{name}`")
-    yield "| here | names elsewhere | difference |\n|---|---|---|"
+    yield "| here | names elsewhere, and what differs |\n|---|---|"
     for (ours, note), by in named.items():
         names = "; ".join(f"{', '.join(names)} ({whose})" for whose, names in by.items())
-        yield f"| {f'`{ours}`' if ours else 'none'} | {names} | {note} |"
+        yield f"| {f'`{ours}`' if ours else 'none'} | {names}{f': {note}' if note else ''} |"
 
 
 def page(text: str) -> str:

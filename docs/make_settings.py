@@ -78,7 +78,10 @@ def sections(
     own, tables, lists = [], [], []
     for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
         here, hint = f"{path}{name}", hints[name]
-        nested = next((one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)), None)
+        nested = next(
+            (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)),
+            None,
+        )
         if nested is None:
             own.append(Setting(name, values_of(hint, field), told.get(name, "")))
         elif typing.get_origin(hint) is tuple:
@@ -138,8 +141,11 @@ def computed(kind: type) -> dict[str, str]:
             " ".join(f"{name}: {one.about}." for name, one in kinds.items())
             for kinds in (ENVIRONMENTS, LIBRARIES | GATEWAY_KINDS)
         )
+        played = (LIBRARIES | GATEWAY_KINDS).items()
         return {
-            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}"
+            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}",
+            "name": " ".join(f"{kind}: {one.name}." for kind, one in played if one.name),
+            "options": " ".join(f"{kind}: {one.options}." for kind, one in played if one.options),
         }
     return constants() if kind is AlgoConfig else {}
 

@@ -136,7 +136,7 @@ def summary(names: Sequence[str], endings: Mapping[str, str], results: Path, lef
         ]
         seconds = f"{result.seconds:.0f}" if result and begun else "–"
         yield f"{name:10} {endings[name]:34} {seconds:>5} {f'{len(figures)}/{len(entry.lines)}':>8}  {', '.join(other[:3]) or '–'}"
-    yield f"{max(left, 0):.0f} s of the budget are left; `make docs` writes the results into docs/gpu.md"
+    yield f"{max(left, 0):.0f} s of the budget are left; `make docs` writes the results into docs/gpu_queue.md"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from headrace.algo.recipe_parts import (
     Denominator,
     DistillConfig,
     EntropyConfig,
+    ExperienceConfig,
     KLConfig,
     LagWeightConfig,
     Old,
@@ -67,6 +68,7 @@ class AlgoConfig:
     lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
     select: SelectConfig = Field(default_factory=SelectConfig)
     subset: SubsetConfig = Field(default_factory=SubsetConfig)
+    experience: ExperienceConfig = Field(default_factory=ExperienceConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     entropy: EntropyConfig = Field(default_factory=EntropyConfig)
@@ -203,7 +205,7 @@ class AlgoConfig:
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-_NESTED = ("lag", "select", "subset", "kl", "distill", "entropy", "critic", "demonstrations")
+_NESTED = ("lag", "select", "subset", "experience", "kl", "distill", "entropy", "critic", "demonstrations")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
 """Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
@@ -253,6 +255,7 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _critics(config, recipe)
     yield from _given_answers(config, recipe)
     yield from _memories(config, recipe)
+    yield from _experiences(config, recipe)
     yield from _preferences(config, recipe)
 
 
@@ -262,8 +265,8 @@ def _given_answers(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield "algo.demonstrations needs a kind (sft, phi, shaped or compared); set it, or remove the settings of algo.demonstrations"
     if "gamma" in given and recipe.demonstrations.kind not in ("shaped", "compared"):
         yield "algo.demonstrations.gamma needs algo.demonstrations.kind = shaped or compared; set it, or remove algo.demonstrations.gamma"
-    if "reward" in given and recipe.demonstrations.kind != "compared":
-        yield "algo.demonstrations.reward needs algo.demonstrations.kind = compared; set it, or remove algo.demonstrations.reward"
+    for name in {"reward", "imitation"} & given.keys() if recipe.demonstrations.kind != "compared" else ():
+        yield f"algo.demonstrations.{name} needs algo.demonstrations.kind = compared; set it, or remove algo.demonstrations.{name}"
     if recipe.demonstrations.kind == "compared":
         yield from _compared_answers(config, recipe)
         return
@@ -372,6 +375,27 @@ def _memories(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
             f"algo.advantage = {recipe.advantage} standardises over all rewards that a prompt had, and algo.{name} compares others; set algo.{name} = "
             f'{others[name][1]}, or algo.advantage = "group_norm"'
         )
+
+
+def _experiences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if not recipe.experience.rollouts:
+        if _given(config.experience).keys() - {"rollouts"}:
+            yield (
+                "algo.experience keeps rollouts if algo.experience.rollouts is above 0 (2 is a beginning); set it, or remove the other settings of "
+                "algo.experience"
+            )
+        return
+    says = "algo.experience compares good rollouts of earlier groups with the rollouts of a new one"
+    others = {
+        f"algo.advantage = {recipe.advantage} is not a function of their rewards": recipe.advantage
+        in ("gae", "smoothed", "zero"),
+        f"algo.loss = {recipe.loss} is one of whole rollouts, without a ratio": recipe.loss.whole
+        or recipe.loss.weighs_rollouts,
+        f"algo.subset.kind = {recipe.subset.kind} trains a part of them": recipe.subset.kind != "none",
+        "algo.demonstrations.kind = compared does so with given answers": recipe.demonstrations.kind == "compared",
+    }
+    for why in (why for why, given in others.items() if given):
+        yield f"{says}, and {why}; remove algo.experience, or use algo.name = grpo without that setting"
 
 
 def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LAGS = (1.0, 2.0, 3.0)
 """Edges between the buckets 0, 1, 2, 3+."""
-NAMES = ("0", "1", "2", "3+", "swapped")
+NAMES = ("0", "1", "2", "3+", "swapped", "experience")
 BINS, LEAST, MOST = 512, 1e-6, 40.0
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _SUMS = ("tokens", "ratio", "squared", "kl", "clipped", *REASONS)
@@ -43,13 +43,14 @@ class Diagnostics:
         self.rounding = torch.zeros(4, dtype=torch.float64)
         """Sums at lag 0: tokens, Σ gap²; sequences, Σ (mean gap)²."""
 
-    def add(self, tokens: Tokens, result: TokenLoss, swapped: Bool[Tensor, " M"]) -> None:
-        """Adds tokens. `swapped` [M] bool: the token's sequence was sampled by more than one version, and counts in
-        that bucket alone."""
+    def add(self, tokens: Tokens, result: TokenLoss, apart: Int[Tensor, " M"]) -> None:
+        """Adds tokens. `apart` [M]: 0 for a token that counts by its lag; 1 if more than one version sampled its sequence, 2 if that is of an earlier
+        group, which count in these buckets alone."""
         logprob, sampled = tokens.logprob.detach().cpu().double(), tokens.sampled.cpu().double()
         edges = torch.tensor(LAGS, dtype=tokens.lag.dtype)
         bucket = torch.bucketize(tokens.lag.cpu(), edges, right=True)
-        bucket[swapped.cpu()] = len(NAMES) - 1
+        others = apart.cpu().long()
+        bucket = torch.where(others > 0, len(LAGS) + others, bucket)
         ratio = ratio_of(logprob, sampled)
         nothing = torch.zeros_like(ratio)
         rules = [result.masked[rule].cpu().double() if rule in result.masked else nothing for rule in REASONS]
@@ -75,7 +76,7 @@ class Diagnostics:
         self.peak = torch.maximum(self.peak, other.peak)
 
     def report(self, passes: int = 1) -> tuple[LagStats, ...]:
-        """Returns the buckets that have tokens, by lag, the swapped ones last. `passes`: the number of updates in which each token was."""
+        """Returns the buckets that have tokens, by lag, those that have none of their own last. `passes`: the number of updates in which each token was."""
         return tuple(self._of(i, passes) for i in range(len(NAMES)) if self.sums[i, 0] > 0)
 
     def noise(self) -> Noise | None:

@@ -396,13 +396,14 @@ class EntropyFactor:
 # The loss of given answers, which nobody sampled: no ratio, and a denominator of their own tokens (`algo.demonstrations`).
 
 
-def demonstrated(rule: Demonstrated) -> Objective:
-    """Returns the loss of the tokens of demonstrations.
+def demonstrated(rule: Demonstrated, share: float) -> Objective:
+    """Returns the loss of the tokens of demonstrations, which have so large a share of that of the update.
 
     sft: -log π. phi: -sg(π·(1 - π))·log π, which leaves out what the policy knows, and what is far from it (CHORD-φ, arXiv 2508.11408; the
     authors' `SFTPhiLossFn`, agentscope-ai/Trinity-RFT). shaped: -π/(π + γ), whose gradient at rare tokens is not as small as that of -π
     (LUFFY, arXiv 2504.14945, with an advantage of 1; the authors' `off_policy_reshape = p_div_p_0.1`, ElliottYan/LUFFY). compared: -A·π/(π + γ), A
-    being the advantage of the answer among the rollouts of its question (LUFFY).
+    being the advantage of the answer among the rollouts of its question (LUFFY). Beside it, `imitation` times -sg(exp(-H))·log π, as a mean over the answers'
+    tokens that no share makes smaller: the surer the policy is, the more it imitates (SRFT, arXiv 2506.19767, eq. 8).
     """
 
     def loss(tokens: Tokens) -> TokenLoss:
@@ -413,7 +414,11 @@ def demonstrated(rule: Demonstrated) -> Objective:
             case "shaped":
                 return unclipped(-probability / (probability + rule.gamma))
             case "compared":
-                return unclipped(-tokens.advantage * probability / (probability + rule.gamma))
+                total = -tokens.advantage * probability / (probability + rule.gamma)
+                if rule.imitation:
+                    assert tokens.entropy is not None, "the trainer fills it in"
+                    total = total - rule.imitation / share * (-tokens.entropy.detach()).exp() * tokens.logprob
+                return unclipped(total)
             case _:
                 return unclipped(-tokens.logprob)
 

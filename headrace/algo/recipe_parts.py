@@ -95,12 +95,13 @@ class SelectConfig:
     """Tokens selected over the whole optimizer step, which costs another forward pass, without gradient."""
 
     kind: SelectKind | None = None
-    """second_moment takes out the tokens with the largest squared log ratio; clip_cov those whose log-prob and advantage have
-    the largest covariance; kl_cov keeps these, with a penalty; entropy keeps the tokens where the policy's entropy is largest."""
+    """second_moment takes out the tokens with the largest squared log ratio; clip_cov those whose log-prob and
+    advantage have the largest covariance; kl_cov keeps these, with a penalty; entropy keeps the tokens of the largest
+    entropy."""
     tau: float | None = Field(default=None, gt=0)
-    """second_moment: the mean squared log ratio of the tokens that stay is below this."""
+    """second_moment: the bound on the mean squared log ratio of the tokens that stay."""
     fraction: float | None = Field(default=None, gt=0, lt=1)
-    """clip_cov, kl_cov: the share of tokens that are selected; 2e-4 if not given. entropy: the share that is kept; 0.2 if not given."""
+    """clip_cov, kl_cov: the share of tokens selected, 2e-4 if not given; entropy: the share kept, 0.2 if not given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,17 +119,39 @@ class Subset:
 
 @settings_dataclass(frozen=True, config=STRICT)
 class SubsetConfig:
-    """The rollouts of each group that are compared and trained. The others are in no loss and in no denominator, and are not forwarded."""
+    """The rollouts of each group that are compared and trained; the others are in no loss and no denominator."""
 
     kind: SubsetKind | None = None
-    """none: all. max_variance: those whose rewards differ most (PODS, arXiv 2504.13818). shortest: those with the fewest sampled tokens;
-    efficient: those with the most reward for a token (GFPO, arXiv 2508.09726). cleanest: wrong and right ones (of a reward above 0) in the shares that they have
-    in the group, and of the right ones the cleanest (GRPO-RoC, arXiv 2508.20722)."""
+    """none: all. max_variance: those whose rewards differ most (PODS, arXiv 2504.13818). shortest: those with the
+    fewest sampled tokens; efficient: those with the most reward for a token (GFPO, arXiv 2508.09726). cleanest: wrong
+    and right ones (of a reward above 0) in the group's shares, of the right ones the cleanest (GRPO-RoC, arXiv
+    2508.20722)."""
     keep: int | None = Field(default=None, ge=1)
-    """Number of rollouts of a group that are trained; half of them, rounded up, if not given."""
+    """Rollouts of a group that are trained; half of them, rounded up, if not given."""
     by: str | None = None
-    """cleanest: the name of the reward by which right rollouts are clean, the most being the cleanest; a function's weight may be 0. If not given, those
-    with the fewest sampled tokens are."""
+    """cleanest: the reward by which right rollouts are clean, the most being the cleanest; its weight may be 0. If not
+    given, those with the fewest sampled tokens are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experience:
+    """Good rollouts of earlier groups, which are trained again with the next group of their prompt (`loop/buffer.py` keeps them)."""
+
+    rollouts: int = 0
+    above: float = 0.0
+    prompts: int = 1024
+
+
+@settings_dataclass(frozen=True, kw_only=True, config=STRICT)
+class ExperienceConfig:
+    """Good rollouts of earlier groups, which are trained again with the next group of their prompt, whatever their age (docs/experience.md)."""
+
+    rollouts: int | None = Field(default=None, ge=0)
+    """The most rollouts of a prompt that are kept, all of which join its next group: those of the highest reward, of equal ones the newest. 0: none."""
+    above: float | None = None
+    """A rollout is kept if its reward is above this; 0 if not given."""
+    prompts: int | None = Field(default=None, ge=1)
+    """Number of prompts that have rollouts kept; 1,024 if not given. The one whose last group is longest ago leaves first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +176,7 @@ class KLConfig:
     """loss: the trainer holds the reference as well. reward: an engine serves the reference, and the divergence is
     subtracted from the reward."""
     unbiased: bool | None = None
-    """loss: multiplies by the ratio to the sampler, which makes the estimate exact for tokens that older weights sampled."""
+    """loss: multiply by the ratio to the sampler, which is exact for tokens that older weights sampled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +197,10 @@ class EntropyConfig:
     """A bonus for the entropy of the policy, over the whole vocabulary, at every token in the loss."""
 
     coef: float | None = Field(default=None, ge=0)
-    """The loss of a token is less by this times its entropy in nats; 0 is off. With a target, it is the factor of the first step."""
+    """A token's loss is less by this times its entropy in nats; 0 is off. With a target: the first step's factor."""
     target: float | None = Field(default=None, gt=0)
-    """The mean entropy that is aimed at, in nats (Skywork-OR1, arXiv 2505.22312): the factor grows by `change` after a step whose mean was
-    below it, and shrinks by it after one whose mean was above, between 0 and 1, and there is no bonus while the last mean was above it."""
+    """The mean entropy aimed at, in nats (Skywork-OR1, arXiv 2505.22312): the factor, between 0 and 1, grows by
+    `change` after a step below it and shrinks after one above; no bonus while the last mean was above it."""
     change: float | None = Field(default=None, gt=0)
     """target: the change of the factor per step; 0.005 if not given."""
 
@@ -201,7 +224,7 @@ class DistillConfig:
     coef: float | None = Field(default=None, gt=0)
     """Weight of the teacher's part."""
     k: int | None = Field(default=None, ge=1)
-    """Number of the teacher's most probable tokens that are compared; 32 if not given."""
+    """The teacher's most probable tokens that are compared; 32 if not given."""
     beta: float | None = Field(default=None, gt=0, lt=1)
     """jsd: the teacher's share of the mixture."""
 
@@ -223,18 +246,19 @@ class CriticConfig:
     """The critic of PPO: a linear value head on the model's last hidden states, trained beside the policy."""
 
     learning_rate: float | None = Field(default=None, gt=0)
-    """The constant learning rate of the value head: a value moves by about this much in a step, in units of the reward. It has an AdamW of its own."""
+    """The value head's constant learning rate: a value moves by about this much in a step, in units of the reward. It
+    has an AdamW of its own."""
     trunk: float | None = Field(default=None, ge=0)
-    """The share of the value loss whose gradient goes on into the model (0.1 is what others call a coefficient of 0.1). 0: the head alone learns
-    from it, and the policy's gradient is that of its own loss."""
+    """The share of the value loss whose gradient goes on into the model (0.1 is what others call a coefficient of 0.1).
+    0: the head alone learns from it."""
     lam: float | None = Field(default=None, ge=0, le=1)
-    """λ of the returns that the critic learns; `algo.lam` if not given (VAPO: 1, so that it learns without a bias)."""
+    """λ of the returns that the critic learns; `algo.lam` if not given (VAPO: 1, without a bias)."""
     length_rate: float | None = Field(default=None, ge=0)
-    """Above 0, the policy's λ depends on the length l of each trajectory: 1 - 1/(length_rate · l), at least 0 (VAPO: 0.05)."""
+    """Above 0: the policy's λ for a trajectory of length l is 1 - 1/(length_rate · l), at least 0 (VAPO: 0.05)."""
     alone_steps: int | None = Field(default=None, ge=0)
-    """Number of the critic's first steps, in which it is trained alone and the policy's weights stay (VAPO: 50)."""
+    """First steps in which the critic is trained alone and the policy's weights stay (VAPO: 50)."""
     imitation: float | None = Field(default=None, ge=0)
-    """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0, added to the loss (VAPO: 0.1)."""
+    """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0 (VAPO: 0.1)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,6 +272,7 @@ class Demonstrated:
     decay_steps: int = 0
     gamma: float = 0.1
     reward: float = 1.0
+    imitation: float = 0.0
 
     def share_at(self, step: int) -> float:
         """Returns μ of the step that follows `step` finished ones: linear up to `weight`, then along half a cosine to `last_weight` (CHORD-μ, arXiv
@@ -279,3 +304,5 @@ class DemonstratedConfig:
     """shaped, compared: the probability at which π/(π + γ) is a half; 0.1 if not given."""
     reward: float | None = None
     """compared: the reward of every given answer, beside those of the rollouts; 1 if not given."""
+    imitation: float | None = Field(default=None, ge=0)
+    """compared: the factor of cross-entropy times exp(-H) beside it, a mean over the tokens of the answers, with H the policy's entropy (SRFT: 0.5)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, SRFT, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.pairs import CPO, DPO, KTO, ORPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
@@ -23,6 +23,7 @@ from headrace.algo.recipe_parts import (
     Demonstrated,
     Distill,
     Entropy,
+    Experience,
     LagWeight,
     Old,
     Select,
@@ -45,6 +46,7 @@ class Recipe:
     lag: LagWeight = LagWeight()
     select: Select = Select()
     subset: Subset = Subset()
+    experience: Experience = Experience()
     kl: KL = KL()
     distill: Distill = Distill()
     entropy: Entropy = Entropy()
@@ -90,6 +92,14 @@ RECIPES: dict[str, Recipe] = {
         demonstrations=Demonstrated(kind="compared"),
         about="given answers belong to the group of their question, and rare tokens of theirs count more",
         papers=("2504.14945",),
+    ),
+    "srft": Recipe(
+        "group_norm",
+        SRFT(),
+        "token_mean",
+        demonstrations=Demonstrated(kind="compared", imitation=0.5),
+        about="given answers are compared, and imitated where the policy is sure; its own good rollouts count more where it is not",
+        papers=("2506.19767",),
     ),
     "dr_grpo": Recipe("centred", PPOClip(), "token_sum", papers=("2503.20783",)),
     "rloo": Recipe("leave_one_out", PPOClip(), "seq_mean_token_sum", papers=("2402.14740",)),
@@ -366,6 +376,10 @@ NOT_HERE: dict[str, str] = {
     'model; use algo.name = "ipo_pairs", whose pairs are both the policy\'s: the mixture without a share of the reference (arXiv 2403.08635)',
     "prime": "trains a second model beside the policy, whose log-probs are the rewards of tokens (arXiv 2502.01456), and the trainer trains one; use "
     'algo.credit = "segment" with a process reward that stays as it is, or algo.name = "rloo"',
+    "rlep": "replays rollouts that an earlier run has collected (arXiv 2507.07451), and all rollouts here are the run's own; use algo.experience, which trains the good "
+    'ones of this run again, with algo.name = "dapo"',
+    "exgrpo": "chooses what it trains again by difficulty and by entropy (arXiv 2510.02245), and neither is known when a group is made; use algo.experience, which takes "
+    'those of the highest reward, with algo.name = "grpo"',
 }
 """Names of algorithms that are asked for and are not here -> why not, and the nearest that is. docs/algorithms.md says what they would need."""
 
@@ -387,6 +401,7 @@ REFERENCES: dict[str, str] = {
     "gfpo": "paper",
     "chord": "agentscope-ai/Trinity-RFT, `SFTPhiLossFn` and `mu_schedule_function`",
     "luffy": "paper, without the deviation, with PPO's clip; the shaping is also `off_policy_reshape = p_div_p_0.1` of ElliottYan/LUFFY",
+    "srft": "paper, eq. 8, 9 and 12, as others quote them, with LUFFY's shaping; the authors' code is said to imitate by exp(H)",
     "grpo_roc": "microsoft/rStar, `resample_of_correct`, with one as the least number of either kind",
     "gigpo": "paper, eq. 3 to 8, without the deviation; langfengQ/verl-agent, `compute_gigpo_outcome_advantage` with `mode = mean_norm`",
     "gspo": "paper, eq. 5",

@@ -265,10 +265,10 @@ def firsts_of(groups: Sequence[Group]) -> list[int]:
 
 def _numbers_of(group: Group) -> list[tuple[int, ...]]:
     if group.pairs and not all(
-        row.trajectories for row in group.rows
+        row.trajectories for row in group.all_rows
     ):  # of earlier versions, in which only losses of pairs joined rows
         return [(place,) for place, rollout in enumerate(group.scored) for _ in paths_of(rollout.episode)]
-    return [row.trajectories or (number,) for number, row in enumerate(group.rows)]
+    return [row.trajectories or (number,) for number, row in enumerate(group.all_rows)]
 
 
 # --- Makes training rows from a scored group, and a batch from groups
@@ -319,6 +319,17 @@ class Algorithm:
         self._needs_contrast = algo.compares or self._weighs
         self._needs_teacher = self._recipe.advantage == "zero"
         self.min_rollouts = algo.min_rollouts
+
+    def filled(self, group: Group, temperature: float = 0.0) -> Group:
+        """Returns a group of scored rollouts with its rows and pairs; without any if the rollouts are too few to be compared. Good rollouts of earlier groups
+        are members of it as its own are, with the log-probs and versions that they were sampled with. `temperature`: that of all of them."""
+        if len(group.scored) < self.min_rollouts:
+            return group
+        made = self.rows(group.prompt, (*group.scored, *group.experience), group.before)
+        rows = [replace(row, temperature=temperature) for row in made]
+        own = sum(1 for rollout in group.scored for _ in paths_of(rollout.episode))
+        again = tuple(replace(row, again=True) for row in rows[own:])
+        return replace(group, rows=tuple(rows[:own]), again=again, pairs=self.pairs(group.scored))
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored], before: RewardsBefore | None = None) -> tuple[Row, ...]:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice. Rows name their trajectories. `before`: the rewards of the
@@ -473,14 +484,14 @@ class Algorithm:
         named = _by_name([branch.rewards for branch in rollout.branches])
         return self._advantage.function(GroupRewards(rewards, lengths, named, self._weights, self._attempts))
 
-    def barren(self, rows: Sequence[Row]) -> str:
+    def barren(self, rows: Sequence[Row], again: Sequence[Row] = ()) -> str:
         """Returns the reason why nothing can be learned from these rows of a group, which is then dropped; empty if
-        something can."""
+        something can. `again`: rows of good earlier rollouts, with which its own are compared."""
         if self._needs_teacher and not any(map(_taught, rows)):
             return "no_teacher"
         if not any(any(row.mask) for row in rows):
             return "overlong"
-        if self._needs_contrast and not any(any(row.advantages) for row in rows):
+        if self._needs_contrast and not any(any(row.advantages) for row in (*rows, *again)):
             return "no_contrast"
         return ""
 
@@ -488,13 +499,16 @@ class Algorithm:
         """Does the work that needs the whole batch: whitening over its valid tokens, for advantages that ask for it."""
         if not self._advantage.whitened:
             return groups
-        rows = [row for group in groups for row in group.rows]
+        rows = [row for group in groups for row in group.all_rows]
         valid = [[m and math.isfinite(p) for m, p in zip(row.mask, row.logprobs, strict=True)] for row in rows]
         white = iter(whiten([row.advantages for row in rows], valid))
-        return tuple(
-            replace(group, rows=tuple(replace(row, advantages=tuple(next(white))) for row in group.rows))
-            for group in groups
-        )
+        found = []
+        for group in groups:
+            own, again = (
+                tuple(replace(row, advantages=tuple(next(white))) for row in part) for part in (group.rows, group.again)
+            )
+            found.append(replace(group, rows=own, again=again))
+        return tuple(found)
 
     def _group(self, scored: Sequence[Scored]) -> GroupRewards:
         rewards = tuple(rollout.reward - self._kl(rollout) for rollout in scored)

@@ -77,6 +77,8 @@ class Row(Struct, frozen=True):
     turns: tuple[int, ...] = ()
     """The turns of the episode that its tokens belong to: one number for all tokens, or [T]. Only with a critic, which takes the tokens of a trajectory
     in the order of their turns."""
+    again: bool = False
+    """Whether it is of a good rollout of an earlier group, of any age (`Group.again`)."""
 
 
 class RewardsBefore(Struct, frozen=True):
@@ -127,6 +129,14 @@ class Group(Struct, frozen=True):
     """Its preferences: places in `scored` of a chosen and a rejected rollout. Only for losses of pairs (`algo/policy/pairs.py`)."""
     before: RewardsBefore | None = None
     """The rewards that its prompt had before, where the advantage asks for it (`advantages.smoothed`)."""
+    experience: tuple[Scored, ...] = ()
+    """Good rollouts of earlier groups of its prompt, which are trained again with it (`algo.experience`)."""
+    again: tuple[Row, ...] = ()
+    """Their rows, beside `rows`. They alone may be older than `staleness.max_lag`."""
+
+    @property
+    def all_rows(self) -> tuple[Row, ...]:
+        return self.rows + self.again
 
 
 class Demonstration(Struct, frozen=True):
@@ -183,4 +193,4 @@ class Batch(Struct, frozen=True):
 
     @property
     def rows(self) -> list[Row]:
-        return [row for group in self.groups for row in group.rows]
+        return [row for group in self.groups for row in group.all_rows]

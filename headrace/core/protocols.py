@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from headrace.core.batches import Batch, Failure
 from headrace.core.reports import Capabilities, Captured, EngineStats, LoadReport, SleepReport, TrainReport, TrialScores
-from headrace.core.steps import StepOutput, Transcript
+from headrace.core.steps import SoFar, StepOutput
 from headrace.core.types import Completion, Constraint, Episode, Prompt, Request, Scored
 from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 
@@ -66,8 +66,8 @@ class Engine(Protocol):
         """Ends the requests that are running or waiting at the time of the call as `interrupted`, with the tokens sampled so far,
         even if the engine's process dies meanwhile. Requests that arrive after the call are unaffected."""
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
-        """Returns copies of the transcripts of the requests under way (limited to the ids in `among`), by id. One has an `end`
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
+        """Returns what is reported of the requests under way (limited to the ids in `among`), by id. One has an `end`
         if its request has ended but the task that awaits it has not run yet. An engine that is lost for good returns the
         transcripts as they were at that moment."""
 

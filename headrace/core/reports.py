@@ -14,7 +14,8 @@ class LagStats(Struct, frozen=True):
     """
 
     name: str
-    """`0`, `1`, `2`, `3+`, or `swapped`: the tokens of sequences that more than one version sampled."""
+    """`0`, `1`, `2`, `3+`, `swapped`: the tokens of sequences that more than one version sampled, or `experience`: those of good rollouts of earlier
+    groups (`algo.experience`)."""
     tokens: int
     ratio: float
     """Mean of exp(logprob - sampled)."""

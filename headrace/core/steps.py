@@ -273,31 +273,65 @@ class Columns:
         """The label of the tokens that come next to each place; None: nobody has the request."""
         self.key: tuple[bytes, bool] | None = None
         """The encoded rows and `mixed` of an output that continues all places; None if none does."""
-        self._tokens, self._logprobs = list[bytes](), list[bytes]()
+        self._tokens, self._logprobs = _Turned("i", width), _Turned("d", width)
 
     @property
     def is_full(self) -> bool:
         return self._outputs >= self.MANY or self.count * self.width >= self.MOST
 
     def add(self, runs: TokenRuns) -> None:
-        self._tokens.append(runs.tokens)
-        self._logprobs.append(runs.logprobs)
+        self._tokens.added.append(runs.tokens)
+        self._logprobs.added.append(runs.logprobs)
         self.count += runs.count
         self._outputs += 1
 
     def tokens(self, place: int, start: int, stop: int) -> bytes:
         """Returns tokens [start, stop) of a request (int32)."""
-        return self._column(self._tokens, "i", place, start, stop)
+        return self._tokens.read(place, start, stop)
 
     def logprobs(self, place: int, start: int, stop: int) -> bytes:
         """Returns their log-probs (float64)."""
-        return self._column(self._logprobs, "d", place, start, stop)
+        return self._logprobs.read(place, start, stop)
 
-    def _column(self, pieces: list[bytes], kind: Literal["i", "d"], place: int, start: int, stop: int) -> bytes:
-        if len(pieces) > 1:
-            pieces[:] = [b"".join(pieces)]
-        column = memoryview(pieces[0]).cast(kind)
-        return column[start * self.width + place : stop * self.width : self.width].tobytes()
+
+class _Turned:
+    """Numbers that come as [count, width] and are read as [width, count]. What has come is turned when somebody reads, all of it at once: to
+    pick every n-th number out of as many tokens costs a miss of the processor's cache each."""
+
+    BLOCKS = 8
+    """Turned pieces that are kept apart."""
+
+    __slots__ = ("_blocks", "_kind", "_width", "added")
+
+    def __init__(self, kind: Literal["i", "d"], width: int) -> None:
+        self._kind, self._width = kind, width
+        self._blocks = list[memoryview]()
+        """[width, count] each"""
+        self.added = list[bytes]()
+        """Messages that have come since."""
+
+    def read(self, place: int, start: int, stop: int) -> bytes:
+        """Returns numbers [start, stop) of a place."""
+        if self.added:
+            self._turn()
+        found, at = list[memoryview](), 0
+        for block in self._blocks:
+            size = len(block) // self._width
+            if start < at + size and at < stop:
+                row = place * size - at
+                found.append(block[row + max(start, at) : row + min(stop, at + size)])
+            at += size
+        return b"".join(found)
+
+    def _turn(self) -> None:
+        import numpy as np  # here: settings are read without it
+
+        new = np.frombuffer(b"".join(self.added), self._kind).reshape(-1, self._width).T
+        self.added.clear()
+        if len(self._blocks) == self.BLOCKS:
+            before = [np.frombuffer(block, self._kind).reshape(self._width, -1) for block in self._blocks]
+            self._blocks, new = [], np.concatenate([*before, new], axis=1)
+        self._blocks.append(np.ascontiguousarray(new).reshape(-1).data)
 
 
 class _Part(NamedTuple):
@@ -329,14 +363,12 @@ class SampledTokens:
     MANY = 16
     """Places that are noted at most: each keeps the tokens of other requests in memory too."""
 
-    __slots__ = ("_before", "_borrowed", "_last", "_logprobs", "_parts", "_spans", "_tokens")
+    __slots__ = ("_before", "_last", "_logprobs", "_parts", "_spans", "_tokens")
 
     def __init__(
         self, tokens: Sequence[int] = (), logprobs: Sequence[float] = (), spans: Sequence[VersionSpan] = ()
     ) -> None:
         self._tokens, self._logprobs, self._spans = array("i", tokens), array("d", logprobs), list(spans)
-        self._borrowed: tuple[int, int, int] | None = None
-        """The numbers of tokens, spans and parts of this one, if it has those of another, to which more may be appended."""
         self._parts = list[_Part]()
         """The parts behind the arrays and before the last one."""
         self._last: _Part | None = None
@@ -351,7 +383,6 @@ class SampledTokens:
     def note(self, columns: Columns, place: int, label: Label, start: int | None = None) -> None:
         """Adds the tokens of a place of columns from `start` on (None: those that will be added there), until the next call, or `close`."""
         self.close()
-        self._own()
         if last := self._last:
             self._before += last.end - last.start
             self._parts.append(last)
@@ -362,23 +393,7 @@ class SampledTokens:
     def close(self) -> None:
         """No more tokens are added."""
         if (last := self._last) and last.stop is None:
-            self._last = last._replace(stop=last.end)
-
-    def copy(self) -> SampledTokens:
-        """Returns a copy in a time that does not depend on the number of tokens: those are copied when somebody reads them."""
-        other = SampledTokens.__new__(SampledTokens)
-        other._tokens, other._logprobs = self._tokens, self._logprobs
-        other._spans, other._parts = self._spans, self._parts
-        other._last, other._before = self._last, self._before
-        other._borrowed = self._borrowed or (len(self._tokens), len(self._spans), len(self._parts))
-        other.close()
-        return other
-
-    def _own(self) -> None:
-        if self._borrowed:
-            tokens, spans, parts = self._borrowed
-            self._tokens, self._logprobs = self._tokens[:tokens], self._logprobs[:tokens]
-            self._spans, self._parts, self._borrowed = self._spans[:spans], self._parts[:parts], None
+            self._last = _Part(last.columns, last.place, last.start, last.end, last.label)
 
     @property
     def tokens(self) -> array[int]:
@@ -395,7 +410,6 @@ class SampledTokens:
         return self._read()._spans
 
     def _read(self) -> SampledTokens:
-        self._own()
         if not (last := self._last):
             return self
         at, tokens, logprobs = len(self._tokens), list[bytes](), list[bytes]()
@@ -446,39 +460,66 @@ class Transcript:
         """[T]"""
         return self.sampled.logprobs
 
-    def copy(self) -> Transcript:
-        """Returns a copy, which later reports do not change."""
-        return Transcript(
-            request=self.request,
-            sampled=self.sampled.copy(),
-            details=self.details.copy(),
-            scores=self.scores,
-            end=self.end,
-        )
+    def at_present(self) -> SoFar:
+        """Returns what has been reported until now, in a time that does not depend on the number of tokens."""
+        return SoFar(self, len(self.sampled), len(self.details), self.scores, self.end)
 
     def so_far(self) -> Completion:
         """Returns the completion as it stands, with `stop` = `interrupted` if the request has not ended."""
-        return self.completion(self.end or Finished(self.request.id, "interrupted"))
+        return self.at_present().completion()
 
     def completion(self, end: Finished) -> Completion:
-        spans = tuple(self.sampled.spans)
+        return self.at_present().completion(end)
+
+
+class SoFar(msgspec.Struct, frozen=True, gc=False):
+    """The reports of a request up to one moment, which later ones do not change. It belongs to no cycle, and a checkpoint takes one of
+    each request in one turn of the event loop, so Python's garbage collector does not count it.
+
+    >>> moment = transcript.at_present()
+    >>> write_down(second, {"t12/0": transcript}.get)
+    >>> len(transcript.tokens) - moment.count, len(moment.completion().tokens) == moment.count
+    (1, True)
+    """
+
+    transcript: Transcript
+    count: int
+    """Tokens."""
+    detailed: int
+    """Tokens that have details."""
+    scores: PromptScores | None
+    end: Finished | None
+
+    @property
+    def tokens(self) -> array[int]:
+        """[T]"""
+        return self.transcript.sampled.tokens[: self.count]
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        return [span for span in self.transcript.sampled.spans if span.start < self.count]
+
+    def completion(self, end: Finished | None = None) -> Completion:
+        """`end`: that of the request, if it is not `end` here, and it was not interrupted."""
+        end = end or self.end or Finished(self.transcript.request.id, "interrupted")
+        spans = tuple(self.spans)
         if (scores := self.scores) and not spans:
             spans = (VersionSpan(0, scores.version, scores.version, scores.mixed),)
         return Completion(
-            tuple(self.tokens),
-            tuple(self.logprobs),
+            tuple(self.tokens.tolist()),
+            tuple(self.transcript.sampled.logprobs[: self.count].tolist()),
             spans,
             end.stop,
             error=end.error,
-            prompt_logprobs=self.scores.logprobs if self.scores else None,
-            prompt_top=self.scores.top if self.scores else None,
+            prompt_logprobs=scores.logprobs if scores else None,
+            prompt_top=scores.top if scores else None,
             top=self._top(),
             mask=self._mask(),
             routing=end.routing,
         )
 
     def _top(self) -> TopLogprobs | None:
-        k = max([self.request.top_logprobs, *(len(detail.top_tokens) // 4 for detail in self.details)])
+        k = max([self.transcript.request.top_logprobs, *(len(detail.top_tokens) // 4 for detail in self._details)])
         if not k:
             return None
         nothing = array("i", [0] * k).tobytes(), array("f", [-math.inf] * k).tobytes()
@@ -488,7 +529,9 @@ class Transcript:
 
     def _mask(self) -> SamplingMask | None:
         """Returns what was recorded, even if the request does not ask for it: a resumed run may have other settings."""
-        if not self.request.return_mask and not any(detail.mask or detail.set_name for detail in self.details):
+        if not self.transcript.request.return_mask and not any(
+            detail.mask or detail.set_name for detail in self._details
+        ):
             return None
         offsets, details = array("q", [0]), self._of_tokens()
         for detail in details:
@@ -503,7 +546,11 @@ class Transcript:
 
     def _of_tokens(self) -> list[TokenDetails]:
         """[T] the details of each token."""
-        return self.details + [TokenDetails(self.request.id)] * (len(self.tokens) - len(self.details))
+        return self._details + [TokenDetails(self.transcript.request.id)] * (self.count - self.detailed)
+
+    @property
+    def _details(self) -> list[TokenDetails]:
+        return self.transcript.details[: self.detailed]
 
 
 def write_down(

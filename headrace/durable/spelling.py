@@ -65,7 +65,10 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, str):
         return _whole_text(str(value))
     if isinstance(value, Mapping):
-        return {str(key): jsonable(inner) for key, inner in value.items()}
+        plain = {str(key): jsonable(inner) for key, inner in value.items()}
+        if len(plain) < len(value):
+            raise TypeError("a mapping with two keys of the same text, such as 1 and '1', has no place in JSON")
+        return plain
     if isinstance(value, (list, tuple)):
         return [jsonable(inner) for inner in value]
     if isinstance(value, (set, frozenset)):

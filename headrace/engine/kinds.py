@@ -20,10 +20,24 @@ class CoreKind:
     because only the process that serves it imports it."""
     about: str
     """Half a sentence that says what it is, for the page of settings."""
+    families: tuple[str, ...] = ()
+    """Values of `model_type` whose forward pass it has itself. Only beside these it serves adapters of experts."""
+    repeated: bool = False
+    """Whether the trainer repeats that forward pass bit for bit (`train.parity`)."""
 
+
+OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")
+"""Values of `model_type` whose forward pass the native engine has itself."""
+OTHERS_PATHS = ("hf", "cache")
+"""Values of `engine.path` that serve them through transformers' forward pass."""
 
 ENGINES = {
-    "native": CoreKind("headrace.engine.native.core:NativeEngine", "headrace's own, in a process on this machine"),
+    "native": CoreKind(
+        "headrace.engine.native.core:NativeEngine",
+        "headrace's own, in a process on this machine",
+        families=OWN_FAMILIES,
+        repeated=True,
+    ),
 }
 """Engines in a worker's process."""
 
@@ -33,12 +47,6 @@ SERVERS = {
     "sglang": "headrace.engine.remote.dialects.sglang:SERVER",
 }
 """Engines behind HTTP: values of `engine.kind`, and the `ServerKind` of each, beside its dialect."""
-
-
-OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")
-"""Values of `model_type` whose forward pass the native engine has itself. Only beside these it serves adapters of experts."""
-OTHERS_PATHS = ("hf", "cache")
-"""Values of `engine.path` that serve them through transformers' forward pass."""
 
 
 def core_class(kind: str) -> Callable[[Path, Any, bool], EngineCore]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.core.steps import Columns, Finished, StepOutput, TokenRuns, Transcript, labels_of, write_down
-from headrace.core.types import Completion, Request, Sampling
+from headrace.core.steps import Columns, Finished, SoFar, StepOutput, TokenRuns, Transcript, labels_of, write_down
+from headrace.core.types import Request, Sampling
 
 # --- A request that samples nothing: it asks for the log-probs of tokens that are there.
 
@@ -28,7 +28,7 @@ def scoring(request_id: str, tokens: Sequence[int], priority: int = 0, adapter: 
 class Pending(Transcript):
     """A request that is being generated."""
 
-    done: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    done: asyncio.Future[Finished] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     aborted: bool = False
     """It must end: no other process may continue it."""
 
@@ -43,7 +43,8 @@ class Pending(Transcript):
     def finish(self, end: Finished) -> None:
         if not self.done.done():
             self.end = end
-            self.done.set_result(self.completion(end))
+            self.sampled.close()
+            self.done.set_result(end)
 
     def interrupt(self) -> None:
         self.finish(Finished(self.request.id, "interrupted"))
@@ -89,9 +90,9 @@ class RequestBook:
     def listen(self, listener: Callable[[StepOutput], None]) -> None:
         self._listeners.append(listener)
 
-    def unfinished(self, among: Iterable[str] | None) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None) -> Mapping[str, SoFar]:
         here = self._left or self._pending
-        return {name: here[name].copy() for name in (list(here) if among is None else among) if name in here}
+        return {name: here[name].at_present() for name in (list(here) if among is None else among) if name in here}
 
     # -- from the engine --------------------------------------------------------------------------------------------------
 
@@ -101,10 +102,15 @@ class RequestBook:
             listener(output)
 
     def enter_output(self, output: StepOutput) -> None:
-        write_down(output, self._pending.get, self._note)
+        write_down(output, self._running, self._note)
         for end in output.finished:
             if pending := self._pending.get(end.request_id):
                 pending.finish(end)
+
+    def _running(self, request_id: str) -> Pending | None:
+        """Returns a request that has not ended: what is reported of one later is no part of it."""
+        pending = self._pending.get(request_id)
+        return pending if pending and not pending.done.done() else None
 
     def _note(self, output: StepOutput) -> None:
         """Adds the tokens. An output with the rows of the one before costs the same for any number of requests, and most are such where they come
@@ -129,7 +135,7 @@ class RequestBook:
                 self._vacate(before[0])
         for place, label in new:
             self._vacate(label[0])
-            if pending := self._pending.get(label[0]):
+            if pending := self._running(label[0]):
                 pending.sampled.note(columns, place, label)
                 self._places[label[0]] = columns, place
                 had[place] = label
@@ -141,7 +147,7 @@ class RequestBook:
     def _note_once(self, output: StepOutput) -> None:
         for name in output.requests:
             self._vacate(name)
-        write_down(StepOutput(output.version, mixed=output.mixed, runs=output.as_runs()), self._pending.get)
+        write_down(StepOutput(output.version, mixed=output.mixed, runs=output.as_runs()), self._running)
 
     def _continued(self, runs: TokenRuns) -> Columns:
         """Returns the columns in which the requests were before, or new ones."""

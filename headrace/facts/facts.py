@@ -149,6 +149,8 @@ class StepTrained(Fact, frozen=True):
     """Mean over all scored rollouts whose group ended since the step before, trained or not (the last known value if none ended)."""
     wait_seconds: float
     """Seconds that the trainer waited for this batch."""
+    ages: dict[int, int] = {}
+    """Lag -> number of trained tokens of good rollouts of earlier groups (`algo.experience`), which are not in `lags`: the bound is not theirs."""
 
 
 class WeightsLive(Fact, frozen=True):

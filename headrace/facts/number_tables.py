@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from headrace.facts.costs import Costs
-from headrace.facts.facts import Evaluated, GroupEnded, IdentityChecked, ProcessesUsed, WeightsLive
+from headrace.facts.facts import Evaluated, GroupEnded, IdentityChecked, ProcessesUsed, WarmStarted, WeightsLive
 from headrace.facts.group_numbers import Choices, Tally
 from headrace.facts.records import MetricsFact, StepRow
 from headrace.facts.run_state import RunState
@@ -321,10 +321,25 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
     return step, {name: value for name, value in values.items() if math.isfinite(value)}
 
 
+def warm_scalars(fact: WarmStarted) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yields the finite losses of a warm start, by its own steps, which come before step 1 of the run."""
+    for step, loss in enumerate(fact.losses, 1):
+        if math.isfinite(loss):
+            yield step, {"warm_start/loss": loss}
+    for epoch, loss in enumerate(fact.held_out):
+        if math.isfinite(loss):
+            agreed = {"warm_start/agreed": fact.agreed[epoch]} if fact.agreed else {}
+            yield fact.steps * epoch // fact.epochs, {"warm_start/held_out_loss": loss, **agreed}
+
+
 TITLES = {
     "cost/dollars": "Cost so far, dollars",
     "cost/dollars_per_million_tokens": "Cost of a million trained tokens, dollars",
     "cost/dollars_per_step": "Cost of a step, dollars",
+    "experience/age_max": "Good rollouts of earlier groups: oldest trained token, steps",
+    "experience/age_mean": "Good rollouts of earlier groups: mean age of their trained tokens, steps",
+    "experience/share": "Good rollouts of earlier groups: share of the trained tokens",
+    "experience/tokens": "Good rollouts of earlier groups: trained tokens",
     "held_out/failed_prompts": "Held-out prompts without a reward",
     "held_out/length": "Length of held-out completions, tokens",
     "held_out/reward": "Held-out reward, mean",
@@ -387,6 +402,9 @@ TITLES = {
     "train/teacher_kl": "Policy against teacher: KL, nats a token",
     "train/value_loss": "Critic: loss of values",
     "train/value_mean": "Critic: mean value of a token",
+    "warm_start/agreed": "Warm start: held-out pairs whose preferred answer is preferred, share",
+    "warm_start/held_out_loss": "Warm start: loss of held-out rows",
+    "warm_start/loss": "Warm start: loss",
 }
 _OF_LAG = {
     "clipped": "beyond a bound of the ratio, share",
@@ -471,6 +489,11 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         values["lag/mean"] = sum(lag * count for lag, count in row.lags.items()) / tokens
         values["lag/max"] = float(max(row.lags))
         values["lag/min"] = float(min(row.lags))
+    if row.ages:
+        again = sum(row.ages.values())
+        values |= {"experience/tokens": float(again), "experience/share": again / (again + tokens)}
+        values["experience/age_mean"] = sum(age * count for age, count in row.ages.items()) / again
+        values["experience/age_max"] = float(max(row.ages))
     if row.lengths:
         values["length/mean"] = sum(row.lengths) / len(row.lengths)
         tenth, middle, ninth = np.percentile(row.lengths, (10, 50, 90)).tolist()

@@ -76,6 +76,8 @@ class StepRow(Fact, frozen=True, tag="StepTrained"):
     """Tokens that were sampled while an update was streamed in."""
     old_cache_tokens: int = 0
     """Tokens that were sampled with a KV cache of which older weights had computed a part."""
+    ages: dict[int, int] = {}
+    """Lag -> number of trained tokens of good rollouts of earlier groups, which are not in `lags`."""
 
 
 class Sample(Struct, frozen=True):
@@ -152,6 +154,7 @@ def summarise(fact: StepTrained) -> StepRow:
         old_cache_tokens=sum(
             _tokens_of(completion, lambda span: span.kv_version < span.version) for completion in completions
         ),
+        ages=fact.ages,
     )
 
 

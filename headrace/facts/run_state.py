@@ -91,6 +91,8 @@ class RunState(RunSums):
     drawn_rewards: list[float] = []
     """Rewards of the rollouts whose groups ended since the last step."""
     lags: Counter[int] = counter()
+    ages: Counter[int] = counter()
+    """Lags of the trained tokens of good rollouts of earlier groups, for which there is no bound."""
     lengths: Sieve = field(default_factory=Sieve)
     """Tokens of completions."""
     solve_rates: Sieve = field(default_factory=Sieve)
@@ -275,6 +277,7 @@ class RunState(RunSums):
         self.costs.end_step()
         self.drawn_rewards.clear()
         self.lags.update(row.lags)
+        self.ages.update(row.ages)
         for group in self.fates.train(row.tickets, self._group_size):
             self.lengths.trained.add(group.lengths)
             self.solve_rates.trained.add(solve_rate(group))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -223,10 +224,24 @@ def lag(state: RunState) -> Verdict:
     bound = state.started.max_lag if state.started else None
     if mean is None or bound is None:
         return Verdict("Lag", "not measured", "no token was trained", "unknown")
-    worst = max(state.lags)
+    worst, exempt = max(state.lags), experience_words(state)
+    apart = f"; not of earlier rollouts: {exempt}" if exempt else ""
     if worst > bound:
-        return Verdict("Lag", f"max {worst}", f"ABOVE the bound of {bound}; mean {number(mean, 2)}", "bad")
-    return Verdict("Lag", f"max {worst}", f"bound {bound} holds; mean {number(mean, 2)} steps", "good")
+        return Verdict("Lag", f"max {worst}", f"ABOVE the bound of {bound}; mean {number(mean, 2)}{apart}", "bad")
+    return Verdict("Lag", f"max {worst}", f"bound {bound} holds; mean {number(mean, 2)} steps{apart}", "good")
+
+
+def experience_words(state: RunState) -> str:
+    """Returns the share and the ages of the tokens of good rollouts of earlier groups; empty if none was trained."""
+    again = state.ages.total()
+    if not again:
+        return ""
+    ages = sorted(state.ages)
+    middle = next(
+        age for age, below in zip(ages, accumulate(state.ages[age] for age in ages), strict=True) if 2 * below >= again
+    )
+    share = percent(again / (again + state.lags.total()))
+    return f"{share} of the tokens, {middle} steps old in the median, at most {ages[-1]}"
 
 
 BIASED = 3.0

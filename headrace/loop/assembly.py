@@ -79,7 +79,7 @@ def restore_state(
 ) -> RestoredState:
     """`saved`: the run's directory as it was found; None for a new run. Raises ConfigError if the task now draws other prompts."""
     wanted = plan.steps * plan.staleness.groups_per_step
-    buffer = buffer or Buffer(plan.staleness, wanted, remembers=plan.remembers)
+    buffer = buffer or Buffer(plan.staleness, wanted, remembers=plan.remembers, experience=plan.experience)
     interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
     curriculum = open_curriculum(task, plan.curriculum, plan.rollout.group_size)
     notebook = Notebook(plan.adapter)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import xxhash
 
+from headrace.algo.recipe_parts import Experience
 from headrace.core.batches import Group, RewardsBefore
-from headrace.core.types import Prompt, Struct
+from headrace.core.types import Prompt, Scored, Struct
 from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, LiveRecord, ReadyRecord, SteppedRecord
 from headrace.facts.facts import Accounting
 from headrace.loop.staleness import StalenessConfig
@@ -34,12 +35,19 @@ class BufferState(Struct, frozen=True):
     accounting: Accounting
     rewards: dict[str, RewardsBefore] = {}
     """The rewards of each prompt so far, by a digest of its question, in runs whose advantage asks for it."""
+    experience: dict[str, tuple[Scored, ...]] = {}
+    """Good rollouts of each prompt, by that digest, best first; the prompt whose last group is longest ago first (`algo.experience`)."""
 
 
 def _question(prompt: Prompt) -> str:
     """Returns a digest of what is asked, which is the same in every epoch. An id names one draw; tokens may hold other solved examples each time."""
     asked = msgspec.msgpack.encode((prompt.text, prompt.columns, prompt.images), order="deterministic")
     return xxhash.xxh3_128_hexdigest(asked)
+
+
+def _asked_alike(prompt: Prompt) -> str:
+    """Returns a digest of what the policy saw, for rollouts that are trained behind the same tokens again."""
+    return _question(msgspec.structs.replace(prompt, text=repr(prompt.tokens)))
 
 
 class Buffer:
@@ -73,9 +81,16 @@ class Buffer:
     ((12,), [11])
     """
 
-    def __init__(self, config: StalenessConfig, groups_wanted: int, *, remembers: bool = False) -> None:
+    def __init__(
+        self,
+        config: StalenessConfig,
+        groups_wanted: int,
+        *,
+        remembers: bool = False,
+        experience: Experience = Experience(),  # noqa: B008
+    ) -> None:
         """`groups_wanted`: the number of groups that the whole run trains. No more prompts are drawn than that takes. `remembers`: whether rewards are
-        kept by prompt."""
+        kept by prompt; `experience`: which rollouts are."""
         self._config = config
         self._wanted = groups_wanted
         self._next_ticket = 0
@@ -91,6 +106,8 @@ class Buffer:
         self._failed: Counter[str] = Counter()
         self._rollout_failures: Counter[str] = Counter()
         self._rewards: dict[str, RewardsBefore] | None = {} if remembers else None
+        self._keeps = experience
+        self._experience: dict[str, tuple[Scored, ...]] = {}
         self._closed = False
         self._sleepers: list[asyncio.Future[None]] = []
 
@@ -101,6 +118,7 @@ class Buffer:
                 self.start(record.ticket, record.prompt)
             case ReadyRecord():
                 self._remember(record.group.ticket, [rollout.reward for rollout in record.group.scored])
+                self._keep(record.group)
                 self.put(record.group)
             case GoneRecord():
                 self._remember(record.ticket, record.rewards)
@@ -141,6 +159,29 @@ class Buffer:
     def rewards_before(self, prompt: Prompt) -> RewardsBefore | None:
         """Returns the rewards that a prompt had in groups that are over, in the order of the journal; None if it is not kept."""
         return None if self._rewards is None else self._rewards.get(_question(prompt), RewardsBefore())
+
+    def _keep(self, group: Group) -> None:
+        """Keeps the good rollouts of a finished group, and lets go of those that they are better than."""
+        if not self._keeps.rollouts:
+            return
+        name = _asked_alike(group.prompt)
+        if best := self._best((*group.scored, *self._experience.pop(name, ()))):
+            self._experience[name] = best
+        if len(self._experience) > self._keeps.prompts:
+            del self._experience[next(iter(self._experience))]
+
+    def _best(self, rollouts: Sequence[Scored]) -> tuple[Scored, ...]:
+        """Returns those to be kept, of equal ones the first."""
+        good = [rollout for rollout in rollouts if rollout.reward > self._keeps.above]
+        return tuple(sorted(good, key=lambda rollout: -rollout.reward)[: self._keeps.rollouts])
+
+    def with_earlier(self, group: Group) -> Group:
+        """Returns a scored group with what is known of earlier groups of its prompt, in the order of the journal: their rewards, and good rollouts."""
+        before = self.rewards_before(group.prompt)
+        kept: tuple[Scored, ...] = ()
+        if self._experience:
+            kept = self._experience.get(_asked_alike(group.prompt), ())
+        return msgspec.structs.replace(group, before=before, experience=kept)
 
     def put(self, group: Group) -> None:
         """Makes a group in flight ready."""
@@ -253,10 +294,11 @@ class Buffer:
     def state(self) -> BufferState:
         groups = (*self._taken.values(), *self._ready.values())
         counted = self.accounting(in_checkpoint=True)
-        return BufferState(self._next_ticket, groups, self.in_flight, counted, dict(self._rewards or {}))
+        earlier = dict(self._rewards or {}), dict(self._experience)
+        return BufferState(self._next_ticket, groups, self.in_flight, counted, *earlier)
 
-    def restore(self, state: BufferState, *, same_rewards: bool = True) -> None:
-        """`same_rewards`: whether rewards still mean what they did."""
+    def restore(self, state: BufferState, *, same_rewards: bool = True, same_rollouts: bool = True) -> None:
+        """`same_rewards`: whether rewards still mean what they did; `same_rollouts`: whether rollouts are sampled as they were, too."""
         assert self._next_ticket == 0, "restore before the first draw"
         counted = state.accounting
         self._next_ticket = state.next_ticket
@@ -267,6 +309,9 @@ class Buffer:
         self._rollout_failures = Counter(counted.rollout_failures)
         if self._rewards is not None and same_rewards:
             self._rewards = dict(state.rewards)
+        if self._keeps.rollouts and same_rollouts:
+            kept = [(name, best) for name, rollouts in state.experience.items() if (best := self._best(rollouts))]
+            self._experience = dict(kept[-self._keeps.prompts :])
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

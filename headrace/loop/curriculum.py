@@ -158,8 +158,8 @@ def resting(streak: int, base: int) -> int:
 # --- What a record of the journal says about the prompt of its ticket, and the range of rewards
 
 
-_CANCELLED = ("overdue", "interrupted")
-"""Reasons that depend on when a group was generated, not on its prompt."""
+_CANCELLED = ("overdue", "interrupted", "settings_changed")
+"""Reasons that depend on when a group was generated, or under which settings, and not on its prompt."""
 
 
 class Observation(Struct, frozen=True):
@@ -236,8 +236,9 @@ class Curriculum(Protocol):
 
     def state(self) -> CurriculumState | None: ...
 
-    def restore(self, cursor: Mapping[str, Any], state: CurriculumState | None) -> None:
-        """`cursor`: of the task. `state`: None if the checkpoint is of a run that did not choose; then no prompt is known."""
+    def restore(self, cursor: Mapping[str, Any], state: CurriculumState | None, *, same_rewards: bool = True) -> None:
+        """`cursor`: of the task. `state`: None if the checkpoint is of a run that did not choose; then no prompt is known. `same_rewards`: whether rewards
+        still mean what they did; if not, no prompt is known either."""
 
 
 class TaskOrder:
@@ -255,7 +256,7 @@ class TaskOrder:
     def state(self) -> CurriculumState | None:
         return None
 
-    def restore(self, cursor: Mapping[str, Any], state: CurriculumState | None) -> None:
+    def restore(self, cursor: Mapping[str, Any], state: CurriculumState | None, *, same_rewards: bool = True) -> None:
         self.task.restore(cursor)
 
 
@@ -337,11 +338,12 @@ class Chooser:
             scale=self._scale,
         )
 
-    def restore(self, cursor: Mapping[str, Any], state: CurriculumState | None) -> None:
+    def restore(self, cursor: Mapping[str, Any], state: CurriculumState | None, *, same_rewards: bool = True) -> None:
         self.task.restore(cursor)
         if state:
-            self._beliefs, self._flying = dict(state.ratings), dict(state.flying)
-            self._level, self._next, self._scale = state.level, state.next_draw, state.scale
+            self._flying, self._next = dict(state.flying), state.next_draw
+        if state and same_rewards:
+            self._beliefs, self._level, self._scale = dict(state.ratings), state.level, state.scale
 
     # -- a draw ---------------------------------------------------------------------------------------------------------
 

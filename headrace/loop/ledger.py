@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.algo.turn_states import met_again
-from headrace.core.batches import Batch, Failure, Group
+from headrace.core.batches import Batch, Failure, Group, Row
 from headrace.core.reports import PromptChoice, TrainReport
 from headrace.core.types import Episode, Prompt, Scored
 from headrace.core.weights import WeightUpdate
@@ -250,9 +250,9 @@ def rolled_of(group: Group) -> Rolled:
 
 def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:
     """`drawn`: mean reward of all groups that ended since the previous step. `waited`: seconds until the batch was complete."""
-    rows = [row for group in groups for row in group.rows]
-    lags = Counter(
-        report.step - version for row in rows for version, kept in zip(row.versions, row.mask, strict=True) if kept
+    lags, ages = (
+        _lags(report.step, [row for rows in of_groups for row in rows])
+        for of_groups in ([group.rows for group in groups], [group.again for group in groups])
     )
     rewards = [rollout.reward for group in groups for rollout in group.scored]
     mean = sum(rewards) / len(rewards)
@@ -263,9 +263,17 @@ def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: f
         t=t,
         report=report,
         groups=groups,
-        lags=dict(lags),
+        lags=lags,
         reward_mean=mean,
         reward_std=std,
         reward_drawn=drawn,
         wait_seconds=waited,
+        ages=ages,
+    )
+
+
+def _lags(step: int, rows: Sequence[Row]) -> dict[int, int]:
+    """Returns lag -> number of tokens in the loss."""
+    return dict(
+        Counter(step - version for row in rows for version, kept in zip(row.versions, row.mask, strict=True) if kept)
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from headrace.algo.recipe_parts import Experience
 from headrace.algo.training_rows import Algorithm
 from headrace.core.batches import Batch, Demonstration, Group
 from headrace.core.types import Constraint, Prompt, Request, RolloutKey
@@ -42,6 +43,8 @@ class LoopPlan:
     """`engine.kv_gib`, for advice."""
     remembers: bool = False
     """Whether rewards are kept by prompt, for an advantage that asks for those of earlier groups."""
+    experience: Experience = Experience()
+    """The rollouts that are kept by prompt, and trained again with its next group."""
 
     demonstrations: Callable[[int], tuple[Demonstration, ...]] = lambda step: ()
     """The given answers that are trained beside the groups of a step, unless they are those of its questions (`Algorithm.answers`)."""

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass as plain
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 from pydantic import Field, model_validator
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.core.protocols import Engine, TokenListener
 from headrace.core.reports import LoadReport
-from headrace.core.steps import StepOutput, Transcript
+from headrace.core.steps import SoFar, StepOutput
 from headrace.core.types import Completion, Request, RolloutKey, TopLogprobs, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.facts.waits import Waits
@@ -75,32 +75,34 @@ class Delivery:
     """Seconds in which the engine could not generate at full speed."""
 
 
-class TokensSoFar(NamedTuple):
-    """The tokens of a request at one moment."""
+class TokensSoFar(msgspec.Struct, frozen=True, gc=False):
+    """The tokens of a request at one moment, uncounted by the garbage collector as `SoFar` is."""
 
     before: Completion | None
     """Tokens before an interruption or in an earlier process."""
-    now: Completion | Transcript | None = None
+    now: Completion | SoFar | None = None
     """Tokens since then."""
 
     @property
     def token_count(self) -> int:
-        new = self.now.sampled if isinstance(self.now, Transcript) else self.now.tokens if self.now else ()
-        return len(new) + (len(self.before.tokens) if self.before else 0)
-
-    @property
-    def has_ended(self) -> bool:
-        if isinstance(self.now, Transcript):
-            return self.now.end is not None and self.now.end.stop != "interrupted"
-        return self.now is not None and self.now.stop != "interrupted"
+        return (_count(self.now) if self.now else 0) + (len(self.before.tokens) if self.before else 0)
 
     def completion(self) -> Completion:
-        now = self.now.so_far() if isinstance(self.now, Transcript) else self.now
+        now = self.now.completion() if isinstance(self.now, SoFar) else self.now
         if self.before and now:
             return joined(self.before, now)
         found = now or self.before
         assert found
         return found
+
+
+def _count(now: Completion | SoFar) -> int:
+    return now.count if isinstance(now, SoFar) else len(now.tokens)
+
+
+def _is_over(now: Completion | SoFar) -> bool:
+    end = now.end if isinstance(now, SoFar) else now
+    return end is not None and end.stop != "interrupted"
 
 
 class TokenStore:
@@ -185,9 +187,9 @@ class TokenStore:
         asked = [name for name in names if name in self.asked]
         running = self._engine.unfinished(asked)
         for name in asked:
-            new = TokensSoFar(None, self._unheard(name) or running.get(name))
-            if new.token_count or new.has_ended:
-                found[name] = new._replace(before=self.kept.get(name))
+            now = (self._unheard(name) if self.asked[name].done() else None) or running.get(name)
+            if now and (_count(now) or _is_over(now)):
+                found[name] = TokensSoFar(self.kept.get(name), now)
         return found
 
     def _unheard(self, name: str) -> Completion | None:
@@ -202,9 +204,7 @@ class TokenStore:
         transcripts = self._engine.unfinished(request_ids)
         versions = [kept.spans[0].version for name in request_ids if (kept := self.kept.get(name)) and kept.spans]
         versions += [
-            spans[0].version
-            for name in request_ids
-            if (running := transcripts.get(name)) and (spans := running.sampled.spans)
+            spans[0].version for name in request_ids if (running := transcripts.get(name)) and (spans := running.spans)
         ]
         versions += [done.spans[0].version for name in request_ids if (done := self._unheard(name)) and done.spans]
         return min(versions, default=None)

@@ -554,17 +554,14 @@ class Rolling:
 
     def _judge(self, rolled: Rolled) -> None:
         """Ends the group as failed or dropped, or puts it into the buffer as ready. Charges it to the budgets."""
-        algorithm, ledger, scored = self._parts.algorithm, self._parts.ledger, rolled.scored
-        before = self._parts.buffer.rewards_before(rolled.prompt)
-        made = algorithm.rows(rolled.prompt, scored, before) if len(scored) >= algorithm.min_rollouts else ()
-        rows = tuple(replace(row, temperature=self._plan.rollout.temperature) for row in made)
-        if not rows:
+        algorithm, ledger = self._parts.algorithm, self._parts.ledger
+        group = Group(rolled.ticket, rolled.prompt, rolled.scored, (), rolled.failures)
+        group = algorithm.filled(self._parts.buffer.with_earlier(group), self._plan.rollout.temperature)
+        if not group.rows:
             fact = ledger.ended(rolled, "failed", rolled.commonest_failure)
-        elif reason := algorithm.barren(rows):
+        elif reason := algorithm.barren(group.rows, group.again):
             fact = ledger.ended(rolled, "dropped", reason)
         else:
-            pairs = algorithm.pairs(scored)
-            group = Group(rolled.ticket, rolled.prompt, scored, rows, rolled.failures, pairs=pairs, before=before)
             fact = ledger.ready(group, rolled)
         self._budgets.spend(rolled, fact)
 

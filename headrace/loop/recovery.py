@@ -241,8 +241,9 @@ def recover(
 
     Raises ConfigError if the task now draws other prompts."""
     if saved.state:
-        curriculum.restore(saved.state.task, saved.state.curriculum)
-        buffer.restore(saved.state.buffer, same_rewards=not saved.changed.groups)
+        rewards, sampling = not saved.changed.groups, not saved.changed.anew
+        curriculum.restore(saved.state.task, saved.state.curriculum, same_rewards=rewards)
+        buffer.restore(saved.state.buffer, same_rewards=rewards, same_rollouts=rewards and sampling)
     steps = list(_apply(saved.records, curriculum, buffer))
     buffer.release(saved.step)  # what was trained is live as soon as the run begins
     in_flight = buffer.in_flight

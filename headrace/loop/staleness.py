@@ -16,7 +16,8 @@ from headrace.settings.strict import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StalenessConfig:
-    """`max_lag` is a guarantee, not a target: no token with a larger lag is ever trained.
+    """`max_lag` is a guarantee, not a target: no token with a larger lag is ever trained. (Good rollouts of earlier groups, `Group.again`, are no tokens of
+    the group: they are kept on purpose, and exempt by that name.)
 
     **By pacing** (`overdue = "wait"`, the default): nothing is discarded to keep the guarantee.
 

@@ -61,6 +61,7 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
         save_patience=config.checkpoint.patience,
         kv_gib=config.engine.sizes.kv_gib,
         remembers=config.algo.remembers,
+        experience=config.algo.recipe.experience,
     )
 
 

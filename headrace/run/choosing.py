@@ -91,8 +91,8 @@ def _settled_on_cpu(
         and config.engine.dtype == "auto"
         and machine.device("engine.device", config.engine.device) == "cpu"
     ):
-        config = with_chosen(
-            config, {"engine.dtype": "float32"}, {"engine chosen": "float32, for a model that sees: not measured"}
+        config = config.with_chosen(
+            {"engine.dtype": "float32"}, {"engine chosen": "float32, for a model that sees: not measured"}
         )
     on_cpu = {
         "engine": not config.engine.is_server
@@ -139,7 +139,7 @@ def settle_sizes(
     reasons = {"sizes": why} if values else {}
     smaller = {name: size for name, size in worthwhile(rates).items() if size < values.get(name, 0)}
     if smaller:  # the cache takes what they leave
-        left, _ = with_gpu_sizes(with_chosen(config, smaller, {}), shape, machine, prompt_tokens, others)
+        left, _ = with_gpu_sizes(config.with_chosen(smaller, {}), shape, machine, prompt_tokens, others)
         values = {**values, **left, **smaller}
         said = ", ".join(f"{name} = {values[name]:g}" for name in values)
         reasons["sizes"] = f"{said}: by what is free of the GPU, and no more than brings at least a twentieth more"
@@ -148,7 +148,7 @@ def settle_sizes(
         reasons["compile"] = "train.compile = false: compiled layers were measured to be slower"
     if rates.words or rates.problem:
         reasons["gpu measured"] = rates.words or f"not measured: {rates.problem}"
-    return with_chosen(config, values, reasons) if values else config
+    return config.with_chosen(values, reasons) if values else config
 
 
 def settle_adapter(config: RunConfig, model_dir: Path) -> RunConfig:
@@ -164,7 +164,7 @@ def settle_adapter(config: RunConfig, model_dir: Path) -> RunConfig:
     why = f'lora.publish = "merged", because the native engine computes {through} by transformers, where an adapter takes products of its own'
     if lora.experts:
         why = f'lora.publish = "merged", because the native engine serves no adapters of experts beside {through}'
-    settled = with_chosen(config, {"lora.publish": "merged"}, {"adapter": why})
+    settled = config.with_chosen({"lora.publish": "merged"}, {"adapter": why})
     if problems := check(settled):
         if not lora.experts:
             return config
@@ -182,9 +182,9 @@ def _one_arithmetic(config: RunConfig) -> RunConfig:
         f"{section}.{name}": value
         for section in ("engine", "train")
         for name, value in (("path", "kernels"), ("dtype", named[0]))
-        if setting(config, f"{section}.{name}") == "auto"
+        if config.value_of(f"{section}.{name}") == "auto"
     }
-    return with_chosen(config, values, {"one forward pass": 'train.parity = "bitwise"'} if values else {})
+    return config.with_chosen(values, {"one forward pass": 'train.parity = "bitwise"'} if values else {})
 
 
 def _taken(config: RunConfig, choice: PartChoice) -> RunConfig:
@@ -192,28 +192,7 @@ def _taken(config: RunConfig, choice: PartChoice) -> RunConfig:
     values: dict[str, Any] = {"dtype": choice.dtype, "path": choice.path}
     values |= {"threads": choice.threads} if choice.threads else {}
     chosen = {f"{section}.{name}": value for name, value in values.items()}
-    return with_chosen(config, chosen, {f"{choice.part} chosen": choice.why})
-
-
-def with_chosen(config: RunConfig, values: Mapping[str, Any], why: Mapping[str, str]) -> RunConfig:
-    """The config with changed settings, and a note of the original ones. `values`: by the setting's dotted name."""
-    wishes = {name: setting(config, name) for name, value in values.items() if setting(config, name) != value}
-    for name in wishes:
-        section, _, leaf = name.partition(".")
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{leaf: values[name]})}
-        )
-    known = config.chosen
-    chosen = dataclasses.replace(known, wishes={**wishes, **known.wishes}, why={**known.why, **why})
-    return dataclasses.replace(config, chosen=chosen)
-
-
-def setting(config: RunConfig, name: str) -> Any:
-    """The value of a setting by its dotted name, such as `train.steps`."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return config.with_chosen(chosen, {f"{choice.part} chosen": choice.why})
 
 
 def resumed_settings(
@@ -225,13 +204,13 @@ def resumed_settings(
     config, before = build(RunConfig, read_tree(source, sets), meaning), read_config(config_of_run(run_dir))
     tree = {**tree, "chosen": dataclasses.asdict(before.chosen)}
     for name, wish in before.chosen.wishes.items():
-        if setting(config, name) == wish:
+        if config.value_of(name) == wish:
             section, _, leaf = name.partition(".")
-            tree = merge(tree, {section: {leaf: setting(before, name)}})
+            tree = merge(tree, {section: {leaf: before.value_of(name)}})
     for name in SIZES:
-        if setting(config, name) == "auto" != setting(before, name):
+        if config.value_of(name) == "auto" != before.value_of(name):
             section, _, leaf = name.partition(".")
-            tree = merge(tree, {section: {leaf: setting(before, name)}})
+            tree = merge(tree, {section: {leaf: before.value_of(name)}})
     return tree
 
 
@@ -278,13 +257,13 @@ def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: 
     if config.environment.limits.turns > 1:  # nobody knows how many there will be
         each += ", if a rollout had one turn; the first steps will correct it"
     kept = {"step": found.step_seconds, "evaluation": found.evaluation_seconds, "save": speeds.save}
-    notes = () if found.fits else (too_slow(config, found),)
+    notes = () if found.fits else (too_slow(config.train.minutes, found, adapted=bool(config.lora.rank)),)
     config = _planned(config, values, f"{found.of(wish)}: {expected}, {each}{share.words}", kept)
     return dataclasses.replace(settled, config=config, notes=notes)
 
 
 def _planned(config: RunConfig, values: Mapping[str, Any], message: str, speeds: dict[str, float]) -> RunConfig:
-    config = with_chosen(config, values, {"minutes": message})
+    config = config.with_chosen(values, {"minutes": message})
     return dataclasses.replace(config, chosen=dataclasses.replace(config.chosen, speeds=speeds))
 
 
@@ -324,14 +303,12 @@ def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds | None:
     )
 
 
-def too_slow(config: RunConfig, found: Fitted) -> str:
+def too_slow(minutes_set: float, found: Fitted, *, adapted: bool) -> str:
     """The sentence for a machine on which not even the smallest useful run fits."""
     minutes = math.ceil(found.seconds / (1 - SPARE) / 60)
-    smaller = (
-        "take a smaller model" if config.lora.rank else "train an adapter (lora.rank = 16) or take a smaller model"
-    )
+    smaller = "take a smaller model" if adapted else "train an adapter (lora.rank = 16) or take a smaller model"
     least = f"{plural(found.steps, 'step')} of {plural(found.groups, 'group')} with an evaluation before and after"
     return (
-        f"train.minutes = {config.train.minutes:g} is too short for this machine at its current load: {least} would take about {minutes} minutes. The "
+        f"train.minutes = {minutes_set:g} is too short for this machine at its current load: {least} would take about {minutes} minutes. The "
         f"run will end in time with fewer steps; {smaller}, set train.minutes = {minutes}, or stop other work on the machine"
     )

@@ -109,6 +109,25 @@ class RunConfig:
             )
         return name
 
+    def value_of(self, name: str) -> Any:
+        """The value of a setting by its dotted name, such as `train.steps`."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+    def with_chosen(self, values: Mapping[str, Any], why: Mapping[str, str]) -> RunConfig:
+        """These settings with other values, and a note of the original ones. `values`: by the setting's dotted name."""
+        wishes = {name: wish for name, value in values.items() if (wish := self.value_of(name)) != value}
+        config = self
+        for name in wishes:
+            section, _, leaf = name.partition(".")
+            changed = dataclasses.replace(getattr(config, section), **{leaf: values[name]})
+            config = dataclasses.replace(config, **{section: changed})
+        known = self.chosen
+        chosen = dataclasses.replace(known, wishes={**wishes, **known.wishes}, why={**known.why, **why})
+        return dataclasses.replace(config, chosen=chosen)
+
     @property
     def run_dir(self) -> Path:
         return Path(self.out) / self.name

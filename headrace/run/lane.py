@@ -102,18 +102,22 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
 
     Raises ConfigError for settings that a resumed run cannot change, and CheckpointError if every checkpoint is damaged."""
     contents = contents_of(config)
+    path, meant, lines = directory.path, meaning(config, contents), written(contents)
+    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
+    checkpoint, saved, over = None, None, False
+    keep = partial(directory.begin, dump_config(config) + lines)
     if not resume:
-        return _with_caveats(config, directory, _storage_of_new(config, directory, contents))
-    path, (checkpoints, checkpoint, saved, complaints) = directory.path, _found(config, directory, contents)
-    over = checkpoint is not None and saved.saved_step == saved.step == config.train.steps
-    history = dataclasses.replace(saved.resume, digest=checkpoint / DIGEST if checkpoint else None)
-    recorder = open_recorder(config.observe, path, history, over=over)
-    if recorder.unreadable:
-        complaints.append(left_out(recorder.unreadable, saved.seconds).message)
-    for complaint in [*complaints, *saved.complaints]:
-        recorder.record(Warned(saved.seconds, complaint))
-    keep = partial(directory.keep_config, dump_config(config) + written(contents), saved.step)
-    steps = partial(_keep_steps, config, directory, written(contents))
+        recorder = open_recorder(config.observe, path)
+    else:
+        checkpoint, saved, complaints = _found(config, path, checkpoints, meant)
+        keep = partial(directory.keep_config, dump_config(config) + lines, saved.step)
+        over = checkpoint is not None and saved.saved_step == saved.step == config.train.steps
+        history = dataclasses.replace(saved.resume, digest=checkpoint / DIGEST if checkpoint else None)
+        recorder = open_recorder(config.observe, path, history, over=over)
+        if recorder.unreadable:
+            complaints.append(left_out(recorder.unreadable, saved.seconds).message)
+        for complaint in [*complaints, *saved.complaints]:
+            recorder.record(Warned(saved.seconds, complaint))
     storage = Storage(
         run_dir=path,
         recorder=recorder,
@@ -121,15 +125,18 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
         flush=config.checkpoint.flush_journal,
         checkpoint=checkpoint,
         saved=saved,
-        made_by=meaning(config, contents),
+        made_by=meant,
         keep_settings=keep,
-        keep_steps=steps,
+        keep_steps=partial(_keep_steps, config, directory, lines),
     )
-    if over and has_finished(recorder.state):
-        lane = Lane(config, directory, storage, Session(storage), finished=True)
+    lane = Lane(config, directory, storage, Session(storage), finished=over and has_finished(recorder.state))
+    if lane.finished:
         lane.session.recall()
         return lane
-    return _with_caveats(config, directory, storage)
+    caveats = algo_caveats(config.algo, config.rollout.max_tokens, config.staleness.max_lag)
+    for complaint in [*caveats, *config.rollout.caveats]:
+        recorder.record(Warned(storage.seconds, complaint))
+    return lane
 
 
 def report_unbegun(lanes: Iterable[Lane]) -> None:
@@ -151,31 +158,6 @@ def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
     )
 
 
-def _with_caveats(config: RunConfig, directory: RunDirectory, storage: Storage) -> Lane:
-    caveats = algo_caveats(config.algo, config.rollout.max_tokens, config.staleness.max_lag)
-    for complaint in [*caveats, *config.rollout.caveats]:
-        storage.recorder.record(Warned(storage.seconds, complaint))
-    return Lane(config, directory, storage, Session(storage))
-
-
-def _storage_of_new(config: RunConfig, directory: RunDirectory, contents: Mapping[str, str]) -> Storage:
-    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
-    recorder = open_recorder(config.observe, directory.path)
-    begin = partial(directory.begin, dump_config(config) + written(contents))
-    steps = partial(_keep_steps, config, directory, written(contents))
-    return Storage(
-        run_dir=directory.path,
-        recorder=recorder,
-        checkpoints=checkpoints,
-        flush=config.checkpoint.flush_journal,
-        checkpoint=None,
-        saved=None,
-        made_by=meaning(config, contents),
-        keep_settings=begin,
-        keep_steps=steps,
-    )
-
-
 def _keep_steps(config: RunConfig, directory: RunDirectory, contents: str, steps: int, step: int) -> None:
     """Saves the settings with another number of steps, from `step` on."""
     train = dataclasses.replace(config.train, steps=steps)
@@ -183,14 +165,12 @@ def _keep_steps(config: RunConfig, directory: RunDirectory, contents: str, steps
 
 
 def _found(
-    config: RunConfig, directory: RunDirectory, contents: Mapping[str, str]
-) -> tuple[Checkpoints, Path | None, SavedRun, list[str]]:
-    """The saved state of an earlier process, and complaints about damaged checkpoints."""
-    path, now = directory.path, meaning(config, contents)
+    config: RunConfig, path: Path, checkpoints: Checkpoints, now: Mapping[str, Any]
+) -> tuple[Path | None, SavedRun, list[str]]:
+    """The saved state of an earlier process, and complaints about damaged checkpoints. `now`: what the settings mean."""
     refuse_earlier(path)
     before, was = read_config(config_of_run(path)), _meant(config_of_run(path))
     check_resumable(was, now)
-    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     checkpoint, complaints = _restore_point(checkpoints)
     state = load_controller(checkpoint) if checkpoint else None
     if state and (state.buffer.ready or state.buffer.in_flight):
@@ -204,7 +184,7 @@ def _found(
     saved = read_saved_run(path, state, not behind, changed, config.rollout.max_tokens)
     check_steps(path, saved.step, config.train.steps)
     rate = change_of_rate(before.train, config.train, saved.step)
-    return checkpoints, checkpoint, saved, [*complaints, *([rate] if rate else [])]
+    return checkpoint, saved, [*complaints, *([rate] if rate else [])]
 
 
 def _meant(config_toml: Path) -> dict[str, Any]:

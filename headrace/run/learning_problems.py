@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
+from headrace.engine.kinds import ENGINES
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.rollout import RolloutConfig
 from headrace.episodes.scoring.config import RewardConfig
@@ -96,8 +97,9 @@ def parity_problems(
     if train.parity == "off":
         return
     asks = 'train.parity = "bitwise" asks engine and trainer for the same log-probs, bit for bit, which is proven'
-    if engine.kind != "native":
-        yield f'{asks} for engine.kind = "native" only; use it, or set train.parity = "off"'
+    proven = [f'engine.kind = "{kind}"' for kind, core in ENGINES.items() if core.repeated]
+    if f'engine.kind = "{engine.kind}"' not in proven:
+        yield f'{asks} for {" and ".join(proven)} only; use it, or set train.parity = "off"'
     for name, path in (("engine.path", engine.path), ("train.path", train.path)):
         if path not in ("auto", "kernels"):
             yield f'{asks} for the C++ kernels, and {name} = "{path}" does without; set it to "kernels"'

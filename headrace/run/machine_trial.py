@@ -81,13 +81,15 @@ def machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> N
         problems.append(NO_GPU)
     if not config.orchestration.elsewhere:  # else each has a machine of its own
         problems += share_problems(config.engine, plan.engine_device)
-    problems += nothing_to_lend(config, plan.engine_device, plan.train_device)
+    problems += nothing_to_lend(
+        config.orchestration, config.engine.cores, config.train.cores, plan.engine_device, plan.train_device
+    )
     problems += _step_problems(config, shape)
     for problem in problems:
         found.doubt(problem, certain=True)
     form, dtype = config.weight_sync.form, config.engine.serving_dtype
     found.notes += poor_settings(form, dtype, adapted=bool(config.lora.rank))
-    found.notes += untried(config)
+    found.notes += untried(config.engine, config.orchestration, config.way)
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
         found.notes += gpu_notes(wanted, machine, config)

@@ -24,11 +24,6 @@ class EngineNeed:
     remedy: str
 
 
-def _probes(config: RunConfig) -> bool:
-    """Whether the run asks its own engine for log-probs of given tokens."""
-    return config.watch.identity_every > 0 or (config.algo.reference_in_reward and config.adapters_served > 0)
-
-
 NEEDS = {
     "stop_strings": EngineNeed(
         lambda run: bool(run.rollout.stop),
@@ -73,7 +68,7 @@ NEEDS = {
         'set partial.mode = "abort_resume" (or save_resume, drain, barrier)',
     ),
     "prompt_logprobs": EngineNeed(
-        _probes,
+        lambda run: run.watch.identity_every > 0 or (run.algo.reference_in_reward and run.adapters_served > 0),
         lambda engine, run: engine.prompt_logprobs,
         "return the log-probs of given tokens, which prove that it serves the trainer's weights",
         "set watch.identity_every = 0, and algo.kl.place = loss where it is reward",

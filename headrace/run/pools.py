@@ -122,7 +122,7 @@ async def open_pools(
         started.append(engine)
         await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
         start = trainer_start(config, model_dir, restore, *transports)
-        shared = logs.parent if ranks_of(config) else None
+        shared = logs.parent if ranks_of(config.orchestration, config.train) else None
         trainer = ProcessTrainer(seats.trainer, start, config.train.cores, shared, waits=telemetry.waits)
         started.append(trainer)
         async with telemetry.waits.named("start", "the trainer to load the model"):
@@ -178,7 +178,11 @@ def trainer_start(
     shadow: TransportKind | None = None,
 ) -> TrainerStart:
     """`restore`: as in `open_pools`; `shadow`: the transport of the student's older self, if that is a teacher."""
-    threads = threads_of_rank(config) if ranks_of(config) else config.train.threads
+    threads = (
+        threads_of_rank(config.orchestration, config.train, config.chosen)
+        if ranks_of(config.orchestration, config.train)
+        else config.train.threads
+    )
     return TrainerStart(
         model_dir=str(model_dir),
         train=dataclasses.asdict(dataclasses.replace(config.train, threads=threads)),
@@ -189,7 +193,13 @@ def trainer_start(
         transport=transport,
         restore={name: str(checkpoint.absolute()) for name, checkpoint in restore.items()},
         shadow=_shadow(config.teachers, config.engine, shadow) if shadow else None,
-        adapters={name: _assignment(run) for name, run in config.trained.items() if run.lora.rank},
+        adapters={
+            name: AdapterStart(
+                dataclasses.asdict(run.train), dataclasses.asdict(run.algorithm), dataclasses.asdict(run.lora)
+            )
+            for name, run in config.trained.items()
+            if run.lora.rank
+        },
         ranks=config.train.parallel.ranks,
     )
 
@@ -201,9 +211,3 @@ def _shadow(teachers: Sequence[TeacherConfig], engine: EngineConfig, transport: 
             dtype = teacher_engine(engine, teacher).serving_dtype
             return ShadowStart(teacher.student, teacher.every, teacher.decay, dtype, transport)
     return None
-
-
-def _assignment(config: RunConfig) -> AdapterStart:
-    return AdapterStart(
-        dataclasses.asdict(config.train), dataclasses.asdict(config.algorithm), dataclasses.asdict(config.lora)
-    )

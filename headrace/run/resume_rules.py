@@ -16,8 +16,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from headrace.algo.config import AlgoConfig
 from headrace.core.errors import ConfigError
-from headrace.episodes.scoring.config import ENDPOINTS
+from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.scoring.config import ENDPOINTS, OverlongConfig, RewardConfig
 from headrace.loop.checkpoints import ChangedSettings
 from headrace.loop.staleness import StalenessConfig, still_bounded
 from headrace.run.config import RunConfig
@@ -51,15 +53,15 @@ class CarryRule(NamedTuple):
         return self.steps == "repeated"
 
 
-def _rows(config: RunConfig) -> Any:
+def _rows(algo: AlgoConfig, longest_rollout: int) -> Any:
     """The settings that turn scored rollouts into rows."""
-    algo, recipe = config.algo, config.algo.recipe
+    recipe = algo.recipe
     return {
         "advantage": recipe.advantage,
         "cross-entropy": recipe.loss.weighs_rollouts,
         "agents together": recipe.loss.whole,
         "overlong": algo.overlong,
-        "length": (algo.length_penalty, config.longest_rollout) if algo.length_penalty else None,
+        "length": (algo.length_penalty, longest_rollout) if algo.length_penalty else None,
         "reference": dataclasses.asdict(recipe.kl) if algo.reference_in_reward else None,
         "top": algo.teacher_top,
         "credit": (recipe.credit, algo.state_weight) if recipe.credit == "state" else recipe.credit,
@@ -70,9 +72,8 @@ def _rows(config: RunConfig) -> Any:
     }
 
 
-def _functions(config: RunConfig) -> Any:
+def _functions(reward: RewardConfig) -> Any:
     """A single function from Python with weight 1 and whole completions counts as nothing: earlier versions recorded nothing of it."""
-    reward = config.reward
     plain = [spec.from_python and spec.weight == 1.0 and not spec.extract for spec in reward.specs]
     only = plain == [True]
     specs = [] if only else [dataclasses.asdict(spec) for spec in reward.specs]
@@ -83,13 +84,11 @@ def _marks(endpoints: str, config: RunConfig) -> Any:
     return [endpoint.mark for endpoint in getattr(config.reward, endpoints)]
 
 
-def _punishment(config: RunConfig) -> Any:
-    overlong = config.reward.soft_overlong_punishment
-    return (dataclasses.asdict(overlong), config.rollout.max_tokens) if overlong.cache else None
+def _punishment(overlong: OverlongConfig, max_tokens: int) -> Any:
+    return (dataclasses.asdict(overlong), max_tokens) if overlong.cache else None
 
 
-def _unmasked(config: RunConfig) -> Any:
-    rollout = config.rollout
+def _unmasked(rollout: RolloutConfig) -> Any:
     constraint = rollout.constraint.constraint
     return (
         None
@@ -98,13 +97,8 @@ def _unmasked(config: RunConfig) -> Any:
     )
 
 
-def _forks(config: RunConfig) -> Any:
-    forks = config.rollout.forks
-    return (dataclasses.asdict(forks), config.rollout.group_size) if forks.alternatives else None
-
-
-def _planned_steps(config: RunConfig) -> Any:
-    return None if config.train.schedule == "constant" else config.train.steps
+def _forks(rollout: RolloutConfig) -> Any:
+    return (dataclasses.asdict(rollout.forks), rollout.group_size) if rollout.forks.alternatives else None
 
 
 RULES = (
@@ -139,7 +133,7 @@ RULES = (
         "reward.function reward.functions reward.extract reward.extract_truncated",
         "set aside",
         "dropped",
-        value=_functions,
+        value=lambda c: _functions(c.reward),
     ),
     *(
         CarryRule(
@@ -152,7 +146,11 @@ RULES = (
         for name in ENDPOINTS
     ),
     CarryRule(
-        "reward.soft_overlong_punishment.*", "set aside", "dropped", why="with rollout.max_tokens", value=_punishment
+        "reward.soft_overlong_punishment.*",
+        "set aside",
+        "dropped",
+        why="with rollout.max_tokens",
+        value=lambda c: _punishment(c.reward.soft_overlong_punishment, c.rollout.max_tokens),
     ),
     CarryRule(
         "teachers",
@@ -173,7 +171,7 @@ RULES = (
         "dropped",
         "begun anew",
         "if tokens were cut out and not recorded",
-        value=_unmasked,
+        value=lambda c: _unmasked(c.rollout),
     ),
     CarryRule(
         "rollout.max_tokens", "set aside", "kept", "cut", "they end at the new limit, as if they had begun with it"
@@ -181,7 +179,14 @@ RULES = (
     CarryRule("rollout.stop rollout.keep_routing", "set aside", "kept", "begun anew"),
     CarryRule("rollout.constraint.*", "set aside", "kept", "begun anew", "a row carries its sampling mask"),
     CarryRule("rollout.group_size", "set aside", why="groups that are finished keep their size"),
-    CarryRule("rollout.forks.*", "set aside", "kept", "begun anew", "with rollout.group_size", value=_forks),
+    CarryRule(
+        "rollout.forks.*",
+        "set aside",
+        "kept",
+        "begun anew",
+        "with rollout.group_size",
+        value=lambda c: _forks(c.rollout),
+    ),
     CarryRule("algo.advantage", "set aside", "dropped"),
     CarryRule("algo.*", "set aside"),
     CarryRule(
@@ -189,10 +194,15 @@ RULES = (
         "set aside",
         "dropped",
         why="where rows are made of them",
-        value=_rows,
+        value=lambda c: _rows(c.algo, c.longest_rollout),
     ),
     CarryRule("train.cores train.threads train.minutes train.max_skipped_steps train.max_deaths"),
-    CarryRule("train.steps", "set aside", why="unless the learning rate is constant", value=_planned_steps),
+    CarryRule(
+        "train.steps",
+        "set aside",
+        why="unless the learning rate is constant",
+        value=lambda c: None if c.train.schedule == "constant" else c.train.steps,
+    ),
     CarryRule("train.*", "set aside"),
     CarryRule("rollout.patience"),
     CarryRule("staleness.*", "set aside", why="refused where groups of the checkpoint would be too old"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,38 +62,49 @@ from headrace.trainer.config import rate_remarks
 async def task_and_reward(
     found: Rehearsal, config: RunConfig, model_dir: Path | None, inputs: PythonInputs, *, needs_reward: bool = True
 ) -> None:
-    several = f", {config.name}" if found.config.adapters else ""
+    """Tries the files of the model, the task and the reward of a run, or of one of its adapters."""
+    trial = _RowTrial(found=found, config=config, inputs=inputs, needs_reward=needs_reward)
     found.notes += [
-        f"{config.name}: {remark}" if several else remark for remark in rate_remarks(config.train, config.lora)
+        f"{config.name}: {remark}" if trial.several else remark for remark in rate_remarks(config.train, config.lora)
     ]
     with found.part():
         _own_functions(config.algo)
-        found.sections[f"Algorithm{several}"] = algorithm(config.algorithm)
+        found.sections[f"Algorithm{trial.several}"] = algorithm(config.algorithm)
         if sentence := quantised_words(config.engine, config.algo, config.watch):
-            found.sections[f"Algorithm{several}"] = [*algorithm(config.algorithm), ("quantised", sentence)]
+            found.sections[f"Algorithm{trial.several}"] = [*algorithm(config.algorithm), ("quantised", sentence)]
             if not correction_of(config.algo):
                 found.notes.append(f"{sentence}. docs/quantised.md shows what that costs")
     if model_dir is None:
         return
     async with _reward_worker(config.reward, config.sandbox, inputs.rewards) as beginning:
-        await _tried(found, config, model_dir, inputs, beginning, needs_reward=needs_reward)
+        with found.part():
+            await trial.run(model_dir, beginning)
     with found.part():
-        await _sets(found, config, inputs, needs_reward=needs_reward)
+        await trial.sets()
 
 
-async def _tried(
-    found: Rehearsal,
-    config: RunConfig,
-    model_dir: Path,
-    inputs: PythonInputs,
-    beginning: asyncio.Task[WorkerProcess] | None,
-    *,
-    needs_reward: bool,
-) -> None:
-    """Tries the files of the model, the task, and the reward. `beginning`: the process of its functions."""
-    several = f", {config.name}" if found.config.adapters else ""
-    with found.part():
-        encoder = await _encoder(found, config, model_dir)
+@dataclass(frozen=True, kw_only=True)
+class _RowTrial:
+    """The trial of one run, or of one adapter's part of it."""
+
+    found: Rehearsal
+    config: RunConfig
+    inputs: PythonInputs
+    needs_reward: bool
+
+    @property
+    def adapter(self) -> str:
+        return self.config.name if self.found.config.adapters else ""
+
+    @property
+    def several(self) -> str:
+        """The end of the titles of its sections, if there are several."""
+        return f", {self.adapter}" if self.adapter else ""
+
+    async def run(self, model_dir: Path, beginning: asyncio.Task[WorkerProcess] | None) -> None:
+        """Tries the files of the model, the task, and the reward. `beginning`: the process of its functions."""
+        found, config, inputs, several = self.found, self.config, self.inputs, self.several
+        encoder = await self._encoder(model_dir)
         with found.steps.doing(f"reading the task {config.task.name or Path(config.task.path).name}".rstrip()):
             task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
         found.agree(
@@ -120,7 +131,7 @@ async def _tried(
             context=config.engine.context_length,
             most=config.rollout.max_tokens,
         )
-        await _given_answers(found, config, encoder.using(config.task.rendering), prompts)
+        await self._given_answers(encoder.using(config.task.rendering), prompts)
         found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
         await _shown(found, planned, task, encoder, most=config.rollout.max_tokens)
         episode: Episode | None = None
@@ -131,53 +142,66 @@ async def _tried(
                 episode, lines = await _environment(config, prompts[0], encoder)
             found.sections[f"Environment{several}"] = lines
         tried: RewardTrial | None = None
-        if needs_reward or config.reward.given:
+        if self.needs_reward or config.reward.given:
             with found.steps.doing("trying the reward"):
                 begun = await beginning if beginning else None
                 lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode=episode, begun=begun)
             found.sections[f"Reward{several}"] = lines
         found.sight = _sight(config.task, config.reward, encoder, prompts[0], episode=episode, tried=tried)
-        name = config.name if several else ""
         loaded = beginning.result().functions if beginning else ()
-        found.tried[name] = LoadedFiles(encoder=encoder, task=task, planned_teachers=planned, rewards=loaded)
+        found.tried[self.adapter] = LoadedFiles(encoder=encoder, task=task, planned_teachers=planned, rewards=loaded)
 
+    async def sets(self) -> None:
+        """Reads the further evaluation sets, and tries what each has of its own, and the reward, on its first prompt."""
+        found, config, inputs = self.found, self.config, self.inputs
+        if not config.eval.sets or not (files := found.tried.get(self.adapter)):
+            return
+        encoder, lines = files.encoder, list[tuple[str, str]]()
+        with found.steps.doing("reading the evaluation sets"):
+            sets = await asyncio.to_thread(read_sets, config, encoder, files.task, inputs.rows)
+        for one in sets:
+            run, named = one.run, f"the evaluation set {one.config.name}"
+            found.notes += one.remarks
+            seen = lengths(one.prompts, config.engine.context_length - config.rollout.max_tokens)
+            if problem := length_problem(seen, config.rollout.max_tokens, config.engine.context_length, 0):
+                found.doubt(f"{named}: {problem}", certain=seen.too_long == seen.looked_at)
+            lines.append((one.config.name, f"{one.words}, prompts of {seen.shortest} to {seen.longest} tokens"))
+            episode: Episode | None = None
+            if run.environment.in_processes and one.has_own_environment:
+                with found.steps.doing(f"playing a rollout of {named}"):
+                    episode, played = await _environment(run, one.prompts[0], encoder)
+                lines += played
+            unknown = run.environment.in_processes and not episode
+            if self.needs_reward and (run.reward.given or inputs.rewards) and not unknown:
+                rewards = () if one.config.reward else inputs.rewards
+                with found.steps.doing(f"trying the reward on {named}"):
+                    tried, _ = await _reward(run, rewards, one.prompts[0], encoder, episode=episode, begun=None)
+                lines += tried
+        found.sections[f"Evaluation sets{self.several}"] = lines
 
-async def _sets(found: Rehearsal, config: RunConfig, inputs: PythonInputs, *, needs_reward: bool) -> None:
-    """Reads the further evaluation sets, and tries what each has of its own, and the reward, on its first prompt."""
-    name = config.name if found.config.adapters else ""
-    if not config.eval.sets or not (files := found.tried.get(name)):
-        return
-    encoder, lines = files.encoder, list[tuple[str, str]]()
-    with found.steps.doing("reading the evaluation sets"):
-        sets = await asyncio.to_thread(read_sets, config, encoder, files.task, inputs.rows)
-    for one in sets:
-        run, named = one.run, f"the evaluation set {one.config.name}"
-        found.notes += one.remarks
-        seen = lengths(one.prompts, config.engine.context_length - config.rollout.max_tokens)
-        if problem := length_problem(seen, config.rollout.max_tokens, config.engine.context_length, 0):
-            found.doubt(f"{named}: {problem}", certain=seen.too_long == seen.looked_at)
-        lines.append((one.config.name, f"{one.words}, prompts of {seen.shortest} to {seen.longest} tokens"))
-        episode: Episode | None = None
-        if run.environment.in_processes and one.has_own_environment:
-            with found.steps.doing(f"playing a rollout of {named}"):
-                episode, played = await _environment(run, one.prompts[0], encoder)
-            lines += played
-        unknown = run.environment.in_processes and not episode
-        if needs_reward and (run.reward.given or inputs.rewards) and not unknown:
-            rewards = () if one.config.reward else inputs.rewards
-            with found.steps.doing(f"trying the reward on {named}"):
-                tried, _ = await _reward(run, rewards, one.prompts[0], encoder, episode=episode, begun=None)
-            lines += tried
-    found.sections[", ".join(["Evaluation sets", *filter(None, [name])])] = lines
+    async def _encoder(self, model_dir: Path) -> ChatEncoder:
+        config = self.config
+        check_model_dir(model_dir, need_chat_template=config.task.chat)
+        with self.found.steps.doing("reading the tokenizer"):
+            encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+        if (constraint := config.rollout.constraint.constraint) and not config.engine.is_server:
+            await asyncio.to_thread(encoder.try_constraint, constraint)
+        return encoder.with_special_tokens(config.reward.special_tokens)
 
-
-async def _encoder(found: Rehearsal, config: RunConfig, model_dir: Path) -> ChatEncoder:
-    check_model_dir(model_dir, need_chat_template=config.task.chat)
-    with found.steps.doing("reading the tokenizer"):
-        encoder = await asyncio.to_thread(ChatEncoder, model_dir)
-    if (constraint := config.rollout.constraint.constraint) and not config.engine.is_server:
-        await asyncio.to_thread(encoder.try_constraint, constraint)
-    return encoder.with_special_tokens(config.reward.special_tokens)
+    async def _given_answers(self, encoder: ChatEncoder, prompts: Sequence[Prompt]) -> None:
+        """Reads the given answers: those beside the steps, and those of the warm start, which a run that is resumed has behind it."""
+        found, config = self.found, self.config
+        if course := await asyncio.to_thread(build_course, config, encoder):
+            found.sections["Demonstrations"] = course_lines(config.algo, config.train.steps, course, encoder)
+            found.notes += unanswered(course, prompts) if config.algo.given_answers == "compared" else ()
+        if not config.warm_start.path or found.resumes:
+            return
+        own, task, room = config.warm_start, config.task, config.engine.context_length
+        with found.part(), found.steps.doing("reading the rows of the warm start"):
+            found.demonstrations = await asyncio.to_thread(
+                read_demonstrations, own, task, encoder, seed=config.seed, context=room
+            )
+            found.sections["Warm start"] = described(config, found.demonstrations, encoder)
 
 
 @asynccontextmanager
@@ -281,21 +305,6 @@ def _of_images(prompts: Sequence[Prompt]) -> str:
     counts = [len(prompt.images) for prompt in prompts]
     each = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return f"{each} in a prompt; their features are computed, and what sees is frozen"
-
-
-async def _given_answers(found: Rehearsal, config: RunConfig, encoder: ChatEncoder, prompts: Sequence[Prompt]) -> None:
-    """Reads the given answers: those beside the steps, and those of the warm start, which a run that is resumed has behind it."""
-    if course := await asyncio.to_thread(build_course, config, encoder):
-        found.sections["Demonstrations"] = course_lines(config, course, encoder)
-        found.notes += unanswered(course, prompts) if config.algo.given_answers == "compared" else ()
-    if not config.warm_start.path or found.resumes:
-        return
-    own, task, room = config.warm_start, config.task, config.engine.context_length
-    with found.part(), found.steps.doing("reading the rows of the warm start"):
-        found.demonstrations = await asyncio.to_thread(
-            read_demonstrations, own, task, encoder, seed=config.seed, context=room
-        )
-        found.sections["Warm start"] = described(config, found.demonstrations, encoder)
 
 
 async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:

@@ -231,7 +231,8 @@ def _until_it_ends(call: TrainCall) -> RunResult:
     """Trains until the run, or its trainer, has ended. The libraries of its workers are loaded while it is rehearsed."""
     if not runs_here(call.callbacks.errands if call.callbacks else None):
         return _rehearsed_and_trained(call)  # those libraries belong to the thread of the loop, which comes later
-    with libraries_ahead(local_cores(call.config)):
+    config = call.config
+    with libraries_ahead(local_cores(config.orchestration, config.engine, config.train)):
         return _rehearsed_and_trained(call)
 
 

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.protocols import Job, Launcher
+from headrace.engine.config import EngineConfig
 from headrace.episodes.environments.function import function_settings
 from headrace.facts.telemetry import Telemetry
 from headrace.native.resources import usable_cores
@@ -23,6 +24,8 @@ from headrace.run.clients.hosted_site import HostedSite
 from headrace.run.config import RunConfig
 from headrace.run.fleets.core_shares import members_of
 from headrace.run.hosts.user_host import RewardsLoaded, UserHostStart
+from headrace.settings.process_config import ChosenConfig
+from headrace.trainer.config import TrainConfig
 
 # --- The machines on which a run's reward functions and environments run
 # This one, and those of workers that join (`orchestration.scorers`, `orchestration.environments`).
@@ -78,11 +81,19 @@ def _sites(kind: Kind, hosts: Sequence[HostedSite], also_here: bool, telemetry: 
 
 def terms_of_code(config: RunConfig) -> dict[Kind, Terms]:
     """The user's files that workers must have, by what they offer. Raises ConfigError for one that cannot be read."""
-    return {kind: code_terms(_files(config, kind)) for kind in USER_CODE if kind in config.orchestration.hosts}
+    named: dict[Kind, list[str]] = {
+        "scorer": [spec.function for run in config.runs for spec in run.reward.specs],
+        "environment": [run.environment.function or run.environment.name for run in config.runs],
+    }
+    return {
+        kind: code_terms(filter(None, map(_file_of, named[kind])))
+        for kind in USER_CODE
+        if kind in config.orchestration.hosts
+    }
 
 
 def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
-    files = code_terms(_files(config, kind)).files
+    files = terms_of_code(config)[kind].files
     if kind == "scorer":
         loads = [
             RewardsLoaded(tuple(spec.function for spec in run.reward.specs), run.sandbox.settings.as_text())
@@ -94,16 +105,10 @@ def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
     return UserHostStart(files=files, environments=tuple(settings))
 
 
-def _files(config: RunConfig, kind: Kind) -> Iterator[str]:
-    """The paths of the files that the settings name."""
-    for run in config.runs:
-        named = [spec.function for spec in run.reward.specs]
-        if kind == "environment":
-            named = [run.environment.function or run.environment.name]
-        for name in named:
-            path = name if name.endswith(".py") else name.rpartition(":")[0]
-            if path.endswith(".py"):
-                yield path
+def _file_of(named: str) -> str:
+    """Returns the path of the Python file in the name of a function or an environment; empty if that names none."""
+    path = named if named.endswith(".py") else named.rpartition(":")[0]
+    return path if path.endswith(".py") else ""
 
 
 # --- seats ------------------------------------------------------------
@@ -115,32 +120,32 @@ def check_seats(config: OrchestrationConfig) -> None:
         config.seating.check(config)
 
 
-def local_cores(config: RunConfig) -> list[tuple[int, ...]]:
+def local_cores(place: OrchestrationConfig, engine: EngineConfig, train: TrainConfig) -> list[tuple[int, ...]]:
     """Returns the cores of each kind of worker that this process starts: of the engine, of the trainer."""
-    engine = not (config.engine.is_server or config.orchestration.elsewhere or config.orchestration.bus)
-    own = [config.engine.cores] * engine + [config.train.cores] * config.orchestration.trains_here
+    starts_engine = not (engine.is_server or place.elsewhere or place.bus)
+    own = [engine.cores] * starts_engine + [train.cores] * place.trains_here
     return [tuple(cores) for cores in own]
 
 
-def threads_elsewhere(config: RunConfig) -> int:
+def threads_elsewhere(place: OrchestrationConfig, engine: EngineConfig, chosen: ChosenConfig) -> int:
     """Returns the threads of an engine on another machine. 0: as many as that has cores."""
-    if config.orchestration.place.reserves_cores:
-        return config.engine.threads or usable_cores()
-    return 0 if "engine.threads" in config.chosen.wishes else config.engine.threads
+    if place.place.reserves_cores:
+        return engine.threads or usable_cores()
+    return 0 if "engine.threads" in chosen.wishes else engine.threads
 
 
-def threads_of_rank(config: RunConfig) -> int:
+def threads_of_rank(place: OrchestrationConfig, train: TrainConfig, chosen: ChosenConfig) -> int:
     """Returns the threads of a rank on another machine. 0: as many as that has cores for each of its ranks."""
-    own = 0 if "train.threads" in config.chosen.wishes else config.train.threads
-    if own or not config.orchestration.place.reserves_cores:
+    own = 0 if "train.threads" in chosen.wishes else train.threads
+    if own or not place.place.reserves_cores:
         return own
-    return max(1, usable_cores() // config.train.parallel.ranks)
+    return max(1, usable_cores() // train.parallel.ranks)
 
 
-def ranks_of(config: RunConfig) -> list[str]:
+def ranks_of(place: OrchestrationConfig, train: TrainConfig) -> list[str]:
     """Returns the seats of the trainer that are taken from elsewhere."""
-    ranks = config.train.parallel.ranks
-    if config.orchestration.trains_here:
+    ranks = train.parallel.ranks
+    if place.trains_here:
         return []
     return ["trainer"] if ranks == 1 else [f"trainer rank {rank}" for rank in range(ranks)]
 
@@ -151,15 +156,18 @@ async def open_seats(
 ) -> AsyncIterator[Seats]:
     """The launchers of the run's workers: `local`, or such whose workers come from elsewhere. Raises ConfigError if it cannot listen there, or if
     no cluster can place them."""
-    place = config.orchestration
+    place, engine, train = config.orchestration, config.engine, config.train
     if not place.elsewhere and not place.hosts:
         yield Seats(local, local, local)
         return
     check_seats(place)
     wanted = SeatsWanted(
         settings=place,
-        seats=seats_of(config),
-        threads={"engine": threads_elsewhere(config), "trainer": threads_of_rank(config)},
+        seats=seats_of(place, engine, train),
+        threads={
+            "engine": threads_elsewhere(place, engine, config.chosen),
+            "trainer": threads_of_rank(place, train, config.chosen),
+        },
         terms=terms_of(config.model.path, model_dir),
         code=terms_of_code(config),
         logs=logs,
@@ -167,17 +175,14 @@ async def open_seats(
     )
     async with place.seating.open(wanted) as seats:
         yield seats._replace(
-            engines=seats.engines if place.elsewhere else local, trainer=seats.trainer if ranks_of(config) else local
+            engines=seats.engines if place.elsewhere else local,
+            trainer=seats.trainer if ranks_of(place, train) else local,
         )
 
 
-def _engines_of(config: RunConfig) -> list[str]:
-    return [f"engine {name}".rstrip() for name in members_of(config.engine)]
-
-
-def seats_of(config: RunConfig) -> dict[Kind, list[str]]:
+def seats_of(place: OrchestrationConfig, engine: EngineConfig, train: TrainConfig) -> dict[Kind, list[str]]:
     """Returns the names of the seats that are taken from elsewhere, by what their workers offer."""
-    engines = _engines_of(config) if config.orchestration.elsewhere else []
-    seats: dict[Kind, list[str]] = {"engine": engines, "trainer": ranks_of(config)}
-    seats |= {kind: list(names) for kind, names in config.orchestration.hosts.items()}
+    engines = [f"engine {name}".rstrip() for name in members_of(engine)] if place.elsewhere else []
+    seats: dict[Kind, list[str]] = {"engine": engines, "trainer": ranks_of(place, train)}
+    seats |= {kind: list(names) for kind, names in place.hosts.items()}
     return {kind: names for kind, names in seats.items() if names}

@@ -82,7 +82,9 @@ def start_engine(
 
     def start(engine_config: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         if config.orchestration.elsewhere:  # its machine has cores of its own
-            engine_config = dataclasses.replace(engine_config, threads=threads_elsewhere(config))
+            engine_config = dataclasses.replace(
+                engine_config, threads=threads_elsewhere(config.orchestration, engine_config, config.chosen)
+            )
         if engine_config.is_server:
             member = dataclasses.replace(config, engine=engine_config)
             return _server(

@@ -62,15 +62,15 @@ async def plan_teachers(
     """Finds the teachers' models, and fetches them if needed. Raises ConfigError for one that cannot teach this student.
 
     `encoder`: the student's. `rows`: the rows that were passed from Python, if any."""
-    shows = {teacher.name: _shows(config, teacher, encoder) for teacher in config.teachers}
-    if problem := await asyncio.to_thread(_problem_of_rows, config.teachers, shows, config.task, rows):
+    task = config.task
+    shows = {
+        teacher.name: OwnPrompt(teacher, task, encoder.using(task.rendering)) if teacher.prompt else None
+        for teacher in config.teachers
+    }
+    if problem := await asyncio.to_thread(_problem_of_rows, config.teachers, shows, task, rows):
         raise ConfigError(problem)
     planned = [await asyncio.to_thread(_lesson, config, teacher, encoder) for teacher in config.teachers]
     return [dataclasses.replace(one, shows=shows[one.config.name]) for one in planned]
-
-
-def _shows(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> OwnPrompt | None:
-    return OwnPrompt(teacher, config.task, encoder.using(config.task.rendering)) if teacher.prompt else None
 
 
 def _lesson(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> PlannedTeacher:

@@ -59,13 +59,12 @@ LINES = 10
 """Number of steps at which the loss is printed."""
 
 
-def train_config(config: RunConfig, steps: int) -> TrainConfig:
-    """Returns the settings of the trainer for a warm start of `steps`."""
-    own = config.warm_start
-    usual = USUAL_RATE["an adapter" if config.lora.rank else "all weights"]
+def train_config(own: WarmStartConfig, train: TrainConfig, steps: int, *, adapted: bool) -> TrainConfig:
+    """Returns the settings of the trainer for a warm start of `steps`. `train`: the run's; `adapted`: whether it trains an adapter."""
+    usual = USUAL_RATE["an adapter" if adapted else "all weights"]
     rate = own.learning_rate or (usual / 10 if own.paired else usual)
     return dataclasses.replace(
-        config.train,
+        train,
         steps=steps,
         learning_rate=rate,
         schedule=own.schedule,
@@ -100,12 +99,12 @@ def begins_with(config: RunConfig, run_dir: Path) -> RunConfig:
     done = warm_started(run_dir) if config.warm_start.path else None
     if done is None or done.model != config.model.path:
         return config
-    return dataclasses.replace(config, model=ModelConfig(path=str(_weights(run_dir, config).absolute())))
+    return dataclasses.replace(config, model=ModelConfig(path=str(_weights(run_dir, config.model.path).absolute())))
 
 
-def _weights(run_dir: Path, config: RunConfig) -> Path:
+def _weights(run_dir: Path, model: str) -> Path:
     """The directory has the name of the model that it was made from, because people read it in headlines."""
-    return run_dir / FOLDER / (Path(config.model.path).name or "model")
+    return run_dir / FOLDER / (Path(model).name or "model")
 
 
 def warmed(
@@ -130,7 +129,8 @@ async def warm_start(config: RunConfig, model_dir: Path, given: Demonstrations, 
     run, with the model that it begins with; `model_dir`: of that model.
 
     Raises TrainingError for a step without a finite gradient, and OSError for a full disk."""
-    run_dir, train = config.run_dir, train_config(config, given.steps)
+    run_dir, adapted = config.run_dir, bool(config.lora.rank)
+    train = train_config(config.warm_start, config.train, given.steps, adapted=adapted)
     mark = _mark(config, train, given)
     before = await asyncio.to_thread(warm_started, run_dir)
     if before and before.mark == mark:
@@ -151,7 +151,7 @@ async def warm_start(config: RunConfig, model_dir: Path, given: Demonstrations, 
         await course.run()
         exact = train.weights == "float32" and not train.offload_optimizer
         dtype: Literal["float32", "bfloat16"] = "float32" if exact else "bfloat16"
-        await trainer.export(part / _weights(run_dir, config).name, dtype, config.lora.served_name)
+        await trainer.export(part / _weights(run_dir, config.model.path).name, dtype, config.lora.served_name)
     done = WarmStarted(
         t=0.0,
         model=config.model.path,
@@ -175,7 +175,8 @@ async def warm_start(config: RunConfig, model_dir: Path, given: Demonstrations, 
 
 def described(config: RunConfig, given: Demonstrations, encoder: ChatEncoder) -> Lines:
     """Returns what a warm start would do, and its first row as tokens."""
-    train, first = train_config(config, given.steps), given.trained[0]
+    train = train_config(config.warm_start, config.train, given.steps, adapted=bool(config.lora.rank))
+    first = given.trained[0]
     tokens = sum(len(side.answer) for one in given.trained for side in sides_of(one))
     steps = f"{given.steps}, of {given.rows_per_step} rows; {given.epochs} x {len(given.trained):,} rows with {tokens:,} tokens in their answers"
     held = f"{len(given.held_out)} rows, before the first epoch and after each" if given.held_out else "not measured"
@@ -199,10 +200,10 @@ def described(config: RunConfig, given: Demonstrations, encoder: ChatEncoder) ->
     ]
 
 
-def course_lines(config: RunConfig, course: AnswerCourse, encoder: ChatEncoder) -> Lines:
-    """Returns what is trained beside the rollouts, and its first row as tokens."""
-    rule, first = config.algo.recipe.demonstrations, course.of_step(0)[0]
-    times = config.train.steps * course.rows_per_step / len(course.rows)
+def course_lines(algo: AlgoConfig, steps: int, course: AnswerCourse, encoder: ChatEncoder) -> Lines:
+    """Returns what is trained beside the rollouts of `steps`, and its first row as tokens."""
+    rule, first = algo.recipe.demonstrations, course.of_step(0)[0]
+    times = steps * course.rows_per_step / len(course.rows)
     ends = "" if rule.last_weight is None else f", {rule.last_weight:g} at last"
     of_rows = f"{course.rows_per_step} of them in each step: each comes {times:.3g} times"
     of_loss = f"{rule.kind}, whose share of the loss is {rule.weight:g}{ends} (algo.demonstrations)"

@@ -107,12 +107,12 @@ def _weights(settings: WeightSyncConfig, way: Way, adapters: bool) -> str:
     return f"{way.transport.words}: {form} ({way.why})"
 
 
-def untried(config: RunConfig) -> list[str]:
+def untried(engine: EngineConfig, place: OrchestrationConfig, way: Way) -> list[str]:
     """Returns a sentence for each part of the run that was never tried on the real thing."""
-    transport, place = config.way.transport, config.orchestration
-    server = server_kind(config.engine.kind).untried if config.engine.is_server else ""
+    transport = way.transport
+    server = server_kind(engine.kind).untried if engine.is_server else ""
     found = {
-        f'engine.kind = "{config.engine.kind}"': server,
+        f'engine.kind = "{engine.kind}"': server,
         f"weights by {transport.words}": transport.untried,
         "workers elsewhere": ONE_MACHINE if place.bus else place.place.untried,
     }

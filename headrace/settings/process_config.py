@@ -69,7 +69,8 @@ class EvalConfig:
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations during training; 0: only before and after."""
+    """Optimizer steps between evaluations during training; 0: only before and after. Training goes on meanwhile, so that long answers of one may
+    be finished by later weights."""
     name: str = ""
     """The held-out prompts' name beside other sets; empty: "held out"."""
     sets: tuple[EvalSetConfig, ...] = ()
@@ -137,7 +138,7 @@ class WatchConfig:
     """Versions between two policy-identity probes (C3); 0: none. The fingerprint is checked at every version; of a vLLM
     server, which has none, checksums at probed ones."""
     mismatch: float = Field(default=0.05, gt=0)
-    """engine.weights = "int8" or "fp8": the largest mean \\|difference\\| in nats between the log-probs of the served
+    """engine.weights = "int8" or "fp8": the largest mean |difference| in nats between the log-probs of the served
     and the trained policy, on sampled tokens. Measured at every version; above it the run ends (docs/quantised.md)."""
     trial: bool = True
     """Publish once, before the first version, weights of which every trained value is changed by some percent, which

@@ -71,6 +71,7 @@ def _run(path: Path, what: str) -> ModuleType:
     found = importlib.util.spec_from_file_location(f"headrace_user_{path.stem}", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
+    _PLACES.add(path.parent)
     sys.modules[found.name] = module  # dataclasses and pickle look up their module there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # at the end: a random.py beside the file must not shadow Python's own
@@ -80,7 +81,25 @@ def _run(path: Path, what: str) -> ModuleType:
         raise ConfigError(f"{what}: {error.msg} ({error.filename}:{error.lineno})") from None
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{what}: running the file failed: {one_line(error)}") from None
+    _refuse_modules_of_others(path, what)
     return module
+
+
+def _refuse_modules_of_others(path: Path, what: str) -> None:
+    """Raises ConfigError if the file imports a module that lies beside it, and was given one of the same name that lies beside another file of the
+    user's: Python has one module of a name in a process."""
+    nodes = list(ast.walk(ast.parse(path.read_bytes(), str(path))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    for name in {name.partition(".")[0] for name in names}:
+        given = getattr(sys.modules.get(name), "__file__", None)
+        place = Path(given).resolve().parent if given else path.parent
+        beside = [own for own in (path.parent / f"{name}.py", path.parent / name / "__init__.py") if own.exists()]
+        if beside and not {place, place.parent} & {path.parent} and {place, place.parent} & _PLACES:
+            raise ConfigError(
+                f"{what}: {path} imports {name}, which is {beside[0]}, and a process has one module of a name: it has {given} already, which "
+                "another file imports; rename one of the two modules"
+            )
 
 
 def one_line(error: BaseException) -> str:
@@ -125,6 +144,8 @@ def _headline(error: BaseException) -> str:
     return encodable(f"{type(error).__name__}{': ' if message else ''}{message}")
 
 
+_PLACES: set[Path] = set()
+"""The directories of files that were run."""
 _PACKAGE = str(PACKAGE)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _FRAMES = 8

@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.core.errors import IdentityError, WorkerDied
 from headrace.core.reports import EngineStats, LoadReport, SleepReport, capable
-from headrace.core.steps import Finished, PromptScores, StepOutput, TokenDetails, Transcript, write_down
+from headrace.core.steps import Finished, PromptScores, SoFar, StepOutput, TokenDetails, Transcript, write_down
 from headrace.core.types import Completion, Request, TopLogprobs, VersionSpan
 from headrace.core.weights import WeightUpdate
 
@@ -159,6 +159,14 @@ class FakeEngine(_Presence):
         self._idle.set()
 
     async def generate(self, request: Request) -> Completion:
+        return (await self._ended(request)).so_far()
+
+    async def until_end(self, request: Request) -> Finished:
+        pending = await self._ended(request)
+        assert pending.end
+        return pending.end
+
+    async def _ended(self, request: Request) -> _Pending:
         assert self.version >= 0, "generate before the first load"
         self._refuse(request)
         self.requests.append(request)
@@ -170,7 +178,8 @@ class FakeEngine(_Presence):
         finally:
             del self._pending[request.id]
         self._tell(StepOutput(self.version, finished=(end,)))
-        return pending.completion(end)
+        pending.end = end
+        return pending
 
     def _refuse(self, request: Request) -> None:
         if request.id in self._pending:
@@ -351,9 +360,9 @@ class FakeEngine(_Presence):
             pending.wake()
         self._notify()
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
         names = list(self._pending) if among is None else among
-        return {name: self._pending[name].copy() for name in names if name in self._pending}
+        return {name: self._pending[name].at_present() for name in names if name in self._pending}
 
     def listen(self, listener: Callable[[StepOutput], None]) -> None:
         self._listeners.append(listener)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -16,6 +18,9 @@ from headrace.processes.frames import StreamEnded, framed, read_frame
 LONGEST = 4096
 """Bytes of a message."""
 
+BACKLOG = 1024
+"""Connections that the kernel keeps until they are accepted: all engines hear of a version at once."""
+
 INTRODUCTION = 10.0
 """Seconds for a first message to arrive."""
 
@@ -25,7 +30,7 @@ class ConnectionServer:
 
     def __init__(self, host: str, serve: Callable[[socket.socket], None], *, at_once: int) -> None:
         """`serve`: closes the connection. `at_once`: connections at a time; more are closed. Raises OSError if it cannot listen there."""
-        self._listening = socket.create_server((host, 0), family=family_of(host))
+        self._listening = socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
         self.address: tuple[str, int] = host, self._listening.getsockname()[1]
         self._serve, self._places = serve, threading.BoundedSemaphore(at_once)
         threading.Thread(target=self._accept, name="weights", daemon=True).start()
@@ -49,6 +54,42 @@ class ConnectionServer:
             self._serve(connection)
         finally:
             self._places.release()
+
+
+class SendQueue:
+    """Places for those that are sent to at a time. Others wait, in the order in which they came.
+
+    >>> queue = SendQueue(places=1)
+    >>> with queue.place(lambda: None, seconds=5):
+    ...     pass
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free, self._lock, self._waiting = places, threading.Lock(), deque[threading.Event]()
+
+    @contextmanager
+    def place(self, still: Callable[[], object], seconds: float) -> Iterator[None]:
+        """The context in which one has a place. `still`: called every `seconds` while it waits; what it raises ends the waiting."""
+        came = threading.Event()
+        with self._lock:
+            self._waiting.append(came)
+            self._admit()
+        try:
+            while not came.wait(seconds):
+                still()
+            yield
+        finally:
+            with self._lock:
+                if came.is_set():
+                    self._free += 1
+                else:
+                    self._waiting.remove(came)
+                self._admit()
+
+    def _admit(self) -> None:
+        while self._free and self._waiting:
+            self._free -= 1
+            self._waiting.popleft().set()
 
 
 def family_of(host: str) -> socket.AddressFamily:

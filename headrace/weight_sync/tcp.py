@@ -1,7 +1,7 @@
 """Weight sync over TCP: engines fetch from a server in the trainer's process, which sends the packed buffer.
 
     engine    length, {token, name, fingerprint, part}      part: full or delta
-    trainer   length, {nbytes} or {refused}; then the bytes
+    trainer   length, {waits}, any number of times; length, {nbytes} or {refused}; then the bytes
 
 Where the trainer's weights are split over ranks, each rank answers for its own part (`TcpPartSender`), and the engine asks all of them. A
 connection serves one question. Whoever does not know the token is answered nothing. The place in an update (`host`, `port`) is recorded
@@ -14,12 +14,13 @@ import contextlib
 import functools
 import hmac
 import mmap
+import random
 import socket
 import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
@@ -31,7 +32,15 @@ from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdat
 from headrace.weight_sync.fetching import FetchingReceiver, SecuredTransport
 from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update, make_up
 from headrace.weight_sync.slots import PIECE, Manifests, Part, Slots, WeightShelf, anonymous_memory, send_all
-from headrace.weight_sync.sockets import INTRODUCTION, ConnectionServer, reach, read_message, receive_into, send_message
+from headrace.weight_sync.sockets import (
+    INTRODUCTION,
+    ConnectionServer,
+    SendQueue,
+    reach,
+    read_message,
+    receive_into,
+    send_message,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +53,9 @@ T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds in which no byte of an answer arrives, or a piece of it cannot be sent, until a connection counts as broken."""
 AT_ONCE = 64
-"""Connections that are served at a time. More are closed."""
+"""Engines that are sent to at a time. Others wait, and are told so."""
+CONNECTIONS = 2048
+"""Connections at a time, those that wait included. More are closed."""
 TRIES = 3
 """Connections that an engine makes for an update before it gives it up."""
 RANGES = "ranges"
@@ -90,11 +101,15 @@ class Question(Struct, frozen=True):
     """The adapter's; empty for the model."""
     fingerprint: str
     part: Part
+    first: bool = False
+    """Whether it need not wait: the new version cannot be announced without it."""
 
 
 class WeightReply(Struct, frozen=True):
     nbytes: int = 0
     refused: str = ""
+    waits: bool = False
+    """Whether others are sent to first; another reply follows."""
 
 
 # -- the trainer's end --------------------------------------------------------------------------------------------------------
@@ -107,7 +122,8 @@ class TcpServer:
         """Raises OSError if it cannot listen at that address, ConfigError for a certificate that cannot be used."""
         self._offers, self._token = offers, transport.token
         self._tls = transport.tls.serving() if transport.tls else None
-        self._connections = ConnectionServer(transport.host, self._serve, at_once=AT_ONCE)
+        self._connections = ConnectionServer(transport.host, self._serve, at_once=CONNECTIONS)
+        self._queue = SendQueue(AT_ONCE)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -122,7 +138,14 @@ class TcpServer:
             asked = msgspec.msgpack.decode(read_message(connection), type=Question)
             if hmac.compare_digest(asked.token.encode(), self._token.encode()):
                 connection.settimeout(PATIENCE)
-                self._answer(connection, asked)
+                waits = WeightReply(waits=True)
+                # what is asked for is looked up when it is its turn: a version may be gone by then
+                with (
+                    nullcontext()
+                    if asked.first
+                    else self._queue.place(lambda: send_message(connection, waits), PATIENCE / 4)
+                ):
+                    self._answer(connection, asked)
 
     def _secured(self, connection: socket.socket) -> socket.socket:
         """Raises OSError if the other end does not begin TLS as it must."""
@@ -173,8 +196,11 @@ class TcpSource:
     def _parts(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
         """Fetches the part of each rank to its place."""
         places = [(str(host), int(port)) for host, port in update.where["parts"]]
-        ranges = self._ranges_at(update, manifest, places)
-        for place, own in zip(places, ranges, strict=True):
+        parts = list(zip(places, self._ranges_at(update, manifest, places), strict=True))
+        start = random.randrange(
+            len(parts)
+        )  # all engines are told of a version at once, and would begin at the same rank
+        for place, own in parts[start:] + parts[:start]:
 
             def read(connection: socket.socket, nbytes: int, own: list[ByteRange] = own) -> None:
                 if nbytes != sum(part.nbytes for part in own):
@@ -219,7 +245,7 @@ class TcpSource:
                 with reach(place, INTRODUCTION, self._tls) as connection:
                     connection.settimeout(PATIENCE)
                     send_message(connection, Question(self._token, name, fingerprint, part))
-                    reply = msgspec.msgpack.decode(read_message(connection), type=WeightReply)
+                    reply = _reply(connection)
                     if not reply.refused:
                         return read(connection, reply.nbytes)
                     raise IdentityError(
@@ -234,6 +260,13 @@ class TcpSource:
                     ) from error
                 time.sleep(0.2 * tried)
         raise AssertionError
+
+
+def _reply(connection: socket.socket) -> WeightReply:
+    """Returns the reply, however many wait before it."""
+    while (reply := msgspec.msgpack.decode(read_message(connection), type=WeightReply)).waits:
+        pass
+    return reply
 
 
 def _place(update: WeightUpdate) -> tuple[str, int]:
@@ -336,7 +369,7 @@ class TcpPartSender(WeightSender):
                     readers.append(_memory_reader(own))
                 else:
                     connection = stack.enter_context(reach(address, INTRODUCTION, self._tls))
-                    readers.append(_rank_reader(connection, Question(self._token, name, label, "full")))
+                    readers.append(_rank_reader(connection, Question(self._token, name, label, "full", first=True)))
             order = sorted((part, rank) for rank, ranges in enumerate(self._ranks.ranges) for part in ranges[name])
             left = iter(order)
 
@@ -376,7 +409,7 @@ def _rank_reader(connection: socket.socket, question: Question) -> Callable[[int
     """Returns a reader of the bytes of another rank. The bytes are valid until the next call. Raises OSError."""
     connection.settimeout(PATIENCE)
     send_message(connection, question)
-    reply = msgspec.msgpack.decode(read_message(connection), type=WeightReply)
+    reply = _reply(connection)
     if reply.refused:
         raise ConnectionError(f"another rank has no part of this version: {reply.refused}")
     room = memoryview(bytearray(PIECE))

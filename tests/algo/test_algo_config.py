@@ -53,6 +53,7 @@ def test_constants_are_those_of_the_papers():
     assert {name: own for name, own in constants.items() if own not in ({}, plain)} == {
         "vapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
         "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
+        "srft": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "good_weight": 0.1},
         "grpo_roc": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0},
         "gspo": {"clip_low": 0.05, "clip_high": 0.05},
         "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},

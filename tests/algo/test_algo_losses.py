@@ -16,7 +16,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, GSPOToken, PPOClip
+from headrace.algo.policy.clipped import ASPO, BAPO, CEGPPO, DCPO, GMPO, GSPO, M2PO, SRFT, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss, settings_of
 from headrace.algo.policy.pairs import KTO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, SAPO, DPPOTVQuadratic, Kimi, KLCov
@@ -44,6 +44,15 @@ def ppo(lp: float, old: float, adv: float, low: float, high: float, dual: float 
 
 def ref_ppo(lp, sg, old, adv, seq, c):
     return [ppo(*x, c["clip_low"], c["clip_high"], c["dual_clip"]) for x in zip(lp, old, adv, strict=True)]
+
+
+ENTROPY = np.random.default_rng(5).uniform(0.1, 3.0, len(SEQUENCE))
+"""Of the policy at each token, in nats."""
+
+
+def ref_srft(lp, sg, old, adv, seq, c):
+    weight = [c["good_weight"] * math.exp(h) if a > 0 else 1.0 for h, a in zip(ENTROPY, adv, strict=True)]
+    return [w * loss for w, loss in zip(weight, ref_ppo(lp, sg, old, adv, seq, c), strict=True)]
 
 
 def ref_importance(lp, sg, old, adv, seq, c):
@@ -243,6 +252,7 @@ def ref_kl_cov(lp, sg, old, adv, seq, c):
 
 CASES: list[tuple[Loss, Callable[..., list[float]]]] = [  # constants such that both sides of every bound are met
     (PPOClip(clip_low=0.2, clip_high=0.28, dual_clip=1.3), ref_ppo),
+    (SRFT(clip_low=0.2, clip_high=0.28, good_weight=0.3), ref_srft),
     (Importance(), ref_importance),
     (Reinforce(cap=1.2), ref_reinforce),
     (GSPO(clip_low=0.05, clip_high=0.04), ref_gspo),
@@ -286,8 +296,8 @@ def numbers(seed: int, spread: float = 0.4) -> tuple[Array, Array, Array]:
 def tokens_of(lp: Any, old: Array, adv: Array) -> Tokens:
     keep = torch.tensor(np.arange(len(adv)) % 3 > 0)
     lag = torch.zeros(len(adv))
-    reference = torch.tensor(old)
-    return Tokens(lp, torch.tensor(old), torch.tensor(adv), torch.tensor(SEQUENCE), lag, keep=keep, reference=reference)
+    more = {"keep": keep, "reference": torch.tensor(old), "entropy": torch.tensor(ENTROPY)}
+    return Tokens(lp, torch.tensor(old), torch.tensor(adv), torch.tensor(SEQUENCE), lag, **more)
 
 
 def test_every_loss_has_a_reference():

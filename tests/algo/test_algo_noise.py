@@ -44,8 +44,9 @@ def report_of(algo: AlgoConfig, sequences: int = 200, seed: int = 0, lag: float 
     tokens, diagnostics = fresh(sequences, seed, lag), Diagnostics()
     if algo.recipe.select.kind != "none":
         tokens = tokens._replace(keep=torch.ones(len(tokens.lag), dtype=torch.bool))
+    tokens = tokens._replace(entropy=torch.ones_like(tokens.logprob))
     result = objective_of(algo)(tokens)
-    diagnostics.add(tokens, result, torch.zeros(len(tokens.lag), dtype=torch.bool))
+    diagnostics.add(tokens, result, torch.zeros(len(tokens.lag), dtype=torch.int8))
     return TrainReport(0, 1, lags=diagnostics.report(), noise=diagnostics.noise())
 
 
@@ -65,7 +66,7 @@ def test_the_noise_of_tokens_and_of_sequences_against_numpy():
     for rows in (slice(0, 5 * LENGTH), slice(5 * LENGTH, None)):  # microbatches hold whole sequences
         part = Tokens(*(column[rows] for column in tokens._replace(lag=lag)[:5]))
         part = part._replace(sequence=part.sequence - part.sequence[0])
-        diagnostics.add(part, TokenLoss(part.advantage, nothing[rows]), nothing[rows])
+        diagnostics.add(part, TokenLoss(part.advantage, nothing[rows]), nothing[rows].to(torch.int8))
     noise = diagnostics.noise()
     assert noise is not None and (noise.tokens, noise.sequences) == (len(gap) - 25, 28)
     assert noise.token_rms == pytest.approx(math.sqrt((gap[25:] ** 2).mean()))

@@ -77,7 +77,7 @@ def grpo(**given: Any) -> AlgoConfig:
 # -- on policy, all recipes are one ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(OF_TOKENS - TAUGHT - {"clip_cov", "kto"}))
+@pytest.mark.parametrize("name", sorted(OF_TOKENS - TAUGHT - {"clip_cov", "kto", "srft"}))
 def test_on_policy_every_recipe_is_the_policy_gradient(name):
     """With nothing to correct, clip or penalise, the step is that of REINFORCE: -A for every token of a sequence."""
     algo = AlgoConfig(name)

@@ -10,11 +10,11 @@ import pytest
 
 from headrace.run.auto.candidates import Figures
 from headrace.run.auto.gpu_rates import GpuRates, enough, slower_compiled, worthwhile
-from headrace.run.auto.measurer import FakeMeasurer
 from headrace.run.choosing import Settled, settle, settle_sizes
 from headrace.run.config import RunConfig, load_config
 from headrace.run.rehearsal.machine import Machine
 from headrace.run.rehearsal.memory_needs import ModelShape
+from headrace.testing.fake_measurer import FakeMeasurer
 from support.tiny_run import tiny_config
 
 GIB = 2**30

@@ -182,20 +182,24 @@ def lending_config(tmp_path: Path, **tables: Any) -> RunConfig:
     return read_config(tiny_config(tmp_path, tmp_path, **{"orchestration": {"lend": True}, **tables}))
 
 
+def _not_lent(config: RunConfig, engine: str, trainer: str) -> list[str]:
+    return [*nothing_to_lend(config.orchestration, config.engine.cores, config.train.cores, engine, trainer)]
+
+
 def test_only_devices_of_its_own_can_be_lent(tmp_path: Path) -> None:
     cores = {"engine": {"cores": [0]}, "train": {"cores": [1]}}
     assert (
         check(lending_config(tmp_path)) == []
         and OrchestrationConfig(lend=True, give_way=3.0).at_home == OrchestrationConfig()
     )
-    (said,) = nothing_to_lend(lending_config(tmp_path), "cpu", "cpu")
+    (said,) = _not_lent(lending_config(tmp_path), "cpu", "cpu")
     assert "remove it, or set both" in said
-    (said,) = nothing_to_lend(lending_config(tmp_path, **cores), "cuda", "cuda")
+    (said,) = _not_lent(lending_config(tmp_path, **cores), "cuda", "cuda")
     assert 'kind = "join" or "ray"' in said
     joined = {"orchestration": {"lend": True, "kind": "join", "token_file": "x"}}
-    assert not [*nothing_to_lend(lending_config(tmp_path, **cores), "cpu", "cpu")]
-    assert not [*nothing_to_lend(lending_config(tmp_path, **joined), "cuda", "cuda")]
-    assert not [*nothing_to_lend(lending_config(tmp_path), "cuda", "cpu")]
+    assert not _not_lent(lending_config(tmp_path, **cores), "cpu", "cpu")
+    assert not _not_lent(lending_config(tmp_path, **joined), "cuda", "cuda")
+    assert not _not_lent(lending_config(tmp_path), "cuda", "cpu")
 
 
 def test_the_engine_on_lent_devices_has_those_of_the_trainer(tmp_path: Path) -> None:

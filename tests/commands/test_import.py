@@ -176,6 +176,33 @@ def test_verls_reward_function_is_known_to_a_run_that_is_resumed(tmp_path: Path)
     assert contents_of(config)["reward.function"] != before
 
 
+def test_modules_beside_a_reward_function_are_known_to_a_run_that_is_resumed(tmp_path: Path) -> None:
+    """Those that it imports, and that these import; and no others."""
+    code = {
+        "mine.py": "import json\nfrom scales import by\nimport parts.deep.last\ndef r(completions):\n    from late import more\n    return []",
+        "scales.py": "import mine, twice\nby = 1",
+        "twice.py": "",
+        "late.py": "more = 1",
+        "parts/__init__.py": "from .near import x",
+        "parts/near.py": "x = 1",
+        "parts/deep/last.py": "from .. import far",
+        "parts/far.py": "",
+        "json.py": "no = python(",
+        "unread.py": "",
+    }
+    for name, text in code.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    task = {"kind": "reasoning_gym", "name": "chain_sum"}
+    config = read_config(
+        {"model": {"path": "org/name"}, "task": task, "reward": {"function": f"{tmp_path / 'mine.py'}:r"}}
+    )
+    for name, text in code.items():
+        before = contents_of(config)["reward.function"]
+        (tmp_path / name).write_text(text + "\nchanged = True")
+        assert (contents_of(config)["reward.function"] != before) == (name != "unread.py"), name
+
+
 @pytest.mark.parametrize(("most", "measured"), [("", 5), ("val_max_samples: 3", 3), ("val_max_samples: -1", 5)])
 def test_as_many_rows_are_measured_as_verl_measures(tmp_path: Path, most: str, measured: int) -> None:
     (tmp_path / "val.jsonl").write_text('{"question": "a"}\n' * 5)
@@ -290,6 +317,8 @@ VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_r
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "rollout.keep_routing", True),
         ("actor_rollout_ref.rollout.max_model_len=300", "engine.context_length", 300),
         ("algorithm.gamma=0.9", "algo.gamma", None),
+        ("actor_rollout_ref.rollout.response_length=700", "rollout.max_tokens", 700),
+        ("actor_rollout_ref.ref.model.path=org/other", "algo.kl.coef", None),
         ("trainer.total_training_steps=100 actor_rollout_ref.actor.optim.lr_warmup_steps=0 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "train.warmup_steps", 40),
         ("actor_rollout_ref.actor.optim.lr_scheduler_type=constant actor_rollout_ref.actor.optim.warmup_style=cosine", "train.schedule", "cosine"),
     ],
@@ -320,6 +349,8 @@ def test_what_changes_verls_learning_is_translated(tmp_path: Path, more: str, se
         "data.train_batch_size=0",
         "trainer.save_freq=after_each_epoch",
         "actor_rollout_ref.actor.clip_ratio=0.3",
+        "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.ref.model.path=org/other",
+        "actor_rollout_ref.ref.strange=1",
         "actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.optim.clip_grad=2",
     ],
 )
@@ -363,6 +394,20 @@ def test_what_changes_the_learning_of_prime_rl_is_translated(
 def test_groups_that_the_batch_of_prime_rl_does_not_fill_are_told(tmp_path: Path) -> None:
     _, written = imported(tmp_path, "rl.toml", PRIME.replace("batch_size = 128", "batch_size = 100"))
     assert "groups_per_step = 6  # 96 rollouts a step, of 100 there, which are no whole groups" in written
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "trainer.model.freeze_moe_router = true",
+        "orchestrator.filters = [{ type = 'gibberish' }]",
+        "orchestrator.advantage.type = 'x'",
+    ],
+)
+def test_what_changes_prime_rls_learning_is_never_said_to_be_without_effect(tmp_path: Path, more: str) -> None:
+    (tmp_path / "rl.toml").write_text(f"max_steps = 200\ntrainer.optim.lr = 1e-5\n{more}\n")
+    _, found = translated(tmp_path / "rl.toml")
+    assert found.also or found.unread
 
 
 STRANGE = (math.inf, "\ud800", [1], [None], {"id": "x"}, [{"taskset": "x"}], UNKNOWN)

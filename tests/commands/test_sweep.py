@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from headrace.cli import main
-from headrace.commands.training.sweep_command import finished, reached, runs_of
+from headrace.commands.training.sweep_command import SweepRun, _tell, finished, reached, runs_of
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, WarmStarted
-from headrace.run.choosing import resumed_settings, with_chosen
+from headrace.run.choosing import resumed_settings
 from headrace.run.config import dump_config, load_config, read_config
 from headrace.run.contents import contents_of, written
 from headrace.run.warm_start import FACT, FOLDER, begins_with
+from support.fact_stream import write_run
 from support.tiny_run import of, tiny_config
 
 
@@ -102,7 +103,7 @@ def test_a_run_that_has_begun_with_other_settings_is_not_compared(
 ) -> None:
     config, over = config_of(tmp_path, tiny_tokenizer), ["train.learning_rate=1e-3,2e-3"]
     runs = runs_of(config, over, 1, name="", sets=[])
-    begun = with_chosen(load_config(config, runs[0].sets), {"engine.threads": 1, "train.dtype": "float32"}, {})
+    begun = load_config(config, runs[0].sets).with_chosen({"engine.threads": 1, "train.dtype": "float32"}, {})
     runs[0].directory.mkdir(parents=True)
     (runs[0].directory / "config.toml").write_text(dump_config(begun))
     assert runs_of(config, over, 1, name="", sets=["engine.max_running=3"]) != runs, "what a run chose is its own"
@@ -150,6 +151,32 @@ def test_a_run_that_has_begun_with_its_warm_start_goes_on(tmp_path: Path, tiny_t
     assert begun.model.path != str(tiny_tokenizer)
     (run.directory / "config.toml").write_text(dump_config(begun))
     assert runs_of(config, ["train.learning_rate=1e-3"], 1, name="", sets=[]) == [run]
+
+
+def test_adapters_are_compared_each_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that trains several has their numbers in directories of theirs."""
+    runs = [SweepRun((f"train.steps={steps}",), (), tmp_path / steps) for steps in ("30", "31", "32")]
+    for seed, one in enumerate(runs[:2]):
+        for number, name in enumerate(("left", "right")):
+            write_run(one.directory / name, seed=2 * seed + number)
+        (one.directory / "config.toml").write_text("seed = 0\n")
+    write_run(runs[2].directory / "left"), write_run(runs[2].directory / "right", end=False)
+    assert [list(finished(one.directory)) for one in runs] == [["left", "right"], ["left", "right"], []]
+    rows = reached(runs)
+    assert [row.adapter for row in rows] == ["left"] * 3 + ["right"] * 3
+    assert [len(row.held_out) for row in rows] == [1, 1, 0] * 2 and len({tuple(row.held_out) for row in rows}) == 5
+    assert rows[0].held_out > rows[1].held_out, "the best first"
+    _tell(runs)
+    said = capsys.readouterr().out
+    assert said.count("1 of 1") == 4 and said.count("0 of 1") == 2 and said.count("right") == 3
+
+
+def test_a_folder_of_any_name_is_the_one_of_its_runs(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    folder = tmp_path / 'a "b" \\t'
+    folder.mkdir()
+    config = config_of(folder, tiny_tokenizer)
+    (run,) = runs_of(config, ["train.steps=3"], 1, name="", sets=[])
+    assert Path(load_config(config, run.sets).out) == run.directory.parent == folder / "runs" / "tiny-sweep"
 
 
 def test_commands_are_printed_for_a_cluster(

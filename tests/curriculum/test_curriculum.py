@@ -20,6 +20,7 @@ from headrace.loop.curriculum import (
     Chooser,
     CurriculumState,
     Level,
+    RewardScale,
     TaskOrder,
     contrast,
     key_of,
@@ -264,6 +265,7 @@ def test_contrast_with_another_cause_than_the_rewards_is_counted_by_groups():
 NOTHING: list[AnyRecord] = [
     GoneRecord(0.0, 0, "dropped", "overdue"),
     GoneRecord(0.0, 0, "dropped", "interrupted"),
+    GoneRecord(0.0, 0, "dropped", "settings_changed"),
     GoneRecord(0.0, 0, "failed", "engine_error"),
     LiveRecord(0.0, 1, "fake"),
 ]
@@ -328,6 +330,24 @@ def test_from_its_saved_state_it_chooses_on_as_it_would_have(config: CurriculumC
         assert source.draw(ticket) == again.draw(ticket)
         for one in (source, again):
             one.count(flat(ticket - 1, 0.0) if ticket % 3 else mixed(ticket - 1))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_resume_with_other_rewards_knows_nothing_of_any_prompt(same: bool):
+    """Rewards below those of before would make every prompt a hopeless one for the rest of the run."""
+    source = Chooser(Cycle(3), POOLS, 4)
+    for ticket in range(3):
+        source.draw(ticket)
+        source.count(flat(ticket, 1.0) if ticket < 2 else mixed(ticket, (0.0, 0.0, 1.0, 1.0)))
+    source.draw(3)
+    again = Chooser(Cycle(3), POOLS, 4)
+    again.restore(source.task.state(), source.state(), same_rewards=same)
+    assert again._flying == source._flying and again._next == source._next
+    assert bool(again._beliefs) == same and (again._scale == RewardScale()) == (not same)
+    again.count(flat(3, -5.0))
+    again.draw(4)
+    again.count(flat(4, -4.0))
+    assert [belief.pool for belief in again._beliefs.values()][-1] == ("hopeless" if same else "solved")
 
 
 @pytest.mark.parametrize("kind", ["pools", "contrast"])

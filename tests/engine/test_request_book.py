@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from typing import Any
 
 import msgspec
 import pytest
 
-from headrace.core.steps import Columns, Finished, SampledTokens, StepOutput, merged
+from headrace.core.steps import Columns, Finished, SampledTokens, SoFar, StepOutput, merged
 from headrace.core.types import VersionSpan
 from headrace.engine.request_book import RequestBook
+from headrace.loop.partial import TokenStore
+from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
 
 Told = list[tuple[int, float, int, int, bool]]
@@ -23,12 +26,13 @@ def spans_of(told: Told) -> list[VersionSpan]:
     return [VersionSpan(i, *label) for i, label in enumerate(labels) if i == 0 or label != labels[i - 1]]
 
 
-def is_told(sampled: SampledTokens, told: Told) -> bool:
+def is_told(so_far: SoFar, told: Told) -> bool:
+    completion = so_far.completion()
     return (
-        len(sampled) == len(told)
-        and sampled.tokens.tolist() == [one[0] for one in told]
-        and sampled.logprobs.tolist() == [one[1] for one in told]
-        and sampled.spans == spans_of(told)
+        so_far.count == len(told)
+        and list(completion.tokens) == [one[0] for one in told]
+        and list(completion.logprobs) == [one[1] for one in told]
+        and list(completion.spans) == spans_of(told)
     )
 
 
@@ -99,7 +103,7 @@ class Engines:
 def test_each_request_has_the_tokens_that_were_told_of_it_whatever_comes_goes_and_moves_beside_it(seed: int) -> None:
     async def case() -> None:
         engines = Engines(seed)
-        kept: list[tuple[SampledTokens, Told]] = []
+        kept: list[tuple[SoFar, Told]] = []
         for turn in range(400):
             if engines.chance.random() < 0.3:
                 engines.act()
@@ -108,16 +112,16 @@ def test_each_request_has_the_tokens_that_were_told_of_it_whatever_comes_goes_an
                     engines.book.enter_output(engines.say(rows))
             if turn % 7 == 0:
                 copies = engines.book.unfinished(None)
-                assert {name: len(copy.sampled) for name, copy in copies.items()} == {
+                assert {name: copy.count for name, copy in copies.items()} == {
                     name: len(told) for name, told in engines.told.items()
                 }
-                kept += [(copy.sampled, list(engines.told[name])) for name, copy in copies.items()]
+                kept += [(copy, list(engines.told[name])) for name, copy in copies.items()]
                 engines.chance.shuffle(kept)
-                for sampled, told in kept[5:]:
-                    assert is_told(sampled, told), "what was copied stays as it was"
+                for so_far, told in kept[5:]:
+                    assert is_told(so_far, told), "what was copied stays as it was"
                 del kept[5:]
         for name, copy in engines.book.unfinished(None).items():
-            assert is_told(copy.sampled, engines.told[name])
+            assert is_told(copy, engines.told[name])
 
     asyncio.run(case())
 
@@ -133,7 +137,7 @@ def test_outputs_with_the_rows_of_the_one_before_are_added_without_looking_at_th
         for _ in range(3 * Columns.MANY):
             book.enter_output(output)
         assert len(looked) == 3 * len(names), "once for each columns"
-        assert all(len(one.sampled) == 3 * Columns.MANY for one in book.unfinished(None).values())
+        assert all(one.count == 3 * Columns.MANY for one in book.unfinished(None).values())
 
     asyncio.run(case())
 
@@ -146,7 +150,7 @@ def test_several_tokens_of_a_request_in_one_output_are_in_their_order() -> None:
         for names, tokens in (("ab", (1, 2)), ("aab", (3, 4, 5)), ("ab", (6, 7))):
             count = len(names)
             book.enter_output(StepOutput(3, tuple(names), tokens, (-0.5,) * count, (3,) * count))
-        found = {name: one.sampled.tokens.tolist() for name, one in book.unfinished(None).items()}
+        found = {name: one.tokens.tolist() for name, one in book.unfinished(None).items()}
         assert found == {"a": [1, 3, 4, 6], "b": [2, 5, 7]}
 
     asyncio.run(case())
@@ -172,3 +176,37 @@ def test_a_straggler_keeps_the_tokens_of_those_that_have_ended_for_a_bounded_num
         alive.append(columns)
     assert len(sampled._parts) <= SampledTokens.MANY
     assert sampled.tokens.tolist() == list(range(100)) and [span.start for span in sampled.spans] == [0, 50]
+
+
+def test_what_is_reported_of_a_request_after_its_end_is_no_part_of_its_completion() -> None:
+    async def case() -> None:
+        book = RequestBook()
+        pending = {name: book.enter(request(name, (1, 2), 64)) for name in ("t0/0", "t0/1")}
+        both = StepOutput(0, ("t0/0", "t0/1"), (5, 6), (-0.1, -0.2), (0, 0))
+        book.enter_output(both)
+        book.interrupt(["t0/0"])  # as a lost process leaves it, whose last words are still under way
+        book.enter_output(both)
+        book.enter_output(StepOutput(1, ("t0/0",), (7,), (-0.3,), (1,)))
+        assert pending["t0/0"].so_far().tokens == (5,)
+        assert pending["t0/1"].so_far().tokens == (6, 6)
+
+    asyncio.run(case())
+
+
+def test_what_a_checkpoint_takes_of_each_request_is_not_counted_by_the_garbage_collector() -> None:
+    """Else it goes through all objects of the process in one turn of the event loop, because thousands are added at once."""
+
+    async def case() -> None:
+        engine, names = FakeEngine(), [f"t{row}/0" for row in range(500)]
+        book, store = RequestBook(), TokenStore(engine)
+        engine.unfinished = book.unfinished  # type: ignore[assignment]
+        for name in names:
+            book.enter(request(name, (1, 2), 64))
+            store.asked[name] = asyncio.get_running_loop().create_future()
+        book.enter_output(StepOutput(0, tuple(names), (5,) * 500, (-0.1,) * 500, (0,) * 500))
+        gc.collect()
+        before = len(gc.get_objects())
+        captured = store.captured(names)
+        assert len(captured) == 500 and len(gc.get_objects()) - before < 20
+
+    asyncio.run(case())

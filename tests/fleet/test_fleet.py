@@ -14,7 +14,7 @@ import pytest
 
 from headrace.core.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
 from headrace.core.reports import Capabilities
-from headrace.core.steps import StepOutput, merged
+from headrace.core.steps import Finished, StepOutput, merged
 from headrace.core.types import Completion, Request, RolloutKey, Sampling
 from headrace.core.weights import AdapterSpec
 from headrace.engine.fleet.fleet import Fleet, in_common
@@ -542,7 +542,7 @@ class FullDisk(FactList):
 class LostUnderARequest(FakeEngine):
     """The request is the first to find that it is lost."""
 
-    async def generate(self, request: Request) -> Completion:
+    async def until_end(self, request: Request) -> Finished:
         await asyncio.sleep(3 * TOKEN)
         raise WorkerDied("engine", "was killed by SIGKILL")
 
@@ -838,3 +838,17 @@ def test_adapters_are_loaded_into_every_member() -> None:
         assert all(set(one.versions()) == {2} for one in await asyncio.gather(*started(flock, *asked)))
 
     run(case)
+
+
+class Mute(FakeEngine):
+    """A member that can make no completion."""
+
+    async def generate(self, request: Request) -> Completion:
+        raise AssertionError("the fleet has heard the tokens, and makes the completion")
+
+
+def test_the_completion_of_a_request_is_made_once() -> None:
+    async def case(flock: Flock) -> None:
+        assert (await flock.fleet.generate(ask("t0/0"))).tokens == await undisturbed(ask("t0/0"))
+
+    run(case, Mute(TOKEN, length=lambda rng: LENGTH))

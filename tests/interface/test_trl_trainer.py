@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import headrace
@@ -487,6 +489,28 @@ def test_a_model_in_memory_and_conversations(tmp_path: Path, tiny_llama: Path) -
     assert made.train().global_step == 1
     assert seen[0][0][0]["role"] == "user" and seen[0][1][0]["role"] == "assistant"
     assert {"rewards.about", "rewards.share_of_e_of_chats"} <= set(made.state.log_history[0])
+
+
+def test_arguments_of_online_dpo_stand_where_trl_has_them() -> None:
+    names = list(inspect.signature(OnlineDPOTrainer).parameters)
+    assert names[:7] == ["model", "ref_model", "reward_funcs", "args", "data_collator", "train_dataset", "eval_dataset"]
+
+
+def test_rows_are_the_same_with_and_without_an_evaluation(tmp_path: Path, tiny_llama: Path) -> None:
+    """Both ways a reward function is given what JSON can hold of a column."""
+    rows = [
+        {"prompt": "a", "answer": np.int64(3), "by": {1: np.float32(0.5)}},
+        {"prompt": "b", "answer": {2}, "by": {}},
+    ]
+    given = {}
+    for held_out in (None, rows):
+        args = GRPOTrainer.config(str(tmp_path / str(bool(held_out))), eval_strategy="steps" if held_out else "no", num_generations=2, bf16=False, use_cpu=True)  # fmt: skip
+        made = GRPOTrainer(str(tiny_llama), share_of_e, args, rows, held_out)
+        kept = made._settings["task"].get("path")
+        given[bool(held_out)] = (
+            [json.loads(line) for line in Path(kept).read_text().splitlines()] if kept else made._dataset
+        )
+    assert given[False] == given[True] == [{"prompt": "a", "answer": 3, "by": {"1": 0.5}}, {"prompt": "b", "answer": [2], "by": {}}]  # fmt: skip
 
 
 @pytest.mark.whole

@@ -312,7 +312,10 @@ def test_every_number_has_a_title_that_says_what_it_is() -> None:
         source[source.index("def scalars(") : source.index("TITLES = {")] + source[source.index("def _step_scalars") :]
     )
     seen |= set(
-        re.findall(r'"((?:cost|held_out|identity|lag|length|prompts|reward|share|sync|time|train)/[a-z_]+)"', body)
+        re.findall(
+            r'"((?:cost|experience|held_out|identity|lag|length|prompts|reward|share|sync|time|train|warm_start)/[a-z_]+)"',
+            body,
+        )
     )
     assert len(seen) > 60 and {"train/kl", "by_lag_1/ess", "cost/dollars"} <= seen
     assert [name for name in sorted(seen) if title_of(name) == name] == []

@@ -98,6 +98,22 @@ for bar in (of_the_hub, of_transformers):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_an_encoding_lacks_is_an_escape_and_ends_no_command(guarded: bool) -> None:
+    """A terminal of Latin-1 has neither the marks of a table nor an ellipsis."""
+    show = """
+from headrace.core.printing import echo, guard_streams
+from headrace.views.screen.console import Console
+if GUARDED:
+    guard_streams()
+echo("é ✓"), echo("é …", err=True)
+Console(width=40).print("é –")
+""".replace("GUARDED", str(guarded))
+    latin = os.environ | {"PYTHONIOENCODING": "latin-1:strict"}
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, cwd=ROOT, env=latin)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\xe9 \\u2713\n\xe9 \\u2013\n", b"\xe9 \\u2026\n")
+
+
 @given(ANY)
 def test_json_stays_the_same_value(text: str) -> None:
     shown = printable_json(json.dumps({text: [text]}, ensure_ascii=False, indent=1))

@@ -21,13 +21,14 @@ from headrace.loop.run_limits import MARGIN, Allowance, Minutes
 from headrace.loop.world import virtual_time
 from headrace.run import one_shot, run
 from headrace.run.auto.candidates import Figures
-from headrace.run.auto.measurer import FakeMeasurer, share_of
+from headrace.run.auto.measurer import share_of
 from headrace.run.choosing import allowance_of, fit_minutes, resumed_settings, settle, wish_of
 from headrace.run.config import config_of_run, load_config, read_config
 from headrace.run.rehearsal.machine import Machine
 from headrace.run.rehearse import rehearse
 from headrace.run.wording import machine_change
 from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_measurer import FakeMeasurer
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.trainer.config import TrainConfig
 from support.fake_world import FakeWorld

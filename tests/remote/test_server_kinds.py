@@ -66,7 +66,11 @@ print(json.dumps({{
     "own": refused(run(kind="parrot", prefill_chunk=7)),
     "joined": refused(run(kind="owl")),
     "delta": [refused(run(kind=kind, urls=["http://a:1"], more=delta)) for kind in ("parrot", "owl")],
-    "untried": [untried(refused(run(kind=kind, urls=["http://a:1"]))) for kind in ("parrot", "owl")],
+    "untried": [
+        untried(known.engine, known.orchestration, known.way)
+        for kind in ("parrot", "owl")
+        for known in [refused(run(kind=kind, urls=["http://a:1"]))]
+    ],
     "dialect": server_kind("parrot").dialect(Described({model!r}, 7))[1],
     "starts": list(startable_servers()),
     "missing": missing,

@@ -169,7 +169,7 @@ def test_a_group_is_as_old_as_the_oldest_token_of_any_of_its_requests() -> None:
         for version in (4, 5):
             await live(version)
             await asyncio.sleep(1.0)
-        assert engine.unfinished(["t0/0"])["t0/0"].so_far().versions() == [3, 3, 4, 5]
+        assert engine.unfinished(["t0/0"])["t0/0"].completion().versions() == [3, 3, 4, 5]
         younger = asyncio.ensure_future(interrupts.generate(Request("t0/1", (1,), Sampling(max_tokens=8))))
         await asyncio.sleep(1.5)
         assert (

@@ -196,12 +196,12 @@ def test_the_encoded_state_is_that_of_its_moment_however_late_its_pieces_are_mad
     running = {f"t{i}/0": Transcript(request=Request(f"t{i}/0", (1,), Sampling())) for i in range(4)}
     for place, count, mixed, ends in said:
         _say(running, place, count, mixed, ends)
-    captured = {name: TokensSoFar(before.get(name), transcript.copy()) for name, transcript in running.items()}
+    captured = {name: TokensSoFar(before.get(name), transcript.at_present()) for name, transcript in running.items()}
     expected = msgspec.msgpack.encode(
         replace(state, begun={name: part.completion() for name, part in captured.items()})
     )
     pieces = encoded_state(
-        state, {name: TokensSoFar(before.get(name), transcript.copy()) for name, transcript in running.items()}
+        state, {name: TokensSoFar(before.get(name), transcript.at_present()) for name, transcript in running.items()}
     )
     for place, count, mixed, ends in said:
         _say(running, 3 - place, count, ends, mixed)

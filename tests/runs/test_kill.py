@@ -185,8 +185,9 @@ def test_killed_anywhere_the_weights_come_out_bit_identical(
         {"algo": {"name": "luffy"}, "demonstrations": {}},
         {"train": {"epochs": 2, "minibatches": 3}},
         {"algo": {"name": "dcpo"}},
+        {"algo": {"experience": {"rollouts": 2}}},
     ],
-    ids=["demonstrations", "compared", "updates", "memory"],
+    ids=["demonstrations", "compared", "updates", "memory", "experience"],
 )
 def test_so_do_those_of_steps_that_need_more_than_their_groups(
     tiny_llama: Path, tmp_path: Path, more: dict[str, Any]
@@ -198,9 +199,15 @@ def test_so_do_those_of_steps_that_need_more_than_their_groups(
         )
         path.write_text("".join(json.dumps({"prompt": prompt, "answer": "eee"}) + "\n" for prompt in asked))
         more = {**more, "demonstrations": {**more["demonstrations"], "path": str(path)}}
+    if "experience" in more.get("algo", {}):  # prompts that come again and again
+        rows = [{"prompt": f"{n} + {n}?", "answer": str(2 * n)} for n in range(6)]
+        (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        more = {**more, "task": {"kind": "jsonl", "path": str(tmp_path / "few.jsonl"), "held_out": 0}}
     for name, kills in (("whole", []), ("killed", ["trainer", "all"])):
         _killed_until_finished(_config(tmp_path, tiny_llama, name, **more), kills, random.Random(7))
     _check(tmp_path / "runs" / "killed", tmp_path / "runs" / "whole")
+    if "experience" in more.get("algo", {}):
+        assert sum(len(group.again) for step in read_steps(tmp_path / "runs" / "killed") for group in step.groups) > 4
     if "demonstrations" in more:
         assert all(step.demonstrations for step in read_steps(tmp_path / "runs" / "killed"))
 

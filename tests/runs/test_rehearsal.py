@@ -412,6 +412,14 @@ def test_bytes_a_parameter_are_those_of_the_trainer_s_table(plan: MemoryPlan, bi
         assert certain == pytest.approx(bytes * 1e9, rel=1e-3)
 
 
+def test_good_earlier_rollouts_that_are_kept_have_memory_of_the_controller():
+    (found,) = [need for need in needs(BILLION, plan_of()._replace(kept_tokens=1000)) if "algo.experience" in need.what]
+    assert (found.who, found.where, found.bytes) == ("controller", "cpu", 75_000)
+    needed = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "r.jsonl"}, "reward": {"function": "a.py:f"}}
+    bare = {**needed, "rollout": {"max_tokens": 10}, "algo": {"experience": {"rollouts": 2, "prompts": 7}}}
+    assert memory_needs.memory_plan(read_config(bare), machine_of(8)).kept_tokens == 2 * 7 * 10
+
+
 def test_an_adapter_has_rank_times_rows_and_columns_of_what_it_adapts():
     assert BILLION.adapter(LoraConfig(rank=2)) == 2 * (150 + 250)
     assert BILLION.adapter(LoraConfig(rank=2, targets=("q_proj",))) == 2 * 150

@@ -255,7 +255,10 @@ def test_a_warm_start_has_every_constant_of_its_loss_of_pairs(tmp_path: Path, na
     pairs = Demonstrations(
         trained=[Preference((1,), (2,), rejected=(3,))], held_out=[], seed=0, epochs=1, rows_per_step=1
     )
-    marks = [warm._mark(config, warm.train_config(config, 1), pairs) for config in configs]
+    marks = [
+        warm._mark(config, warm.train_config(config.warm_start, config.train, 1, adapted=False), pairs)
+        for config in configs
+    ]
     assert len(set(marks)) == len(configs)
 
 

@@ -355,6 +355,8 @@ def test_broken_files(tmp_path: Path) -> None:
         in message
     )
     assert read_rows("csv", written(tmp_path / "r.csv", 'prompt,answer\n"a, b",1\n')) == TABLE[:1], "the remedy"
+    message = refusal(lambda: read_rows("csv", written(tmp_path / "two.csv", "prompt,answer,answer\na,1,2\n")))
+    assert message.endswith("has two columns 'answer', of which one would be lost; rename one of them")
     assert "not valid CSV" in refusal(lambda: read_rows("csv", written(tmp_path / "q.csv", 'a,b\n"x,1\n')))
     assert "an array, which must hold one object" in refusal(
         lambda: read_rows("jsonl", written(tmp_path / "a.json", "[{"))

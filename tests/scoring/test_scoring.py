@@ -29,6 +29,7 @@ from headrace.episodes.scoring.config import OverlongConfig, RewardConfig, Rewar
 from headrace.episodes.scoring.extract import answer_tag
 from headrace.episodes.scoring.job import Effort, read_values
 from headrace.episodes.scoring.reward_scorer import RewardScorer, punished, soft_overlong_punishment
+from headrace.episodes.scoring.workers.load import load_functions
 from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.loop.world import virtual_time
 from headrace.processes.health.user_prints import LOG, SCREEN
@@ -924,3 +925,22 @@ def test_the_punishment_has_a_weight_of_its_own_among_the_rewards() -> None:
     assert config.weights == {"reasoning_gym": 1.0, "soft_overlong_punishment": 0.5}
     with pytest.raises(ValidationError, match="rename it"):
         RewardConfig(function="my.py:soft_overlong_punishment", soft_overlong_punishment={"cache": 4})  # type: ignore[arg-type]
+
+
+def test_a_module_beside_one_file_does_not_serve_another(tmp_path: Path) -> None:
+    """Python has one module of a name in a process, and files of two directories may each mean their own."""
+    for place, value in (("first", 1.0), ("second", 2.0)):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "scale_of_this_test.py").write_text(f"VALUE = {value}")
+        (tmp_path / place / "mine.py").write_text(
+            "import json\nfrom scale_of_this_test import VALUE\ndef r(completions): return [VALUE] * len(completions)"
+        )
+        (tmp_path / place / "plain.py").write_text(
+            "import json, os\ndef r(completions): return [3.0] * len(completions)"
+        )
+    specs = [str(tmp_path / place) + ":r" for place in ("first/mine.py", "second/plain.py", "second/mine.py")]
+    assert [function("a") for function in load_functions(specs[:2])] == [[1.0], [3.0]]
+    with pytest.raises(
+        ConfigError, match=r"second/mine.py imports scale_of_this_test, .* rename one of the two modules"
+    ):
+        load_functions(specs)

@@ -20,7 +20,7 @@ task_kinds.TASK_KINDS |= {{
     "riddles": task_kinds.TaskKind(
         opens="riddles:Riddles", own=("name",), needs=("name", "the sphinx"), about="what a sphinx asks", library="Thebes"
     ),
-    "pages": task_kinds.TaskKind(opens="riddles:Riddles", own=("path",), needs=("path", "a book"), reads="riddles:pages"),
+    "pages": task_kinds.TaskKind(opens="riddles:Riddles", own=("path",), needs=("path", "a book"), reads="riddles:pages", endings=(".book",)),
 }}
 
 from headrace.episodes.tasks.seeds import SeedsTask
@@ -34,7 +34,8 @@ sys.modules["riddles"].Riddles = Riddles
 sys.modules["riddles"].pages = lambda path: [{{"prompt": "who?"}}]
 from headrace.commands.publishing.model_card import _data
 from headrace.core.errors import ConfigError
-from headrace.episodes.tasks.read import read_rows
+from headrace.episodes.tasks.demonstrations import WarmStartConfig
+from headrace.episodes.tasks.read import kind_of, read_rows
 from headrace.run.build import build_task
 from headrace.run.config import load_config
 from headrace.models.chat import ChatEncoder
@@ -61,6 +62,8 @@ print(json.dumps({{
     "drawn": [task.draw().id, task.remarks()],
     "rows": read_rows("pages", {model!r}),
     "card": _data(config.task),
+    "named": kind_of("a.book"),
+    "answers": WarmStartConfig(path="a.book", kind="pages").kind,
 }}))
 """
 
@@ -77,3 +80,4 @@ def test_a_planted_kind_is_known_everywhere_and_drawn_from(tiny_llama: Path) -> 
     assert "task.name means nothing to task.kind = seeds" in found["others"]
     assert found["drawn"] == ["train/0", ["a sphinx asks them"]]
     assert found["rows"] == [{"prompt": "who?"}] and found["card"] == "`thebes` of Thebes"
+    assert found["named"] == found["answers"] == "pages"

@@ -268,7 +268,7 @@ def test_the_families_that_make_other_problems_in_each_process_are_known() -> No
 @pytest.mark.slow
 def test_a_family_that_makes_other_problems_in_each_process_needs_a_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with it they are the same."""
-    for hashes in ("random", None):
+    for hashes in ("random", "", None):
         monkeypatch.delenv("PYTHONHASHSEED", raising=False)
         if hashes is not None:
             monkeypatch.setenv("PYTHONHASHSEED", hashes)
@@ -418,6 +418,8 @@ def test_jsonable_leaves_nothing_that_an_encoder_refuses() -> None:
     plain = jsonable(value)
     assert plain == {"a": ["x", 1.5, 2, [1, 3]], "4": [0, 1], "n": None, "t": True, "b": "1" + "0" * 30}
     assert msgspec.json.decode(msgspec.json.encode(plain)) == plain and plain["t"] is True
+    with pytest.raises(TypeError, match="two keys of the same text"):
+        jsonable({1: "a", "1": "b"})
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -494,6 +496,7 @@ def test_nothing_left_to_train_on(tmp_path: Path) -> None:
     [
         ('{"prompt": "a"', "r.jsonl:2: not valid JSON"),
         ("plain text", "r.jsonl:2: not valid JSON"),
+        ('{"prompt": "a", "answer": 1, "answer": 2}', "r.jsonl:2: not valid JSON (answer stands twice in an object)"),
         ('["a"]', "r.jsonl:2: a JSON list where an object with columns is needed"),
         ('{"prompt": ""}', "row 2: the prompt in column prompt is empty"),
         ('{"prompt": null}', "is empty (null); a prompt is a string or a list of messages"),

@@ -229,7 +229,8 @@ OF_PARTIAL = (
     ),
     _one(
         "done_but_unheard", "TokenStore.captured", "C7", "a completion whose rollout has not had its turn is neither done nor under way",
-        "self._unheard(name) or running.get(name)", "None if self._unheard(name) else running.get(name)",
+        "(self._unheard(name) if self.asked[name].done() else None) or running.get(name)",
+        "None if self.asked[name].done() else running.get(name)",
     ),
     _one(
         "unheard_is_young", "TokenStore.first_version", "C1", "such a completion is not looked at when old groups are cancelled",
@@ -462,18 +463,16 @@ OF_CHOOSER = (
     ),
     _one(
         "level_not_restored", "Chooser.restore", "C8", "a resumed run has forgotten how good the policy is",
-        "self._level, self._next, self._scale = (state.level, state.next_draw, state.scale)",
-        "self._next, self._scale = (state.next_draw, state.scale)",
+        "self._beliefs, self._level, self._scale = (dict(state.ratings), state.level, state.scale)",
+        "self._beliefs, self._scale = (dict(state.ratings), state.scale)",
     ),
     _one(
         "flights_not_restored", "Chooser.restore", "C8", "groups in flight in the checkpoint teach nothing when they end",
-        "self._beliefs, self._flying = (dict(state.ratings), dict(state.flying))",
-        "self._beliefs = dict(state.ratings)",
+        "self._flying, self._next = (dict(state.flying), state.next_draw)", "self._next = state.next_draw",
     ),
     _one(
         "time_not_restored", "Chooser.restore", "C8", "beliefs of a resumed run age from its start on",
-        "self._level, self._next, self._scale = (state.level, state.next_draw, state.scale)",
-        "self._level, self._scale = (state.level, state.scale)",
+        "self._flying, self._next = (dict(state.flying), state.next_draw)", "self._flying = dict(state.flying)",
     ),
     _one(
         "chance_not_seeded", "Chooser._rank", "C8", "draws from what is known of a prompt depend on the process",

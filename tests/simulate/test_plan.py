@@ -15,7 +15,7 @@ import pytest
 from headrace import cli
 from headrace.algo.config import AlgoConfig
 from headrace.algo.training_rows import algorithm_of
-from headrace.commands.plan.answer import PlanRequest, answer, unused_memory, with_sizes
+from headrace.commands.plan.answer import Answer, PlanRequest, answer, unused_memory, with_sizes
 from headrace.commands.plan.charts import draw
 from headrace.commands.plan.parts.engine import Shared
 from headrace.commands.plan.parts.simulated_trainer import SimulatedTrainer
@@ -571,8 +571,23 @@ def test_a_plan_counts_demonstrations_and_says_that_a_warm_start_is_not_in_it(tm
     given = planned(demonstrations={"path": path, "rows_per_step": 6}, algo={"name": "chord"})
     assert (plain.asked.scenario.given, given.asked.scenario.given) == (0.0, 600.0)
     assert any("6 demonstrations of a step are assumed" in note for note in given.notes)
+    again = planned(algo={"experience": {"rollouts": 3}})
+    assert again.asked.scenario.given == 3 * again.asked.scenario.staleness.groups_per_step * 30
     warm = planned(warm_start={"path": path})
     assert [any("before the first rollout" in note for note in one.notes) for one in (plain, warm)] == [False, True]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_cache_that_the_settings_give_is_the_one_that_is_planned_with(gpus: int) -> None:
+    def planned(**engine: Any) -> Answer:
+        how = {"hardware": "h100", "model": "135m", "gpus": gpus, "steps": 4, "lengths": "400", "prompts": "100"}
+        return answer(PlanRequest(config=config_of(engine={"max_running": 64, **engine}), **how), silent)
+
+    found = {kv_gib: planned(**({"kv_gib": kv_gib} if kv_gib else {})).asked for kv_gib in (None, 16.0, 0.05)}
+    room, large, small = (one.scenario.rates.engine.kv_tokens for one in found.values())
+    assert small == pytest.approx(0.05 * 2**30 / shape_of("135m").cache_bytes) and room >= large > 100 * small
+    assert found[None].prediction == found[16.0].prediction, "both hold all that decodes at once"
+    assert found[0.05].prediction.running < found[16.0].prediction.running / 2
 
 
 def test_sizes_that_are_left_open_are_those_of_the_chip_and_what_stays_unused_is_said():

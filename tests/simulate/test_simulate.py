@@ -24,7 +24,7 @@ from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates,
 from headrace.commands.plan.scenario import Scenario
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.reports import EngineStats
-from headrace.core.steps import StepOutput, write_down
+from headrace.core.steps import StepOutput, Transcript, write_down
 from headrace.core.types import Completion, Request
 from headrace.episodes.rollout import RolloutConfig, seed_of
 from headrace.facts.facts import StepTrained, WeightsLive
@@ -259,8 +259,8 @@ def test_listeners_and_unfinished_say_the_same_as_the_completion():
     (so_far, completion), _ = in_virtual_time(work)
     assert len(completion.tokens) == 10 and completion.tokens == completion_tokens(40, 4)
     assert tuple(so_far.tokens) == completion.tokens[:5]
-    assert so_far.so_far().versions() == completion.versions()[:5] == [0, 0, 0, 0, 1]
-    transcript = type(so_far)(request=sized("a", 40))
+    assert so_far.completion().versions() == completion.versions()[:5] == [0, 0, 0, 0, 1]
+    transcript = Transcript(request=sized("a", 40))
     for output in told:
         write_down(output, {"a": transcript}.get)
     assert tuple(transcript.tokens) == completion.tokens and transcript.so_far().versions() == completion.versions()

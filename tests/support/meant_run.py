@@ -23,7 +23,7 @@ from headrace.core.batches import Batch, Failure, Row
 from headrace.core.protocols import KEPT, Agent, Environment, EnvironmentKind
 from headrace.core.reports import EngineStats, LoadReport, TrainReport
 from headrace.core.rewards import usable
-from headrace.core.steps import StepOutput, Transcript
+from headrace.core.steps import SoFar, StepOutput
 from headrace.core.types import Completion, Episode, Prompt, Request, Scored, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
@@ -122,7 +122,8 @@ class OwnEngine:
         pending = self._book.enter(request)
         try:
             self._core.add(request)
-            return await pending.done
+            await pending.done
+            return pending.so_far()
         except asyncio.CancelledError:
             self._core.cancel(request.id)
             raise
@@ -151,7 +152,7 @@ class OwnEngine:
         self._book.abort()
         self._core.abort()
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
         return self._book.unfinished(among)
 
     def listen(self, listener: Callable[[StepOutput], None]) -> None:

@@ -209,7 +209,7 @@ def test_lag_and_swapped():
     rows = [row((1,), (2, 3, 4), versions=(3, 3, 5)), row((1,), (5, 6, 7), "101", versions=(4, 2, 4))]
     pack = only(rows)
     assert pack.lag.tolist() == [2, 2, 0, 1, 1]
-    assert pack.swapped.tolist() == [True] * 3 + [False] * 2  # 6 was not sampled: its version is nobody's
+    assert pack.apart.tolist() == [1] * 3 + [0] * 2  # 6 was not sampled: its version is nobody's
 
 
 def test_masks_of_loss_tokens():
@@ -355,7 +355,7 @@ def packed_tokens(pack: Pack) -> Iterator[tuple[Token, ...]]:
             teacher = "nan" if pack.teacher is None else str(float(pack.teacher[i]))
             ids = tuple(kept.rows(i, i + 1).ids.tolist())
             found.append(
-                (tuple(pack.tokens[seen].tolist()), int(pack.target[i]), *numbers, bool(pack.swapped[i]), ids, teacher)
+                (tuple(pack.tokens[seen].tolist()), int(pack.target[i]), *numbers, bool(pack.apart[i]), ids, teacher)
             )
         yield tuple(found)
 

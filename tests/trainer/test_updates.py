@@ -14,12 +14,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 from test_critic import chain_of
-from test_trajectories import HEAD, LOGITS, OTHER, STATES, Unigram, _wide, batch_of, head_of_algo
+from test_trajectories import HEAD, LOGITS, OTHER, STATES, Unigram, V, _wide, batch_of, head_of_algo
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import AGGREGATIONS
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Demonstration, Group, Row
 from headrace.core.reports import TrainReport
+from headrace.core.types import Completion, Scored, VersionSpan
 from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.deal import Dealing
@@ -288,6 +290,34 @@ def test_answers_that_are_compared_make_one_mean_with_the_tokens_of_the_rollouts
         np.testing.assert_allclose(other.logits, found.logits, rtol=1e-7, atol=1e-10)
 
 
+def test_srft_imitates_answers_where_the_policy_is_sure_beside_comparing_them():
+    """Eq. 8, 9 and 12 of the paper: 0.5·exp(-H) of cross-entropy, a mean over the answers alone, beside the mean over all tokens in which a good token of
+    the policy's own counts 0.1·exp(H). The entropy of a unigram model is the same at every token."""
+    algo, one_update = AlgoConfig("srft"), dataclasses.replace(FOUR, epochs=1, minibatches=1)
+    answers = tuple(replace(one, advantage=a) for one, a in zip(ANSWERS, (0.75, -0.5, 0.625, 0.125), strict=True))
+    batch = replace(batch_of(algo, 5, cut=False), demonstrations=answers)
+    token, sampled, advantage, _ = (
+        torch.cat(own) for own in zip(*map(tuple, map(columns_of, batch.groups)), strict=True)
+    )
+    given = torch.tensor([n for one in answers for n in one.answer])
+    own = torch.tensor([one.advantage for one in answers for _ in one.answer], dtype=torch.float64)
+    logits = LOGITS.clone().requires_grad_()
+    log_p = logits.log_softmax(0)
+    entropy = -(log_p.exp() * log_p).sum().detach()
+    of_rollouts = surrogate(log_p[token], sampled, advantage)[0]
+    of_rollouts = torch.where(advantage > 0, 0.1 * entropy.exp(), 1.0) * of_rollouts
+    p = log_p[given].exp()
+    imitated = 0.5 * (-entropy).exp() * -log_p[given]
+    loss = torch.cat([of_rollouts, -own * p / (p + 0.1)]).mean() + imitated.mean()
+    loss.backward()
+    for placed in [made(batch, algo, one_update, Single(), budget=budget) for budget in (1000, 12)]:
+        assert placed.sums.loss == pytest.approx(loss.item(), rel=1e-6)
+        assert placed.updates[0].norm == pytest.approx(float(logits.grad.norm()), rel=1e-6)
+        assert placed.sums.given_share == pytest.approx(8 / (8 + len(token)))
+    for placed in Ring(2).run(lambda placement: made(batch, algo, one_update, placement, budget=12)):
+        assert placed.sums.loss == pytest.approx(loss.item(), rel=1e-6)
+
+
 def test_a_step_without_an_answer_to_its_questions_is_that_of_its_rollouts():
     algo, one_update = AlgoConfig("luffy"), dataclasses.replace(FOUR, epochs=1, minibatches=1)
     batch = batch_of(algo, 5, cut=False)
@@ -412,3 +442,59 @@ def test_an_update_of_which_bounds_left_nothing_is_left_out_and_left_out_again()
     again = made(replace(batch, skippable=False), AlgoConfig(), train, Single())
     assert [update.made for update in again.updates] == [True, True]
     assert TrainReport(9, 10, left_out=1).skippable and not TrainReport(9, 10).skippable
+
+
+# -- good rollouts of earlier groups ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "tis", "decoupled_ppo"])
+def test_good_earlier_rollouts_are_members_of_their_group(name):
+    """As RLEP writes it: advantages over all rollouts of the group, new and replayed, and the ratio to the policy that sampled each token, however old."""
+    algo = AlgoConfig(name)
+    fresh, older = batch_of(algo, 5, cut=False), batch_of(algo, 6, cut=False)
+    token_of = iter(range(V))  # of ids that the other batch may have as well
+    kept = tuple(_aged(older.groups[1].scored[place], 2 + place, token_of) for place in (0, 2))
+    algorithm = algorithm_of(algo, 16)
+    first = algorithm.filled(replace(fresh.groups[0], rows=(), experience=kept), 1.0)
+    batch = replace(fresh, groups=(first, fresh.groups[1]))
+    rewards = np.array([one.reward for one in (*first.scored, *kept)])
+    mixed = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    found_advantages = [row.advantages[0] for row in first.all_rows]
+    np.testing.assert_allclose(found_advantages, mixed, rtol=1e-12)
+    assert [row.again for row in batch.rows] == [False] * 3 + [True] * 2 + [False] * 3
+    logits = LOGITS.clone().requires_grad_()
+    start = LOGITS.log_softmax(0)
+    losses = []
+    for group in batch.groups:
+        token, sampled, advantage, lag = columns_of(replace(group, rows=group.all_rows))
+        old, weight = old_and_weight(name, start[token], sampled, lag)
+        losses.append(surrogate(logits.log_softmax(0)[token], old, advantage)[0] * weight)
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    train = TrainConfig(learning_rate=0.2, max_grad_norm=1e9)
+    made_by = [made(batch, algo, train, Single(), budget=budget) for budget in (1000, 12)]
+    made_by += Ring(2).run(lambda placement: made(batch, algo, train, placement, budget=12))
+    for found in made_by:
+        assert found.sums.loss == pytest.approx(loss.item(), rel=1e-6)
+        assert found.updates[0].norm == pytest.approx(float(logits.grad.norm()), rel=1e-6)
+    again = sum(len(row.tokens) for row in first.again)
+    by_lag = {stats.name: stats.tokens for stats in made_by[0].sums.diagnostics.report()}
+    assert by_lag["experience"] == again and sum(by_lag.values()) == made_by[0].sums.tokens, "in no lag of the new ones"
+    whole = made(batch, algo, FOUR, Single())
+    alone = made(replace(batch, groups=(first,)), algo, dataclasses.replace(FOUR, epochs=1, minibatches=1), Single())
+    assert whole.updates[0].norm == pytest.approx(alone.updates[0].norm, rel=1e-6), (
+        "a minibatch is a group with all of its rows"
+    )
+    assert whole.sums.tokens == 2 * made_by[0].sums.tokens
+
+
+def _aged(rollout: Scored, version: int, token_of: Iterator[int]) -> Scored:
+    """The rollout, sampled by this version with other tokens."""
+    turns = []
+    for turn in rollout.episode.turns:
+        tokens = tuple(next(token_of) for _ in turn.completion.tokens)
+        logprobs = tuple(float(LOGITS.log_softmax(0)[token]) + 0.1 * (-1) ** token for token in tokens)
+        turns.append(
+            replace(turn, completion=Completion(tokens, logprobs, (VersionSpan(0, version, version),), "stop"))
+        )
+    return replace(rollout, episode=replace(rollout.episode, turns=tuple(turns)))

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,13 @@ from headrace.core.protocols import Transport, WeightSender
 from headrace.core.weights import WeightUpdate
 from headrace.run.config import load_config
 from headrace.run.starting import transport_of
+from headrace.weight_sync import tcp as tcp_module
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.files import CHANGES, Files
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import lay_out
-from headrace.weight_sync.sockets import LONGEST, read_message, send_message
-from headrace.weight_sync.tcp import Question, Tcp, WeightReply
+from headrace.weight_sync.sockets import LONGEST, SendQueue, read_message, send_message
+from headrace.weight_sync.tcp import Question, Tcp, TcpSource, WeightReply
 from headrace.weight_sync.transport import TRANSPORTS
 from support.runs.beside import Beside
 from support.tiny_run import tiny_config
@@ -351,6 +353,73 @@ def test_an_engine_that_dies_or_stops_reading_midway_delays_nobody(tcp: Both) ->
         thread.join()
     assert all(engine.received >= PAYLOAD for engine in engines)
     slow.close()
+
+
+def test_engines_beyond_those_that_are_sent_to_at_once_wait_longer_than_a_silent_connection_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once, most, send, lock = [0], [0], tcp_module.send_all, threading.Lock()
+
+    def slowly(connection: socket.socket, found: memoryview) -> None:
+        with lock:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        time.sleep(0.25)
+        send(connection, found)
+        with lock:
+            at_once[0] -= 1
+
+    monkeypatch.setattr(tcp_module, "AT_ONCE", 2)
+    monkeypatch.setattr(tcp_module, "PATIENCE", 0.4)
+    monkeypatch.setattr(tcp_module, "send_all", slowly)
+    for ends in ends_of("tcp", Encoding()):
+        update = ends.send(0)
+        engines = [ends.receiver() for _ in range(10)]
+        fetching = [Beside(partial(received, engine, update)) for engine in engines]
+        for thread in fetching:
+            thread.join()
+        assert all(engine.received >= PAYLOAD for engine in engines) and most[0] == 2
+
+
+def test_one_that_goes_while_it_waits_gives_its_place_in_the_queue_to_the_next() -> None:
+    queue, order = SendQueue(places=1), list[str]()
+
+    def waits(name: str, still: Callable[[], object]) -> None:
+        with queue.place(still, 0.01):
+            order.append(name)
+
+    def gone() -> None:
+        raise OSError("it is gone")
+
+    with queue.place(lambda: None, 5):
+        lost = Beside(partial(waits, "lost", gone))
+        with pytest.raises(OSError, match="it is gone"):
+            lost.join()
+        others = [Beside(partial(waits, name, lambda: None)) for name in ("a", "b")]
+        time.sleep(0.05)
+        assert order == []
+    for other in others:
+        other.join()
+    assert sorted(order) == ["a", "b"]
+    with queue.place(gone, 5):
+        pass  # nobody has kept the place
+
+
+def test_engines_begin_at_different_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    places, asked = [("127.0.0.1", port) for port in range(8)], list[tuple[str, int]]()
+    source = TcpSource("token", None)
+    monkeypatch.setattr(source, "_ranges_at", lambda update, manifest, places: [[] for _ in places])
+    monkeypatch.setattr(source, "_asked", lambda update, place, *rest: asked.append(place))
+    update = WeightUpdate(
+        version=0, kind="full", fingerprint="", nbytes=0, seconds=0, where={"parts": places, "label": "copy 1"}
+    )
+    rounds = []
+    for _ in range(40):
+        asked.clear()
+        source.full(update, MANIFESTS[""], memoryview(b""))
+        rounds.append(list(asked))
+    assert all(sorted(one) == places for one in rounds), "each is asked once"
+    assert len({one[0] for one in rounds}) > 3
 
 
 def test_a_killed_engine_leaves_the_trainer_and_the_others_whole(tcp: Both) -> None:

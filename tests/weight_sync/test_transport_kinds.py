@@ -58,7 +58,7 @@ print(json.dumps({{
     "delta": [refused(run | {{"weight_sync": {{"kind": kind, "encoding": "delta"}}}}) for kind in ("shared_memory", "tcp", "files", "pigeon")],
     "lent": refused(run | {{"orchestration": {{"lend": True}}}}),
     "slept": refused(run | {{"orchestration": {{"placement": "shared"}}}}),
-    "untried": untried(config),
+    "untried": untried(config.engine, config.orchestration, config.way),
     "plan": travel_of(config.weight_sync, 1e-6, 1.0, 1.0, 3).fetch,
 }}))
 """

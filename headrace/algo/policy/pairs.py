@@ -188,10 +188,10 @@ class SimPO(PairLoss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CPO(PairLoss):
-    """-log σ(β·(lc - lr)) - α·mean lc: DPO with a reference that is the same everywhere, held by the likelihood of the preferred rollout instead (CPO,
-    arXiv 2401.08417, eq. 5).
+    """-log σ(β·(lc - lr)) - α·mean lc: DPO without a reference, held by the likelihood of the preferred rollout (CPO, arXiv
+    2401.08417, eq. 5).
 
-    Choice: that likelihood is a mean over tokens, as in the authors' code (fe1ixxu/ALMA) and TRL; each preferred rollout's own.
+    Choice: that likelihood is a mean over tokens, as in the authors' code (fe1ixxu/ALMA) and TRL.
     """
 
     name: ClassVar[str] = "cpo"
@@ -210,11 +210,11 @@ class CPO(PairLoss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class KTO(Loss):
-    """λ_D·(1 - σ(β·(g - z))) for a desirable rollout, of positive advantage, and λ_U·(1 - σ(β·(z - g))) for any other, with g = l - l_ref and z the mean of
-    g over the rollouts of the step, at least 0, without its gradient: the divergence from the reference (KTO, arXiv 2402.01306, eq. 8).
+    """λ_D·(1 - σ(β·(g - z))) for a desirable rollout, of positive advantage, and λ_U·(1 - σ(β·(z - g))) for any other, with g = l -
+    l_ref and z the mean of g over the rollouts of the step, at least 0, without its gradient (KTO, arXiv 2402.01306, eq. 8).
 
-    Choice: z is over the rollouts themselves, since the policy sampled them: that mean is an estimate of KL(policy ‖ reference). The authors and TRL have
-    given completions, and take those of other prompts instead. A rollout's loss lies in equal parts on its tokens.
+    Choice: z is over the rollouts themselves, which the policy sampled, as an estimate of KL(policy ‖ reference); the authors and
+    TRL have given completions, and take those of other prompts. A rollout's loss lies in equal parts on its tokens.
     """
 
     name: ClassVar[str] = "kto"
@@ -244,8 +244,8 @@ class KTO(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ORPO(PairLoss):
-    """-mean lc - λ·log σ(log odds(c) - log odds(r)), with odds = p/(1 - p) and p = exp of the mean over tokens: supervised learning of the preferred
-    rollout, and a penalty where the other is as likely (ORPO, arXiv 2403.07691, eq. 6 and 7). Without a reference."""
+    """-mean lc - λ·log σ(log odds(c) - log odds(r)), with odds = p/(1 - p) and p = exp of the mean over tokens: supervised learning
+    of the preferred rollout, and a penalty where the other is as likely (ORPO, arXiv 2403.07691, eq. 6 and 7)."""
 
     name: ClassVar[str] = "orpo"
     holds: ClassVar[bool] = False

@@ -28,9 +28,8 @@ class Region(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPPOTV(Region):
-    """-keep·A·sg(min(r, cap))·logprob (DPPO, arXiv 2602.04879): a token is masked if its *probability* moved by more
-    than δ in the direction in which its advantage pushes. A bound on the ratio would mask rare tokens for negligible
-    moves."""
+    """-keep·A·sg(min(r, cap))·logprob (DPPO, arXiv 2602.04879): a token is masked if its *probability* moved by more than δ in the
+    direction in which its advantage pushes."""
 
     name: ClassVar[str] = "dppo_tv"
     delta: Delta = 0.2
@@ -44,8 +43,8 @@ class DPPOTV(Region):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPPOKL(Region):
-    """Like `dppo_tv`, but a token is masked if the binary KL(old ‖ current) is above δ and its probability moved in the
-    direction in which its advantage pushes (DPPO-Binary-KL, arXiv 2602.04879; verl's loss of this name)."""
+    """Like `dppo_tv`, but masked if the binary KL(old ‖ current) is above δ and the probability moved as its advantage pushes
+    (DPPO-Binary-KL, arXiv 2602.04879; verl's loss of this name)."""
 
     name: ClassVar[str] = "dppo_kl"
     delta: Delta = 0.05
@@ -78,11 +77,9 @@ class DPPOTVQuadratic(Region):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class IPO(Region):
-    """Like `dppo_tv_quadratic`, but a token is masked if its probability moved by more than δ in *either* direction
-    (prime-rl).
+    """Like `dppo_tv_quadratic`, but masked if the probability moved by more than δ in *either* direction (prime-rl).
 
-    Choice: δ = 0.3 and no penalty, as in prime-rl today; its first values were 0.1 and 1e-3. Its cap of 1e4 on r is
-    e^20 here.
+    Choice: δ = 0.3 and no penalty, as in prime-rl today; its first values were 0.1 and 1e-3. Its cap of 1e4 on r is e^20 here.
     """
 
     name: ClassVar[str] = "ipo"
@@ -133,7 +130,7 @@ class SAPO(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Kimi(Loss):
-    """-A·logprob + (τ/2)·(logprob - old)² (Kimi k1.5, arXiv 2501.12599): mirror descent without an importance weight.
+    """-A·logprob + (τ/2)·(logprob - old)², without an importance weight (Kimi k1.5, arXiv 2501.12599).
 
     Choice: the square is per token, as in ROLL and prime-rl; the paper's is per sequence.
     """

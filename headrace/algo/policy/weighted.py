@@ -70,8 +70,8 @@ class CISPO(Loss):
 class TOPR(Loss):
     """-A·logprob for good rollouts, -sg(clip(ratio, 0, 1))·A·logprob for the rest (TOPR, arXiv 2503.14286).
 
-    Choice: the ratio is the trajectory's, exp(Σ_t(logprob - old)), as in the paper; ROLL's is `topr_token`. The ratio
-    of a long trajectory vanishes quickly, and then only good rollouts are learned from.
+    Choice: the ratio is the trajectory's, exp(Σ_t(logprob - old)), as in the paper; it vanishes quickly where that is long. ROLL's
+    is `topr_token`.
     """
 
     name: ClassVar[str] = "topr"
@@ -102,9 +102,8 @@ def _tapered(tokens: Tokens, gap: Float[Tensor, " M"]) -> TokenLoss:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class VESPO(Loss):
-    """-sg(φ)·A·logprob with φ = w^k·exp(λ·(1 - w)), where w = exp(Σ_t(logprob - old)) is the ratio of the whole trajectory (VESPO, arXiv 2602.10693;
-    TRL's `get_gamma_weights`): the weight is 1 on policy, and goes to 0 both for large and for small w, smoothly and without a division by the length.
-    """
+    """-sg(φ)·A·logprob with φ = w^k·exp(λ·(1 - w)), w = exp(Σ_t(logprob - old)) the ratio of the whole trajectory (VESPO, arXiv
+    2602.10693; TRL's `get_gamma_weights`): 1 on policy, and smoothly to 0 for large and for small w."""
 
     name: ClassVar[str] = "vespo"
     reach: ClassVar[Reach] = "sequence"

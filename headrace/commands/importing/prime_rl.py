@@ -195,10 +195,15 @@ def _left_out(t: Translation) -> None:
     )
     t.leave_all(
         "groups without contrast are left out always, and prompts are drawn by difficulty as docs/curriculum.md says",
-        ("orchestrator.buffer", "orchestrator.filter", "buffer."),
+        ("orchestrator.buffer", "buffer."),
     )
+    filters = {str(one.get("type")) for one in t.tables("orchestrator.filters") if one.get("enforce", True)}
+    if others := sorted(filters - {"zero_advantage"}):
+        t.also.append(f"prime-rl's filters ({', '.join(others)}) took rollouts out of training, and nothing does here")
     t.take("rollout.keep_routing", "trainer.enable_router_replay")
-    model = [name for name in t.unread if name.startswith("trainer.model.") and ".lora" not in name]
+    model = [
+        name for name in t.unread if name.startswith("trainer.model.") and ".lora" not in name and ".freeze" not in name
+    ]
     t.leave_all("memory, devices and processes, which headrace fits to the machine (docs/auto.md, docs/scale.md)", (
         "deployment", "slurm", "inference", *model, "trainer.ac", "trainer_gpu", "inference_gpu", "trainer.memory", "trainer.weight_broadcast",
         "weight_broadcast", "orchestrator.client", "orchestrator.weight", "orchestrator.max_inflight", "orchestrator.oversampling", "orchestrator.num_train",

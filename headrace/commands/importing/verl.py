@@ -21,6 +21,20 @@ PROCESSES = "rewards are computed in processes of their own"
 OFF = "only used with settings that are off"
 BASES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's own configs, whose values are its defaults."""
+REFERENCE = (
+    "strategy",
+    "use_",
+    "log_prob",
+    "profiler",
+    "fsdp",
+    "ulysses",
+    "entropy_",
+    "megatron",
+    "load_",
+    "rollout_n",
+    "ppo_",
+)
+"""Beginnings of the reference's settings that change nothing of what it says."""
 PLACEMENT = "memory, devices and processes, which headrace fits to the machine (docs/auto.md, docs/scale.md)"
 
 ESTIMATORS = {
@@ -139,7 +153,9 @@ def _measured(t: Translation, rows: int) -> None:
 
 
 def _rollouts(t: Translation) -> None:
-    prompt, response = (t.number(f"data.max_{part}_length", default=512) for part in ("prompt", "response"))
+    prompt, response = (
+        t.number(f"{ROLLOUT}{part}_length", f"data.max_{part}_length", default=512) for part in ("prompt", "response")
+    )  # verl samples up to the first, which is the second unless it is given
     t.put("rollout.max_tokens", response)
     t.put("engine.context_length", prompt + response, "prompt and completion together")
     t.put("rollout.group_size", t.number(f"{ROLLOUT}n", default=1))
@@ -309,6 +325,14 @@ def _divergence(t: Translation) -> None:
             t.leave(
                 "the coefficient stays what it is", *(name for name in t.given if name.startswith("algorithm.kl_ctrl."))
             )
+    if in_loss or in_reward:
+        own = t.value("actor_rollout_ref.ref.model.path", default=t.value(f"{MODEL}path"))
+        if own != t.value(f"{MODEL}path"):
+            t.also.append(
+                f"verl's reference is {own} (ref.model.path), and here it is the model that training begins with"
+            )
+    else:
+        t.leave_all(OFF, ["actor_rollout_ref.ref.model"])
     if in_loss and in_reward:
         t.leave("the divergence is in the loss already, and has one place", "algorithm.use_kl_in_reward")
 
@@ -447,13 +471,13 @@ def _left_out(t: Translation) -> None:
     t.same("here as there", {f"{ROLLOUT}{name}": value for name, value in usual.items()} | {"trainer.val_only": False})
     t.leave_all(PLACEMENT, (
         f"{ACTOR}fsdp", f"{ACTOR}ppo_micro", f"{ACTOR}ppo_max_token", f"{ACTOR}ulysses", f"{ACTOR}use_", f"{ACTOR}strategy", f"{ACTOR}checkpoint",
-        f"{ACTOR}megatron", f"{ACTOR}entropy_", f"{ACTOR}shuffle", f"{ACTOR}profile", "actor_rollout_ref.ref.", "actor_rollout_ref.hybrid",
+        f"{ACTOR}megatron", f"{ACTOR}entropy_", f"{ACTOR}shuffle", f"{ACTOR}profile", *(f"actor_rollout_ref.ref.{name}" for name in REFERENCE), "actor_rollout_ref.hybrid",
         "actor_rollout_ref.nccl", f"{MODEL}use_", f"{MODEL}enable_", f"{MODEL}fused", f"{MODEL}trust",
         "trainer.n_gpus", "trainer.nnodes", "trainer.balance", "trainer.device",
         "trainer.ray", "trainer.use_", "trainer.esi", "ray", "global_profiler", "data.use_shm", "data.trust",
         *(f"{ROLLOUT}{name}" for name in (
             "gpu_", "tensor_", "max_num", "log_prob", "dtype", "enforce", "free_", "cudagraph", "disable_", "engine_kwargs", "load_format", "layered",
-            "enable_", "mode", "prompt_length", "response_length", "update_", "multi_stage", "skip_",
+            "enable_", "mode", "update_", "multi_stage", "skip_",
             "calculate_", "profiler", "data_parallel", "expert_",
         )),
     ))  # fmt: skip

@@ -80,7 +80,7 @@ class SharedPlace(NamedTuple):
 def shared_places(config: RunConfig) -> list[SharedPlace]:
     """Returns the directories that machines of this run share."""
     found = []
-    if ranks_of(config):
+    if ranks_of(config.orchestration, config.train):
         found.append(SharedPlace(Path(config.out), "checkpoints, which all ranks write and read", "out"))
     if config.engine.shared_dir:
         found.append(SharedPlace(Path(config.engine.shared_dir), "weights as files", "engine.shared_dir"))
@@ -234,9 +234,9 @@ async def findings_of(config: RunConfig, cluster: Cluster, within: float = SEEN)
 
 async def _cluster(config: RunConfig, cluster: Cluster) -> tuple[dict[str, Findings], dict[str, ClusterNode]]:
     """Returns the findings about the whole, and the nodes that could hold an engine or a rank, by title."""
-    place, ranks = config.orchestration, ranks_of(config)
-    bundle = NodeShare(threads_elsewhere(config), place.gpus)
-    rank = NodeShare(threads_of_rank(config), place.rank_gpus)
+    place, ranks = config.orchestration, ranks_of(config.orchestration, config.train)
+    bundle = NodeShare(threads_elsewhere(place, config.engine, config.chosen), place.gpus)
+    rank = NodeShare(threads_of_rank(place, config.train, config.chosen), place.rank_gpus)
     engines = [f"engine {number}" for number in range(config.engine.replicas)]
     nodes = await cluster.nodes()
     problems = [
@@ -267,14 +267,14 @@ async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[s
     await check.leave(HERE, ThisMachine())
     with check.open():
         async with sending(place.host, reached_at(config.weight_sync, config.ends)) as (address, key):
-            seats = {kind: len(names) for kind, names in seats_of(config).items()}
+            seats = {kind: len(names) for kind, names in seats_of(place, config.engine, config.train).items()}
             workers = _Workers(check, (terms, address, key), seats, terms_of_code(config))
             listener = Listener(
                 token, place.host, place.port, terms=terms, tls=tls, examine=workers.examine, say=away.append
             )
             try:
                 await listener.open()
-                echo(invitation(place, seats_of(config), listener.address), err=True)
+                echo(invitation(place, seats_of(place, config.engine, config.train), listener.address), err=True)
                 await workers.until_asked()
             except OSError as error:
                 raise ConfigError(f"orchestration.listen = {place.listen}: {error.strerror or error}") from None

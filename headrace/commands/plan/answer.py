@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from headrace.commands.plan.alternation import Alternation, Lending, alternating, lending
 from headrace.commands.plan.gpu_memory import sized, unused
 from headrace.commands.plan.rates import hardware
@@ -20,6 +22,7 @@ from headrace.commands.plan.scenario import Scenario
 from headrace.commands.plan.sweep import Option, Split, recommended, sweep, try_out
 from headrace.core.errors import ConfigError
 from headrace.engine.native.served_how import served_how
+from headrace.engine.sizes import GIB
 from headrace.facts.records import read_metrics
 from headrace.facts.run_state import RunState
 from headrace.loop.world.surroundings import Distribution, TurnShape, fixed, parse
@@ -66,6 +69,8 @@ class PlanRequest:
     workers: int = 0
     solved: float | None = None
     sweep: bool = False
+    kv_gib: float | None = None
+    """The engine.kv_gib that the settings give, infinite if they leave it open; None until `with_sizes` has looked."""
     network: float = NETWORK
     """Bytes per second between trainer and engines."""
 
@@ -143,7 +148,9 @@ def with_sizes(request: PlanRequest) -> PlanRequest:
     config = sized(
         request.config, chip, shape, gpus=_own_gpus(request), trainer=request.trainer_gpus or max(1, request.gpus // 2)
     )
-    return dataclasses.replace(request, config=config)
+    given = request.config.engine.kv_gib
+    held = (math.inf if given == "auto" else given) if request.kv_gib is None else request.kv_gib
+    return dataclasses.replace(request, config=config, kv_gib=held)
 
 
 def unused_memory(request: PlanRequest) -> str:
@@ -240,7 +247,7 @@ def _computed(request: PlanRequest) -> Rates:
         shared = hardware.shared_rates(
             chip, shape, request.config.engine.sizes.max_running, request.model, passes=request.passes
         )
-        return with_own_runs(shared, chip, shape, request.passes)
+        return _as_given(shared, request)
     replica, trainer = hardware.replica_gpus(chip, shape), -(-hardware.trainer_gpus(chip, shape) // context) * context
     if request.gpus < replica + trainer:
         raise ConfigError(
@@ -260,7 +267,17 @@ def _computed(request: PlanRequest) -> Rates:
         context=context,
         passes=request.passes,
     )
-    return with_own_runs(computed, chip, shape, request.passes)
+    return _as_given(computed, request)
+
+
+def _as_given(computed: Rates, request: PlanRequest) -> Rates:
+    """Returns the rates with what headrace has measured itself, and with the cache that the settings give."""
+    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    rates = with_own_runs(computed, chip, shape, request.passes)
+    tokens = (math.inf if request.kv_gib is None else request.kv_gib) * GIB / shape.cache_bytes
+    return msgspec.structs.replace(
+        rates, engine=msgspec.structs.replace(rates.engine, kv_tokens=min(rates.engine.kv_tokens, tokens))
+    )
 
 
 def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[str]) -> Scenario:
@@ -271,7 +288,7 @@ def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[s
     return Scenario(
         rates=rates,
         completions=completions,
-        given=_given(request, prompts.mean + completions.mean, notes),
+        given=_given(request, prompts.mean + completions.mean, notes) + _again(request, completions.mean, notes),
         shape=_shape(request, rates, notes),
         staleness=config.staleness,
         rollout=config.rollout,
@@ -350,6 +367,17 @@ def _given(request: PlanRequest, length: float, notes: list[str]) -> float:
     return rows * length
 
 
+def _again(request: PlanRequest, length: float, notes: list[str]) -> float:
+    """Returns the tokens of good earlier rollouts of a step, whose prompts their groups forward. `length`: of a completion."""
+    rollouts = request.config.algo.recipe.experience.rollouts * request.config.staleness.groups_per_step
+    if not rollouts or (request.run and not request.calibrate):
+        return 0.0
+    notes.append(
+        f"{rollouts} good earlier rollouts (algo.experience) are counted in each step, as if every prompt had come before"
+    )
+    return rollouts * length
+
+
 def _assumed_prompts(notes: list[str]) -> Distribution:
     notes.append("prompts are assumed to have 200 tokens; set --prompts if you know better")
     return fixed(200)
@@ -380,7 +408,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
             context=context,
             passes=request.passes,
         )
-        rates = with_own_runs(computed, chip, shape, request.passes)
+        rates = _as_given(computed, request)
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 
     return split

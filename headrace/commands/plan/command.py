@@ -15,6 +15,7 @@ from headrace.commands.plan.rates.mesh import Traffic, in_flight, pipeline_memor
 from headrace.commands.plan.rates.rates import BFLOAT16, Travel, changed_share, difference, pays_below, whole
 from headrace.commands.plan.rates.shapes import shape_of
 from headrace.commands.plan.reasons import bias, bottleneck, recommendation
+from headrace.commands.plan.step_sizes import StepSizes, step_sizes
 from headrace.commands.plan.sweep import Option
 from headrace.core.printing import echo
 from headrace.facts.texts import number, short_time
@@ -54,6 +55,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *_details(asked, price, run_steps),
         *([f"  {idle}"] if (idle := unused_memory(request)) else []),
         *controller_work(scenario.replicas, prediction.tokens_per_second),
+        *([sizes.words] if (sizes := sizes_of(asked, request)) else []),
         *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
         *_piped(request, asked),
@@ -102,6 +104,24 @@ def controller_work(engines: int, tokens: float) -> list[str]:
         f"  the controller needs {share:.1%} of a core to receive the tokens of {engines} engines"
         + ("; above half a core they come late: use rollout hosts on a bus (orchestration.bus)" if share > 0.5 else "")
     ]
+
+
+def sizes_of(asked: Option, request: PlanRequest) -> StepSizes | None:
+    """The bytes that a step moves, where the model and the ranks of its trainer are known."""
+    if not request.hardware or request.config.runs[0].lora.rank:
+        return None
+    scenario, prediction, config = asked.scenario, asked.prediction, request.config
+    chip, model, gpus = hardware.gpu(request.hardware), shape_of(request.model), scenario.rates.trainer.gpus
+    mesh = hardware.trainer_mesh(chip, model, gpus, config.train.microbatch, context=config.train.parallel.context)
+    rows = scenario.staleness.groups_per_step * scenario.rollout.group_size
+    return step_sizes(
+        sampled=prediction.tokens_per_second * prediction.seconds_per_step,
+        prompts=rows * scenario.prompts.mean_below(config.engine.context_length),
+        parameters=model.parameters,
+        mesh=mesh,
+        weights="float32" if config.train.offload_optimizer else config.train.weights,
+        way=config.weight_sync,
+    )
 
 
 def _weights(request: PlanRequest) -> list[str]:

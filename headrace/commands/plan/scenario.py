@@ -30,7 +30,7 @@ class Scenario:
     """Number of times that a step trains its groups."""
     minibatches: int = 1
     given: float = 0.0
-    """Tokens of demonstrations that a step trains beside its groups."""
+    """Tokens of demonstrations, and of good earlier rollouts, that a step trains beside its groups."""
     replicas: int = 1
     """Engines, each with `rates.engine`."""
     prompts: Distribution = fixed(100)

@@ -15,6 +15,8 @@ import numpy as np
 
 from headrace.algo.config import AlgoConfig
 from headrace.commands.replay.bundle import CodeFiles, portable_settings
+from headrace.episodes.scoring.config import RewardConfig
+from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.run_state import RunState
 from headrace.facts.verdicts import all_verdicts
@@ -172,7 +174,7 @@ def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter
     yield f"\n![Reward by optimizer step]({PICTURE})\n"
     yield "Reward by optimizer step: the line is the mean over all rollouts that were drawn, the dots are prompts that were held out.\n"
     yield "## Data and reward\n"
-    yield from _sources(config)
+    yield from _sources(config.task, config.reward, config.teachers)
     yield "\n## What held during the run\n"
     yield from _contracts(data.state)
     yield "\n## Settings\n"
@@ -227,17 +229,16 @@ def _numbers(data: ReportData) -> Iterator[str]:
             yield f"| {name} | {value} |"
 
 
-def _sources(config: RunConfig) -> Iterator[str]:
-    task = config.task
+def _sources(task: TaskConfig, reward: RewardConfig, teachers: Sequence[TeacherConfig]) -> Iterator[str]:
     yield f"- Prompts: {_data(task)}; {task.held_out} of them were held out for evaluation."
     if task.options:
         yield f"- Its options: {', '.join(f'{key} = {value}' for key, value in task.options.items())}."
-    for spec in config.reward.specs:
+    for spec in reward.specs:
         extract = f", given the {spec.extract.replace('_', ' ')}" if spec.extract else ""
         yield f"- Reward: `{spec.name}`, weight {spec.weight:g}{extract}."
-    for endpoint in config.reward.endpoints:
+    for endpoint in reward.endpoints:
         yield f"- Reward: `{endpoint.name}`, a service, weight {endpoint.weight:g}."
-    for teacher in config.teachers:
+    for teacher in teachers:
         yield f"- Teacher: `{teacher.name}`, by {teacher.mode}."
 
 

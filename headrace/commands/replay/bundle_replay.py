@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from msgspec.structs import replace
-
 from headrace.algo.config import AlgoConfig
 from headrace.algo.training_rows import Algorithm, algorithm_of
 from headrace.commands.replay.bundle import CODE, STATE, Bundle, apart, norms_of_updates, read_bundle
@@ -135,17 +133,17 @@ def advantage_stage(bundle: Bundle, algo: AlgoConfig, train: TrainConfig) -> tup
         return not_done("advantage", f"{error}; --include code packs it"), None
     rows = 0
     for group in bundle.journaled.groups:
-        made = algorithm.rows(group.prompt, group.scored, group.before)
-        rows += len(made)
-        if problem := _rows_apart(replace(group, rows=made), group, _near(train, bundle)):
+        made = algorithm.filled(group)
+        rows += len(made.all_rows)
+        if problem := _rows_apart(made, group, _near(train, bundle)):
             return StageResult("advantage", "", f"ticket {group.ticket}: {problem}"), algorithm
     return StageResult("advantage", plural(rows, "row")), algorithm
 
 
 def _rows_apart(made: Group, group: Group, near: float) -> str:
-    if len(made.rows) != len(group.rows):
-        return f"{plural(len(made.rows), 'row')} instead of {len(group.rows)}"
-    for index, (now, then) in enumerate(zip(made.rows, group.rows, strict=True)):
+    if len(made.all_rows) != len(group.all_rows):
+        return f"{plural(len(made.all_rows), 'row')} instead of {len(group.all_rows)}"
+    for index, (now, then) in enumerate(zip(made.all_rows, group.all_rows, strict=True)):
         for field in ("tokens", "mask"):
             if getattr(now, field) != getattr(then, field):
                 return f"row {index} has other values of {field}"

@@ -59,8 +59,10 @@ def serve(arguments: argparse.Namespace) -> int:
         )
     adapters = arguments.adapters or (SAMPLED_AT_ONCE if arguments.train else 0)
     engine = build(EngineConfig, merge({"max_adapters": adapters}, tree.get("engine", {})))
-    if engine.kind != "native":
-        raise ConfigError(f'engine.kind = "{engine.kind}": headrace serve serves the native engine; remove it')
+    if engine.is_server:
+        raise ConfigError(
+            f'engine.kind = "{engine.kind}" is a server already, and headrace serve serves an engine of its own; remove it'
+        )
     config = ServeConfig(
         model=arguments.model,
         host=arguments.host,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -99,7 +101,7 @@ def runs_of(config: str, over: Sequence[str], seeds: int, *, name: str, sets: Se
     for values in itertools.product(*map(_values, over)):
         for seed in range(base.seed, base.seed + seeds):
             called = "_".join([*map(_short, values), f"seed-{seed}"])
-            mine = (*sets, *values, f'out="{folder}"', f'name="{called}"', f"seed={seed}")
+            mine = (*sets, *values, f"out={json.dumps(str(folder))}", f'name="{called}"', f"seed={seed}")
             try:
                 wanted = load_config(config, mine)
             except ConfigError as error:
@@ -151,20 +153,24 @@ def _values(over: str) -> list[str]:
 
 def _apart(values: str) -> list[str]:
     """Splits at the commas that stand in no text, array or table of TOML."""
-    found, depth, quote, begin, escaped = [], 0, "", 0, False
-    for place, letter in enumerate(values):
-        if quote:
-            closes = letter == quote and not escaped
-            escaped = letter == "\\" and quote == '"' and not escaped
-            quote = "" if closes else quote
-        elif letter in "\"'" and (depth or not values[begin:place].strip()):
-            quote = letter
-        elif letter == "," and depth == 0:
-            found.append(values[begin:place].strip())
-            begin = place + 1
-        else:
-            depth += (letter in "[{") - (letter in "]}")
-    return [*found, values[begin:].strip()]
+    found, begun = list[str](), ""
+    for piece in values.split(","):
+        begun = f"{begun},{piece}" if begun else piece
+        if _is_whole(begun):
+            found.append(begun.strip())
+            begun = ""
+    return [*found, *([begun.strip()] if begun else [])]
+
+
+def _is_whole(value: str) -> bool:
+    """Whether it is a value of TOML, or a bare word, rather than the beginning of a text, an array or a table."""
+    try:
+        tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return value.lstrip()[:1] not in ("[", "{", '"', "'")
+    except ValueError:  # a number with too many digits, which is refused when the setting is read
+        return True
+    return True
 
 
 def _short(value: str) -> str:
@@ -173,20 +179,25 @@ def _short(value: str) -> str:
     return f"{setting.rpartition('.')[2]}-" + re.sub(r"[^\w.-]+", "-", given.strip('[]{}" ')).strip(".")
 
 
-def finished(directory: Path) -> RunState | None:
-    """Returns what a run's facts say, if it has finished."""
-    from headrace.processes.health.live_status import Follower
+def finished(directory: Path) -> dict[str, RunState]:
+    """Returns what the facts of a run say, by its adapters, if it has finished: all of them. A run of one policy has one without a name."""
+    from headrace.processes.health.live_status import Follower, parts_of
 
-    follower = Follower(directory)
-    follower.read()
-    ended = follower.state.ended
-    return follower.state if ended and ended.reason == "finished" else None
+    found = {}
+    for part in parts_of(directory):
+        follower = Follower(part)
+        follower.read()
+        if not follower.state.ended or follower.state.ended.reason != "finished":
+            return {}
+        found["" if part == directory else part.name] = follower.state
+    return found
 
 
 class Reached(NamedTuple):
-    """The rewards of one combination, a number for each of its finished seeds."""
+    """The rewards of one combination, or of an adapter of it, a number for each of its finished seeds."""
 
     values: tuple[str, ...]
+    adapter: str
     held_out: list[float]
     drawn: list[float]
 
@@ -197,13 +208,15 @@ def reached(runs: Sequence[SweepRun]) -> list[Reached]:
 
     from headrace.facts.run_state import recent_reward
 
-    found: dict[tuple[str, ...], Reached] = {}
-    for one in runs:
-        row = found.setdefault(one.values, Reached(one.values, [], []))
-        if state := finished(one.directory):
-            row.held_out.extend([held.reward_mean for held in state.evals if math.isfinite(held.reward_mean)][-1:])
+    found: dict[tuple[tuple[str, ...], str], Reached] = {}
+    states = {one.directory: finished(one.directory) for one in runs}
+    adapters = sorted({name for of_run in states.values() for name in of_run}) or [""]
+    for one, adapter in itertools.product(runs, adapters):
+        row = found.setdefault((one.values, adapter), Reached(one.values, adapter, [], []))
+        if state := states[one.directory].get(adapter):
+            row.held_out.extend(held.reward_mean for held in state.evals[-1:] if math.isfinite(held.reward_mean))
             row.drawn.extend(reward for reward in [recent_reward(state)] if reward is not None)
-    return sorted(found.values(), key=lambda row: -fmean(row.held_out or row.drawn or [-math.inf]))
+    return sorted(found.values(), key=lambda row: (row.adapter, -fmean(row.held_out or row.drawn or [-math.inf])))
 
 
 def _tell(runs: Sequence[SweepRun]) -> None:
@@ -211,14 +224,15 @@ def _tell(runs: Sequence[SweepRun]) -> None:
     from headrace.views.screen.layout import FittedTable, TableColumn
 
     rows, settings = reached(runs), [value.partition("=")[0] for value in runs[0].values]
+    several = any(row.adapter for row in rows)
     table = FittedTable([
-        *(TableColumn(title=setting.rpartition(".")[2]) for setting in settings),
+        *(TableColumn(title=setting.rpartition(".")[2]) for setting in settings), *([TableColumn(title="adapter")] * several),
         TableColumn(title="finished", number=True), TableColumn(title="held out", number=True), TableColumn(title="reward", number=True),
     ])  # fmt: skip
-    each = len(runs) // max(1, len(rows))
+    each = len(runs) // len({row.values for row in rows})
     for row in rows:
         given = (value.partition("=")[2] for value in row.values)
-        table.add_row(*given, f"{len(row.drawn)} of {each}", *_cells(row))
+        table.add_row(*given, *([row.adapter] * several), f"{len(row.drawn)} of {each}", *_cells(row))
     Console().print(table)
     echo("held out: the last evaluation; reward: of the last steps; ±: the standard error over seeds")
 

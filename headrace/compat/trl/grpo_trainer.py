@@ -28,6 +28,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import trl_reward
+from headrace.episodes.tasks.rows import plain_row
 from headrace.models.resolve import resolve_model
 from headrace.settings.toml import Tree, merge
 
@@ -331,10 +332,7 @@ class GRPOTrainer:
     def _kept(self, name: str, rows: list[dict[str, Any]]) -> Path:
         """Returns the file that the rows will be in."""
         path = (self.output_dir / "headrace-data" / f"{name}.jsonl").absolute()
-        try:
-            self._tables[path] = "".join(json.dumps(row) + "\n" for row in rows)
-        except TypeError as error:
-            raise ConfigError(f"eval_dataset= needs rows that JSON can hold: {error}") from None
+        self._tables[path] = "".join(json.dumps(row) + "\n" for row in rows)
         return path
 
     def _write_inputs(self) -> None:
@@ -670,7 +668,7 @@ def _rows(given: Any, name: str) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{name}= takes rows with a prompt: a datasets.Dataset or a list of dicts, not {type(given).__name__}"
         )
-    rows = [dict(row) for row in given]
+    rows = list(given)
     if rows and "prompt" not in rows[0] and "messages" in rows[0]:
         raise ConfigError(
             f"{name}= has whole conversations (messages), and a run needs what they begin with: "
@@ -680,7 +678,7 @@ def _rows(given: Any, name: str) -> list[dict[str, Any]]:
         raise ConfigError(f"{name}= needs rows with a column prompt, as in TRL; there are {len(rows)} rows")
     if kept := [column for column in ("image", "images") if column in rows[0]]:
         raise ConfigError(f"{name}= has the column {kept[0]}, which cannot be honoured: prompts are text")
-    return rows
+    return [plain_row(row, f"{name}=, row {number}") for number, row in enumerate(rows, 1)]
 
 
 def _fitted(tree: Tree) -> Tree:

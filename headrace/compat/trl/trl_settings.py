@@ -333,7 +333,7 @@ def refuse_what_cannot_be(kind: TrainerKind, args: Any) -> None:
     messages += [
         f"{name} is not known to this version of headrace, and cannot be honoured" for name in unknown(kind, args)
     ]
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or "1") > 1:
         messages.append(
             "the script was started as several processes: start it as one (several devices are train.parallel)"
         )

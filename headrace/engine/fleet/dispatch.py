@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from headrace.core.errors import HeadraceError, PoisonedRequest
-from headrace.core.steps import Finished, StepOutput
+from headrace.core.steps import StepOutput
 from headrace.core.types import Completion, Request, RolloutKey
 from headrace.engine.fleet.member import Attempt, Member
 from headrace.engine.request_book import Pending, RequestBook
@@ -240,10 +240,10 @@ class Requests:
         pending = self.book.enter(request)
         try:
             self._place(pending)
-            completion = await pending.done
+            await pending.done
             if attempt := self._at.get(request.id):
                 await attempt.over()
-            return completion
+            return pending.so_far()
         finally:
             self._homes.ended(pending)
             self._withdraw(request.id)
@@ -288,7 +288,7 @@ class Requests:
         """The request's tokens and its end are heard in `heard`; here is what else can happen to it."""
         pending, member = attempt.pending, attempt.member
         try:
-            completion = await member.engine.generate(pending.rest())
+            end = await member.engine.until_end(pending.rest())
         except (ValueError, PoisonedRequest) as error:
             if self._at.get(pending.request.id) is attempt:
                 pending.fail(error)
@@ -296,7 +296,7 @@ class Requests:
             self._expel(member, str(error))
         else:
             if self._at.get(pending.request.id) is attempt:
-                pending.finish(Finished(pending.request.id, completion.stop, completion.error, completion.routing))
+                pending.finish(end)
 
     def place_waiting(self) -> None:
         """Called when a member has entered the rotation, or has newer weights."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from headrace.core.errors import ConfigError, HeadraceError, IdentityError, WorkerDied
 from headrace.core.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
-from headrace.core.steps import StepOutput, Transcript
+from headrace.core.steps import SoFar, StepOutput
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.fleet.member import Member, MemberEngine
@@ -231,7 +231,7 @@ class Fleet:
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         return await self.generate(scoring(f"fleet-score/{next(self._names)}", tokens, priority=-1, adapter=adapter))
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
         return self._rotation.requests.book.unfinished(among)
 
     def listen(self, listener: Callable[[StepOutput], None]) -> None:

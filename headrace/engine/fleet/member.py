@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.core.protocols import Engine
 from headrace.core.reports import EngineStats, LoadReport
+from headrace.core.steps import Finished
+from headrace.core.types import Request
 from headrace.engine.request_book import Pending
 
 T = TypeVar("T")
@@ -22,6 +24,9 @@ Held = Literal["", "drain"]
 
 class MemberEngine(Engine, Protocol):
     """An engine that can be a member of a fleet."""
+
+    async def until_end(self, request: Request) -> Finished:
+        """`generate` for a caller that hears the tokens (`listen`): no completion is made."""
 
     async def absence(self) -> str:
         """Returns the reason as soon as the engine cannot serve (its process has died, its server does not answer), and at once

@@ -23,7 +23,7 @@ import msgspec
 
 from headrace.core.errors import ConfigError, HeadraceError, IdentityError
 from headrace.core.reports import TOTALS, Capabilities, EngineStats, LoadReport
-from headrace.core.steps import Finished, StepOutput, Transcript
+from headrace.core.steps import Finished, SoFar, StepOutput
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Busy, Connection, Unreachable
@@ -203,6 +203,12 @@ class RemoteEngine:
     # -- requests -----------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
+        return (await self._ended(request)).so_far()
+
+    async def until_end(self, request: Request) -> Finished:
+        return (await self._ended(request)).done.result()
+
+    async def _ended(self, request: Request) -> Pending:
         if request.fork:
             raise ValueError(
                 "a server goes on from no cache entries by name; give the tokens as the prompt of a new request"
@@ -219,7 +225,8 @@ class RemoteEngine:
             finally:
                 self._running -= 1
                 self._notify()
-            return await pending.done
+            await pending.done
+            return pending
         finally:
             self._book.leave(request.id)
 
@@ -382,7 +389,7 @@ class RemoteEngine:
         self._changed.set()
         self._changed.clear()
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
         return self._book.unfinished(among)
 
     def listen(self, listener: Callable[[StepOutput], None]) -> None:

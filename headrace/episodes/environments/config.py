@@ -32,11 +32,9 @@ class EnvironmentConfig:
     kind: str = "single_turn"
     """The environment that is made for each rollout, unless `function` is set (docs/settings.md lists the kinds)."""
     name: str = ""
-    """gym: an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the game's id. openenv:
-    the server's URL. verifiers: the name of an installed taskset, or `path/to/file.py`."""
+    """The environment among those of its kind, which says what this is (docs/settings.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """gym: `env_config`. reasoning_gym: `discount`, `feedback`. textarena: `unfinished`, and arguments of the game.
-    openenv: `action`, `observation`. verifiers: the environment's config, `select` and `renderer`."""
+    """Options of the kind, which says what they are (docs/settings.md)."""
     function: str = ""
     """`path/to/file.py:name` of a function that plays a rollout, `async def play(agent, prompt, **columns)`, or of a
     class with `step(agent, reply)` (docs/environments.md)."""
@@ -46,7 +44,7 @@ class EnvironmentConfig:
     directory: str = ""
     """process: the command's working directory. Empty: a new one for each rollout, removed at its end."""
     processes: int = Field(default=64, gt=0)
-    """process, verifiers: the most at once; further rollouts wait."""
+    """process: the most processes at once; verifiers: the most rollouts, each of which may be one. Others wait."""
     python: str = ""
     """verifiers: an interpreter that has it. Empty: the one that runs headrace."""
     host: str = "127.0.0.1"

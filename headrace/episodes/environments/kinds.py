@@ -36,21 +36,36 @@ class LibraryKind:
     may crash or hang."""
     about: str
     """Half a sentence that says what they are, for the page of settings."""
+    name: str = ""
+    """The meaning of `environment.name`, for the page of settings; empty if it has none."""
+    options: str = ""
+    """The meaning of `environment.options`, likewise."""
 
 
 LIBRARIES = {
     "reasoning_gym": LibraryKind(
         "headrace.episodes.environments.libraries.attempts:open_reasoning_gym",
         "the problems of that task, with further attempts after a wrong answer",
+        options="`discount`, `feedback`",
     ),
     "gym": LibraryKind(
         "headrace.episodes.environments.libraries.gym:open_gym",
         "an environment with the methods that skyrl-gym's have",
+        name="an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`",
+        options="`env_config`",
     ),
     "openenv": LibraryKind(
-        "headrace.episodes.environments.libraries.openenv:open_openenv", "an environment behind a server"
+        "headrace.episodes.environments.libraries.openenv:open_openenv",
+        "an environment behind a server",
+        name="the server's URL",
+        options="`action`, `observation`",
     ),
-    "textarena": LibraryKind("headrace.episodes.environments.libraries.games:open_textarena", "a game for one player"),
+    "textarena": LibraryKind(
+        "headrace.episodes.environments.libraries.games:open_textarena",
+        "a game for one player",
+        name="the game's id",
+        options="`unfinished`, and arguments of the game",
+    ),
 }
 """Environments of other libraries."""
 
@@ -72,6 +87,9 @@ class GatewayKind:
     """Settings that it shares with functions and libraries."""
     needs: tuple[str, str] | None = None
     """A setting that must be given, and what it is, in words."""
+    name: str = ""
+    options: str = ""
+    """The meanings of these two settings, for the page of settings, if it has them."""
     is_handed_out: bool = False
     """Whether agents elsewhere play the rollouts, so that a run must be there to hand them out."""
     draws_problems: bool = False
@@ -104,6 +122,8 @@ GATEWAY_KINDS = {
         opens="headrace.episodes.environments.verifiers.taskset_environment:open_taskset",
         own=("python", "processes"),
         shared=("name", "options", "workers", "memory_gib"),
+        name="the name of an installed taskset, or `path/to/file.py`",
+        options="the environment's config, `select` and `renderer`",
         needs=("name", "environment.name, the taskset: the name of an installed one, or path/to/file.py"),
     ),
 }

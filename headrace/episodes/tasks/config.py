@@ -13,8 +13,10 @@ from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
     Kind = str
+    FileKind = str
 else:
     Kind = Literal[tuple(TASK_KINDS)]
+    FileKind = Literal[("auto", *(name for name, kind in TASK_KINDS.items() if kind.reads))]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -22,7 +22,7 @@ from headrace.core.batches import Batch, Demonstration, Group, Row
 from headrace.core.chat.reading import CLOSING, OPENING, is_opened_by
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.types import Prompt
-from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.config import FileKind, TaskConfig
 from headrace.episodes.tasks.conversations import Message, prompt_of
 from headrace.episodes.tasks.prompts import Encoder, PromptMaker, digest_of, seed_from
 from headrace.episodes.tasks.read import kind_of, read_rows
@@ -50,7 +50,7 @@ class WarmStartConfig:
 
     path: str = ""
     """The file or directory with questions and answers. Empty: no warm start."""
-    kind: Literal["auto", "jsonl", "csv", "parquet", "datasets"] = "auto"
+    kind: FileKind = "auto"
     """The form of the rows, as in `task.kind`. auto: by the file's name."""
     prompt: str = "prompt"
     """The column with the question: a string, or a list of messages (docs/rows.md)."""
@@ -150,7 +150,7 @@ class AnswersConfig:
 
     path: str = ""
     """The file or directory with questions and answers. Empty: none."""
-    kind: Literal["auto", "jsonl", "csv", "parquet", "datasets"] = "auto"
+    kind: FileKind = "auto"
     """The form of the rows, as in `task.kind`. auto: by the file's name."""
     prompt: str = "prompt"
     """The column with the question: a string, or a list of messages (docs/rows.md)."""

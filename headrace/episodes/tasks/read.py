@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TextIO
@@ -88,7 +89,7 @@ def _json(file: TextIO, path: Path) -> list[Row]:
 
 def _array(text: str, path: Path) -> list[Row]:
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, object_pairs_hook=_once)
     except ValueError as error:
         raise ConfigError(
             f"{path}: not valid JSON ({error}); it begins as an array, which must hold one object for each row"
@@ -98,12 +99,25 @@ def _array(text: str, path: Path) -> list[Row]:
 
 def _json_line(line: str, where: str, path: Path) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_once)
     except ValueError as error:
         raise ConfigError(
             f"{where}: not valid JSON ({error}); every line must be one JSON object{_other_text(path)}"
         ) from None
     return _object(row, where)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> Row:
+    """Makes an object. Raises ValueError for one that has a name twice: readers of JSON differ in which value they take."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"{_twice([name for name, _ in pairs])} stands twice in an object")
+    return made
+
+
+def _twice(names: Sequence[str]) -> str:
+    """Returns the first name that comes again; empty if none does."""
+    return next((name for place, name in enumerate(names) if name in names[:place]), "")
 
 
 def _object(row: Any, where: str) -> Row:
@@ -137,6 +151,10 @@ def _csv(file: TextIO, path: Path) -> list[Row]:
             raise ConfigError(f"{path} begins with JSON and not with the names of columns; set task.kind = jsonl")
         if len(names) == 1 and ";" in names[0]:
             raise ConfigError(f"{path} has semicolons between its columns; save it with commas, or as .tsv with tabs")
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"{path} has two columns {_twice(names)!r}, of which one would be lost; rename one of them"
+            )
         rows = []
         for values in table:
             if values and len(values) != len(names):
@@ -195,6 +213,6 @@ def kind_of(data: str) -> str:
     if path.is_dir():
         return "datasets"
     suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if kind := {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv"}.get(suffix):
-        return kind
+    if known := [kind for kind, facts in TASK_KINDS.items() if suffix in facts.endings]:
+        return known[0]
     return "jsonl" if path.is_file() else "reasoning_gym"

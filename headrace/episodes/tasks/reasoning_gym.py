@@ -173,7 +173,7 @@ def _check_family(family: str, options: Mapping[str, Any]) -> None:
 
 def _check_hashes(family: str) -> None:
     """Raises ConfigError for a family whose problems would be others in the next process of the same run."""
-    if family in BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
+    if family in BY_HASH and (os.environ.get("PYTHONHASHSEED") or "random") == "random":
         raise ConfigError(
             f"reasoning_gym {family} makes other problems in each process, also after a resume, unless texts are hashed alike; start with "
             "PYTHONHASHSEED=0 in the environment"

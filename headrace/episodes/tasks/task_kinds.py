@@ -22,6 +22,8 @@ class TaskKind:
     """The package that has the prompts, in words."""
     reads: str = ""
     """The place of a function from a path to rows; empty for a kind without a file."""
+    endings: tuple[str, ...] = ()
+    """The ends of names by which its files are known, where no kind is given."""
     passed: bool = False
     """Whether its rows are passed from Python."""
     draws_seeds: bool = False
@@ -41,9 +43,9 @@ TASK_KINDS = {
         needs=("name", "a problem family, such as chain_sum"),
         library="reasoning-gym",
     ),
-    "jsonl": TaskKind(**_FILE, reads="headrace.episodes.tasks.read:json_rows"),
-    "csv": TaskKind(**_FILE, reads="headrace.episodes.tasks.read:csv_rows"),
-    "parquet": TaskKind(**_FILE, reads="headrace.episodes.tasks.read:parquet_rows"),
+    "jsonl": TaskKind(**_FILE, reads="headrace.episodes.tasks.read:json_rows", endings=(".jsonl", ".json")),
+    "csv": TaskKind(**_FILE, reads="headrace.episodes.tasks.read:csv_rows", endings=(".csv", ".tsv")),
+    "parquet": TaskKind(**_FILE, reads="headrace.episodes.tasks.read:parquet_rows", endings=(".parquet",)),
     "datasets": TaskKind(**_FILE, reads="headrace.episodes.tasks.read:saved_rows"),
     "python": TaskKind(
         opens="headrace.episodes.tasks.rows:RowsTask",

@@ -104,7 +104,9 @@ class World:
     def build(self, resume: bool = False) -> Pipeline:
         """`resume`: from what an earlier world left in the directory."""
         wanted = self.steps * self.staleness.groups_per_step
-        self.buffer = Buffer(self.staleness, wanted, remembers=self.algo.remembers)
+        self.buffer = Buffer(
+            self.staleness, wanted, remembers=self.algo.remembers, experience=self.algo.recipe.experience
+        )
         clock, record = asyncio.get_running_loop().time, self._record
         telemetry = Telemetry(record, clock, Waits(record, clock, self.stop_after / 2, self.stop_after))
         self.plan = plan = LoopPlan(

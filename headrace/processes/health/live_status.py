@@ -322,6 +322,7 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
             "mean": run_state.mean_lag(state),
             "max": max(state.lags, default=None),
             "bound": started and started.max_lag,
+            "experience": {str(age): count for age, count in sorted(state.ages.items())},
         },
         "tokens_a_second": {"engine": state.engine.recent()[1], "trainer": run_state.trainer_rate(state, 10)},
         "accounting": {**msgspec.to_builtins(state.accounting), "balance": state.accounting.balance()},

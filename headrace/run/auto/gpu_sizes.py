@@ -10,7 +10,7 @@ Engine and trainer that take turns each have what the other one gives back. What
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from headrace.run.rehearsal.memory_needs import (
     needs,
     token_activations,
 )
-from headrace.trainer.config import ON_CPU
+from headrace.trainer.config import ON_CPU, TrainConfig
 
 SIZES = ("engine.kv_gib", "engine.max_running", "engine.prefill_chunk", "train.microbatch_tokens")
 """The settings that are chosen by the memory of a GPU."""
@@ -84,7 +84,10 @@ def with_gpu_sizes(
 
     Raises ConfigError, with a remedy that was tried, if the cache would not hold one sequence."""
     plan = memory_plan(config, machine)
-    engine, trainer = _engine_is_on(config, plan), plan.trains and plan.train_device == "cuda"
+    engine, trainer = (
+        _engine_is_on(plan, elsewhere=config.orchestration.elsewhere),
+        plan.trains and plan.train_device == "cuda",
+    )
     if machine.gpu is None or not (engine or trainer):
         return {}, ""
     asking = asking_of(config, shape, prompt_tokens, others)
@@ -101,10 +104,10 @@ def with_gpu_sizes(
     )
 
 
-def _engine_is_on(config: RunConfig, plan: MemoryPlan) -> bool:
+def _engine_is_on(plan: MemoryPlan, *, elsewhere: bool) -> bool:
     """Whether the run's engine is on the first GPU of this machine, and leaves it to the run how much it takes."""
-    engine = config.engine
-    if plan.engine_device == "cpu" or config.orchestration.elsewhere or engine.urls:
+    engine = plan.engine
+    if plan.engine_device == "cpu" or elsewhere or engine.urls:
         return False
     ranks = range(plan.train.parallel.ranks if plan.trains and plan.train_device == "cuda" else 0)
     return not engine.gpus or bool(set(engine.gpus) & set(ranks))
@@ -193,15 +196,18 @@ def gpu_notes(found: Sequence[MemoryNeed], machine: Machine, config: RunConfig) 
             'ends: lower engine.kv_gib or train.microbatch_tokens (without a value, or with "auto", a new run takes what is free), or end what '
             "else uses the GPU"
         )
-    elif free - used > total / 2 and _engine_is_on(config, memory_plan(config, machine)):
-        yield f"{(free - used) / GIB:.0f} of {total / GIB:.0f} GiB of the GPU are unused: {_would_use(config)}"
+    elif free - used > total / 2 and _engine_is_on(
+        memory_plan(config, machine), elsewhere=config.orchestration.elsewhere
+    ):
+        yield f"{(free - used) / GIB:.0f} of {total / GIB:.0f} GiB of the GPU are unused: {_would_use(config.engine, config.train, config.chosen.wishes)}"
 
 
-def _would_use(config: RunConfig) -> str:
-    values = {f"engine.{name}": size for name, size in config.engine.open_sizes._asdict().items() if size is not None}
-    if config.train.microbatch_tokens != "auto":
-        values["train.microbatch_tokens"] = config.train.microbatch
-    if fixed := [f"{name} = {size:g}" for name, size in values.items() if config.chosen.wishes.get(name) != "auto"]:
+def _would_use(engine: EngineConfig, train: TrainConfig, wishes: Mapping[str, Any]) -> str:
+    """`wishes`: what settings that were chosen had been."""
+    values = {f"engine.{name}": size for name, size in engine.open_sizes._asdict().items() if size is not None}
+    if train.microbatch_tokens != "auto":
+        values["train.microbatch_tokens"] = train.microbatch
+    if fixed := [f"{name} = {size:g}" for name, size in values.items() if wishes.get(name) != "auto"]:
         return f'{", ".join(fixed)} keep it so; "auto" takes what is free'
     return "more rollouts at once would use them (staleness.groups_per_step, rollout.group_size), or a larger model"
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -132,24 +131,6 @@ class Measurer(Protocol):
 
     def measure_gpu(self, request: GpuRequest, card: str) -> GpuRates:
         """Returns the rates of the first GPU, which is called `card`. Never raises: `GpuRates.problem` says why there are none."""
-
-
-@dataclass
-class FakeMeasurer:
-    """Returns given figures, for tests."""
-
-    figures: Figures
-    rates: GpuRates = GpuRates(problem="nothing is measured in this test")
-    asked_gpu: list[tuple[GpuRequest, str]] = field(default_factory=list)
-    asked: list[tuple[Mapping[str, Any], tuple[int, ...]]] = field(default_factory=list)
-
-    def measure(self, config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
-        self.asked.append((config, tuple(threads)))
-        return self.figures
-
-    def measure_gpu(self, request: GpuRequest, card: str) -> GpuRates:
-        self.asked_gpu.append((request, card))
-        return self.rates
 
 
 class ProbeMeasurer:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.core.reports import Capabilities, EngineStats, LoadReport
-from headrace.core.steps import StepOutput, Transcript
+from headrace.core.steps import SoFar, StepOutput
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.request_book import scoring
@@ -126,7 +126,7 @@ class BusEngine:
     async def abort(self) -> None:
         """Does nothing: see the class."""
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
         """Returns nothing: tokens in flight stay with the hosts, and a group whose host is lost is sampled anew."""
         return {}
 

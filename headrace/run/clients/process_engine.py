@@ -12,11 +12,11 @@ import msgspec
 from headrace.core.errors import IdentityError, PoisonedRequest
 from headrace.core.protocols import Job, Launcher, Worker
 from headrace.core.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
-from headrace.core.steps import StepOutput, Transcript
+from headrace.core.steps import Finished, SoFar, StepOutput
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
-from headrace.engine.request_book import RequestBook, scoring
+from headrace.engine.request_book import Pending, RequestBook, scoring
 from headrace.engine.streaming import check_parts
 from headrace.facts.facts import EngineSample, WorkerLost
 from headrace.facts.telemetry import Telemetry
@@ -74,6 +74,12 @@ class ProcessEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Raises what the protocol says, and PoisonedRequest for one whose ticket was given up."""
+        return (await self._ended(request)).so_far()
+
+    async def until_end(self, request: Request) -> Finished:
+        return (await self._ended(request)).done.result()
+
+    async def _ended(self, request: Request) -> Pending:
         await self._keeper.until_up()
         if (ticket := ticket_of(request.id)) in self._suspects.given_up:
             raise self._poisoned(ticket)
@@ -82,9 +88,8 @@ class ProcessEngine:
         try:
             if not self._owes_requests:
                 self._send(request)
-            completion = await pending.done
-            finished = completion.stop != "error"
-            return completion
+            finished = (await pending.done).stop != "error"
+            return pending
         except asyncio.CancelledError:
             self._keeper.push("cancel", request.id)
             raise
@@ -171,7 +176,7 @@ class ProcessEngine:
         else:
             self._book.interrupt_aborted()
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
         return self._book.unfinished(among)
 
     def listen(self, listener: Callable[[StepOutput], None]) -> None:

@@ -26,7 +26,7 @@ from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.health.stacks import ask, is_stopped
 from headrace.processes.wire import pack_payload
 from headrace.run.clients.keeper import Keeper
-from headrace.run.worker.step_messages import send_rows
+from headrace.run.worker.step_messages import send_shares
 from headrace.run.worker.worker_messages import SharedStart, TrainerReady, TrainerStart
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.deal import Dealing, dealing_of
@@ -127,20 +127,12 @@ class RankGroup:
     async def step(self, number: int, shares: Sequence[PackedShare], share_of: Callable[[int], int]) -> TrainReport:
         """Sends every rank the rows of its share. No rank begins the step before all have theirs: it would wait in a collective for one that
         cannot be sent them."""
-        own = [shares[share_of(rank)] for rank in range(len(self._workers))]
-        sending = [
-            asyncio.ensure_future(
-                send_rows(share, number, [w for w, its in zip(self._workers, own, strict=True) if its is share])
-            )
-            for share in shares
-        ]
+        own = [share_of(rank) for rank in range(len(self._workers))]
+        together = [[w for w, its in zip(self._workers, own, strict=True) if its == one] for one in range(len(shares))]
         try:
-            await asyncio.gather(*sending)
+            await send_shares(shares, number, together)
         except WorkerDied:
             raise WorkerDied("trainer", await self.watch()) from None
-        finally:
-            for task in sending:
-                task.cancel()
         heads = [pack_payload((number, share.head)) for share in shares]
         return await self._call("step", [heads[share_of(rank)] for rank in range(len(self._workers))], TrainReport)
 
@@ -318,7 +310,7 @@ class ProcessTrainer:
             number, shares = next(self._steps), await asyncio.to_thread(shares_of, batch, self._dealing(batch.adapter))
             if isinstance(self._worker, RankGroup):
                 return await self._worker.step(number, shares, self._parallel.share_of)
-            await send_rows(shares[0], number, [self._worker])
+            await send_shares(shares, number, [[self._worker]])
             return await self._worker.call("step", (number, shares[0].head), TrainReport)
 
     def _dealing(self, adapter: str) -> Dealing:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import ON_GPUS
 from headrace.native.resources import usable_cores
+from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.processes.places import kinds_elsewhere
-from headrace.run.config import RunConfig
 from headrace.trainer.config import TrainConfig
 
 
@@ -65,9 +65,10 @@ def settings_of_lent(engine: EngineConfig, train: TrainConfig) -> EngineConfig:
     return dataclasses.replace(engine, replicas=1, device=train.device, cores=train.cores, threads=threads)
 
 
-def nothing_to_lend(config: RunConfig, engine: str, trainer: str) -> Iterator[str]:
+def nothing_to_lend(
+    place: OrchestrationConfig, engine_cores: Sequence[int], train_cores: Sequence[int], engine: str, trainer: str
+) -> Iterator[str]:
     """Yields why the trainer has no devices of its own that it could lend. `engine`, `trainer`: what they run on (`cpu` or `cuda`)."""
-    place = config.orchestration
     if not place.lend or place.elsewhere or engine != trainer:
         return
     if trainer == "cuda":
@@ -75,7 +76,7 @@ def nothing_to_lend(config: RunConfig, engine: str, trainer: str) -> Iterator[st
             "orchestration.lend lends the trainer's GPU, on which the engine of the same machine runs anyway; bring the engines from elsewhere "
             f"({kinds_elsewhere()}), or remove it"
         )
-    elif not (config.engine.cores and config.train.cores):
+    elif not (engine_cores and train_cores):
         yield (
             "orchestration.lend lends the trainer's cores, and it has none of its own: without engine.cores and train.cores the engine has all cores "
             "as soon as the trainer waits; remove it, or set both"

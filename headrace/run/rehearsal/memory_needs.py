@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from headrace.algo.recipe_parts import Experience
 from headrace.algo.recipes import RECIPES
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
@@ -131,6 +132,8 @@ PROCESS = 0.4 * GIB
 """Bytes of a process with Python and torch: engine and trainer of a tiny model took 0.38 GiB each."""
 CONTROLLER = 0.15 * GIB
 """Bytes of the controller, which does not import torch."""
+KEPT_TOKEN = 75
+"""Bytes of the controller for a token of a rollout with its log-prob and text: 72 were measured, at four characters a token."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1, "nf4": 0.5}
 
 KV = "KV cache, at most (engine.kv_gib)"
@@ -188,6 +191,8 @@ class MemoryPlan(NamedTuple):
     """Whether given answers have a gradient of their own."""
     warm_reference: bool = False
     """Whether a warm start compares with the model before it, which its trainer holds meanwhile."""
+    kept_tokens: int = 0
+    """The most tokens of good rollouts of earlier groups that the controller keeps (`algo.experience`)."""
 
 
 def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
@@ -212,7 +217,12 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lent=config.orchestration.lend,
         demonstrated=bool(config.demonstrations.path),
         warm_reference=bool(config.warm_start.path) and RECIPES[config.warm_start.loss].loss.needs_reference,
+        kept_tokens=sum(_kept_tokens(run.algo.recipe.experience, run.longest_rollout) for run in runs),
     )
+
+
+def _kept_tokens(experience: Experience, longest: int) -> int:
+    return experience.prompts * experience.rollouts * longest
 
 
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
@@ -222,9 +232,17 @@ def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
     between = MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, plan.published, certain=True)
     return [
         MemoryNeed("controller", "Python, tokenizer, groups that wait", CONTROLLER, "cpu"),
+        *_kept(plan),
         *((*_trainer(shape, plan), between) if plan.trains else ()),
         *_engines(shape, plan),
     ]
+
+
+def _kept(plan: MemoryPlan) -> Iterator[MemoryNeed]:
+    if plan.kept_tokens:
+        yield MemoryNeed(
+            "controller", "good earlier rollouts, at most (algo.experience)", plan.kept_tokens * KEPT_TOKEN, "cpu"
+        )
 
 
 def warm_needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:

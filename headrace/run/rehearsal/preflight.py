@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.reports import Finding
-from headrace.engine.kinds import OWN_FAMILIES
+from headrace.engine.kinds import ENGINES
 from headrace.models.chat import ChatEncoder, Message
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import Stored, read_header, weight_files
@@ -349,15 +349,15 @@ def _adapter(files: ModelFiles, lora: LoraConfig, engine: str, several: bool) ->
         reached = set(lora.targets)
     count = sum(name.rpartition(".")[2] in {module.rpartition(".")[2] for module in reached} for name in names)
     kind = str(files.config.get("model_type"))
-    if engine == "native" and lora.experts and not lora.merged and kind not in OWN_FAMILIES:
+    core = ENGINES.get(engine)
+    if core and lora.experts and not lora.merged and kind not in core.families:
         remedy = 'set lora.publish = "merged": the adapter is trained as it is, and the engine is sent whole weights'
         if several:
             remedy = "train one at a time ([lora] instead of [[adapters]]), which is published merged, or choose one of these"
-        families = ", ".join(OWN_FAMILIES)
         yield Finding(
             "adapter",
             "refused",
-            f"the native engine serves no adapters of experts beside {kind}, only beside {families}; {remedy}, or set lora.experts = false",
+            f"the {engine} engine serves no adapters of experts beside {kind}, only beside {', '.join(core.families)}; {remedy}, or set lora.experts = false",
         )
         return
     yield Finding("adapter", "agrees", f"reaches {count} layers: {', '.join(sorted(reached))}")

@@ -145,8 +145,7 @@ def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | No
 
     from headrace.trainer.model.causal_lm import resolve_device, resolve_dtype
     from headrace.trainer.placement.rendezvous import check_own_gpus, check_same, meet
-    from headrace.trainer.placement.sharded import Sharded
-    from headrace.trainer.placement.staged import Staged
+    from headrace.trainer.placement.staged import placement_of
 
     device = resolve_device(train.device)
     if train.parallel.gather != "float32" and str(resolve_dtype(train.dtype, device)) != "torch.bfloat16":
@@ -163,7 +162,7 @@ def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | No
             "device, dtype and torch", computed, "make them alike (train.device and train.dtype name the first two)"
         )
         check_same("the files of weights", weights_digest(Path(start.model_dir)), "copy the same files to all machines")
-    return Staged(train.parallel, device) if train.parallel.pipeline > 1 else Sharded(train.parallel, device)
+    return placement_of(train.parallel, device)
 
 
 def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None, Manifest | None]:

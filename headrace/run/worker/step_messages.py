@@ -25,19 +25,45 @@ UNDER_WAY = 4
 """Blocks of a share that are sent before the first of them is answered. A block is packed when it is sent, so the controller has no more."""
 
 
-async def send_rows(share: PackedShare, number: int, workers: Sequence[Worker]) -> None:
-    """Sends the rows of a share to all that compute its microbatches. Raises what a call raises, `WorkerDied` included."""
+IN_ALL = 64
+"""Blocks of all shares that are under way, so that the memory for them does not grow with the number of ranks."""
+
+
+async def send_shares(shares: Sequence[PackedShare], number: int, workers: Sequence[Sequence[Worker]]) -> None:
+    """Sends each share to its workers. Raises what a call raises, `WorkerDied` included."""
+    room = asyncio.Semaphore(IN_ALL)
+    sending = [
+        asyncio.ensure_future(_send(share, number, its, room)) for share, its in zip(shares, workers, strict=True)
+    ]
+    try:
+        await asyncio.gather(*sending)
+    finally:
+        for task in sending:
+            task.cancel()
+
+
+async def _send(share: PackedShare, number: int, workers: Sequence[Worker], room: asyncio.Semaphore) -> None:
     blocks = share.blocks()
 
     def following() -> msgspec.Raw | None:
         block = next(blocks, None)
         return None if block is None else pack_payload((number, block))
 
-    under_way: deque[asyncio.Future[list[None]]] = deque()
+    async def deliver(payload: msgspec.Raw) -> None:
+        try:
+            await asyncio.gather(*(worker.call(ROWS, payload, type(None)) for worker in workers))
+        finally:
+            room.release()
+
+    under_way: deque[asyncio.Future[None]] = deque()
     try:
-        # in a thread: a loop that packs would keep engines and workers waiting
-        while (payload := await asyncio.to_thread(following)) is not None:
-            under_way.append(asyncio.gather(*(worker.call(ROWS, payload, type(None)) for worker in workers)))
+        while True:
+            await room.acquire()
+            # in a thread: a loop that packs would keep engines and workers waiting
+            if (payload := await asyncio.to_thread(following)) is None:
+                room.release()
+                break
+            under_way.append(asyncio.ensure_future(deliver(payload)))
             if len(under_way) >= UNDER_WAY:
                 await under_way.popleft()
         while under_way:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from headrace.algo.recipe_parts import Experience
 from headrace.core.types import Struct
 from headrace.durable.segments import SEGMENT
 from headrace.loop.curriculum_config import CurriculumConfig
@@ -72,6 +73,8 @@ class Case(Struct, frozen=True):
 
     grows: bool = False
     """Whether the curriculum `contrast` doubles groups."""
+    keeps: int = 0
+    """Good rollouts of each prompt that are trained again with its next group (`algo.experience`), where prompts come again."""
     poisoned: tuple[int, ...] = ()
     """Tickets whose requests end every engine process that begins one."""
     shared: Literal["", "host", "drop"] = ""
@@ -101,6 +104,11 @@ class Case(Struct, frozen=True):
             overdue=self.overdue,
             stored=self.stored,
         )
+
+    @property
+    def experience(self) -> Experience:
+        """Fewer prompts than there are, so that some are let go."""
+        return Experience(rollouts=self.keeps, prompts=DISTINCT - 3)
 
     @property
     def choosing(self) -> CurriculumConfig:
@@ -162,7 +170,7 @@ def case_of(seed: int) -> Case:
         case = replace(case, lent=True)
     # Seldom where the prompts that are trained are known beforehand, which is checked only without a curriculum.
     if _chooses(rng, case):
-        case = replace(case, curriculum=rng.choice(["pools", "contrast"]), grows=seed % 4 < 2)
+        case = replace(case, curriculum=rng.choice(["pools", "contrast"]), grows=seed % 4 < 2, keeps=seed % 3)
     return _served(rng, case) if rng.randrange(4) == 0 else case
 
 

@@ -299,6 +299,8 @@ class Referee:
             expected = fate_of(case.seed, ticket, fact.prompt_id, case.shape.of(fact.rollouts))
             found = fact.outcome, fact.failures
             deaths = sum(fault.kind == "engine_dies" for fault in self._chance.befell) + 2 * len(case.poisoned)
+            if case.keeps and expected == ("dropped", found[1]):  # what is kept may give it the contrast that it lacks
+                expected = found
             excused = "engine_died" in fact.failures and found != expected and deaths >= TICKET_DEATHS
             self._history.given_up |= {ticket} if excused else set()
             assert excused or found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"

@@ -149,7 +149,7 @@ class Life:
             saved=saved,
             segment=case.segment,
         )
-        self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
+        self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups, experience=case.experience)
         self._referee = Referee(case, self._storage, self._buffer, self._history, self._disk)
         waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
         self._telemetry = Telemetry(self._referee.record, self._clock, waits)
@@ -296,6 +296,7 @@ class Life:
             checkpoint_every=self._case.checkpoint_every,
             evaluate_every=self._case.evaluate_every,
             curriculum=self._case.choosing,
+            experience=self._case.experience,
             watch=WatchConfig(failed_pause=1.0, outages=1000),  # failures here are intended
         )
 

@@ -87,13 +87,25 @@ def step_paths(rows: Sequence[Row], trajectories: Sequence[Sequence[int]] = ()) 
     own = trajectories or [(number,) for number in range(len(rows))]
     made = (path_of(row, number, of_row) for number, (row, of_row) in enumerate(zip(rows, own, strict=True)))
     paths = [path for path in made if path is not None]
-    counts = np.bincount(np.concatenate([np.zeros(0, np.int32), *(path.trajectory for path in paths)]))
     return StepPaths(
         paths=paths,
-        counts=counts,
+        counts=_losses_of(paths),
         routed=routed_of(rows),
         dropped_tokens=dropped(rows, sum(len(path.loss) for path in paths)),
     )
+
+
+def _losses_of(paths: Sequence[Path], trajectories: int = 0) -> NDArray[np.int64]:
+    """The loss tokens of each trajectory. A row that is of one has its number once: a number for each token of a step would be gigabytes."""
+    numbers, tokens = [np.zeros(0, np.int32)], [np.zeros(0)]
+    for path in paths:
+        of_one = path.trajectory.strides == (0,)
+        numbers.append(path.trajectory[:1] if of_one else path.trajectory)
+        tokens.append(np.full(1, float(len(path.loss))) if of_one else np.ones(len(path.loss)))
+    found: NDArray[np.int64] = np.bincount(
+        np.concatenate(numbers), weights=np.concatenate(tokens), minlength=trajectories
+    ).astype(np.int64)
+    return found
 
 
 def minibatch_of(group: int, groups: int, minibatches: int) -> int:
@@ -110,8 +122,7 @@ def minibatches_of(step: StepPaths, rows: Sequence[int], minibatches: int) -> li
     dropped_tokens = step.dropped_tokens
     for number in range(minibatches):
         paths = [path for path in step.paths if place[path.number] == number]
-        mine = np.concatenate([np.zeros(0, np.int32), *(path.trajectory for path in paths)])
-        counts = np.bincount(mine, minlength=len(step.counts))
+        counts = _losses_of(paths, len(step.counts))
         found.append(replace(step, paths=paths, counts=counts, dropped_tokens=dropped_tokens if paths else 0))
         dropped_tokens = 0 if paths else dropped_tokens
     return found

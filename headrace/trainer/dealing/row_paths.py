@@ -16,6 +16,9 @@ T = TypeVar("T", bound=np.generic)
 
 Ints = NDArray[np.int64]
 
+SWAPPED, AGAIN = 1, 2
+"""Rows whose tokens are in no lag of the statistics by lag (`Path.apart`)."""
+
 Routed = tuple[int, int] | None
 """(layers, k) of the experts that the rows of a step recorded; None if no row has any."""
 
@@ -73,8 +76,9 @@ class Path:
     """[M] the order of a trajectory's turns; 0 where it does not matter"""
     unmixed: NDArray[np.bool_]
     """[M] sampled over cache entries of the token's own version alone"""
-    swapped: bool
-    """Whether its sampled tokens come from more than one version."""
+    apart: int
+    """0 if its tokens count with those of their lag in the statistics by lag, `SWAPPED` if more than one version sampled them, `AGAIN` for a good rollout
+    of an earlier group."""
     temperature: float
     routing: RoutingTrace | None = None
     kept: KeptIds | None = None
@@ -109,14 +113,14 @@ def path_of(row: Row, number: int, trajectories: Sequence[int]) -> Path | None:
         prompt=len(row.prompt),
         tokens=tokens[:-1],
         loss=loss.astype(np.int32),
-        target=tokens[len(row.prompt) + loss],
+        target=_targets(tokens[len(row.prompt) :], loss),
         sampled=logprobs[loss].astype(np.float32),
         advantage=_at(loss, row.advantages, np.float32),
         version=version,
         trajectory=_of_losses(of_tokens, loss),
         turn=_of_losses(np.array(row.turns or (0,), np.int32), loss),
         unmixed=_thin(version == kv_version),
-        swapped=_is_swapped(row, mask),
+        apart=AGAIN if row.again else SWAPPED if _is_swapped(row, mask) else 0,
         temperature=row.temperature,
         routing=row.routing,
         kept=None if row.sampling_mask is None else _kept_of(row.sampling_mask, loss),
@@ -127,6 +131,12 @@ def path_of(row: Row, number: int, trajectories: Sequence[int]) -> Path | None:
 def _of_losses(numbers: NDArray[T], loss: Ints) -> NDArray[T]:
     """[M] a column of a row at its loss tokens, from one number for all tokens, or [T]."""
     return _thin(numbers[loss]) if len(numbers) > 1 else np.broadcast_to(numbers, len(loss))
+
+
+def _targets(tokens: NDArray[np.int32], loss: Ints) -> NDArray[np.int32]:
+    """[M] the loss tokens, without a copy of them where they follow each other."""
+    first, last = int(loss[0]), int(loss[-1])
+    return tokens[first : last + 1] if last - first + 1 == len(loss) else tokens[loss]
 
 
 def _mask_of(row: Row) -> NDArray[np.bool_]:
@@ -151,7 +161,7 @@ def _is_swapped(row: Row, mask: NDArray[np.bool_]) -> bool:
 def _thin(column: NDArray[T]) -> NDArray[T]:
     """A column of one value without the memory of its others. The controller has a whole step of them."""
     bits = column.view(f"u{column.itemsize}")  # 0.0 is not -0.0
-    return np.broadcast_to(column[:1], len(column)) if len(column) and (bits == bits[0]).all() else column
+    return np.broadcast_to(column[:1].copy(), len(column)) if len(column) and (bits == bits[0]).all() else column
 
 
 def _losses(mask: NDArray[np.bool_], logprobs: NDArray[np.float64]) -> Ints:
@@ -247,7 +257,7 @@ def _rotated(batch: Batch) -> Iterator[tuple[int, int, int, Row]]:
     numbered, number = [], 0
     for group in batch.groups:
         numbered.append([(number + place, group.ticket, place, row) for place, row in enumerate(group.rows)])
-        number += len(group.rows)
+        number += len(group.all_rows)
     first = batch.step % max(1, len(numbered))
     for rows in (*numbered[first:], *numbered[:first]):
         yield from rows

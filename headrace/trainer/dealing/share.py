@@ -94,8 +94,8 @@ class RowBlock(Struct, frozen=True, kw_only=True):
     """[R] int32: loss tokens"""
     last: bytes
     """[R] int32: the last loss token, which is not forwarded; 0 for a row without any"""
-    swapped: bytes
-    """[R] bits"""
+    apart: bytes
+    """[R] int8"""
     temperatures: bytes
     """[R] float64"""
     tokens: bytes
@@ -201,7 +201,7 @@ def dealt_of(batch: Batch, dealing: Dealing) -> list[StepShare]:
     """The share of every rank in a step."""
     head = head_of(batch, dealing.minibatches)
     step = step_paths(batch.rows, trajectories_of(batch.groups))
-    minibatches = minibatches_of(step, [len(group.rows) for group in batch.groups], dealing.minibatches)
+    minibatches = minibatches_of(step, [len(group.all_rows) for group in batch.groups], dealing.minibatches)
     dealt = list(zip(*(deal(minibatch, dealing) for minibatch in minibatches), strict=True))
     if not batch.demonstrations:
         return [StepShare(head, mine) for mine in dealt]
@@ -324,7 +324,7 @@ def _block(rows: Sequence[Path]) -> RowBlock:
         lengths=_int32([len(row.tokens) for row in rows]),
         losses=_int32([len(row.loss) for row in rows]),
         last=_int32([row.target[-1] if len(row.target) else 0 for row in rows]),
-        swapped=_bits(np.array([row.swapped for row in rows], bool)),
+        apart=bytes(row.apart for row in rows),
         temperatures=np.array([row.temperature for row in rows], np.float64).tobytes(),
         tokens=_joined(rows, lambda row: row.tokens),
         in_loss=_bits(np.concatenate(in_loss)),
@@ -345,8 +345,8 @@ def _rows(block: RowBlock) -> Iterator[Path]:
         np.frombuffer(column, np.int32)
         for column in (block.numbers, block.prompts, block.lengths, block.losses, block.last)
     )
-    count, total = len(numbers), int(losses.sum())
-    swapped, temperatures = _unpacked_bits(block.swapped, count), np.frombuffer(block.temperatures, np.float64)
+    total = int(losses.sum())
+    temperatures = np.frombuffer(block.temperatures, np.float64)
     places = np.where(losses > 0, lengths - prompts + 1, 0)
     in_loss = _unpacked_bits(block.in_loss, int(places.sum()))
     tokens, sampled = np.frombuffer(block.tokens, np.int32), np.frombuffer(block.sampled, np.float32)
@@ -371,7 +371,7 @@ def _rows(block: RowBlock) -> Iterator[Path]:
             trajectory=trajectory[mine],
             turn=turn[mine],
             unmixed=unmixed[mine],
-            swapped=bool(swapped[row]),
+            apart=block.apart[row],
             temperature=float(temperatures[row]),
             routing=block.routing[row] if block.routing else None,
             kept=_kept_ids(block.kept[row]) if block.kept else None,

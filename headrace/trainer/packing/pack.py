@@ -97,8 +97,8 @@ class Pack:
     """[M] int64: which row of the step."""
     lag: Tensor
     """[M] float32: optimizer steps between the weights that sampled the token and those being trained."""
-    swapped: Tensor
-    """[M] bool: the sampled tokens of the row come from more than one version."""
+    apart: Tensor
+    """[M] int8: whether the token counts with those of its lag (`row_paths.Path.apart`)."""
     unmixed: Tensor
     """[M] bool: sampled over cache entries of the token's own version alone."""
     kept: Kept | None = None

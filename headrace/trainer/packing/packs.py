@@ -41,7 +41,7 @@ def pack_trees(
         turn=_joined([path.turn.astype(np.int64) for path in rows]),
         row=_joined([np.full(len(path.loss), path.number) for path in rows]),
         lag=_joined([step - path.version.astype(np.float32) for path in rows]),
-        swapped=_joined([np.full(len(path.loss), path.swapped) for path in rows]),
+        apart=_joined([np.full(len(path.loss), path.apart, np.int8) for path in rows]),
         unmixed=_joined([path.unmixed for path in rows]),
         kept=_kept(rows),
         routing=routing,

@@ -111,7 +111,6 @@ def empty_pack(routed: tuple[int, int] | None) -> Pack:
     zero = torch.zeros(1, dtype=torch.int64)
     routing = None if routed is None else torch.full((1, *routed), -1, dtype=torch.int16)
     segments = (Segment(0, 1, ROOT),)
-    swapped = torch.zeros(0, dtype=torch.bool)
     return Pack(
         tokens=zero,
         positions=zero,
@@ -126,8 +125,8 @@ def empty_pack(routed: tuple[int, int] | None) -> Pack:
         turn=ints,
         row=ints,
         lag=floats,
-        swapped=swapped,
-        unmixed=swapped,
+        apart=torch.zeros(0, dtype=torch.int8),
+        unmixed=torch.zeros(0, dtype=torch.bool),
         kept=None,
         routing=routing,
     )

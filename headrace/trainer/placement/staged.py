@@ -38,9 +38,9 @@ from headrace.trainer.packing import DealtRows, StepPlan, fill_up, plan_of
 from headrace.trainer.parallel import LOOPS, ParallelConfig, stages_of
 from headrace.trainer.placement.filling import part_of, piece_of
 from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages
-from headrace.trainer.placement.port import Microbatches, T, TensorPiece
+from headrace.trainer.placement.port import Microbatches, Placement, T, TensorPiece
 from headrace.trainer.placement.rendezvous import of_leader
-from headrace.trainer.placement.sharded import kept_whole, split_layers
+from headrace.trainer.placement.sharded import Sharded, kept_whole, split_layers
 
 # --- The microbatches of a step through the stages of a pipeline
 # The microbatches of a step through the stages of a pipeline, in the order of one of torch's schedules.
@@ -397,3 +397,8 @@ def _square(tensors: Sequence[Tensor | None]) -> Tensor:
     if not there:
         return torch.zeros((), dtype=torch.float64)
     return torch.nn.utils.get_total_norm(there, foreach=True).double().square().cpu()
+
+
+def placement_of(parallel: ParallelConfig, device: torch.device) -> Placement:
+    """Returns the placement of one of several ranks, which have met already."""
+    return Staged(parallel, device) if parallel.pipeline > 1 else Sharded(parallel, device)

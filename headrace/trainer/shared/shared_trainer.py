@@ -126,7 +126,7 @@ def _pack(rows: Sequence[ExampleRow]) -> Pack:
         turn=torch.zeros_like(sequence),
         row=sequence,
         lag=torch.zeros(count),
-        swapped=torch.zeros(count, dtype=torch.bool),
+        apart=torch.zeros(count, dtype=torch.int8),
         unmixed=torch.ones(count, dtype=torch.bool),
     )
 

@@ -116,7 +116,7 @@ class Sums:
             known = tokens.teacher.isfinite()
             self.teacher_kl += float((logprob - tokens.teacher)[known].sum())
             self.taught += int(known.sum())
-        self.diagnostics.add(tokens, result, pack.swapped)
+        self.diagnostics.add(tokens, result, pack.apart)
 
     def combine(self, placement: Placement, kept: KeptCounts | None) -> None:
         """Replaces the sums of this rank by those of all ranks, and those of `kept`. Exact: counts below 2^53 are float64 numbers."""
@@ -421,6 +421,10 @@ def _mix(gradient: Gradient, sums: Sums, plan: StepPlan, step: int) -> None:
     they lie: one more gradient is held meanwhile. Where they are compared with rollouts, μ is their share of all tokens, so that it is the mean over these."""
     rule = gradient.learner.algo.recipe.demonstrations
     share = rule.share_at(step)
+    if rule.kind == "compared":
+        given = sum(len(pack.target) for pack in plan.packs)
+        tokens = float(gradient.placement.sum(torch.tensor([given], dtype=torch.float64)))
+        share = tokens / (tokens + sums.tokens)
     if not share:
         return
     parameters = list(gradient.learner.parameters.values())
@@ -428,9 +432,7 @@ def _mix(gradient: Gradient, sums: Sums, plan: StepPlan, step: int) -> None:
     for parameter in parameters:
         parameter.grad = None
     nothing: dict[str, Any] = {"sums": Sums(), "picked": None, "pairs": None, "reference": None, "bitwise": False}
-    found = replace(gradient, given=demonstrated(rule), **nothing).fill(plan)
-    if rule.kind == "compared":
-        share = found.tokens / (found.tokens + sums.tokens)
+    found = replace(gradient, given=demonstrated(rule, share), **nothing).fill(plan)
     for parameter, own in zip(parameters, aside, strict=True):
         if parameter.grad is not None:
             parameter.grad.mul_(share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -60,7 +60,7 @@ class Browser:
 
     def __init__(self, run_dir: Path, make_pieces: Callable[[Path], Pieces | None]) -> None:
         self._run_dir, self._make_pieces = run_dir, make_pieces
-        self._settings = settings_of(run_dir)
+        self._settings: Mapping[str, object] = {}
         self._journal, self._lock = JournalReader(run_dir, patient=False), threading.Lock()
         self._pieces: Pieces | None = None
         self._tried = False
@@ -69,6 +69,7 @@ class Browser:
         """`step`: optimizer steps done, for the lag of groups that wait for the trainer."""
         with self._lock:
             more = self._journal.refresh(SECONDS / 2)
+            self._settings = settings_of(self._run_dir)  # a run may be resumed with others
             if not self._tried:  # reading a tokenizer takes a second, so it is not read before it is needed
                 self._pieces, self._tried = self._make_pieces(self._run_dir), True
         end = time.monotonic() + SECONDS

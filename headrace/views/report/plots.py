@@ -17,7 +17,7 @@ from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState, stride_of
 from headrace.facts.run_totals import EngineSpan, over_steps, trimmed
 from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
-from headrace.facts.verdicts import measured_on
+from headrace.facts.verdicts import experience_words, measured_on
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.distributions import over_time
 from headrace.views.report.svg import Chart, extent, figure, table
@@ -61,7 +61,7 @@ def resumes(chart: Chart, data: ReportData) -> Chart:
 
 LAST = 5
 """Highest lag with its own colour, in every chart and in the text of rollouts; it stands for all higher lags too."""
-LAG_COLOURS = {"0": "lag0", "1": "lag1", "2": "lag2", "3+": "lag3", "swapped": "c5"}
+LAG_COLOURS = {"0": "lag0", "1": "lag1", "2": "lag2", "3+": "lag3", "swapped": "c5", "experience": "c6"}
 HEAD = (
     "lag",
     "#tokens",
@@ -96,7 +96,7 @@ def lag_table(data: ReportData) -> str:
     head = [*HEAD, *(f"#masked: {rule}" for rule in rules)]
     note = (
         '<p class="note">Ratio = exp(trainer − sampler) of every token in the loss. "swapped": tokens of completions that were sampled '
-        "by more than one version; the other rows do not include them.</p>"
+        'by more than one version; "experience": those of good rollouts of earlier groups, of any age. The other rows do not include them.</p>'
     )
     return f"{table(head, [_cells(row, rules) for row in stats], 'lags')}{note}"
 
@@ -138,7 +138,7 @@ def kl_by_lag(data: ReportData) -> str:
 
 
 def _named(name: str) -> str:
-    return name if name == "swapped" else f"lag {name}"
+    return name if name in ("swapped", "experience") else f"lag {name}"
 
 
 def _kl(point: Bin, name: str) -> float:
@@ -512,7 +512,7 @@ def _reward_tip(point: Bin) -> str:
 
 
 def lag(data: ReportData) -> str:
-    """Draws the shares of trained tokens by lag, stacked; lags above the bound have their own colour."""
+    """Draws the shares of trained tokens by lag, stacked; lags above the bound have their own colour. Beside it the age of what the bound is not for."""
     bound = data.state.started.max_lag if data.state.started else math.inf
     chart = Chart(of_steps(data), (0.0, 1.0), percent=True)
     for point in data.bins:
@@ -525,7 +525,8 @@ def lag(data: ReportData) -> str:
     hovers(resumes(chart, data), data, _lag_tip)
     present = sorted({lag_class(step, bound): step for step in sorted(data.state.lags, reverse=True)}.items())
     legend = [(name, lag_name(name, step)) for name, step in present]
-    return figure("Lag of the trained tokens", chart.html("Lag"), legend, note_of(data, f"the bound is {bound}"))
+    drawn = figure("Lag of the trained tokens", chart.html("Lag"), legend, note_of(data, f"the bound is {bound}"))
+    return drawn + _experience(data)
 
 
 def _lag_tip(point: Bin) -> str:
@@ -542,6 +543,16 @@ def thrown(data: ReportData) -> str:
     return curve(
         data, "Trimmed tokens", "c2", lambda row: trimmed(row, bound), "older than the bound: context only", zero=True
     )
+
+
+def _experience(data: ReportData) -> str:
+    """Draws how old the good rollouts of earlier groups were that each step trained again; nothing if none was."""
+    if not data.state.ages:
+        return ""
+    tokens = lambda row: sum(row.ages.values()) or math.nan  # noqa: E731
+    age = lambda row: sum(age * count for age, count in row.ages.items()) / tokens(row)  # noqa: E731
+    words = experience_words(data.state)
+    return curve(data, "Age of earlier rollouts", "c6", age, f"mean over their tokens, steps; {words}", zero=True)
 
 
 def met_a_swap(data: ReportData) -> str:

@@ -19,6 +19,7 @@ from headrace.facts.texts import bar, clip, counted, number, percent, plural, re
 from headrace.facts.verdicts import (
     advices,
     before_and_after,
+    experience_words,
     failings,
     judged,
     measured_on,
@@ -204,6 +205,7 @@ def _lines(state: RunState) -> list[Line]:
     return [
         *verdict,
         *_chosen(state),
+        *_warm_start(state),
         ("reward", reward(state, measured=not told)),
         ("lag", _lag(state)),
         ("engine", engine(state)),
@@ -232,6 +234,23 @@ def _chosen(state: RunState) -> list[Line]:
     if state.rows:
         return plan
     return [(name.removesuffix(" chosen"), [Text(why)]) for name, why in state.started.chosen.items()]
+
+
+def _warm_start(state: RunState) -> list[Line]:
+    """Returns the losses of the training on given answers before the run."""
+    done = state.warm
+    if done is None:
+        return []
+    parts = [
+        Text(f"loss {done.losses[0]:.3f} → {done.losses[-1]:.3f} {done.unit} ").append(
+            sparkline(done.losses, CURVE), "cyan"
+        )
+    ]
+    if done.held_out:
+        parts.append(Text(f"held-out {done.held_out[0]:.3f} → {done.held_out[-1]:.3f}"))
+    if done.agreed:
+        parts.append(Text(f"of held-out pairs {done.agreed[0]:.0%} → {done.agreed[-1]:.0%} agree"))
+    return [("warm start", parts)]
 
 
 def reward(state: RunState, measured: bool = True) -> list[Text]:
@@ -264,6 +283,8 @@ def _lag(state: RunState) -> list[Text]:
     for lag, count in sorted(state.lags.items())[:6]:
         part = Text(f"{lag} ", FAINT).append(f"{bar(count / total, 10)} ", "cyan")
         parts.append(part.append(percent(count / total), FAINT))
+    if words := experience_words(state):
+        parts.append(Text(f"earlier rollouts {words}", FAINT))
     return parts
 
 

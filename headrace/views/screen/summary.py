@@ -32,6 +32,7 @@ from headrace.facts.verdicts import (
     advices,
     bias,
     equation,
+    experience_words,
     failings,
     gain_of,
     held_out,
@@ -157,7 +158,8 @@ def _stale(table: Table, state: RunState) -> None:
         if stats := apart.get(str(step)):
             text.append(f"   KL {number(stats.kl)}", FAINT)
         _more(table, "" if step != min(state.lags) else f"{total:,} tokens", text)
-    for label, words in (("Versions", _versions(state)), ("Discarded", _thrown(state))):
+    earlier = experience_words(state)
+    for label, words in (("Earlier", earlier), ("Versions", _versions(state)), ("Discarded", _thrown(state))):
         if words:
             _more(table, label, words)
     _row(table, bias(state))

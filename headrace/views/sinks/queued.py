@@ -6,13 +6,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from headrace.facts.facts import RunStarted
-from headrace.facts.number_tables import scalars
+from headrace.facts.facts import RunStarted, WarmStarted
+from headrace.facts.number_tables import scalars, warm_scalars
 from headrace.facts.records import MetricsFact
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import clip, plural
@@ -115,10 +115,17 @@ class QueuedSink:
         self._starts: list[RunStarted] = []
         """Starts that the dashboard has not taken yet."""
         self._warned = False
+        self._warm: WarmStarted | None = None
+        """The training before the run, until a process of it begins: a dashboard knows no run before that."""
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
         if isinstance(fact, RunStarted):
             self.thread.call(partial(self._start, fact))
+        if isinstance(fact, WarmStarted):
+            self._warm = fact
+        if self._warm and state.started:
+            self.thread.call(partial(self._log_all, list(warm_scalars(self._warm)), time.time()))
+            self._warm = None
         step, values = scalars(fact, state)
         if values:
             self.thread.call(partial(self._log, step, values, time.time()))
@@ -142,6 +149,10 @@ class QueuedSink:
     def _log(self, step: int, values: Mapping[str, float], at: float) -> None:
         self._begin()
         self._dashboard.log(step, values, at)
+
+    def _log_all(self, points: Sequence[tuple[int, Mapping[str, float]]], at: float) -> None:
+        for step, values in points:
+            self._log(step, values, at)
 
     def close(self) -> None:
         if not self.thread.began:

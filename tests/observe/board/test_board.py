@@ -30,7 +30,7 @@ from headrace.facts.records import METRICS
 from headrace.facts.run_state import RunState
 from headrace.views.board.board_parts import PARTS
 from headrace.views.board.board_routes import FILES, _changes, make_board_app
-from headrace.views.board.browsing import Browser
+from headrace.views.board.browsing import Browser, RolloutQuery
 from headrace.views.board.followed_run import BEHIND, FollowedRun, ListedRun, RunList
 from headrace.views.board.runs_board import RunsBoard
 from headrace.views.report.side_by_side import settings_apart
@@ -533,6 +533,16 @@ def test_two_rollouts_stand_beside_each_other_with_what_differs_marked(client: T
         assert escape(text) in re.sub("</?(del|ins)>", "", answer.text)
     same = client.get("/api/compared", params={"run": "first", "one": one, "other": one}).text
     assert "<del>" not in same and "<ins>" not in same and "They say the same." in same
+
+
+def test_what_is_out_of_a_loss_follows_the_settings_that_a_resume_has_changed(tmp_path: Path):
+    run = write_run(tmp_path / "runs" / "x")
+    board = RunsBoard(tmp_path / "runs", held=lambda path: False, make_pieces=lambda path: None)
+    before = board.rollouts("x", RolloutQuery()).html
+    with (run / "config.toml").open("a") as file:
+        file.write('[staleness]\noverdue = "trim"\nmax_lag = 0\n')
+    after = board.rollouts("x", RolloutQuery()).html
+    assert "overdue" in after and "overdue" not in before
 
 
 def test_rollouts_of_many_lines_are_compared_where_they_first_differ(tmp_path: Path):

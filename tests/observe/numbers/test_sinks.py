@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -18,9 +19,10 @@ from typing import Any, ClassVar
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from headrace.core.errors import ConfigError, HeadraceError
-from headrace.facts.facts import Fact, RunStarted, StepTrained, Warned
+from headrace.facts.facts import Fact, RunStarted, StepTrained, WarmStarted, Warned
 from headrace.facts.health import Health, health
 from headrace.facts.number_tables import scalars
 from headrace.facts.recorder import Recorder
@@ -28,6 +30,7 @@ from headrace.facts.records import StepRow, read_metrics, summarise
 from headrace.facts.run_state import RunState
 from headrace.views.build import open_recorder
 from headrace.views.config import ObserveConfig, check_installed
+from headrace.views.screen.live import frame
 from headrace.views.sinks import queued
 from headrace.views.sinks.queued import Dashboard, QueuedSink
 from headrace.views.sinks.wandb import chosen_mode
@@ -396,3 +399,66 @@ def test_warnings_are_sent_once_each_and_not_without_end() -> None:
     choice, state = AlertChoice(), RunState()
     texts = [alert.text for n in range(60) for alert in choice.of(Warned(1.0, f"trouble {n // 2}"), state)]
     assert texts == [*(f"trouble {n}" for n in range(20)), "more warnings are not sent: headrace status has all"]
+
+
+# -- what was trained before the run ------------------------------------------------------------------------------------
+
+WARM = WarmStarted(
+    t=0.0,
+    model="m",
+    path="rows.jsonl",
+    rows=6,
+    held_out_rows=2,
+    epochs=2,
+    tokens=90,
+    seconds=1.0,
+    learning_rate=1e-5,
+    losses=(2.0, 1.5, 1.25, math.nan),
+    held_out=(2.5, 1.75, 1.5),
+    mark="m",
+    loss="dpo",
+    agreed=(0.5, 0.75, 1.0),
+)
+
+
+class Noting(ScriptedDashboard):
+    """Notes all that it is told, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def start(self, fact: RunStarted) -> None:
+        self.told.append("start")
+
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
+        self.told += [(step, dict(values))] if any(name.startswith("warm") for name in values) else []
+
+
+def test_a_dashboard_has_the_losses_of_a_warm_start_once_it_knows_the_run(tmp_path: Path) -> None:
+    """They are recorded before the run begins; a resumed process records none."""
+    dashboard = Noting()
+    recorder, _ = with_dashboard(tmp_path, dashboard)
+    for fact in (WARM, *FACTS):
+        recorder.record(fact)
+    recorder.close()
+    loss, held_out = "warm_start/loss", "warm_start/held_out_loss"
+    agreed = "warm_start/agreed"
+    assert dashboard.told[:4] == ["start", (1, {loss: 2.0}), (2, {loss: 1.5}), (3, {loss: 1.25})]
+    expected = [
+        (step, {held_out: value, agreed: share})
+        for step, value, share in ((0, 2.5, 0.5), (2, 1.75, 0.75), (4, 1.5, 1.0))
+    ]
+    assert [told for told in dashboard.told[4:] if told != "start"] == expected
+
+
+def test_the_live_view_shows_the_losses_of_a_warm_start() -> None:
+    state = RunState()
+    for fact in (replace(WARM, losses=WARM.losses[:3]), *FACTS):
+        state.fold(summarise(fact) if isinstance(fact, StepTrained) else fact)
+    console = Console(width=250, file=io.StringIO())
+    console.print(frame(state))
+    (line,) = [line for line in console.file.getvalue().splitlines() if "warm start" in line]  # type: ignore[attr-defined]
+    assert all(
+        words in line for words in ("loss 2.000 → 1.250 a pair (dpo)", "held-out 2.500 → 1.500", "50% → 100% agree")
+    )

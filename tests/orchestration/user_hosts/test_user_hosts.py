@@ -501,13 +501,14 @@ def test_this_machine_works_beside_those_elsewhere_only_if_it_is_asked_to(also_h
 
 def test_seats_of_every_kind_are_invited_by_name(tmp_path: Path) -> None:
     config = config_of(tmp_path, scorers=2)
-    assert seats_of(config) == {"scorer": ["scorer host 1", "scorer host 2"]}
-    assert invitation(config.orchestration, seats_of(config), "h:1") == (
+    place = config.orchestration
+    assert seats_of(place, config.engine, config.train) == {"scorer": ["scorer host 1", "scorer host 2"]}
+    assert invitation(place, seats_of(place, config.engine, config.train), "h:1") == (
         "missing until they join: scorer host 1, scorer host 2. Start each with: headrace worker --connect h:1 --token-file "
         f"{tmp_path / 'token'} --offers scorer"
     )
     both = load_config(config, ["orchestration.kind=join"])
-    assert list(seats_of(both)) == ["engine", "scorer"]
+    assert list(seats_of(both.orchestration, both.engine, both.train)) == ["engine", "scorer"]
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_listeners_hear_everything_first_and_as_it_was_said() -> None:
         answer = asyncio.ensure_future(engine.generate(wanted("r")))
         await seen.wait()
         now = engine.unfinished()["r"]
-        assert list(now.tokens) == [5, 6] and now.request == wanted("r") and not answer.done()
+        assert list(now.tokens) == [5, 6] and now.transcript.request == wanted("r") and not answer.done()
         engine._keeper.push("cancel", "nobody")
         assert (await answer).tokens == (5, 6, 7)
         assert list(now.tokens) == [5, 6] and not engine.unfinished(), "a copy"

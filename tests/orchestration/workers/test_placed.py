@@ -425,7 +425,7 @@ def test_a_bundle_has_the_engine_s_threads_and_weights_travel_over_tcp(tmp_path:
     config = load_config(
         {**ON_RAY, "engine": {"threads": 3}, "orchestration": {"kind": "ray", "listen": "10.0.0.5:0", "gpus": 2}}
     )
-    assert threads_elsewhere(config) == 3
+    assert threads_elsewhere(config.orchestration, config.engine, config.chosen) == 3
     way = transport_of(config, tmp_path)
     assert isinstance(way, Tcp) and way.host == "10.0.0.5" and way.inherited == ()
     assert "an engine placed by Ray (local) with 2 GPUs each" in placement(config, "hf")["engine"]

@@ -30,6 +30,7 @@ from headrace.processes.wire import BEAT, Frame, unpack
 from headrace.run.clients.process_trainer import TOGETHER, RankGroup
 from headrace.run.config import load_config
 from headrace.run.seats import ranks_of, threads_of_rank
+from headrace.run.worker import step_messages
 from headrace.run.worker.build import _served_here
 from headrace.run.worker.step_messages import ROWS, UNDER_WAY, ReceivedRows
 from headrace.run.worker.worker_messages import TrainerStart
@@ -185,9 +186,11 @@ def test_no_rank_begins_a_step_when_one_dies_while_rows_are_sent() -> None:
     run(2, answer, use)
 
 
-def test_a_slow_rank_is_sent_a_few_blocks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller packs a block when it is sent: it has as many as are under way, and not the step."""
+@pytest.mark.parametrize("ranks", [1, 24])
+def test_slow_ranks_are_sent_a_few_blocks_ahead(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller packs a block when it is sent: it has as many as are under way, and not the step, however many ranks there are."""
     monkeypatch.setattr(PackedShare.blocks, "__defaults__", (10,))
+    monkeypatch.setattr(step_messages, "IN_ALL", 8)
     packed, unpacked, ahead = [0], [0], [0]
     make = share_module._block
 
@@ -206,10 +209,11 @@ def test_a_slow_rank_is_sent_a_few_blocks_ahead(monkeypatch: pytest.MonkeyPatch)
         return None
 
     async def use(group: RankGroup, made: list[Rank]) -> None:
-        await group.step(1, shares_of(batch_of(20), Dealing(budget=1000)), lambda rank: 0)
+        shares = shares_of(batch_of(20 * ranks), Dealing(budget=1000, ranks=ranks))
+        await group.step(1, shares, lambda rank: rank)
 
-    run(1, answer, use)
-    assert packed[0] == 20 and ahead[0] == UNDER_WAY
+    run(ranks, answer, use)
+    assert packed[0] >= 20 and ahead[0] == (UNDER_WAY if ranks == 1 else 8)
 
 
 def test_at_the_start_each_learns_its_number_and_where_they_meet() -> None:
@@ -515,7 +519,7 @@ def test_an_address_that_no_interface_has_is_refused() -> None:
 )
 def test_what_does_not_go_with_a_trainer_elsewhere_is_refused(sets: list[str], said: str, tmp_path: Path) -> None:
     config = joining(tmp_path, tmp_path, 7400, orchestration={"trainer": "elsewhere"})
-    assert ranks_of(load_config(config)) == ["trainer"]
+    assert ranks_of((loaded := load_config(config)).orchestration, loaded.train) == ["trainer"]
     with pytest.raises(ConfigError, match=said):
         load_config(config, sets)
 
@@ -530,7 +534,8 @@ def test_a_trainer_elsewhere_needs_a_kind_of_orchestration(tmp_path: Path) -> No
         load_config(config)
     config["orchestration"] = {"kind": "ray", "trainer": "elsewhere", "rank_gpus": 1}
     loaded = load_config(config, ["train.parallel.shard=2", "train.threads=3"])
-    assert ranks_of(loaded) == ["trainer rank 0", "trainer rank 1"] and threads_of_rank(loaded) == 3
+    assert ranks_of(loaded.orchestration, loaded.train) == ["trainer rank 0", "trainer rank 1"]
+    assert threads_of_rank(loaded.orchestration, loaded.train, loaded.chosen) == 3
 
 
 STARTERS = {

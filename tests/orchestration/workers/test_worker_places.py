@@ -79,7 +79,7 @@ found = {{
     "hosts": refused(lambda: load(scorers=1)),
     "weights": refused(lambda: load_config(RUN | {{"orchestration": {{"kind": "flock"}}, "weight_sync": {{"kind": "shared_memory"}}}})),
     "words": placement(config, "kernels"),
-    "untried": untried(config),
+    "untried": untried(config.engine, config.orchestration, config.way),
     "local": refused(lambda: examine_cluster(load(kind="local"))),
     "seats": asyncio.run(seats(load_config(RUN | {{"orchestration": {{"kind": "flock"}}, "engine": {{"threads": 3}}}}))),
     "room": refused(lambda: asyncio.run(seats(load_config(RUN | {{"orchestration": {{"kind": "flock", "gpus": 1}}}})))),

@@ -20,8 +20,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.dealing.share import head_of
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
-from headrace.trainer.placement.sharded import Sharded
-from headrace.trainer.placement.staged import Staged
+from headrace.trainer.placement.staged import placement_of
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.whole_step import pairs_of
@@ -75,7 +74,7 @@ class Piped(Case):
 
 
 def trainer_of_rank(directory: Path, case: Case) -> TorchTrainer:
-    return case.trainer(directory, (Staged if case.ranks.pipeline > 1 else Sharded)(case.ranks, CPU))
+    return case.trainer(directory, placement_of(case.ranks, CPU))
 
 
 def shifted(adapter: Iterable[Tensor]) -> None:

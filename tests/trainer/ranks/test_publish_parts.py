@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import PackedBuffer, lay_out
 from headrace.weight_sync.ranges import ByteRange, ValueRange, make_up, parts_of
-from headrace.weight_sync.tcp import Tcp, TcpPartSender
+from headrace.weight_sync.tcp import RANGES, Tcp, TcpPartSender
 from support import tiny_models
 
 KEPT: list[Any] = []
@@ -197,3 +199,54 @@ def test_ranges_make_up_a_buffer_when_every_byte_lies_in_one() -> None:
         [[ByteRange(0, 100), *whole[1:]]],
     ):
         assert not make_up(manifest, wrong), wrong
+
+
+class Meeting:
+    """The exchange of ranks that are threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._given: list[Any] = [None] * ranks
+        self._barrier = threading.Barrier(ranks)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._given[rank] = value
+        self._barrier.wait(30)
+        found = list(self._given)
+        self._barrier.wait(30)
+        return found
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_no_rank_sends_more_than_its_part_to_each_engine(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes through the busiest process are those of its part: once to each engine, and once to rank 0, which makes the fingerprint."""
+    rows, engines = 64, 5
+    manifests = {"": lay_out([("a", torch.empty(rows, 256))], torch.bfloat16)}
+    whole = torch.randn(rows, 256)
+    sent, meeting, transport = [0] * ranks, Meeting(ranks), Tcp.open()
+
+    def begin(rank: int) -> WeightUpdate:
+        first = rank * rows // ranks
+        own = whole[first : (rank + 1) * rows // ranks]
+
+        def values(name: str) -> Iterator[ValueRange]:
+            yield ValueRange("a", first * 256, own.reshape(-1))
+
+        parts = parts_of(manifests, rank, values, lambda value: meeting.exchange(rank, value))
+        assert parts
+        sender = TcpPartSender(transport, manifests, [], parts)
+        find = sender.find
+
+        def counted(name: str, fingerprint: str, part: Any) -> memoryview | None:
+            found = find(name, fingerprint, part)
+            sent[rank] += len(found) if found and fingerprint != RANGES else 0
+            return found
+
+        monkeypatch.setattr(sender, "find", counted)
+        return sender.send(0, [])
+
+    with ThreadPoolExecutor(ranks) as pool:
+        update = next(iter(pool.map(begin, range(ranks))))
+    for _ in range(engines):
+        assert torch.equal(transport.receiver(manifests).receive(update)["a"], whole.bfloat16())
+    part = manifests[""].payload // ranks
+    assert sent == [(engines + 1) * part] * ranks, "rank 0 reads its own, too"

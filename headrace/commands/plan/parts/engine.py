@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from headrace.commands.plan.rates.rates import EngineRates
 from headrace.core.errors import IdentityError
 from headrace.core.reports import EngineStats, LoadReport, capable
-from headrace.core.steps import Finished, SampledTokens, StepOutput, Transcript
+from headrace.core.steps import Finished, SampledTokens, SoFar, StepOutput, Transcript
 from headrace.core.types import Completion, Request, Stop, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.loop.world.surroundings import RESULT, completion_tokens, context_length
@@ -461,15 +461,15 @@ class SimulatedEngine:
     def listen(self, listener: Listener) -> None:
         self._listeners.add(listener)
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
-        """Returns the transcripts of all requests so far, after reporting them to the listeners."""
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
+        """Returns what is reported of all requests so far, after reporting them to the listeners."""
         self._passes.advance()
         found, names = {}, None if among is None else set(among)
         for flight in [*self._running.values(), *(entry[2] for entry in self._waiting)]:
             if not flight.gone and (names is None or flight.request.id in names):
                 so_far = self._completion(flight, "interrupted")
                 self._listeners.report(flight, so_far, self.version, None)
-                found[flight.request.id] = transcript(flight.request, so_far)
+                found[flight.request.id] = transcript(flight.request, so_far).at_present()
         return found
 
     async def stats(self) -> EngineStats:

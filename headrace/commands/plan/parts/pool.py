@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headrace.commands.plan.parts.engine import SimulatedEngine
 from headrace.core.reports import EngineStats, LoadReport
-from headrace.core.steps import StepOutput, Transcript
+from headrace.core.steps import SoFar, StepOutput
 from headrace.core.types import Completion, Request
 from headrace.core.weights import WeightUpdate
 
@@ -54,7 +54,7 @@ class Replicas:
         for engine in self._engines:
             await engine.abort()
 
-    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, SoFar]:
         names = None if among is None else list(among)
         return {name: transcript for engine in self._engines for name, transcript in engine.unfinished(names).items()}
 

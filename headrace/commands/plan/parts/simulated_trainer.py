@@ -31,7 +31,7 @@ class SimulatedTrainer:
         given: float = 0.0,
     ) -> None:
         """`epochs`, `minibatches`: as in `TrainConfig`. `looks_ahead`: whether a step of several updates computes old log-probs or values before the first of
-        them; `given`: tokens of demonstrations beside the groups of a step."""
+        them; `given`: tokens of demonstrations and of good earlier rollouts beside the groups of a step."""
         self._rates, self._shared, self._grain = rates, shared, grain
         self._epochs, self._updates, self._given = epochs, epochs * minibatches, given
         self._ahead = FORWARD if looks_ahead and self._updates > 1 else 0.0
