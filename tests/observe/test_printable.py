@@ -210,7 +210,7 @@ def test_what_libraries_loggers_and_the_interpreter_print_steers_nothing(tmp_pat
 
 @pytest.mark.parametrize(
     "program",
-    ["cli.py", "run/worker/worker.py", "processes/asked_process.py", "processes/health/monitor.py"],
+    ["cli.py", "run/worker/worker.py", "processes/obeying.py", "processes/health/monitor.py"],
 )
 def test_processes_that_print_what_others_wrote_guard_their_streams(program: str) -> None:
     calls = [ast.unparse(node) for node in ast.walk(ast.parse((ROOT / "headrace" / program).read_text()))
