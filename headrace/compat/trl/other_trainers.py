@@ -177,18 +177,21 @@ class OnlineDPOTrainer(GRPOTrainer):
         ref_model: Any = None,
         reward_funcs: Any = None,
         args: Any = None,
-        *placed: Any,
+        data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        *,
+        compute_metrics: Any = None,
+        preprocess_logits_for_metrics: Any = None,
         **others: Any,
     ) -> None:
-        """`placed`: data_collator, train_dataset and eval_dataset where a script gives them by position."""
-        collator, train_dataset, eval_dataset = (
-            *placed,
-            *(others.pop("data_collator", None), train_dataset, eval_dataset)[len(placed) :],
-        )
-        others |= {"ref_model": ref_model, "data_collator": collator}
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **others)
+        unheard = {
+            "ref_model": ref_model,
+            "data_collator": data_collator,
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+        }
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **unheard, **others)
 
 
 # --- Distillation (TRL 1.16): a teacher's distribution on what the student samples, without rewards
