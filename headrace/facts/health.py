@@ -171,7 +171,7 @@ BARREN = ("cut off", "no contrast", "dropped", "new prompts")
 
 
 def _sentence(kind: Kind, why: Sequence[str]) -> str:
-    return f"{_capital(kind)}: {'; '.join(why)}."
+    return f"{_capital(kind)}: {'; '.join(text.rstrip('.') for text in why)}."
 
 
 def _capital(text: str) -> str:

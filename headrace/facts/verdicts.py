@@ -545,10 +545,13 @@ def _no_contrast(state: RunState) -> str | None:
     rewards = [reward for group in recent.held for reward in group.rewards]
     known, prompts = "", "easier or harder prompts"
     if means:
-        mean = sum(means) / len(means)
-        known = f" (their mean is {number(mean)})"
-        if min(rewards) < max(rewards):
-            prompts = "easier prompts" if 2 * mean < min(rewards) + max(rewards) else "harder prompts"
+        known = f" (their mean is {number(sum(means) / len(means))})"
+        middle = (min(rewards) + max(rewards)) / 2
+        solved = sum(mean > middle for mean in means) / len(means)
+        if min(rewards) < max(
+            rewards
+        ):  # solved and hopeless ones beside each other come from a policy that tries nothing else
+            prompts = "harder prompts" if solved > 0.8 else "easier prompts" if solved < 0.2 else prompts
     return (
         f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose {prompts}, give partial rewards, or raise "
         "rollout.group_size"

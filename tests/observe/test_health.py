@@ -194,13 +194,14 @@ def test_a_dead_run_says_so_and_how_to_go_on() -> None:
         ("finished", "good", "finished"),
         ("interrupted", "good", "interrupted"),
         ("paused: 64 groups in a row had no rollout", "bad", "the run is paused: 64 groups"),
-        ("the disk is full", "bad", "the run stopped: the disk is full"),
+        ("the disk is full.", "bad", "the run stopped: the disk is full."),
     ],
 )
 def test_an_end_with_an_error_is_no_tick(reason: str, mark: Mark, said: str) -> None:
     ended = RunEnded(401.0, reason, 40, Accounting(160, 160), 0.1, 0.2)
     found = judged([*Told().facts(), ended], None)
     assert marks(found)["moves"] == mark
+    assert ".." not in found.sentence
     assert said in (found.sentence if mark == "bad" else figure(found, "moves", "state").text)
 
 

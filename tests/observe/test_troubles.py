@@ -154,6 +154,8 @@ def test_advice_on_contrast_alone_and_on_what_is_dropped() -> None:
     solved = [msgspec.structs.replace(fact, rewards=(1.0,) * 4) if fact.reason else fact for fact in easy()]
     (one,) = advices(folded(solved))
     assert "their mean is 1): choose harder prompts" in one.sentence
+    mixed = [fact if number % 3 else solved[number] for number, fact in enumerate(easy())]
+    assert "choose easier or harder prompts" in advices(folded(mixed))[0].sentence, "a policy that tries nothing else"
     (one,) = advices(folded([group(i, *(("dropped", "overdue") if i % 2 else ())) for i in range(40)]))
     assert one.name == "dropped" and "50 % of groups are dropped (overdue 20): raise staleness.max_lag" in one.sentence
 
