@@ -49,7 +49,20 @@ PINNED = {
     ),
     # a completion told at the very moment of a checkpoint
     "unawaited": Case(
-        48, overdue="drop", groups=2, max_lag=0, group_size=2, steps=2, checkpoint_every=0, stored=2, stragglers=3
+        10,
+        overdue="trim",
+        groups=1,
+        group_size=2,
+        steps=4,
+        checkpoint_every=0,
+        stored=4,
+        stragglers=5,
+        members=2,
+        segment=2000,
+        faults=(
+            Fault("engine_dies", 0, 20),
+            Fault("engine_dies", 0, 6),
+        ),
     ),
     # a call between the death of a process and its notice
     "ended": Case(
@@ -67,18 +80,20 @@ PINNED = {
     "double": Case(47, overdue="trim", groups=1, max_lag=0, group_size=4, steps=2, checkpoint_every=0, stored=4),
     # the same when a swap ends the groups that have tokens of older weights
     "unheard": Case(
-        1470,
+        359,
         mode="cancel_group",
-        overdue="cancel",
-        groups=3,
+        overdue="trim",
+        order="finished",
+        groups=1,
+        max_lag=3,
+        group_size=4,
         steps=6,
-        checkpoint_every=3,
-        evaluate_every=2,
-        stored=3,
-        faults=(Fault("power", 0, 0), Fault("full", 1, 0)),
-        stragglers=5,
+        checkpoint_every=2,
+        stored=4,
+        skips=True,
         members=3,
-        curriculum="contrast",
+        segment=400,
+        faults=(Fault("interrupt", 0, 0),),
     ),
     # passes that a loss of power left, of tickets that it did not
     "outlived": Case(
