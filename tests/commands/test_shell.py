@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from headrace import cli
-from headrace.commands.training.starter import look_at
+from headrace.commands.training.starter import look_at, starter_text
 from headrace.episodes.scoring.extract import last_number
 from headrace.run.config import load_config
 from support.fact_stream import write_run
@@ -69,6 +69,16 @@ def test_rows_that_are_sorted_into_a_few_kinds_get_their_names_and_solved_rows(
     assert (config.task.examples, config.rollout.max_tokens) == (4, 17)
     code, out = said(capsys, "train", "mine.toml", "--dry-run")
     assert code == 0 and "exact = 1" in out, out
+
+
+def test_a_label_of_other_letters_than_latin_fits_the_limit(tmp_path: Path, tiny_llama: Path) -> None:
+    """A tokenizer of bytes gives three tokens to each of these letters."""
+    rows = [{"prompt": f"{number}?", "answer": ("退货申请已提交", "账单")[number % 2]} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    data = look_at(str(tmp_path / "rows.jsonl"))
+    text = starter_text(tmp_path / "mine.toml", model=str(tiny_llama), data=data, reward="r.py:exact")
+    assert int(re.search(r"max_tokens = (\d+)", text)[1]) >= len("退货申请已提交".encode()) + 1
+    assert "退货申请已提交" in text
 
 
 @pytest.mark.parametrize(

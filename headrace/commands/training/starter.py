@@ -221,7 +221,9 @@ def starter_text(config: Path, *, model: str, data: StarterData, reward: str) ->
     extract = "code_block" if reward in IN_SANDBOX else "last_number" if data.numeric else ""
     named = "extract = " + json.dumps(extract) + "   # " if extract else '# extract = "last_number"   # '
     context = min(CONTEXT, _positions(model) or CONTEXT)
-    longest = max(map(len, data.labels)) + 8 if data.labels else TOKENS
+    longest = (
+        max(len(label.encode()) for label in data.labels) + 8 if data.labels else TOKENS
+    )  # a token is a byte at least
     return _TEXT.format(
         name=config.name,
         context=f"{context:<6}",
