@@ -546,11 +546,9 @@ def _no_contrast(state: RunState) -> str | None:
     known, prompts = "", "easier or harder prompts"
     if means:
         known = f" (their mean is {number(sum(means) / len(means))})"
-        middle = (min(rewards) + max(rewards)) / 2
-        solved = sum(mean > middle for mean in means) / len(means)
-        if min(rewards) < max(
-            rewards
-        ):  # solved and hopeless ones beside each other come from a policy that tries nothing else
+        low, high = min(rewards), max(rewards)
+        solved = sum(2 * mean > low + high for mean in means) / len(means)
+        if low < high:  # solved and hopeless ones beside each other come from a policy that tries nothing else
             prompts = "harder prompts" if solved > 0.8 else "easier prompts" if solved < 0.2 else prompts
     return (
         f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose {prompts}, give partial rewards, or raise "
