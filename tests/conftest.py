@@ -30,8 +30,10 @@ preloaded_python.share_with_runs()
 FULL = "full"
 """The profile of `make test-slow`, in which properties are tested with all examples."""
 
-for profile in ("headrace", FULL):
-    hypothesis.settings.register_profile(profile, deadline=None)  # machines are up to ten times slower than others
+# No deadline: machines are up to ten times slower than others. The usual suite draws the same examples each time, so that whoever changes
+# something is refused for what they changed; `make test-slow` draws fresh ones.
+hypothesis.settings.register_profile("headrace", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(FULL, deadline=None)
 hypothesis.settings.load_profile("headrace")
 
 
@@ -61,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _draw_fewer(test: Any) -> None:
-    """Lets a property be tested with a quarter of its examples. They are others in every suite."""
+    """Lets a property be tested with a quarter of its examples."""
     settings = test._hypothesis_internal_use_settings
     fewer = max(settings.max_examples // 4, min(settings.max_examples, 2))
     test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=fewer)

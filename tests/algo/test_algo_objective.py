@@ -641,6 +641,7 @@ class Step:
             join(self.reference),
             teacher[:, 0],
             TopTokens(lp[:, :2], teacher),
+            entropy=-(lp.exp() * lp).sum(1),
         )
 
     def gradient(self, algo: AlgoConfig, splits: Sequence[Sequence[int]]) -> np.ndarray:
@@ -681,11 +682,10 @@ ALGORITHMS = [
 ]
 
 
-@given(
-    st.lists(st.integers(1, 5), min_size=2, max_size=6), st.integers(0, 10**6), st.sampled_from(ALGORITHMS), st.data()
-)
-@settings(max_examples=150)
-def test_order_microbatches_and_ranks_never_change_the_gradient(lengths, seed, algo, draw):
+@pytest.mark.parametrize("algo", ALGORITHMS, ids=lambda algo: algo.name)
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6), st.integers(0, 10**6), st.data())
+@settings(max_examples=12)
+def test_order_microbatches_and_ranks_never_change_the_gradient(algo, lengths, seed, draw):
     """Ranks add their gradients up as microbatches do: a split over both is one split.
 
     Two tokens have equal covariances, of which a selection may not choose by place.
