@@ -108,6 +108,32 @@ def test_a_prompt_that_continues_a_rollout_is_its_next_turn(tmp_path: Path) -> N
     assert len(policy.sampled) == 2 * GROUP
 
 
+@pytest.mark.parametrize("texts", [False, True], ids=["chats", "texts"])
+def test_rollouts_with_equal_first_turns_each_get_their_next_one(texts: bool, tmp_path: Path) -> None:
+    """Their second turns are asked for one after the other, so that the first rollout is idle again when the other's comes."""
+
+    def says(ticket: int, asked: TurnAsked) -> str:
+        return "1" if asked.turn == 0 else f"to{asked.rollout}<|im_end|>"
+
+    async def asked(env: Env, before: str | None, count: int) -> list[str]:
+        if texts:
+            body = {"prompt": "hello" if before is None else f"hello{before}more", "n": count}
+            status, answer = await env.ask("POST", "v1/completions", body)
+            assert status == 200, answer
+            return [choice["text"] for choice in answer["choices"]]
+        talk = [] if before is None else [{"role": "assistant", "content": before}, user("more")]
+        return await env.chat(user("hello"), *talk, n=count)
+
+    async def case(env: Env) -> None:
+        first = await asked(env, None, GROUP)
+        assert first == ["1"] * GROUP
+        assert [(await asked(env, one, 1))[0] for one in first] == ["to0", "to1"]
+        await env.post([], 0, [])
+
+    _, policy = played(tmp_path, case, says, seconds=0.5)
+    assert [(asked.rollout, asked.turn) for _, asked, _ in policy.sampled] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
 def test_alternatives_of_a_later_turn_are_refused(tmp_path: Path) -> None:
     async def case(env: Env) -> None:
         sequences = await env.generate(PROMPT)

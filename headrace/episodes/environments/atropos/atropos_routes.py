@@ -28,7 +28,14 @@ from headrace.episodes.environments.atropos.open_rollouts import (
     read_posted,
 )
 from headrace.episodes.environments.gateway.format_routes import ChatAnswer, TextAnswer, models_body, prompt_of, schema
-from headrace.episodes.environments.gateway.history_trees import GatewayRollout, Speaker, TreeReply, digests_of
+from headrace.episodes.environments.gateway.history_trees import (
+    ChatTree,
+    GatewayRollout,
+    Speaker,
+    TextTree,
+    TreeReply,
+    digests_of,
+)
 from headrace.episodes.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
@@ -268,7 +275,7 @@ class InferenceRoutes:
         await asyncio.sleep(0)  # a conversation of many millions of characters is gone through twice
         digests = digests_of(body.messages)
         await asyncio.sleep(0)
-        known = [rollout for rollout in self._rollouts.playing() if rollout.served.speaker().chats.continues(digests)]
+        known = self._continued(lambda speaker: speaker.chats, digests)
         first = blake2b(msgspec.json.encode([for_template(body.messages), shown]), digest_size=16).digest()
         use = asked_of(body, self._rules)
         answers = await self._sampled(
@@ -288,7 +295,7 @@ class InferenceRoutes:
         count = self._count(body)
         _refuse_stream(body.stream)
         prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens)
-        known = [rollout for rollout in self._rollouts.playing() if rollout.served.speaker().texts.continues(prompt)]
+        known = self._continued(lambda speaker: speaker.texts, prompt)
         first = blake2b(msgspec.json.encode(prompt), digest_size=16).digest()
         constraint = await constraint_of(
             self._rules, response_format=body.response_format, outputs=body.structured_outputs
@@ -304,6 +311,12 @@ class InferenceRoutes:
         count, body.n = body.n, 1
         check_drawing(body, self._rules)
         return count
+
+    def _continued(self, tree: Callable[[Speaker], ChatTree | TextTree], given: Any) -> list[OpenRollout]:
+        """Returns the rollouts that a request continues, by what `continues` of their trees takes: those whose last turn it is, if there are any. Rollouts
+        with equal first turns are told apart by that."""
+        known = [one for one in self._rollouts.playing() if tree(one.served.speaker()).continues(given)]
+        return [one for one in known if tree(one.served.speaker()).continues_last(given)] or known
 
     def _of_tokens(self, prompt: tuple[int, ...]) -> list[OpenRollout]:
         """Returns the rollouts that the prompt continues: those with the most of its tokens."""

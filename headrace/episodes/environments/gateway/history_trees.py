@@ -60,6 +60,8 @@ class ChatTree:
         self._begin = begin
         self._after: dict[bytes, Conversation] = {}
         """The conversation after each reply, by a digest of the messages up to that reply."""
+        self._newest: Conversation | None = None
+        """The one after the last reply."""
         self._limit_replies = 0
 
     async def ask(
@@ -86,7 +88,7 @@ class ChatTree:
         if reply.over:
             self._limit_replies += 1
             return TreeReply(reply, None, talk.prompt_tokens)
-        sent = reply_as_sent(reply)
+        sent, self._newest = reply_as_sent(reply), talk
         self._after[_digest(digests[-1], sent)] = talk
         if asked.continues:  # clients send the begin and what was added as one message, or as two
             whole = {**sent, "content": given[-1]["content"] + sent["content"]}
@@ -96,6 +98,10 @@ class ChatTree:
     def continues(self, digests: Sequence[bytes]) -> bool:
         """Whether messages begin with those of an earlier turn and its reply. `digests`: `digests_of` them, which are read once for all trees."""
         return self._known(digests) > 0
+
+    def continues_last(self, digests: Sequence[bytes]) -> bool:
+        """Whether they do, and that turn is the newest one."""
+        return self.continues(digests) and self._after[digests[self._known(digests)]] is self._newest
 
     def _known(self, digests: Sequence[bytes]) -> int:
         """The number of messages up to the last known reply that others follow; 0 if there is none."""
@@ -238,7 +244,14 @@ class TextTree:
 
     def continues(self, prompt: str | Sequence[int]) -> bool:
         """Whether the prompt begins with an earlier one and its completion."""
-        return bool(self._with_text(prompt) if isinstance(prompt, str) else self._with_tokens(tuple(prompt)))
+        return bool(self._known(prompt))
+
+    def continues_last(self, prompt: str | Sequence[int]) -> bool:
+        """Whether it does, and that completion is the newest one."""
+        return self._paths[-1:] == self._known(prompt)[-1:] != []
+
+    def _known(self, prompt: str | Sequence[int]) -> list[_Path]:
+        return self._with_text(prompt) if isinstance(prompt, str) else self._with_tokens(tuple(prompt))
 
     def _place(self, prompt: str | Sequence[int]) -> tuple[_Next, int, int]:
         """Returns the place of a turn, the number of its tokens and of those of its context. A text that is longer than any path becomes no
