@@ -1,6 +1,6 @@
-"""Draws learning curves of several runs in one picture, with a table for docs/results.md.
+"""Draws learning curves of several runs in one picture, with a table.
 
-    pip install matplotlib && python benchmarks/curves.py RUN [RUN ...] --to docs/curves.png
+    pip install matplotlib && python benchmarks/curves.py RUN [RUN ...] --to curves.png
 
 The curves are the mean reward of all rollouts per optimizer step (trained or not), smoothed over five steps, and the
 held-out reward before and after with its standard error. With --by-name runs are called by their directories, and those whose names
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--by-name", action="store_true")
-    parser.add_argument("--to", type=Path, default=Path("docs/curves.png"))
+    parser.add_argument("--to", type=Path, default=Path("curves.png"))
     arguments = parser.parse_args()
     figure, axes = plt.subplots(figsize=(9, 4), dpi=110)
     print(

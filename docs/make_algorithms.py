@@ -18,20 +18,24 @@ TARGET = Path(__file__).with_name("algorithms.md")
 
 
 def recipes() -> Iterator[str]:
-    yield "| `algo.name` | advantage | loss | aggregation | what is special | paper | tested against |\n|---|---|---|---|---|---|---|"
+    yield "| `algo.name` | advantage | loss | aggregation | what is special | paper; what it is tested against, if not that |\n|---|---|---|---|---|---|"
+    usual = RECIPES[AlgoConfig().name]
     for name, recipe in RECIPES.items():
-        default = " (default)" if name == AlgoConfig().name else ""
-        papers = ", ".join(map(_paper, recipe.papers))
         cells = (
-            f"`{name}`{default}",
-            recipe.advantage,
-            _loss(recipe.loss),
-            recipe.aggregation,
-            _special(recipe),
-            papers,
-            REFERENCES[name],
+            (recipe.advantage, usual.advantage),
+            (_loss(recipe.loss), _loss(usual.loss)),
+            (recipe.aggregation, usual.aggregation),
         )
-        yield f"| {' | '.join(cells)} |"
+        shown = ["" if one == other and recipe is not usual else one for one, other in cells]
+        default = " (default)" if recipe is usual else ""
+        yield f"| {' | '.join([f'`{name}`{default}', *shown, _special(recipe), _sources(name, recipe)])} |"
+
+
+def _sources(name: str, recipe: Recipe) -> str:
+    """Returns the recipe's papers, and what its tests compute a second time if that is not the paper as it stands."""
+    other = "" if REFERENCES[name] in ("paper", "papers") else REFERENCES[name]
+    papers = [_paper(one) for one in recipe.papers if not other.startswith(one)]
+    return "; ".join(part for part in (", ".join(papers), other) if part)
 
 
 def losses() -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import signal
 import sys
 import tempfile
@@ -42,6 +43,8 @@ TOLERANCE = 1e-5
 RECURRENT_TOLERANCE = 1e-4
 """Of models that compute a prompt and a token in two ways, with sums in another order. Nemotron-H is at 7e-5 in transformers itself: it bounds the steps of time from
 below in a pass over a text, and not token by token; without the bound the difference is 2e-6."""
+SHOWN = 1e-5
+"""Differences up to this are not shown one by one."""
 SECONDS = 60
 PROMPTS = ((9, 8), (40, 8), (17, 5), (23, 8), (9, 6))
 """Tokens of each prompt and of its completion. Four run together, the last one begins where another has ended, and windows and sparse attention see a part
@@ -289,9 +292,15 @@ def page(rows: list[Tried]) -> str:
         "With its own cache, forks and siblings begin from a copy where a state can be cut (attention without windows). Recurrent states and windows are kept at the ends of prompts and computed again elsewhere",
         "(`recomputed_tokens`; `kv_version` names the weights). Sequences that go on by one token run together ([how](decisions/0040-joined-caches.md)); conversations, and all that `own cache alone` serves, go on one by one.",
         "",
-        "| model type | outcome | how | largest Δ log-prob | trained | largest Δ gradient | experts replayed, largest Δ log-prob | why |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_line(row) for row in rows),
+        f"Log-probs, gradients and replayed log-probs differ by at most {SHOWN:g}, unless a larger figure stands behind the name.",
+        "",
+        "| how | trained | experts | model types |",
+        "|---|---|---|---|",
+        *_served_lines(rows),
+        "",
+        "| outcome | why | model types |",
+        "|---|---|---|",
+        *_other_lines(rows),
         "",
     ]
     return "\n".join(lines)
@@ -301,11 +310,38 @@ def _tier(row: Tried) -> str:
     return next((tier for tier in SPEEDS if row.path.startswith(tier)), row.path)
 
 
-def _line(row: Tried) -> str:
-    difference = "" if row.outcome in ("refused", "not tried") else f"{row.difference:.0e}"
-    gradient = "" if math.isnan(row.gradient) else f"{row.gradient:.0e}"
-    why = row.reason.replace("|", "/")
-    return f"| {row.model_type} | {row.outcome} | {_tier(row)} | {difference} | {row.trained} | {gradient} | {row.replayed} | {why} |"
+def _served_lines(rows: list[Tried]) -> Iterator[str]:
+    """Lines of the table of served models: those of one way together."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.outcome == "served":
+            groups.setdefault((_tier(row), row.trained, _experts(row)), []).append(_named(row))
+    for way, names in sorted(groups.items(), key=lambda item: (list(SPEEDS).index(item[0][0]), -len(item[1]))):
+        yield f"| {' | '.join(way)} | {', '.join(names)} |"
+
+
+def _other_lines(rows: list[Tried]) -> Iterator[str]:
+    """Lines of the table of models that are not served: those of one reason together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.outcome != "served":
+            groups.setdefault((row.outcome, row.reason.replace("|", "/")), []).append(_named(row))
+    for (outcome, why), names in sorted(groups.items(), key=lambda item: (item[0][0] != "refused", -len(item[1]))):
+        yield f"| {outcome} | {why} | {', '.join(names)} |"
+
+
+def _experts(row: Tried) -> str:
+    """Returns what replaying the engine's experts in the trainer came to."""
+    return "replayed" if re.fullmatch(r"\de[+-]\d\d", row.replayed) else row.replayed
+
+
+def _named(row: Tried) -> str:
+    """Returns the model type, with the figures that are larger than the rest, and how it is trained where it is not served."""
+    replayed = float(row.replayed) if _experts(row) == "replayed" else 0.0
+    figures = {"log-prob": row.difference, "gradient": row.gradient, "replayed": replayed}
+    larger = [f"{name} {value:.0e}" for name, value in figures.items() if float(f"{value:.0e}") > SHOWN]
+    trained = [f"trained {row.trained}"] if row.outcome != "served" and _learns(row) else []
+    return f"{row.model_type} ({', '.join((*trained, *larger))})" if (*trained, *larger) else row.model_type
 
 
 def _learns(row: Tried) -> bool:
@@ -323,7 +359,7 @@ def main(types: tuple[str, ...]) -> None:
         except Late as error:
             row = Tried(model_type, "not tried", reason=str(error))
         rows.append(row)
-        sys.stderr.write(f"{_line(row)}\n")
+        sys.stderr.write(f"{row}\n")
     if not types:
         PAGE.write_text(page(rows))
 

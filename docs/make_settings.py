@@ -45,7 +45,8 @@ TARGET = Path(__file__).with_name("settings.md")
 INTRODUCTION = """\
 # Settings
 
-Every setting, from the docstrings in the source. In brackets: its type or its values, with the default in bold.
+Every setting, from the docstrings in the source. In brackets: its values, or its bounds and, where the default does not show it, its type;
+the default in bold.
 
 A run is one TOML file, whose tables are the sections below; `[[...]]` may be given several times. Only `model.path`, the task and a
 source of rewards (or a teacher) must be set. `--set train.steps=200` replaces one setting; `--dry-run` prints the value of every one.
@@ -183,7 +184,8 @@ def type_of(hint: Any, metadata: list[Any]) -> str:
 
 
 def values_of(hint: Any, field: Any) -> str:
-    """Returns type and default. A default that is one of the values is bold among them; None is left out, for the purpose says it."""
+    """Returns type and default. A default that is one of the values is bold among them, and replaces a type that it shows; None is left out,
+    for the purpose says it."""
     values = type_of(hint, field.metadata)
     if field.is_required():
         return f"{values}, must be given"
@@ -191,7 +193,14 @@ def values_of(hint: Any, field: Any) -> str:
     if default is None:
         return values
     shown = f"`{json.dumps(default)}`"
-    return re.sub(re.escape(shown), rf"**{shown}**", values, count=1) if shown in values else f"{values}, **{shown}**"
+    values = re.sub(r"^(integer|number|boolean|string|table)( (?=[<>≤≥])|$)", "", values)
+    return (
+        f"**{shown}**"
+        if not values
+        else re.sub(re.escape(shown), rf"**{shown}**", values, count=1)
+        if shown in values
+        else f"{values}, **{shown}**"
+    )
 
 
 def linked(text: str) -> str:

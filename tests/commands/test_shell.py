@@ -48,6 +48,7 @@ def test_a_written_config_passes_the_rehearsal_with_the_reward_beside_it(
     config = load_config("mine.toml")
     assert (config.task.prompt, config.task.answer, config.task.held_out) == ("question", "answer", 8)
     assert config.reward.extract == "last_number" and config.engine.context_length == 256
+    assert config.train.minutes == 10, "a first run has a curve soon, however slow the machine is"
     text = Path("mine.toml").read_text()
     assert all("#" in line for line in text.splitlines() if re.match(r"(max_lag|steps|group_size|held_out) ", line))
     code, out = said(capsys, "train", "mine.toml", "--dry-run")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,53 +16,36 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.packed import PackedBuffer, lay_out
 from support.few import few
+from support.model_page import PAGE, model_types
 from support.native_calls import greedy, make_engine, run, teacher_forced
 from support.tiny_models import SMALL
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MADE = runpy.run_path(str(PAGE.parent / "make_models.py"))
 SHORT = ("qwen2", "gpt_bigcode", "gemma2", "openai-gpt", "falcon_mamba", "lfm2", "granitemoe", "bert")
 """One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, a hybrid, a mixture, and one that is
 refused."""
 
 
-def rows() -> dict[str, str]:
-    """Outcome by model type, as the page has them."""
-    return dict(re.findall(r"^\| (\S+) \| (served|refused|differs|not tried) \|", PAGE.read_text(), re.MULTILINE))
-
-
-def column(number: int) -> dict[str, str]:
-    """The cells of a column behind the outcome, by model type."""
-    cells = rf"^\| (\S+) \|(?:[^|\n]*\|){{{number}}} ([^|\n]*?) ?\|(?:[^|\n]*\|){{{6 - number}}}$"
-    return dict(re.findall(cells, PAGE.read_text(), re.MULTILINE))
-
-
-def ways() -> dict[str, str]:
-    """The trainer's way by model type."""
-    return column(3)
-
-
 def test_every_architecture_of_this_transformers_is_on_the_page():
     """A new release shows here what changed: `make models` writes the page again."""
-    assert set(rows()) == set(TYPES)
+    assert set(model_types()) == set(TYPES)
 
 
 @pytest.mark.parametrize("model_type", few(SHORT, keep=3))
 def test_what_the_page_says_is_so(model_type):
     row = MADE["tried"](model_type)
-    assert row.outcome == rows()[model_type], row
+    page = model_types()[model_type]
+    assert row.outcome == page.outcome, row
     assert MADE["_learns"](row) == (row.outcome == "served"), row
-    assert row.trained == ways()[model_type]
-    replayed, told = row.replayed, column(5)[model_type]
-    assert replayed == told or max(float(replayed), float(told)) < 1e-5
+    assert row.trained == page.way
+    assert MADE["_experts"](row) == page.experts
+    assert page.experts != "replayed" or float(row.replayed) < 1e-5
 
 
 def test_everything_that_is_served_is_trained():
     ways_of_trees = {"packed trees, chunked head", "carried states, chunked head"}
     known = {*ways_of_trees, "row by row, chunked head", "row by row, own head"}
-    assert set(ways().values()) <= {"", "refused", *known}
-    served = {name for name, outcome in rows().items() if outcome == "served"}
-    assert served <= {name for name, way in ways().items() if way in known}
+    assert {row.way for row in model_types().values() if row.outcome == "served"} <= known
 
 
 def test_buffers_that_a_model_saves_are_published_in_their_own_dtype_and_served(tmp_path):

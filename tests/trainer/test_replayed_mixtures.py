@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.packing import Pack, pack_sequence
 from support.few import few
+from support.model_page import model_types
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-MIXTURES = re.findall(r"^\| (\S+) \|(?:[^|]*\|){5} (?:0e\+00|\de-\d\d) \|[^|]*\|$", PAGE.read_text(), re.MULTILINE)
+MIXTURES = [name for name, row in model_types().items() if row.experts == "replayed"]
 QUICK = ("deepseek_v3", "gpt_oss", "llama4_text", "phimoe", "zaya")
 """Biased and grouped sigmoids, a softmax over the chosen, a dense mixture, a choice by two calls of `max`, and one with an expert that skips."""
 PLANTED = 9

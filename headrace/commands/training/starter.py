@@ -282,7 +282,8 @@ max_tokens = {tokens} # of a completion; many that are cut off: raise it
 name = "grpo"           # docs/algorithms.md: dr_grpo, dapo, gspo, rloo, ...
 
 [train]
-steps = 100             # optimizer steps
+minutes = 10            # steps, groups and held-out prompts are fitted into it on this machine (docs/auto.md); 0: no limit
+steps = 100             # optimizer steps, at most
 learning_rate = {rate} # 1e-5 suits models of 100 million parameters, 1e-6 those of billions
 
 [staleness]
