@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.protocols import EngineCore
+from headrace.engine.own_families import OWN_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,6 @@ class CoreKind:
     """Whether the trainer repeats that forward pass bit for bit (`train.parity`)."""
 
 
-OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")
-"""Values of `model_type` whose forward pass the native engine has itself."""
 OTHERS_PATHS = ("hf", "cache")
 """Values of `engine.path` that serve them through transformers' forward pass."""
 

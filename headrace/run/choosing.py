@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.engine.kinds import OTHERS_PATHS, OWN_FAMILIES
+from headrace.engine.kinds import OTHERS_PATHS
+from headrace.engine.own_families import OWN_FAMILIES
 from headrace.facts.texts import duration, plural
 from headrace.loop.run_limits import Allowance
 from headrace.native.arithmetic import TIERS

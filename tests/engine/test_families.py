@@ -135,7 +135,7 @@ def test_a_spec_knows_every_parameter_of_its_model(name):
         *((name, {}) for name in OTHERS),
         ("olmoe", {"clip_qkv": 8.0}),
         ("llama", {"hidden_act": "gelu"}),
-        ("phi3", {}),
+        ("starcoder2", {}),
     ],
 )
 def test_what_a_spec_cannot_say_is_not_served(name, changes, tmp_path):
@@ -143,11 +143,13 @@ def test_what_a_spec_cannot_say_is_not_served(name, changes, tmp_path):
     assert not serves(read(tmp_path, torch.float32, CPU))
 
 
-def test_angles_that_depend_on_other_sequences_are_not_served():
-    model = skeleton("llama")
+def test_angles_that_depend_on_other_sequences_are_served_up_to_the_length_to_which_they_do_not():
+    model = skeleton("phi3")
+    assert serves(model) and not serves(replace(model, context_length=257))
     config = deepcopy(model.config)
-    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    assert not serves(replace(model, config=config))
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert serves(replace(model, config=config)) and not serves(replace(model, config=config, context_length=257))
+    assert not serves(replace(model, config=config, context_length=None))
 
 
 def test_a_parameter_more_or_of_another_shape_is_not_served():

@@ -29,7 +29,7 @@ from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampler import draw, sample
 from support.few import few
 from support.sampling import same
-from support.tiny_models import RunnerDriver, make, prompts
+from support.tiny_models import LONGROPE, RunnerDriver, make, prompts
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 PORTABLE = "x86-64-v3"
@@ -42,14 +42,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3-rope": {"head_dim": 32},
     "mistral-sliding": {"head_dim": 48},
     "qwen2": {"head_dim": 16, "num_attention_heads": 4},
+    "glm4": {"head_dim": 16, "num_attention_heads": 4},
     "qwen3": {"head_dim": 64, "num_key_value_heads": 1},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20},
+    "smollm3": {"head_dim": 16},
     "qwen3_moe-mixed": {"hidden_size": 96, "head_dim": 16, "moe_intermediate_size": 48},
     "mixtral": {"hidden_size": 96, "head_dim": 32, "intermediate_size": 80},
     "olmoe": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 48},
+    "granite": {"hidden_size": 96},
+    "olmo3": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "phi3": {"head_dim": 16, "rope_parameters": {**LONGROPE, "short_factor": [1.1] * 4, "long_factor": [2.0] * 4}},
 }
 NAMES = list(MODELS)
-MIXTURES = NAMES[-3:]
+MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe"]
 
 native = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler here: the engine runs in PyTorch")
 pytestmark = native
@@ -204,7 +209,7 @@ def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, 
 # --- adapters ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, dtype", [("qwen3", BF16), ("mixtral", torch.float32)])
+@pytest.mark.parametrize("name, dtype", [("qwen3", BF16), ("mixtral", torch.float32), ("phi3", BF16)])
 def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
     """Of a mixture in float32, because in bfloat16 experts may nearly tie."""
     ours, texts = driver(name, adapters=3, dtype=dtype), prompts(40, 25, 61)

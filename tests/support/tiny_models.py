@@ -64,6 +64,16 @@ QWEN3_MOE = {
     "norm_topk_prob": True,
 }
 
+SCALED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.5}
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+LONGROPE = {
+    **PARTIAL,
+    "rope_type": "longrope",
+    "short_factor": [1.1, 1.3],
+    "long_factor": [2.0, 3.0],
+    "original_max_position_embeddings": 256,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-biased": ("llama", BIASED),
@@ -78,6 +88,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "olmo3": ("olmo3", {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}),
+    "granite": ("granite", SCALED),
+    "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
+    "glm4": ("glm4", {"head_dim": 8, "rope_parameters": PARTIAL, "attention_bias": True}),
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),

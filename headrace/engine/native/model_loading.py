@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ def read_model(model_dir: Path, config: EngineConfig, asleep: bool = False) -> S
     device, dtype = find_device(config.device), getattr(torch, config.serving_dtype)
     model, tokenizer = skeleton.read(model_dir, dtype, device), _tokenizer(model_dir)
     context = min(config.context_length, model.context_length or config.context_length)
+    model = replace(model, context_length=context)
     runner = _runner(model, config, context, dtype, device)
     sizes = _sizes(model, runner, config, context, asleep=asleep)
     if isinstance(runner, FusedRunner):

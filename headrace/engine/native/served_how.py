@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.engine.kinds import OWN_FAMILIES
+from headrace.engine.own_families import OWN_FAMILIES
 from headrace.models.images import FOLDER
 
 SPEEDS = {

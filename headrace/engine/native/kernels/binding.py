@@ -59,10 +59,8 @@ class LowRank(Structure):
 class ModelStruct(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inter", "vocabulary")),
-        ("gelu", c_int32),
-        ("mixtures", c_int32),
-        ("eps", c_float),
-        ("embed_scale", c_float),
+        *((name, c_int32) for name in ("gelu", "mixtures", "turned", "neighbours")),
+        *((name, c_float) for name in ("eps", "embed_scale", "residual_scale")),
         ("embed", c_void_p),
         ("layer", POINTER(LayerStruct)),
         ("norm", c_void_p),

@@ -272,8 +272,11 @@ class KernelRunner:
             vocabulary=spec.vocabulary,
             gelu=int(spec.activation == "gelu_tanh"),
             mixtures=self.experts[0],
+            turned=2 * next(iter(self._tables.values()))[0].shape[1],
+            neighbours=int(spec.neighbours),
             eps=spec.eps,
             embed_scale=spec.embed_scale,
+            residual_scale=spec.residual_scale,
             embed=address(embed),
             layer=layers,
             norm=packer.wide(weights.norm),
@@ -370,7 +373,8 @@ class KernelRunner:
 def _rotary(model: Skeleton, length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """cos and sin [length, D / 2]: the other half is the same."""
     tables = rotary_tables(model, length, torch.device("cpu"))
-    assert len(tables) <= 2, "local and global"
+    assert len(tables) <= 2, "local and global, or with positions and without"
+    assert len({cos.shape for cos, _ in tables.values()}) == 1, "all turn as much of a head"
 
     def half(table: torch.Tensor) -> torch.Tensor:
         return table[:, : table.shape[1] // 2].contiguous()

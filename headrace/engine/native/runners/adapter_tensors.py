@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 
 from headrace.core.weights import AdapterSpec
-from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes
-from headrace.engine.native.runners.layers import PARTS, Adapter, AdapterLayer, ExpertPair, Pair, Stack
+from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes, products
+from headrace.engine.native.runners.layers import Adapter, AdapterLayer, ExpertPair, Pair, Stack
 
 Number = TypeVar("Number", int, float)
 
@@ -44,7 +44,8 @@ def read_adapter(
         prefix = f"model.layers.{index}."
         mine = {name.removeprefix(prefix): pair for name, pair in found.items() if name.startswith(prefix)}
         shapes = linear_shapes(base, of)
-        parts = {name: modules for name, modules in PARTS.items() if any(module in mine for module in modules)}
+        inside = products(base, of)
+        parts = {name: modules for name, modules in inside.items() if any(module in mine for module in modules)}
         linears = {name: _fused([(shapes[m], mine.get(m)) for m in parts[name]], dtype, device) for name in parts}
         experts = {
             name: ExpertPair(
@@ -53,7 +54,7 @@ def read_adapter(
                 len(pair.a),
             )
             for name in ("gate_up", "down")
-            if (pair := mine.get(f"mlp.experts.{name}_proj"))
+            if (pair := mine.get(f"{base.names.experts}.{name}_proj"))
         }
         return AdapterLayer(linears, experts)
 

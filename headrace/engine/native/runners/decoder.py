@@ -53,13 +53,13 @@ from headrace.engine.native.runners.skeleton import Skeleton
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     spec: LayerSpec
-    attention_norm: torch.Tensor
+    attention_norm: torch.Tensor | None
     qkv: Matrix
     qk_norm: torch.Tensor | None
     """[Hq + Hkv, D], whatever it is taken over."""
     out: Matrix
     attention_out_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     mlp: tuple[Matrix, Matrix] | Mixture
     """Gate and up, down."""
     mlp_out_norm: torch.Tensor | None
@@ -107,7 +107,8 @@ class FusedRunner(PagedRunner):
         self.path = f"fused {spec.family}" + (", fp8" if fp8 else "")
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
-        self._rotary = {kind: _rolled(*table) for kind, table in rotary_tables(model, context_length, device).items()}
+        tables = rotary_tables(model, context_length, device)
+        self._rotary = {kind: _rolled(*table, spec.neighbours) for kind, table in tables.items()}
         self._gate = silu if spec.activation == "silu" else _gelu_tanh
         self._pack = packs(dtype, device)
         self._decoder: Decoder | None = None
@@ -267,9 +268,9 @@ class FusedRunner(PagedRunner):
         rotary = {kind: (cos[places, None], sin[places, None]) for kind, (cos, sin) in self._rotary.items()}
         for index, layer in enumerate(self._decoder.layers):
             out = self._attention(index, layer, self._norm(x, layer.attention_norm), rotary[layer.spec.rotary], inputs)
-            x += self._behind(out, layer.attention_out_norm)
+            x.add_(self._behind(out, layer.attention_out_norm), alpha=self.spec.residual_scale)
             out = self._mlp(index, layer, self._norm(x, layer.mlp_norm), inputs)
-            x += self._behind(out, layer.mlp_out_norm)
+            x.add_(self._behind(out, layer.mlp_out_norm), alpha=self.spec.residual_scale)
             yield x
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -287,7 +288,7 @@ class FusedRunner(PagedRunner):
         if layer.qk_norm is not None:
             qk = self._normed_heads(qk) * layer.qk_norm
         cos, sin = rotary
-        qk = (qk * cos + qk.roll(spec.head_dim // 2, -1) * sin).to(self.dtype)
+        qk = _turned(qk, cos, sin, spec.neighbours).to(self.dtype)
         out = inputs.attention.attend(
             index,
             qk[:, : spec.heads],
@@ -319,9 +320,9 @@ class FusedRunner(PagedRunner):
         gate, up = gate_up.chunk(2, dim=-1)
         return self._gate(gate) * up
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm in float32, rounded to what is multiplied next."""
-        return rms_norm(x, weight.shape, weight, self.spec.eps).to(self.dtype)
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """RMSNorm in float32, if there is one, rounded to what is multiplied next."""
+        return (x if weight is None else rms_norm(x, weight.shape, weight, self.spec.eps)).to(self.dtype)
 
     def _behind(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else rms_norm(x.float(), weight.shape, weight, self.spec.eps)
@@ -374,7 +375,19 @@ def _qk_norm(spec: Spec, weights: LayerWeights) -> torch.Tensor | None:
     return torch.cat([weight.view(-1, spec.head_dim).expand(heads, -1) for weight, heads in pairs])
 
 
-def _rolled(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sine's first half negated, so that turning the two halves (x1, x2 -> -x2, x1) becomes a plain roll."""
+def _rolled(cos: torch.Tensor, sin: torch.Tensor, neighbours: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables with the signs of `_turned` in the sine: x1, x2 -> -x2, x1 becomes an exchange. `neighbours`: x1 and x2 are neighbours."""
     half = sin.shape[-1] // 2
-    return cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)
+    if not neighbours:
+        return cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)
+    signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(half)
+    return cos[:, :half].repeat_interleave(2, -1), sin[:, :half].repeat_interleave(2, -1) * signs
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neighbours: bool) -> torch.Tensor:
+    """Rotary positions of heads x [N, heads, D]; numbers of a head beyond the tables have none."""
+    width = cos.shape[-1]
+    part = x if width == x.shape[-1] else x[..., :width]
+    other = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if neighbours else part.roll(width // 2, -1)
+    turned = part * cos + other * sin
+    return turned if part is x else torch.cat([turned, x[..., width:]], -1)

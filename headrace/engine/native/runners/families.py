@@ -2,19 +2,20 @@
 
 A `Spec` says everything that a forward pass must know, `read_weights` gives it named tensors: the same for every runner.
 Flags are not trusted: biases, norms and experts exist if the model has parameters for them, and windows and scales are those
-that its attention used in the dry run.
+that its attention used in the dry run. What neither shows is a fact of the family (`engine/own_families.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from headrace.engine.kinds import OWN_FAMILIES
 from headrace.engine.native.runners.skeleton import Skeleton, fuse
+from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Names, Routing
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]
@@ -22,17 +23,7 @@ Linear = tuple[torch.Tensor, torch.Tensor | None]
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE = ("default", "linear", "llama3", "yarn")
-"""Angles that depend on the position alone. `dynamic` and `longrope` look at the longest sequence of the batch."""
-
-
-@dataclass(frozen=True)
-class Routing:
-    """A mixture of experts (Shazeer et al., arXiv:1701.06538): a softmax over all experts, of which the best serve."""
-
-    experts: int
-    chosen: int
-    normalise: bool
-    """Whether the chosen experts' weights are made to add up to one."""
+"""Angles that depend on the position alone. `dynamic` and `longrope` look at the longest sequence of the batch: they are fixed up to a length."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class LayerSpec:
     scale: float
     """The factor of the attention scores."""
     rotary: str
-    """The key of the rotary table that the layer uses."""
+    """The key of the rotary table that the layer uses, `UNTURNED` where it has no positions."""
     inner: int
     """Width of the feed-forward part, of one expert's in a mixture."""
     experts: bool
@@ -51,6 +42,7 @@ class LayerSpec:
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     family: str
+    names: Names
     layers: tuple[LayerSpec, ...]
     heads: int
     kv_heads: int
@@ -65,12 +57,15 @@ class Spec:
     tied: bool
     """The head is the embedding."""
     qk_norm: Literal["", "head", "projection"]
-    """RMSNorm of queries and keys: none, over each head, over all heads at once (OLMoE)."""
-    sandwich: bool
-    """Whether the outputs of attention and feed-forward part are also normalised before they are added (Gemma)."""
+    """RMSNorm of queries and keys: none, over each head, over all heads at once (OLMo)."""
+    norms: frozenset[str]
+    """Those that a layer has of `before_attention` and the other three (`Names`)."""
     norm_offset: float
-    """Added to the weights of norms (Gemma: 1)."""
+    neighbours: bool
     embed_scale: float
+    residual_scale: float
+    logit_scale: float
+    """These five as in `Family`."""
     routing: Routing | None
 
 
@@ -95,14 +90,14 @@ class Experts:
 class LayerWeights:
     """Weights of norms are float32 with the offset added; the others are views into the update where that is possible."""
 
-    attention_norm: torch.Tensor
+    attention_norm: torch.Tensor | None
     qkv: Linear
     """Rows of q, then k, then v."""
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     out: Linear
     attention_out_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     mlp: Dense | Experts
     mlp_out_norm: torch.Tensor | None
 
@@ -112,6 +107,7 @@ class Weights:
     embed: torch.Tensor
     layers: list[LayerWeights]
     norm: torch.Tensor
+    """The scale of the logits is in it."""
     head: torch.Tensor
 
 
@@ -131,13 +127,25 @@ def refusal(skeleton: Skeleton) -> str:
         if getattr(config, name, None):
             return f"its config sets {name}"
     for parameters in _rope_parameters(config):
-        if parameters.get("rope_type") not in _ROPE:
-            return f"its rotary positions are of type {parameters.get('rope_type')}, and ours are {', '.join(_ROPE)}"
+        if reason := _rope_refusal(parameters, skeleton):
+            return reason
     expected = expected_shapes(read_spec(skeleton))
     if expected != skeleton.shapes:
         odd = next(name for name in (*expected, *skeleton.shapes) if expected.get(name) != skeleton.shapes.get(name))
         return f"its parameter {odd} has a shape or a place that the family does not have"
     return ""
+
+
+def _rope_refusal(parameters: Mapping[str, Any], skeleton: Skeleton) -> str:
+    kind, length = parameters.get("rope_type"), skeleton.context_length or math.inf
+    if kind in _ROPE:
+        return ""
+    config = {**vars(skeleton.config), **parameters}
+    longest = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}.get(str(kind), "")
+    if longest and length <= (most := config.get(longest, 0)):
+        return ""
+    known = f"fixed up to {longest} = {most} alone" if longest else f"and ours are {', '.join(_ROPE)}"
+    return f"its rotary positions are of type {kind}, {known}"
 
 
 def serves(skeleton: Skeleton) -> bool:
@@ -147,15 +155,17 @@ def serves(skeleton: Skeleton) -> bool:
 
 def mixes(skeleton: Skeleton) -> bool:
     """Whether it is a known mixture of experts."""
-    return serves(skeleton) and _routing(skeleton.config) is not None
+    return serves(skeleton) and FAMILIES[skeleton.model_type].routing(skeleton.config) is not None
 
 
 def read_spec(skeleton: Skeleton) -> Spec:
     config, shapes, geometry = skeleton.config, skeleton.shapes, skeleton.geometry
-    gemma = config.model_type == "gemma3_text"
-    norm = shapes.get("model.layers.0.self_attn.q_norm.weight")
+    family = FAMILIES[config.model_type]
+    names, first = family.names, "model.layers.0."
+    norm = shapes.get(f"{first}{names.q_norm}.weight")
     return Spec(
         family=config.model_type,
+        names=names,
         layers=tuple(_layer_spec(skeleton, index) for index in range(geometry.layers)),
         heads=config.num_attention_heads,
         kv_heads=geometry.kv_heads,
@@ -164,57 +174,73 @@ def read_spec(skeleton: Skeleton) -> Spec:
         vocabulary=skeleton.vocabulary,
         eps=config.rms_norm_eps,
         activation="gelu_tanh" if _activation(config) == "gelu_pytorch_tanh" else "silu",
-        qkv_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
-        out_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
-        mlp_bias="model.layers.0.mlp.gate_proj.bias" in shapes,
+        qkv_bias=f"{first}{names.qkv[0]}.bias" in shapes,
+        out_bias=f"{first}{names.out}.bias" in shapes,
+        mlp_bias=f"{first}{names.gate_up[0]}.bias" in shapes,
         tied="lm_head.weight" not in shapes,
         qk_norm="" if norm is None else "head" if norm == (geometry.head_dim,) else "projection",
-        sandwich="model.layers.0.pre_feedforward_layernorm.weight" in shapes,
-        norm_offset=1.0 if gemma else 0.0,
-        embed_scale=config.hidden_size**0.5 if gemma else 1.0,
-        routing=_routing(config),
+        norms=frozenset(which for which in NORMS if f"{first}{getattr(names, which)}.weight" in shapes),
+        norm_offset=family.norm_offset,
+        neighbours=family.neighbours,
+        embed_scale=family.embed_scale(config),
+        residual_scale=family.residual_scale(config),
+        logit_scale=family.logit_scale(config),
+        routing=family.routing(config),
     )
+
+
+NORMS = ("before_attention", "behind_attention", "before_mlp", "behind_mlp")
 
 
 def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
-    shapes, prefix = skeleton.shapes, f"model.layers.{index}.mlp."
-    down = shapes.get(f"{prefix}experts.down_proj", shapes.get(f"{prefix}down_proj.weight", (0,)))
+    config, family = skeleton.config, FAMILIES[skeleton.model_type]
+    shapes, prefix = skeleton.shapes, f"model.layers.{index}."
+    experts = shapes.get(f"{prefix}{family.names.experts}.down_proj")
+    down = experts or shapes.get(f"{prefix}{family.names.down}.weight", (0,))
+    kind = config.layer_types[index] if _by_kind(config) else ""
     return LayerSpec(
         skeleton.windows[index],
         skeleton.scales[index],
-        skeleton.config.layer_types[index] if skeleton.config.model_type == "gemma3_text" else "",
+        kind if family.turned(config, index) else UNTURNED,
         inner=down[-1],
-        experts=f"{prefix}experts.down_proj" in shapes,
+        experts=experts is not None,
     )
-
-
-def _routing(config: Any) -> Routing | None:
-    if config.model_type == "mixtral":
-        return Routing(config.num_local_experts, config.num_experts_per_tok, normalise=True)
-    if config.model_type in ("qwen3_moe", "olmoe"):
-        return Routing(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
-    return None
 
 
 def _activation(config: Any) -> str | None:
     return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
 
 
+def _by_kind(config: Any) -> bool:
+    """Whether rotary positions are others in layers of other kinds (Gemma 3)."""
+    return "rope_type" not in config.rope_parameters
+
+
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """One a kind of layer where these differ (Gemma 3), else one."""
+    """One a kind of layer where these differ, else one."""
     parameters = config.rope_parameters
-    return [parameters] if "rope_type" in parameters else [parameters[kind] for kind in set(config.layer_types)]
+    return [parameters[kind] for kind in set(config.layer_types)] if _by_kind(config) else [parameters]
+
+
+UNTURNED = "none"
+"""The key of a rotary table that leaves all as it is."""
 
 
 def rotary_tables(
     skeleton: Skeleton, length: int, device: torch.device
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module."""
+    """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module. D is less than a head where a part of it
+    has no positions."""
     rotary, config = skeleton.model.model.rotary_emb, skeleton.config
-    kinds = sorted(set(config.layer_types)) if config.model_type == "gemma3_text" else [""]
+    kinds = sorted(set(config.layer_types)) if _by_kind(config) else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
-    tables = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}
-    return {kind: (cos[0], sin[0]) for kind, (cos, sin) in tables.items()}
+    made = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}
+    tables = {kind: (cos[0], sin[0]) for kind, (cos, sin) in made.items()}
+    turned = FAMILIES[skeleton.model_type].turned
+    if not all(turned(config, layer) for layer in range(config.num_hidden_layers)):
+        cos, sin = next(iter(tables.values()))
+        tables[UNTURNED] = torch.ones_like(cos), torch.zeros_like(sin)
+    return tables
 
 
 # --- where its weights are ---------------------------------------------------------------------------------------------
@@ -224,7 +250,7 @@ def expected_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Every parameter of such a model by its canonical name."""
     shapes = {
         "model.embed_tokens.weight": (spec.vocabulary, spec.hidden),
-        "model.norm.weight": (spec.hidden,),
+        f"{spec.names.norm}.weight": (spec.hidden,),
     }
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocabulary, spec.hidden)
@@ -233,22 +259,23 @@ def expected_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
+    """The layer's products, experts aside, by the modules that each contains."""
+    names = spec.names
+    attention = {"qkv": names.qkv, "out": (names.out,)}
+    return attention if layer.experts else attention | {"gate_up": names.gate_up, "down": (names.down,)}
+
+
 def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """The layer's linear modules, experts aside: (out, in) by the name within the layer."""
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    attention = {
-        "self_attn.q_proj": (q, spec.hidden),
-        "self_attn.k_proj": (kv, spec.hidden),
-        "self_attn.v_proj": (kv, spec.hidden),
-        "self_attn.o_proj": (spec.hidden, q),
-    }
-    if layer.experts:
-        return attention
-    return attention | {
-        "mlp.gate_proj": (layer.inner, spec.hidden),
-        "mlp.up_proj": (layer.inner, spec.hidden),
-        "mlp.down_proj": (spec.hidden, layer.inner),
-    }
+    outputs = {"qkv": (q, kv, kv), "out": (spec.hidden,), "gate_up": (layer.inner, layer.inner), "down": (spec.hidden,)}
+    inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.inner}
+    shapes = {}
+    for product, modules in products(spec, layer).items():
+        rows = outputs[product] if len(modules) > 1 else (sum(outputs[product]),)
+        shapes |= {module: (out, inputs[product]) for module, out in zip(modules, rows, strict=True)}
+    return shapes
 
 
 def expert_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int, int]]:
@@ -257,8 +284,8 @@ def expert_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int, int
         return {}
     assert spec.routing is not None, "experts need a router"
     return {
-        "mlp.experts.gate_up_proj": (spec.routing.experts, 2 * layer.inner, spec.hidden),
-        "mlp.experts.down_proj": (spec.routing.experts, spec.hidden, layer.inner),
+        f"{spec.names.experts}.gate_up_proj": (spec.routing.experts, 2 * layer.inner, spec.hidden),
+        f"{spec.names.experts}.down_proj": (spec.routing.experts, spec.hidden, layer.inner),
     }
 
 
@@ -271,28 +298,26 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     shapes |= expert_shapes(spec, layer)
     if layer.experts:
         assert spec.routing is not None
-        shapes["mlp.gate.weight"] = (spec.routing.experts, spec.hidden)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if spec.sandwich else []
-    shapes |= {f"{name}.weight": (spec.hidden,) for name in norms}
+        shapes[f"{spec.names.router}.weight"] = (spec.routing.experts, spec.hidden)
+    shapes |= {f"{getattr(spec.names, which)}.weight": (spec.hidden,) for which in spec.norms}
     if spec.qk_norm:
         whole = spec.qk_norm == "projection"
-        for name, heads in (("q_norm", spec.heads), ("k_norm", spec.kv_heads)):
-            shapes[f"self_attn.{name}.weight"] = (spec.head_dim * heads if whole else spec.head_dim,)
+        for name, heads in ((spec.names.q_norm, spec.heads), (spec.names.k_norm, spec.kv_heads)):
+            shapes[f"{name}.weight"] = (spec.head_dim * heads if whole else spec.head_dim,)
     return shapes
 
 
 def _has_bias(spec: Spec, name: str) -> bool:
-    if name.startswith("mlp."):
-        return spec.mlp_bias
-    return spec.out_bias if name == "self_attn.o_proj" else spec.qkv_bias
+    if name in spec.names.qkv:
+        return spec.qkv_bias
+    return spec.out_bias if name == spec.names.out else spec.mlp_bias
 
 
 def read_weights(spec: Spec, tensors: Tensors) -> Weights:
     """`tensors`: every parameter by its canonical name, shapes checked."""
     embed = tensors["model.embed_tokens.weight"]
     layers = [_layer_weights(spec, layer, _Layer(tensors, index)) for index, layer in enumerate(spec.layers)]
-    norm = tensors["model.norm.weight"].float() + spec.norm_offset
+    norm = (tensors[f"{spec.names.norm}.weight"].float() + spec.norm_offset) * spec.logit_scale
     return Weights(embed, layers, norm, embed if spec.tied else tensors["lm_head.weight"])
 
 
@@ -306,7 +331,7 @@ class _Layer:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[f"model.layers.{self.index}.{name}"]
 
-    def linear(self, *names: str, bias: bool) -> Linear:
+    def linear(self, names: Sequence[str], bias: bool) -> Linear:
         """Several matrices over one input as one."""
         weight = fuse([self[f"{name}.weight"] for name in names])
         return weight, fuse([self[f"{name}.bias"] for name in names]) if bias else None
@@ -316,31 +341,26 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
     def norm(name: str) -> torch.Tensor:
         return tensors[f"{name}.weight"].float() + spec.norm_offset
 
-    behind_attention, behind_mlp = None, None
-    before_mlp = norm("post_attention_layernorm")
-    if (
-        spec.sandwich
-    ):  # Gemma's `post_attention_layernorm` is after attention, as its name says; the others' is before the MLP
-        behind_attention, behind_mlp = before_mlp, norm("post_feedforward_layernorm")
-        before_mlp = norm("pre_feedforward_layernorm")
+    def of(which: str) -> torch.Tensor | None:
+        return norm(getattr(spec.names, which)) if which in spec.norms else None
+
+    inside = products(spec, layer)
     return LayerWeights(
-        attention_norm=norm("input_layernorm"),
-        qkv=tensors.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=spec.qkv_bias),
-        q_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
-        out=tensors.linear("self_attn.o_proj", bias=spec.out_bias),
-        attention_out_norm=behind_attention,
-        mlp_norm=before_mlp,
+        attention_norm=of("before_attention"),
+        qkv=tensors.linear(inside["qkv"], spec.qkv_bias),
+        q_norm=norm(spec.names.q_norm) if spec.qk_norm else None,
+        k_norm=norm(spec.names.k_norm) if spec.qk_norm else None,
+        out=tensors.linear(inside["out"], spec.out_bias),
+        attention_out_norm=of("behind_attention"),
+        mlp_norm=of("before_mlp"),
         mlp=_mlp(spec, layer, tensors),
-        mlp_out_norm=behind_mlp,
+        mlp_out_norm=of("behind_mlp"),
     )
 
 
 def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense | Experts:
+    names = spec.names
     if layer.experts:
-        router = tensors["mlp.gate.weight"].float()
-        return Experts(router, tensors["mlp.experts.gate_up_proj"], tensors["mlp.experts.down_proj"])
-    return Dense(
-        tensors.linear("mlp.gate_proj", "mlp.up_proj", bias=spec.mlp_bias),
-        tensors.linear("mlp.down_proj", bias=spec.mlp_bias),
-    )
+        router, experts = tensors[f"{names.router}.weight"].float(), names.experts
+        return Experts(router, tensors[f"{experts}.gate_up_proj"], tensors[f"{experts}.down_proj"])
+    return Dense(tensors.linear(names.gate_up, spec.mlp_bias), tensors.linear((names.down,), spec.mlp_bias))

@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.engine.native.forward_pass import ForwardInput
-from headrace.engine.native.runners.families import Experts, Linear, Routing
+from headrace.engine.native.runners.families import Experts, Linear
 from headrace.engine.native.runners.paged import EXACT_ROWS, in_pieces
+from headrace.engine.own_families import Routing
 from headrace.native.cuda_ops import wide_logits
 
 # --- A weight in the layout in which multiplying by it is fastest.
@@ -213,13 +214,8 @@ def _groups(weight: torch.Tensor) -> bool:
 # low-rank product to its own rows. `adapter_tensors.py` reads them.
 
 
-PARTS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""The modules that each product of the fused decoder contains."""
+PARTS = ("qkv", "out", "gate_up", "down")
+"""The products of a layer; `families.products` tells the modules that each contains."""
 
 
 @dataclass(frozen=True)

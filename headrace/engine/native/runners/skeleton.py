@@ -75,7 +75,7 @@ class Skeleton:
     """The reason why `paged` is None, half a sentence; empty otherwise."""
     vocabulary: int
     context_length: int | None
-    """Positions the model was made for."""
+    """Positions the model was made for, or those that an engine serves of it."""
     images: int = 0
     """Rows of features of images, whose numbers in prompts follow those of the vocabulary."""
 
@@ -286,6 +286,9 @@ def without_values(model: Any) -> Iterator[None]:
     finally:
         for held, name, buffer in places:
             held[name] = buffer
+        for module in model.modules():  # frequencies that longrope remembers, without values too
+            for name in [name for name, value in vars(module).items() if _is_tensor(value)]:
+                delattr(module, name)
         if experts is not None:
             model.set_experts_implementation(experts)
 

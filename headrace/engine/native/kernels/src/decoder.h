@@ -22,7 +22,7 @@ struct Linear {
 };
 struct Layer {
     Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' are consecutive
-    const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32]; the second and fourth may be null
+    const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32] or null
     const float *q_norm, *k_norm;                                      // [head_dim] (or all heads') or null
     int32_t window;                                                    // 0: none
     int32_t rotary;                                                    // index of the rotary table
@@ -37,12 +37,13 @@ struct LowRank {
 };
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu, mixtures;  // inter: the widest dense layer's
-    float eps, embed_scale;
+    int32_t turned, neighbours;  // numbers of a head that have positions, and whether neighbours are turned or those of the two halves
+    float eps, embed_scale, residual_scale;
     const stored* embed;  // [vocabulary, hidden], not packed
     const Layer* layer;
     const float* norm;
     Linear head;
-    const float* cos[2];  // [context, head_dim / 2]
+    const float* cos[2];  // [context, turned / 2]
     const float* sin[2];
 };
 struct Cache {

@@ -5,14 +5,14 @@
 struct Dense : State {
     using State::State;
 
-    // x += w(from), normalised first if there is a norm.
+    // x += scale w(from), normalised first if there is a norm.
     void add(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, const float* norm) {
-        if (!norm) return product<true>(p, index, which, w, from, x);
+        if (!norm && m.residual_scale == 1) return product<true>(p, index, which, w, from, x);
         product<false>(p, index, which, w, from, side);
         plan.each(p.tokens_count, [=](int row) {
-            float by = inverse_rms(side, row);
+            const float by = m.residual_scale * (norm ? inverse_rms(side, row) : 1);
             for (int c = 0; c < m.hidden; c += 16)
-                store(x.at(row, c), plus_normed(load(x.at(row, c)), load(side.at(row, c)), by, load(norm + c)));
+                store(x.at(row, c), plus_normed(load(x.at(row, c)), load(side.at(row, c)), by, norm ? load(norm + c) : splat(1)));
         });
     }
 
@@ -22,7 +22,7 @@ struct Dense : State {
         return ::inverse_rms(squares, m.hidden, m.eps);
     }
 
-    // h = RMSNorm(x) of all rows, or of the chosen ones. Notes the rows that are not finite: the layer before caused it.
+    // h = RMSNorm(x) of all rows, or of the chosen ones; without a weight, x itself. Notes the rows that are not finite: the layer before caused it.
     void normalise(int count, const float* weight, const int64_t* chosen, int32_t* broken, int before) {
         constexpr int EACH = 8;
         plan.each((count + EACH - 1) / EACH, [=](int item) {
@@ -30,7 +30,7 @@ struct Dense : State {
                 int row = chosen ? chosen[to] : to;
                 float by = inverse_rms(x, row);
                 if (!(by > 0) && broken[row] < 0) broken[row] = std::max(before, 0);
-                for (int c = 0; c < up(m.hidden) * SIDE; c += 16) write(h.at(to, c), load(x.at(row, c)) * by * load(weight + c));
+                for (int c = 0; c < up(m.hidden) * SIDE; c += 16) write(h.at(to, c), weight ? load(x.at(row, c)) * by * load(weight + c) : load(x.at(row, c)));
             }
         });
     }

@@ -10,7 +10,7 @@ struct Heads : Dense {
     // block anyway.
     void rotate(const Pass& p, int index, const Layer& l) {
         plan.each(p.tokens_count, [=, &p, &l](int row) {
-            const int d = m.head_dim, half = d / 2, s = segment[row];
+            const int d = m.head_dim, half = m.turned / 2, s = segment[row];
             const bool chunk = p.starts[s + 1] - p.starts[s] > 1;
             const float *cos = m.cos[l.rotary] + (size_t)position[row] * half, *sin = m.sin[l.rotary] + (size_t)position[row] * half;
             if (chunk) await(p, index, row);
@@ -26,10 +26,17 @@ struct Heads : Dense {
                         if (!l.whole_norm) normalise_head(in, inverse_rms_of(row, head * d, d), weight);
                         else normalise_head(in, query ? over_q : over_k, weight + (query ? head : head - m.heads) * d);
                     }
-                    for (int c = 0; c < half; c++) {
-                        const Turned both = turned(in[c], in[c + half], cos[c], sin[c]);
-                        out[c] = both.first, out[c + half] = both.second;
-                    }
+                    if (m.neighbours)
+                        for (int c = 0; c < half; c++) {
+                            const Turned both = turned(in[2 * c], in[2 * c + 1], cos[c], sin[c]);
+                            out[2 * c] = both.first, out[2 * c + 1] = both.second;
+                        }
+                    else
+                        for (int c = 0; c < half; c++) {
+                            const Turned both = turned(in[c], in[c + half], cos[c], sin[c]);
+                            out[c] = both.first, out[c + half] = both.second;
+                        }
+                    for (int c = m.turned; c < d; c++) out[c] = in[c];
                     from = out;
                 }
                 for (int c = 0; c < d; c += 16) write(ready(row, head) + c, load(from + c));

@@ -34,7 +34,7 @@ struct Mixture : Heads {
         each_expert(l, l.down, [=](const auto& multiplied, int panel, int b, int) { multiplied(inner.block(b, 0), told.block(b, panel)); });
         plan.each(n, [=](int row) {
             for (int c = 0; c < m.hidden; c += 16)
-                store(x.at(row, c), load(x.at(row, c)) + weighed([&](int i) { return load(told.at(place[row * k + i], c)); }, &weights[row * k], k));
+                store(x.at(row, c), load(x.at(row, c)) + m.residual_scale * weighed([&](int i) { return load(told.at(place[row * k + i], c)); }, &weights[row * k], k));
         });
     }
 

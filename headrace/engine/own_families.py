@@ -1,0 +1,138 @@
+"""The model families whose forward pass the native engine has itself, a line each: what their parameters do not show.
+
+No torch here: the rehearsal of a run asks which families there are. `native/runners/families.py` reads a model by these facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+ConfigFact = Callable[[Any], float]
+"""A number that a config of transformers holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Places of weights: modules within a layer, or within the model for the last two. A norm that a model does not have is not there."""
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """One for each of the three, or one that holds all of their rows."""
+    out: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """One for each of the two, or one that holds the rows of both."""
+    down: str = "mlp.down_proj"
+    before_attention: str = "input_layernorm"
+    behind_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    behind_mlp: str = ""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    norm: str = "model.norm"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A mixture of experts (Shazeer et al., arXiv:1701.06538): a softmax over all experts, of which the best serve."""
+
+    experts: int
+    chosen: int
+    normalise: bool
+    """Whether the chosen experts' weights are made to add up to one."""
+
+
+def _one(config: Any) -> float:
+    return 1.0
+
+
+def _always(config: Any, layer: int) -> bool:
+    return True
+
+
+def _no_experts(config: Any) -> Routing | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    names: Names = Names()
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+    neighbours: bool = False
+    """Whether rotary positions turn neighbouring numbers of a head, and not those of its two halves."""
+    turned: Callable[[Any, int], bool] = _always
+    """Whether a layer has rotary positions."""
+    embed_scale: ConfigFact = _one
+    residual_scale: ConfigFact = _one
+    """The factor of what attention and feed-forward part add to the residual stream."""
+    logit_scale: ConfigFact = _one
+    routing: Callable[[Any], Routing | None] = _no_experts
+
+
+BEHIND = Names(
+    before_attention="",
+    behind_attention="post_attention_layernorm",
+    before_mlp="",
+    behind_mlp="post_feedforward_layernorm",
+)
+"""Norms of the results of attention and feed-forward part alone."""
+SANDWICH = replace(BEHIND, before_attention="input_layernorm", before_mlp="pre_feedforward_layernorm")
+GATE_UP = Names(gate_up=("mlp.gate_up_proj",))
+GLM4 = replace(GATE_UP, behind_attention="post_self_attn_layernorm", behind_mlp="post_mlp_layernorm")
+
+LLAMA = Family()
+GEMMA = Family(norm_offset=1.0, embed_scale=lambda config: config.hidden_size**0.5)
+OLMO = Family(names=BEHIND)
+GRANITE = Family(
+    embed_scale=lambda config: config.embedding_multiplier,
+    residual_scale=lambda config: config.residual_multiplier,
+    logit_scale=lambda config: 1 / config.logits_scaling,
+)
+
+
+def _mixtral(config: Any) -> Routing:
+    return Routing(config.num_local_experts, config.num_experts_per_tok, normalise=True)
+
+
+def _qwen3_moe(config: Any) -> Routing:
+    return Routing(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "gemma3_text": replace(GEMMA, names=SANDWICH),
+    "qwen3_moe": replace(LLAMA, routing=_qwen3_moe),
+    "mixtral": replace(LLAMA, routing=_mixtral),
+    "olmoe": replace(LLAMA, routing=_qwen3_moe),
+    "smollm3": replace(LLAMA, turned=lambda config, layer: bool(config.no_rope_layers[layer])),
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+    "exaone4": replace(
+        OLMO, turned=lambda c, layer: not c.sliding_window or c.layer_types[layer] == "sliding_attention"
+    ),
+    "granite": GRANITE,
+    "hyperclovax": replace(
+        GRANITE,
+        names=Names(behind_attention="post_norm1", behind_mlp="post_norm2"),
+        logit_scale=lambda config: config.logits_scaling,
+    ),
+    "phi3": Family(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",))),
+    "glm": Family(names=GATE_UP, neighbours=True),
+    "glm4": Family(names=GLM4, neighbours=True),
+    "ernie4_5": Family(neighbours=True),
+    "helium": Family(neighbours=True),
+    "gemma": GEMMA,
+    "ministral": LLAMA,
+    "seed_oss": LLAMA,
+    "cwm": LLAMA,
+    "internlm3": LLAMA,
+    "iquestcoder": LLAMA,
+}
+"""By `model_type`."""
+OWN_FAMILIES = tuple(FAMILIES)
