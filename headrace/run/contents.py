@@ -32,7 +32,7 @@ def contents_of(config: RunConfig) -> dict[str, str]:
         if paths:
             digest = xxhash.xxh3_128()
             for path in paths:
-                _add(digest, path)
+                _add(digest, path, parts=name.endswith("path") and name != "model.path")
             found[name] = digest.hexdigest()
     if (
         config.task.images and not config.task.facts.passed
@@ -66,17 +66,19 @@ def _paths(value: Any) -> Iterator[Path]:
             yield path
 
 
-def _add(digest: xxhash.xxh3_128, path: Path) -> None:
+def _add(digest: xxhash.xxh3_128, path: Path, *, parts: bool) -> None:
+    """`parts`: whether a directory may hold rows in further ones, as `lang=de/0.parquet`."""
     if not path.is_dir():
         _read(digest, path)
         for named in code_behind(path) if path.suffix == ".py" else ():
             _read(digest, named)
         return
-    for file in sorted(path.iterdir()):
-        if file.name.endswith(_WEIGHTS):
-            digest.update(f"{file.name} {file.stat().st_size}")
-        elif file.name.endswith(_READ):
-            digest.update(file.name)
+    for file in sorted(path.rglob("*") if parts else path.iterdir()):
+        name = file.relative_to(path).as_posix()
+        if name.endswith(_WEIGHTS):
+            digest.update(f"{name} {file.stat().st_size}")
+        elif name.endswith(_READ):
+            digest.update(name)
             _read(digest, file)
 
 

@@ -17,6 +17,7 @@ from headrace.episodes.scoring.job import Effort, ScoringJob
 from headrace.processes.asked_process import UserProgram
 from headrace.processes.joining.greeting import Kind
 from headrace.run.config import RunConfig, load_config
+from headrace.run.contents import contents_of
 from headrace.run.seats import own_sites
 
 
@@ -75,3 +76,17 @@ def test_evaluation_sets_code_is_watched_too(kind: Kind, tmp_path: Path) -> None
     (tmp_path / "other.py").unlink()
     with pytest.raises(OSError, match=r"other\.py cannot be read any more"):
         asyncio.run(here.spawn(UserProgram(who="scorer 1", words=["none"], log=None)))
+
+
+def test_rows_in_directories_of_a_directory_are_known_to_a_run_that_is_resumed(tmp_path: Path) -> None:
+    place = tmp_path / "rows" / "lang=de"
+    place.mkdir(parents=True)
+    (place / "0.parquet").write_bytes(b"one")
+    tables = {"model": {"path": "org/name"}, "reward": {"function": f"{tmp_path / 'reward.py'}:exact"}}
+    settings_of(tmp_path)
+    config = load_config({**tables, "task": {"kind": "parquet", "path": str(tmp_path / "rows")}})
+    before = contents_of(config)
+    assert contents_of(config) == before
+    (place / "0.parquet").write_bytes(b"two")
+    changed = contents_of(config)
+    assert {name for name in changed if changed[name] != before[name]} == {"task.path"}
