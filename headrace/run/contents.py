@@ -19,7 +19,9 @@ from headrace.run.resume_rules import rule_of, settings_of
 from headrace.settings.user_code import code_behind
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-"""Files of which only the size counts: to read them takes as long as to load a model."""
+"""Files of which the size and some pieces count: to read them takes as long as to load a model."""
+_PIECES, _PIECE = 64, 1 << 14
+"""The number of pieces that are read of a file, and their bytes. Other weights differ nearly everywhere."""
 _READ = (".json", ".jinja", ".model", ".arrow", ".parquet", "merges.txt", "vocab.txt")
 _LINE = re.compile(r"^# contents of (\S+): ([0-9a-f]{32})$", re.MULTILINE)
 
@@ -77,6 +79,7 @@ def _add(digest: xxhash.xxh3_128, path: Path, *, parts: bool) -> None:
         name = file.relative_to(path).as_posix()
         if name.endswith(_WEIGHTS):
             digest.update(f"{name} {file.stat().st_size}")
+            _read_pieces(digest, file)
         elif name.endswith(_READ):
             digest.update(name)
             _read(digest, file)
@@ -86,3 +89,11 @@ def _read(digest: xxhash.xxh3_128, path: Path) -> None:
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
             digest.update(piece)
+
+
+def _read_pieces(digest: xxhash.xxh3_128, path: Path) -> None:
+    last = max(0, path.stat().st_size - _PIECE)
+    with path.open("rb") as file:
+        for number in range(_PIECES):
+            file.seek(last * number // (_PIECES - 1))
+            digest.update(file.read(_PIECE))

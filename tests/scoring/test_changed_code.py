@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
 from headrace.episodes.scoring.functions import FunctionPools
 from headrace.episodes.scoring.job import Effort, ScoringJob
 from headrace.processes.asked_process import UserProgram
 from headrace.processes.joining.greeting import Kind
 from headrace.run.config import RunConfig, load_config
 from headrace.run.contents import contents_of
+from headrace.run.resume_rules import check_resumable, meaning
 from headrace.run.seats import own_sites
 
 
@@ -90,3 +92,19 @@ def test_rows_in_directories_of_a_directory_are_known_to_a_run_that_is_resumed(t
     (place / "0.parquet").write_bytes(b"two")
     changed = contents_of(config)
     assert {name for name in changed if changed[name] != before[name]} == {"task.path"}
+
+
+@pytest.mark.parametrize("size", [100, 3 << 20])
+def test_other_weights_of_the_same_size_are_known_to_a_run_that_is_resumed(size: int, tmp_path: Path) -> None:
+    """The reference of a KL term, or a teacher, would be another one from then on."""
+    settings_of(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(bytes(size))
+    task = {"kind": "reasoning_gym", "name": "chain_sum"}
+    reward = {"function": f"{tmp_path / 'reward.py'}:exact"}
+    config = load_config({"model": {"path": str(model)}, "task": task, "reward": reward})
+    before = contents_of(config)
+    (model / "model.safetensors").write_bytes(b"\1" * size)
+    with pytest.raises(ConfigError, match=r"the contents of model\.path have changed"):
+        check_resumable(meaning(config, before), meaning(config, contents_of(config)))
