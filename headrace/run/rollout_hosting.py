@@ -126,7 +126,7 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
     )
     telemetry = open_telemetry(config.watch, _Stderr(), run_clock(0.0))
     async with AsyncExitStack() as undo:
-        sites = own_sites(config)
+        sites = own_sites(config.code_files)
         players = await undo.enter_async_context(open_players(config, encoder, telemetry, logs=logs, sites=sites))
         starting = start_engine(
             config,

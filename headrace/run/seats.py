@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from headrace.processes.joining.joined import Seats, SeatsWanted
 from headrace.processes.joining.same_model import changed_code, code_terms, terms_of
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.hosted_site import HostedSite
-from headrace.run.config import RunConfig, set_runs
+from headrace.run.config import RunConfig
 from headrace.run.fleets.core_shares import members_of
 from headrace.run.hosts.user_host import RewardsLoaded, UserHostStart
 from headrace.settings.process_config import ChosenConfig
@@ -53,20 +53,20 @@ class UserSites:
 ONLY_HERE = UserSites()
 
 
-def own_sites(config: RunConfig) -> UserSites:
-    """This machine alone. It starts no process once the user's files are others: that would compute something else than those before it. Raises
-    ConfigError for a file that cannot be read."""
-    here = {kind: Sites([_here(files)]) for kind, files in _files_of(config).items()}
-    return UserSites(here["scorer"], here["environment"])
+def own_sites(files: Mapping[str, Iterable[str]]) -> UserSites:
+    """This machine alone. It starts no process once the user's `files` (`RunConfig.code_files`) are others: that would compute something else than
+    those before it. Raises ConfigError for a file that cannot be read."""
+    scorers, environments = (Sites([_here(files[kind])]) for kind in USER_CODE)
+    return UserSites(scorers, environments)
 
 
 def _here(files: Iterable[str]) -> OwnSite:
     return OwnSite(partial(changed_code, code_terms(files).files))
 
 
-def user_sites(config: RunConfig, telemetry: Telemetry) -> UserSites:
-    """The machines of a run. Those elsewhere are up after `open`. Raises ConfigError as `own_sites` does."""
-    place, alone = config.orchestration, own_sites(config)
+def user_sites(place: OrchestrationConfig, telemetry: Telemetry, files: Mapping[str, Iterable[str]]) -> UserSites:
+    """The machines of a run. Those elsewhere are up after `open`. `files`: as for `own_sites`, and it raises what that does."""
+    alone = own_sites(files)
     hosts: list[tuple[Kind, HostedSite]] = []
     sites: dict[Kind, Sites] = {"scorer": alone.scorers, "environment": alone.environments}
     for kind, names in place.hosts.items():
@@ -94,17 +94,7 @@ def _sites(kind: Kind, hosts: Sequence[HostedSite], own: Sequence[Site], telemet
 
 def terms_of_code(config: RunConfig) -> dict[Kind, Terms]:
     """The user's files that workers must have, by what they offer. Raises ConfigError for one that cannot be read."""
-    return {kind: code_terms(files) for kind, files in _files_of(config).items() if kind in config.orchestration.hosts}
-
-
-def _files_of(config: RunConfig) -> dict[Kind, list[str]]:
-    """The files of the user's code that settings name, those of evaluation sets too."""
-    runs = [*config.runs, *set_runs(config).values()]
-    named: dict[Kind, list[str]] = {
-        "scorer": [spec.function for run in runs for spec in run.reward.specs],
-        "environment": [run.environment.function or run.environment.name for run in runs],
-    }
-    return {kind: [*filter(None, map(_file_of, named[kind]))] for kind in USER_CODE}
+    return {kind: code_terms(config.code_files[kind]) for kind in USER_CODE if kind in config.orchestration.hosts}
 
 
 def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
@@ -118,12 +108,6 @@ def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
         return UserHostStart(files=files, rewards=tuple(loads))
     settings = [function_settings(run.environment, run.sandbox.settings) for run in config.runs]
     return UserHostStart(files=files, environments=tuple(settings))
-
-
-def _file_of(named: str) -> str:
-    """Returns the path of the Python file in the name of a function or an environment; empty if that names none."""
-    path = named if named.endswith(".py") else named.rpartition(":")[0]
-    return path if path.endswith(".py") else ""
 
 
 # --- seats ------------------------------------------------------------

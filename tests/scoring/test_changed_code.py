@@ -45,7 +45,7 @@ def test_code_that_changes_during_a_run_scores_nothing(tmp_path: Path) -> None:
     job = ScoringJob("2 + 2?", ("4",), ((1,),), {})
 
     async def go() -> None:
-        sites = own_sites(config)
+        sites = own_sites(config.code_files)
         pools = FunctionPools(config.reward, (), None, config.sandbox.settings, sites.scorers)
         (part,) = pools.parts
         try:
@@ -73,7 +73,7 @@ def test_evaluation_sets_code_is_watched_too(kind: Kind, tmp_path: Path) -> None
     if kind == "environment":
         own = {"environment": {"function": f"{tmp_path / 'other.py'}:play"}}
     config = settings_of(tmp_path, [{"name": "other", **own}])
-    sites = own_sites(config)
+    sites = own_sites(config.code_files)
     (here,) = (sites.scorers if kind == "scorer" else sites.environments).every
     (tmp_path / "other.py").unlink()
     with pytest.raises(OSError, match=r"other\.py cannot be read any more"):

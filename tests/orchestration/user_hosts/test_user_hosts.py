@@ -69,7 +69,7 @@ class World:
         clock = asyncio.get_running_loop().time
         self.telemetry = Telemetry(self.facts.record, clock, Waits(self.facts.record, clock, 10.0, stop_after))
         self.arrivals, self.config = FakeArrivals(), config
-        self.sites: UserSites = user_sites(config, self.telemetry)
+        self.sites: UserSites = user_sites(config.orchestration, self.telemetry, config.code_files)
 
     def offer(
         self, program: Callable[[asyncio.StreamReader, Say], Awaitable[None]], host: str, kind: Kind
