@@ -89,7 +89,8 @@ class AppendFile:
         self._size += len(data)
 
     def check(self) -> None:
-        """Raises `HeadraceError` if the path now names another file, or none: everything written would be lost."""
+        """Raises `HeadraceError` if the path now names another file, or none, or if somebody else has cut or written to it: what is written would be
+        lost, or lie elsewhere than is noted."""
         try:
             there = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -98,6 +99,11 @@ class AppendFile:
             raise HeadraceError(
                 f"{self.path} was deleted, moved or replaced while it was written to. Put its directory back (if it was deleted, its "
                 "contents are lost) and resume with --resume, or start the run again"
+            )
+        if there.st_size != self._size:
+            raise HeadraceError(
+                f"{self.path} has {there.st_size} bytes, and {self._size} were written to it: another program has changed it. Keep that from doing so, and "
+                "resume with --resume, which says what is lost"
             )
 
     def flush(self) -> None:

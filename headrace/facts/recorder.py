@@ -106,8 +106,10 @@ class Recorder:
         self._sinks.append(sink)
 
     def record(self, fact: Any) -> None:
-        """Records one fact. Raises `HeadraceError` if the disk cannot be written."""
+        """Records one fact. Raises `HeadraceError` if the disk cannot be written, and at a step if the file was deleted or changed by somebody else."""
         if isinstance(fact, StepTrained):
+            if self._metrics:
+                self._metrics.check()
             self.state.samples = tuple(pick_samples(fact)) or self.state.samples
             fact = summarise(fact)
         line = encode(fact)

@@ -46,10 +46,13 @@ class MeasuredSet:
     environment: EnvironmentKind | None = None
     """None: that of the held-out prompts; so for the scorer."""
     scorer: Scorer | None = None
+    measure: str = ""
+    """See `evaluation.measure_of`."""
 
     def with_groups(self, groups: OwnGroups) -> HeldOutSet:
         """`groups`: of the held-out prompts."""
-        return HeldOutSet(self.name, groups.measuring(self.evaluation, self.environment, self.scorer), self.prompts)
+        own = groups.measuring(self.evaluation, self.environment, self.scorer)
+        return HeldOutSet(self.name, own, self.prompts, self.measure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +200,7 @@ def _evaluator(
     further = [one.with_groups(groups) for one in sets if isinstance(groups, OwnGroups)]
     assert len(further) == len(sets), "settings refuse further sets where rollout hosts sample"
     measure = measure_of(made_by, evaluation.temperature)
-    return Evaluator(HeldOutSet(evaluation.name, groups, prompts), telemetry, further, measure=measure)
+    return Evaluator(HeldOutSet(evaluation.name, groups, prompts, measure), telemetry, further)
 
 
 def _own_groups(

@@ -38,16 +38,16 @@ class HeldOutSet(NamedTuple):
     name: str
     groups: GroupSource
     prompts: Sequence[Prompt]
+    measure: str = ""
+    """The mark of what it measures (`measure_of`)."""
 
 
 class Evaluator:
     """Measures the mean reward of held-out prompts, and of the further evaluation sets."""
 
-    def __init__(
-        self, held_out: HeldOutSet, telemetry: Telemetry, sets: Sequence[HeldOutSet] = (), *, measure: str = ""
-    ) -> None:
-        """`sets`: the further ones; `measure`: see `measure_of`."""
-        self._first, self._sets, self._telemetry, self._measure = held_out, sets, telemetry, measure
+    def __init__(self, held_out: HeldOutSet, telemetry: Telemetry, sets: Sequence[HeldOutSet] = ()) -> None:
+        """`sets`: the further ones."""
+        self._first, self._sets, self._telemetry = held_out, sets, telemetry
         self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
@@ -98,7 +98,7 @@ class Evaluator:
             truncated=sum(rollout.episode.truncated for rollout in scored),
             looks=tuple(_look(prompt, group) for prompt, group in zip(one.prompts, results[:LOOKS], strict=False)),
             name=one.name,
-            measure=self._measure,
+            measure=one.measure,
         )
 
     async def _one(self, of: HeldOutSet, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:

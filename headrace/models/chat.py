@@ -317,6 +317,12 @@ class ChatEncoder:
         end = self.endings.written if ended else None
         return (*self._tokens(text, add_special_tokens=False), *(() if end is None else (end,)))
 
+    @property
+    def unknown(self) -> int | None:
+        """The token that stands for what the vocabulary lacks; None if no token does."""
+        found: int | None = self._tokenizer.unk_token_id
+        return found
+
     @cached_property
     def endings(self) -> Endings:
         """The tokens that end a completion, by the files of the model."""

@@ -187,7 +187,13 @@ class OwnSite:
 
     up = True
 
+    def __init__(self, problem: Callable[[], str] = str) -> None:
+        """`problem`: says why no process of the user's code can be started now; empty if one can."""
+        self._problem = problem
+
     async def spawn(self, program: UserProgram) -> RunningProcess:
+        if problem := self._problem():
+            raise OSError(problem)
         ours = program.foreign is None
         with _opened(program.log) as log:
             process = await asyncio.create_subprocess_exec(

@@ -170,6 +170,16 @@ class RunConfig:
         return adapter_runs(self) or (self,)
 
     @property
+    def code_files(self) -> dict[str, list[str]]:
+        """The files of the user's code that are named, those of evaluation sets too, by what runs them: a scorer, an environment."""
+        runs = [*self.runs, *set_runs(self).values()]
+        named = {
+            "scorer": [spec.function for run in runs for spec in run.reward.specs],
+            "environment": [run.environment.function or run.environment.name for run in runs],
+        }
+        return {kind: [*filter(None, map(_file_of, names))] for kind, names in named.items()}
+
+    @property
     def trained(self) -> dict[str, RunConfig]:
         """All that is trained, by its name in trainer and engine. Full weights have the empty name."""
         return {run.name: run for run in adapter_runs(self)} or {self.lora.served_name: self}
@@ -437,6 +447,12 @@ def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
             lines = [f"the adapter {adapter.name}: {line}" for line in str(error).splitlines()]
             raise ConfigError("\n".join(lines)) from None
     return tuple(runs)
+
+
+def _file_of(named: str) -> str:
+    """Returns the path of the Python file in the name of a function or an environment; empty if that names none."""
+    path = named if named.endswith(".py") else named.rpartition(":")[0]
+    return path if path.endswith(".py") else ""
 
 
 def set_runs(config: RunConfig) -> dict[str, RunConfig]:

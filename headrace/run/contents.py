@@ -5,11 +5,8 @@ import` writes around a reward function of verl, and so do the modules beside it
 
 from __future__ import annotations
 
-import ast
-import os
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,13 @@ from headrace.episodes.scoring.config import ENDPOINTS
 from headrace.episodes.tasks.row_images import images_in
 from headrace.run.config import RunConfig
 from headrace.run.resume_rules import rule_of, settings_of
+from headrace.settings.user_code import code_behind
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-"""Files of which only the size counts: to read them takes as long as to load a model."""
+"""Files of which the size and some pieces count: to read them takes as long as to load a model."""
+_PIECES, _PIECE = 64, 1 << 14
+"""The number of pieces that are read of a file, and their bytes. Other weights differ nearly everywhere."""
 _READ = (".json", ".jinja", ".model", ".arrow", ".parquet", "merges.txt", "vocab.txt")
-MOST_FILES = 100
-"""Files of the user's code that are read for one setting."""
 _LINE = re.compile(r"^# contents of (\S+): ([0-9a-f]{32})$", re.MULTILINE)
 
 
@@ -36,7 +34,7 @@ def contents_of(config: RunConfig) -> dict[str, str]:
         if paths:
             digest = xxhash.xxh3_128()
             for path in paths:
-                _add(digest, path)
+                _add(digest, path, parts=name.endswith("path") and name != "model.path")
             found[name] = digest.hexdigest()
     if (
         config.task.images and not config.task.facts.passed
@@ -70,59 +68,32 @@ def _paths(value: Any) -> Iterator[Path]:
             yield path
 
 
-def _add(digest: xxhash.xxh3_128, path: Path) -> None:
+def _add(digest: xxhash.xxh3_128, path: Path, *, parts: bool) -> None:
+    """`parts`: whether a directory may hold rows in further ones, as `lang=de/0.parquet`."""
     if not path.is_dir():
         _read(digest, path)
-        for named in _code_named_in(path) if path.suffix == ".py" else ():
+        for named in code_behind(path) if path.suffix == ".py" else ():
             _read(digest, named)
         return
-    for file in sorted(path.iterdir()):
-        if file.name.endswith(_WEIGHTS):
-            digest.update(f"{file.name} {file.stat().st_size}")
-        elif file.name.endswith(_READ):
-            digest.update(file.name)
+    for file in sorted(path.rglob("*") if parts else path.iterdir()):
+        name = file.relative_to(path).as_posix()
+        if name.endswith(_WEIGHTS):
+            digest.update(f"{name} {file.stat().st_size}")
+            _read_pieces(digest, file)
+        elif name.endswith(_READ):
+            digest.update(name)
             _read(digest, file)
-
-
-def _code_named_in(path: Path) -> list[Path]:
-    """Returns the Python files that this one leads to: those whose absolute paths stand in its texts, and those that it imports from beside it, which
-    may lead to others."""
-    found, waiting = {path}, [path]
-    while waiting and len(found) < MOST_FILES:
-        others = sorted(_led_to_by(waiting.pop(0), path.parent) - found)
-        found.update(others)
-        waiting += others
-    return sorted(found - {path})
-
-
-def _led_to_by(path: Path, root: Path) -> set[Path]:
-    """`root`: the directory in which a process looks for modules of the user's."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of the user's code, which says them itself when it is run
-            nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    named = {Path(text) for text in texts if text.startswith("/") and text.endswith(".py") and os.path.isfile(text)}
-    for node in nodes if "site-packages" not in root.parts else ():
-        match node:
-            case ast.Import(names=names):
-                named |= {file for one in names for file in _files_of(root, one.name.split("."))}
-            case ast.ImportFrom(module=module, names=names, level=level):
-                base = path.parents[level - 1] if 0 < level <= len(path.parents) else root
-                parts = module.split(".") if module else []
-                named |= {file for one in names for file in _files_of(base, [*parts, one.name])}
-    return named
-
-
-def _files_of(base: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Yields the files that an import of a module runs, as far as they lie in a directory."""
-    for end in range(1, len(parts) + 1):
-        place = base.joinpath(*parts[:end])
-        yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
 
 
 def _read(digest: xxhash.xxh3_128, path: Path) -> None:
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
             digest.update(piece)
+
+
+def _read_pieces(digest: xxhash.xxh3_128, path: Path) -> None:
+    last = max(0, path.stat().st_size - _PIECE)
+    with path.open("rb") as file:
+        for number in range(_PIECES):
+            file.seek(last * number // (_PIECES - 1))
+            digest.update(file.read(_PIECE))

@@ -16,9 +16,12 @@ from headrace.episodes.tasks.rows import trained_too
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.texts import plural
 from headrace.loop.assembly import MeasuredSet
+from headrace.loop.evaluation import measure_of
 from headrace.models.chat import ChatEncoder
 from headrace.run.build import build_environment, build_scorer, build_task
 from headrace.run.config import RunConfig, set_runs
+from headrace.run.contents import contents_of
+from headrace.run.resume_rules import meaning
 from headrace.run.seats import ONLY_HERE, UserSites
 from headrace.settings.process_config import EvalSetConfig
 
@@ -32,6 +35,11 @@ class ReadSet:
     """The set as a run whose held-out prompts it is."""
     prompts: Sequence[Prompt]
     remarks: Sequence[str]
+
+    @property
+    def measure(self) -> str:
+        """The mark of what it measures, which a resume may have changed: its own reward, environment or rows."""
+        return measure_of(meaning(self.run, contents_of(self.run)), self.run.eval.temperature)
 
     @property
     def words(self) -> str:
@@ -98,6 +106,7 @@ async def open_sets(
                     evaluation=one.run.eval,
                     environment=environment,
                     scorer=scorer,
+                    measure=one.measure,
                 )
             )
         yield found

@@ -62,7 +62,7 @@ async def open_parts(
     a rehearsal has loaded for each lane; without it all is loaded here."""
     shared, waits = telemetry[""], telemetry[""].waits
     async with AsyncExitStack() as undo:
-        sites = user_sites(config.orchestration, shared)
+        sites = user_sites(config.orchestration, shared, config.code_files)
         loaded: dict[str, _LoadedLane] = {}
         # Endless: a model or a data set may have to be downloaded.
         async with (

@@ -31,6 +31,7 @@ from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
 from headrace.run.needs import check_needs
 from headrace.run.resume_rules import meaning, settings_of
+from headrace.run.seats import own_sites
 from headrace.run.session import run_clock
 from headrace.run.starting import start_engine
 from headrace.run.worker.build import open_launcher
@@ -125,7 +126,8 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
     )
     telemetry = open_telemetry(config.watch, _Stderr(), run_clock(0.0))
     async with AsyncExitStack() as undo:
-        players = await undo.enter_async_context(open_players(config, encoder, telemetry, logs=logs))
+        sites = own_sites(config.code_files)
+        players = await undo.enter_async_context(open_players(config, encoder, telemetry, logs=logs, sites=sites))
         starting = start_engine(
             config,
             model_dir=encoder.directory,

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.core.protocols import Job, Launcher
@@ -15,10 +16,10 @@ from headrace.engine.config import EngineConfig
 from headrace.episodes.environments.function import function_settings
 from headrace.facts.telemetry import Telemetry
 from headrace.native.resources import usable_cores
-from headrace.processes.asked_process import HERE, OWN_SITE, Sites
+from headrace.processes.asked_process import HERE, OwnSite, Site, Sites
 from headrace.processes.joining.greeting import USER_CODE, Kind, Terms
 from headrace.processes.joining.joined import Seats, SeatsWanted
-from headrace.processes.joining.same_model import code_terms, terms_of
+from headrace.processes.joining.same_model import changed_code, code_terms, terms_of
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.hosted_site import HostedSite
 from headrace.run.config import RunConfig
@@ -52,18 +53,30 @@ class UserSites:
 ONLY_HERE = UserSites()
 
 
-def user_sites(place: OrchestrationConfig, telemetry: Telemetry) -> UserSites:
-    """The machines of a run. Those elsewhere are up after `open`."""
+def own_sites(files: Mapping[str, Iterable[str]]) -> UserSites:
+    """This machine alone. It starts no process once the user's `files` (`RunConfig.code_files`) are others: that would compute something else than
+    those before it. Raises ConfigError for a file that cannot be read."""
+    scorers, environments = (Sites([_here(files[kind])]) for kind in USER_CODE)
+    return UserSites(scorers, environments)
+
+
+def _here(files: Iterable[str]) -> OwnSite:
+    return OwnSite(partial(changed_code, code_terms(files).files))
+
+
+def user_sites(place: OrchestrationConfig, telemetry: Telemetry, files: Mapping[str, Iterable[str]]) -> UserSites:
+    """The machines of a run. Those elsewhere are up after `open`. `files`: as for `own_sites`, and it raises what that does."""
+    alone = own_sites(files)
     hosts: list[tuple[Kind, HostedSite]] = []
-    sites: dict[Kind, Sites] = {}
+    sites: dict[Kind, Sites] = {"scorer": alone.scorers, "environment": alone.environments}
     for kind, names in place.hosts.items():
-        own = [HostedSite(Job(kind, name), telemetry) for name in names]
-        hosts += [(kind, site) for site in own]
-        sites[kind] = _sites(kind, own, place.also_here, telemetry)
-    return UserSites(sites.get("scorer", HERE), sites.get("environment", HERE), hosts)
+        there = [HostedSite(Job(kind, name), telemetry) for name in names]
+        hosts += [(kind, site) for site in there]
+        sites[kind] = _sites(kind, there, sites[kind].every if place.also_here else (), telemetry)
+    return UserSites(sites["scorer"], sites["environment"], hosts)
 
 
-def _sites(kind: Kind, hosts: Sequence[HostedSite], also_here: bool, telemetry: Telemetry) -> Sites:
+def _sites(kind: Kind, hosts: Sequence[HostedSite], own: Sequence[Site], telemetry: Telemetry) -> Sites:
     turned = asyncio.Event()
 
     async def until_up() -> None:
@@ -72,7 +85,7 @@ def _sites(kind: Kind, hosts: Sequence[HostedSite], also_here: bool, telemetry: 
                 turned.clear()
                 await turned.wait()
 
-    sites = Sites([*hosts, *([OWN_SITE] if also_here else [])], until_up)
+    sites = Sites([*hosts, *own], until_up)
     sites.listen(turned.set)
     for host in hosts:
         host.changed = sites.changed
@@ -81,15 +94,7 @@ def _sites(kind: Kind, hosts: Sequence[HostedSite], also_here: bool, telemetry: 
 
 def terms_of_code(config: RunConfig) -> dict[Kind, Terms]:
     """The user's files that workers must have, by what they offer. Raises ConfigError for one that cannot be read."""
-    named: dict[Kind, list[str]] = {
-        "scorer": [spec.function for run in config.runs for spec in run.reward.specs],
-        "environment": [run.environment.function or run.environment.name for run in config.runs],
-    }
-    return {
-        kind: code_terms(filter(None, map(_file_of, named[kind])))
-        for kind in USER_CODE
-        if kind in config.orchestration.hosts
-    }
+    return {kind: code_terms(config.code_files[kind]) for kind in USER_CODE if kind in config.orchestration.hosts}
 
 
 def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
@@ -103,12 +108,6 @@ def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
         return UserHostStart(files=files, rewards=tuple(loads))
     settings = [function_settings(run.environment, run.sandbox.settings) for run in config.runs]
     return UserHostStart(files=files, environments=tuple(settings))
-
-
-def _file_of(named: str) -> str:
-    """Returns the path of the Python file in the name of a function or an environment; empty if that names none."""
-    path = named if named.endswith(".py") else named.rpartition(":")[0]
-    return path if path.endswith(".py") else ""
 
 
 # --- seats ------------------------------------------------------------

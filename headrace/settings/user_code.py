@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,6 +104,44 @@ def _refuse_modules_of_others(path: Path, what: str) -> None:
             )
 
 
+def code_behind(path: Path) -> list[Path]:
+    """Returns the Python files that a file of the user's leads to, `MOST_FILES` at most: those whose absolute paths stand in its texts, and those that it imports from beside it, which
+    may lead to others."""
+    found, waiting = {path}, [path]
+    while waiting and len(found) < MOST_FILES:
+        others = sorted(_led_to_by(waiting.pop(0), path.parent) - found)
+        found.update(others)
+        waiting += others
+    return sorted(found - {path})
+
+
+def _led_to_by(path: Path, root: Path) -> set[Path]:
+    """`root`: the directory in which a process looks for modules of the user's."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the user's code, which says them itself when it is run
+            nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    named = {Path(text) for text in texts if text.startswith("/") and text.endswith(".py") and os.path.isfile(text)}
+    for node in nodes if "site-packages" not in root.parts else ():
+        match node:
+            case ast.Import(names=names):
+                named |= {file for one in names for file in _files_of(root, one.name.split("."))}
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = path.parents[level - 1] if 0 < level <= len(path.parents) else root
+                parts = module.split(".") if module else []
+                named |= {file for one in names for file in _files_of(base, [*parts, one.name])}
+    return named
+
+
+def _files_of(base: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yields the files that an import of a module runs, as far as they lie in a directory."""
+    for end in range(1, len(parts) + 1):
+        place = base.joinpath(*parts[:end])
+        yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
+
+
 def one_line(error: BaseException) -> str:
     """Formats an error as `ZeroDivisionError: division by zero (rewards.py:12)`; the place is the last one in the file that headrace
     called."""
@@ -144,6 +184,8 @@ def _headline(error: BaseException) -> str:
     return encodable(f"{type(error).__name__}{': ' if message else ''}{message}")
 
 
+MOST_FILES = 100
+"""Files that one of the user's leads to."""
 _PLACES: set[Path] = set()
 """The directories of files that were run."""
 _PACKAGE = str(PACKAGE)

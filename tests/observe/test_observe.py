@@ -167,6 +167,21 @@ def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     recorder.close()
 
 
+@pytest.mark.parametrize("fate", ["was deleted", "has 3 bytes"])
+def test_metrics_that_somebody_deletes_or_cuts_are_missed_at_the_next_step(tmp_path: Path, fate: str) -> None:
+    """They went to a file without a name, and the report of the run with them."""
+    recorder, path = Recorder(tmp_path), tmp_path / "metrics.jsonl"
+    recorder.record(Warned(1.0, "one"))
+    if fate == "was deleted":
+        path.unlink()
+    else:
+        os.truncate(path, 3)
+    step = next(fact for fact in FactStream(steps=1).facts() if isinstance(fact, StepTrained))
+    with pytest.raises(HeadraceError, match=rf"metrics\.jsonl {fate}.*resume with --resume"):
+        recorder.record(step)
+    recorder.close()
+
+
 def test_disk_that_fills_in_the_middle_of_a_line_leaves_whole_lines(tmp_path: Path) -> None:
     script = """
 import resource, signal, sys

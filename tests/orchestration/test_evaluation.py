@@ -29,8 +29,11 @@ from headrace.loop.partial import Interrupts, PartialConfig
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
+from headrace.models.chat import ChatEncoder
+from headrace.run.build import build_task
 from headrace.run.config import read_config
 from headrace.run.contents import contents_of
+from headrace.run.evaluation_sets import read_sets
 from headrace.run.resume_rules import meaning
 from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_engine import FakeEngine
@@ -152,8 +155,8 @@ def test_further_sets_are_measured_beside_the_held_out_prompts_and_told_before_t
     async def case() -> None:
         told, facts = telemetry()
         first, greedy = Given([[1.0], [0.0]]), Given([[0.5, 0.5]])
-        further = [HeldOutSet("greedy", greedy, PROMPTS[:1]), HeldOutSet("none", Given([[None]]), PROMPTS[:1])]  # type: ignore[arg-type]
-        evaluator = Evaluator(HeldOutSet("sums", first, PROMPTS[:2]), told, further)  # type: ignore[arg-type]
+        further = [HeldOutSet("greedy", greedy, PROMPTS[:1], "a"), HeldOutSet("none", Given([[None]]), PROMPTS[:1])]  # type: ignore[arg-type]
+        evaluator = Evaluator(HeldOutSet("sums", first, PROMPTS[:2], "b"), told, further)  # type: ignore[arg-type]
         found = await evaluator.measure("during", 3)
         assert found and (found.name, found.beside, found.reward_mean) == ("sums", False, 0.5)
         *others, last = facts.of(Evaluated)
@@ -162,6 +165,7 @@ def test_further_sets_are_measured_beside_the_held_out_prompts_and_told_before_t
             ("none", True, 3),
         }
         assert {fact.name: fact.asked - fact.prompts for fact in others} == {"greedy": 0, "none": 1}
+        assert {fact.name: fact.measure for fact in (*others, last)} == {"greedy": "a", "none": "", "sums": "b"}
         numbers = [number for number, _, _ in (*first.asked, *greedy.asked)]
         assert len(set(numbers)) == 2, "requests of two sets have two names"
 
@@ -220,6 +224,23 @@ def test_the_mark_of_a_measurement_follows_what_a_reward_means(tmp_path: Path, t
     (tmp_path / "reward.py").write_text((tmp_path / "reward.py").read_text().replace('"e"', '"i"'))
     assert len({plain, mark(), *others}) == 7
     assert measure_of({"algo.advantage": "x"}, 1.0) == ""
+
+
+def test_the_mark_of_an_evaluation_set_follows_its_own_reward(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    """A resume may change it, and the reward before training would be compared with one that means something else."""
+    (tmp_path / "own.py").write_text("def exact(completions, **columns):\n    return [1.0] * len(completions)\n")
+    tree = tiny_config(tmp_path, tiny_tokenizer)
+    tables = [{"name": "own", "reward": {"function": f"{tmp_path / 'own.py'}:exact"}}, {"name": "same", "samples": 2}]
+
+    def marks() -> list[str]:
+        config = read_config({**tree, "eval": {"prompts": 4, "sets": tables}})
+        encoder = ChatEncoder(tiny_tokenizer)
+        return [one.measure for one in read_sets(config, encoder, build_task(config.task, encoder, 0))]
+
+    before = marks()
+    (tmp_path / "own.py").write_text("def exact(completions, **columns):\n    return [0.5] * len(completions)\n")
+    after = marks()
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, True] and all(before)
 
 
 def test_without_a_reward_there_is_no_mean() -> None:

@@ -492,7 +492,7 @@ async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 async def of_user_code(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     config = load_config(a_config(tmp), ["orchestration.scorers=1", f"orchestration.token_file={tmp / 'token'}"])
     telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
-    await user_sites(config.orchestration, telemetry).scorers.least(lambda site: 0)
+    await user_sites(config.orchestration, telemetry, config.code_files).scorers.least(lambda site: 0)
 
 
 def over_bus(hosts: int = 1, weights_after: float = 0.0) -> Scenario:

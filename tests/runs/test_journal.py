@@ -687,6 +687,21 @@ def test_a_journal_that_is_there_no_more_is_not_written_to_in_silence(tmp_path: 
     journal.close()
 
 
+@pytest.mark.parametrize("size", [0, 5, 1000])
+def test_a_journal_that_another_program_cuts_or_writes_to_is_not_written_to_in_silence(
+    tmp_path: Path, size: int
+) -> None:
+    """A program that rotates logs copies a file and cuts it: the records would be gone, and later ones stand elsewhere than their index says."""
+    journal = Journal(tmp_path)
+    journal.write(LiveRecord(0.0, 0, "f"))
+    (segment,) = segments_of(tmp_path)
+    os.truncate(segment, size)
+    for ask in (lambda: journal.write(LiveRecord(1.0, 1, "f")), journal.flush):
+        with pytest.raises(HeadraceError, match=rf"has {size} bytes, and \d+ were written to it.*resume with --resume"):
+            ask()
+    journal.close()
+
+
 def test_a_disk_that_fills_leaves_whole_records_and_their_numbers(tmp_path: Path) -> None:
     script = """
 import resource, signal, sys

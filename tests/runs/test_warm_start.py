@@ -135,6 +135,10 @@ TALK = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one
         ([ROW, {"prompt": "1?", "answer": " "}], {}, "row 2: its answer is empty", [ROW], {}),
         ([ROW, {"prompt": "1?", "answer": 1}], {}, "row 2: its answer is empty, or no text", [ROW], {}),
         ([{"prompt": "1?", "answer": "one<end>"}], {}, "holds a token that ends answers", [ROW], {}),
+        ([{"prompt": "1?", "answer": "one<user>"}], {}, "holds <user>, by which the chat template begins or ends a turn", [ROW], {}),
+        ([{"prompt": "1?", "answer": "ÖNE"}], {}, "has no token for, and would teach the model to write <unk>", [ROW], {}),
+        ([{"prompt": [TALK[0], {**TALK[1], "weight": 0}]}], {"answer": ""}, "not to be trained", [{"prompt": TALK}], {}),
+        ([{"prompt": [TALK[0], {**TALK[1], "train": False}]}], {"answer": ""}, "not to be trained", [{"prompt": TALK}], {}),
         ([{"prompt": "1?" * 40, "answer": "one"}], {}, r"row 1: it has 87 tokens .* engine.context_length = 64", [], {"context": 87}),
         ([ROW, ROW], {"held_out": 2}, "held_out = 2 keeps back all of the 2 rows", [], {"held_out": 0}),
         ([ROW, ROW], {"held_out": 1}, "have the question of a held-out row", [], {"held_out": 0}),
@@ -195,7 +199,7 @@ def test_a_model_without_an_end_of_answers_is_refused_and_naming_one_helps(tmp_p
 # -- pairs --------------------------------------------------------------------------------------------------------------------
 
 PAIRS = [
-    {"prompt": f"{a} and {b}?", "answer": f"{b} then {a}", "rejected": f"{b} or {a}!"} for a in "123" for b in "ab"
+    {"prompt": f"{a} and {b}?", "answer": f"{b} then {a}", "rejected": f"{b} or {a}."} for a in "123" for b in "ab"
 ]
 PAIR, DPO = {"prompt": "1?", "answer": "one", "rejected": "two"}, {"loss": "dpo"}
 

@@ -196,6 +196,9 @@ def test_parts_of_text_and_rows_of_sharegpt_are_read(plain: Rows) -> None:
     assert plain.seen({"prompt": begun}).endswith("<|im_start|>assistant\nIt")
 
 
+CALL: dict[str, Any] = {"role": "assistant", "content": ""}
+
+
 def test_calls_of_tools_in_rows(hermes: Rows) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
@@ -207,10 +210,26 @@ def test_calls_of_tools_in_rows(hermes: Rows) -> None:
     assert '{"name": "add", "arguments": {"a": 1}}' in seen and "add: 4" in seen
     bare = [USER, {"role": "assistant", "content": "", "tool_calls": [call["function"]]}, messages[2]]
     assert hermes.seen({"prompt": bare}) == seen
+    none = [USER, {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": ""}]}, messages[2]]
+    assert '{"name": "add", "arguments": {}}' in hermes.seen({"prompt": none})
+
+
+def test_a_call_in_parquet_has_no_arguments_of_other_calls(tmp_path: Path) -> None:
+    """Arrow has one type for all calls of a column, and writes null for the keys that only others have."""
+    from pyarrow import Table, parquet
+
+    asked = [{"name": "add", "arguments": {"a": 1}}, {"name": "find", "arguments": {"where": {"x": "y"}}}]
+    rows = [
+        {"prompt": [USER, {**CALL, "tool_calls": [{"function": function}]}], "kept": [{"a": None}]}
+        for function in asked
+    ]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "r.parquet")
+    read = read_rows("parquet", str(tmp_path / "r.parquet"))
+    assert [row["prompt"][1]["tool_calls"][0]["function"] for row in read] == asked
+    assert [row["kept"] for row in read] == [[{"a": None}]] * 2, "the column of a reward is as it is"
 
 
 IMAGE = {"type": "image", "image": "x.png"}
-CALL: dict[str, Any] = {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize(
@@ -229,6 +248,11 @@ CALL: dict[str, Any] = {"role": "assistant", "content": ""}
         (["a"], "is a list with something else than messages"),
         ([USER, {**CALL, "tool_calls": [{"function": {}}]}], "has a tool call without a name in message 2"),
         ([USER, {**CALL, "tool_calls": [{"name": "f", "arguments": "{"}]}], "whose arguments are no JSON object"),
+        ([USER, {**CALL, "tool_calls": [{"name": "f", "arguments": []}]}], "whose arguments are no JSON object"),
+        (
+            [USER, {**CALL, "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}],
+            "whose arguments have a twice",
+        ),
         ([], "is an empty list of messages"),
         ("", "is empty"),
         (None, "is empty (null)"),

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.rewards import named_twice
 
 # --- A chat template is given more than messages
 # Arguments, the tools of a row, and a rule for special tokens in a text.
@@ -84,13 +85,17 @@ def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"the column {TOOLS} has no list of tools; a tool is "
             '{"type": "function", "function": {"name": ..., "parameters": {...}}}. Rename the column if it is for the reward alone'
         )
-    return [_without_nulls(tool) for tool in given]
+    return [without_nulls(tool) for tool in given]
 
 
 def _decoded(value: Any) -> Any:
     """Data sets keep what differs from row to row as JSON text, because a column has one type."""
     if not isinstance(value, str):
         return value
+    if twice := named_twice(value):
+        raise ConfigError(
+            f"a column for the chat template is JSON that has {twice} twice in an object; leave one of them out"
+        )
     try:
         return json.loads(value) if value.strip() else None
     except ValueError:
@@ -102,10 +107,11 @@ def _is_tool(tool: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Returns the value without the nulls that Arrow writes for keys which other objects have."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 # --- messages ------------------------------------------------------------

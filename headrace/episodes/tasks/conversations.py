@@ -9,6 +9,7 @@ from typing import Any
 from headrace.core.chat.message_images import IMAGES, PLACES, divided, with_image_parts
 from headrace.core.chat.messages import role_problem
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.rewards import named_twice
 from headrace.episodes.tasks.config import TaskConfig
 
 Message = dict[str, Any]
@@ -141,17 +142,22 @@ def _of_sharegpt(message: Message, place: int) -> Message:
 
 def _call(given: Any, place: int) -> Message:
     """Returns a tool call with its arguments as an object, as chat templates expect them."""
-    function = given.get("function", given) if isinstance(given, dict) else None
+    given = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    function = given.get("function", given)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConfigError(f"has a tool call without a name in message {place}; write {{function: {{name, arguments}}}}")
-    arguments = function.get("arguments") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and (twice := named_twice(arguments)):
+        raise ConfigError(
+            f"has a tool call in message {place} whose arguments have {twice} twice; leave one of them out"
+        )
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments
     except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
+        arguments = ()
+    if not isinstance(arguments, dict) and arguments not in (None, ""):
         raise ConfigError(f"has a tool call in message {place} whose arguments are no JSON object")
-    named = {"name": function["name"], "arguments": arguments}
+    named = {"name": function["name"], "arguments": arguments or {}}
     return (
         {**given, "type": "function", "function": named}
         if "function" in given

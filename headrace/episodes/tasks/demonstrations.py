@@ -240,6 +240,9 @@ class AnswerTokenizer(Encoder, Protocol):
     @property
     def endings(self) -> Any: ...
 
+    @property
+    def unknown(self) -> int | None: ...
+
     def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]: ...
 
     def written(self, tokens: Sequence[int]) -> str: ...
@@ -484,6 +487,16 @@ class _Reader:
             raise ConfigError(
                 "its answer holds a token that ends answers, which is added behind it anyway; remove it from the text"
             )
+        unknown = self.encoder.unknown
+        if unknown is not None and unknown in one.answer and (text := self.encoder.written((unknown,))) not in answer:
+            raise ConfigError(
+                f"its answer holds a character that the model's tokenizer has no token for, and would teach the model to write {text}; remove such rows"
+            )
+        if control := sorted(self.encoder.specials_in([{"role": "assistant", "content": answer}])):
+            raise ConfigError(
+                f"its answer holds {control[0]}, by which the chat template begins or ends a turn, and would teach the model to write it; remove it from "
+                'the text, or set task.specials_in_text = "allow" if that is meant'
+            )
         if len(one.tokens) > self.context:
             raise ConfigError(
                 f"it has {len(one.tokens):,} tokens with its answer, and engine.context_length = {self.context}; raise that, or remove such rows"
@@ -524,6 +537,10 @@ def _last_message(question: str | list[Message], column: str, section: str) -> t
         raise ConfigError(
             f"its last message has {thoughts[0]} beside its text, and the text alone would be trained; write it into the text as the model does, as in "
             f"{OPENING}...{CLOSING}, or remove {thoughts[0]}"
+        )
+    if question[-1].get("weight") == 0 or question[-1].get("train") is False:
+        raise ConfigError(
+            "its last message says that it is not to be trained (weight = 0, or train = false), and it is the one that would be; remove such rows"
         )
     return question[:-1], question[-1]["content"]
 

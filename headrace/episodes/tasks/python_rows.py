@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.tasks.prompts import digest_of
-from headrace.episodes.tasks.read import Row
+from headrace.episodes.tasks.read import Row, of_arrow
 from headrace.episodes.tasks.rows import about, plain_row
 from headrace.models.images import as_text
 
@@ -45,7 +45,7 @@ def fingerprint(rows: Sequence[Row]) -> str:
 def _records(dataset: Any) -> Any:
     """Returns the rows of a pandas frame, which by itself iterates over column names and has NaN for missing values."""
     if not (hasattr(dataset, "iterrows") and hasattr(dataset, "to_dict")):
-        return dataset
+        return of_arrow(dataset) if type(dataset).__module__.partition(".")[0] == "datasets" else dataset
     plain = dataset.astype(object)
     return plain.where(dataset.notna(), None).to_dict("records")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TextIO
 
+from headrace.core.chat.messages import without_nulls
 from headrace.core.errors import ConfigError, nearest
 from headrace.episodes.tasks.task_kinds import TASK_KINDS
 from headrace.settings.extras import absent
@@ -175,10 +176,29 @@ def parquet_rows(path: Path) -> list[Row]:
     except ImportError as error:
         raise ConfigError(absent("task.kind = parquet", "pyarrow", "pyarrow", error, "parquet")) from None
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return of_arrow(pyarrow.parquet.read_table(path).to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         message = str(error).splitlines()[0]
         raise ConfigError(f"{path} cannot be read as Parquet ({message}); set task.kind to what it is") from None
+
+
+def of_arrow(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Returns rows as they were before Arrow gave all objects of a column the same keys: a call in a message lacks the arguments that only others
+    have."""
+    return [{name: _own_arguments(value) for name, value in row.items()} for row in rows]
+
+
+def _own_arguments(value: Any) -> Any:
+    if not (
+        isinstance(value, list) and any(isinstance(message, dict) and message.get("tool_calls") for message in value)
+    ):
+        return value
+    return [
+        message | {"tool_calls": without_nulls(message["tool_calls"])}
+        if isinstance(message, dict) and message.get("tool_calls")
+        else message
+        for message in value
+    ]
 
 
 def saved_rows(path: Path) -> list[Row]:
@@ -196,7 +216,7 @@ def saved_rows(path: Path) -> list[Row]:
     if isinstance(saved, datasets.DatasetDict):
         splits = " or ".join(str(path / split) for split in saved)
         raise ConfigError(f"{path} holds several splits; set task.path (and task.held_out_path) to {splits}")
-    return list(saved)
+    return of_arrow(saved)
 
 
 def _is_empty(path: Path) -> bool:

@@ -285,8 +285,14 @@ def judge(state: RunState, live: LiveStatus | None, alive: bool, now: float) -> 
 def _living(state: RunState, live: LiveStatus | None, now: float) -> Status:
     age = now - live.written if live else 0.0
     doing = process_state(live.pid) if live else "gone"
-    if live is None or (age > SILENT and doing == "gone"):  # the file is that of the process before
+    if live is None or (abs(age) > SILENT and doing == "gone"):  # the file is that of the process before
         return Status("starting", "alive, and just starting", None)
+    if age < -SILENT:  # it would count as new until this clock has come so far
+        return Status(
+            "silent",
+            f"alive, but its last status is from {-age:.0f} s later than now (was the clock set back?): its process is {doing}",
+            live,
+        )
     if age > SILENT:
         return Status("silent", f"alive, but has written no status for {age:.0f} s: its process is {doing}", live)
     if live.silent > SILENT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import xxhash
@@ -13,6 +13,7 @@ import xxhash
 from headrace.core.errors import ConfigError
 from headrace.models.resolve import resolve_model
 from headrace.processes.joining.greeting import Agreed, Terms
+from headrace.settings.user_code import code_behind
 
 # --- The packages that decide what an engine computes
 # The packages that decide what an engine computes, and whether two machines have the same.
@@ -43,13 +44,13 @@ def _version(name: str) -> str:
 
 
 # --- Whether the user's files on a worker's machine are those of the run
-# Files that these import are not compared.
+# Those that they import from beside them count too.
 
 
 def code_terms(files: Iterable[str]) -> Terms:
     """The terms of a worker that runs these files, which name no model. Raises ConfigError for one that cannot be read."""
-    found = {}
-    for file in sorted(set(files)):
+    found, named = {}, set(files)
+    for file in sorted({*named, *(str(other) for one in named for other in code_behind(Path(one)))}):
         try:
             found[file] = _digest(Path(file))
         except OSError as error:
@@ -64,17 +65,33 @@ def agree_to(terms: Terms, own_model: str = "") -> Agreed:
 
 def code_problem(files: Mapping[str, str]) -> str:
     """Returns what is wrong with the user's files on this machine; empty if they are the run's. `files`: their digests there, by path."""
+    for file, how in _others(files):
+        return (
+            f"the run's file {file} is not on this machine ({how}): copy it here, to the same path"
+            if how
+            else f"{file} is not the run's: its content differs. Copy the run's file to this machine, or start the run anew if it is that one which has changed"
+        )
+    return ""
+
+
+def changed_code(files: Mapping[str, str]) -> str:
+    """Returns which of the files of a run on this machine is another one now, and what to do; empty if none is. `files`: as for `code_problem`."""
+    for file, how in _others(files):
+        return (
+            f"{file} {f'cannot be read any more ({how})' if how else 'has changed'} since the run began, and a process that loads it now would compute "
+            "something else than those before it; put it back, or stop the run and resume it with the new one"
+        )
+    return ""
+
+
+def _others(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields the files that are not as they were, each with the reason why it cannot be read, or an empty text."""
     for file, theirs in files.items():
         try:
-            ours = _digest(Path(file))
+            if _digest(Path(file)) != theirs:
+                yield file, ""
         except OSError as error:
-            return f"the run's file {file} is not on this machine ({error.strerror or error}): copy it here, to the same path"
-        if ours != theirs:
-            return (
-                f"{file} is not the run's: its content differs. Copy the run's file to this machine, or start the run anew if it is that one which "
-                "has changed"
-            )
-    return ""
+            yield file, error.strerror or str(error)
 
 
 def _digest(path: Path) -> str:

@@ -76,6 +76,9 @@ if mode == "good":
         wait_for("tried")  # the key of a rollout that is over belongs to nobody
     print("the answer is", text)
     print(1.5)
+if mode == "edits":
+    Path(__file__).write_text(Path(__file__).read_text() + "# another one now")
+    print(0.5)
 if mode == "named":
     print(json.dumps({"right": 1, "short": -0.5}))
 if mode == "nan":
@@ -155,6 +158,14 @@ def test_one_that_keeps_its_connection_open_is_ended_after_its_seconds(tmp_path:
 def test_a_reward_function_alone_is_asked_where_there_is_one(tmp_path: Path) -> None:
     (one,) = played(tmp_path, "words", alone=False)
     assert isinstance(one, Played) and one.rewards == {}
+
+
+def test_an_agent_whose_file_changes_during_a_run_is_not_started(tmp_path: Path) -> None:
+    """It would play otherwise than those before it, and nothing would say so."""
+    before, after = played(tmp_path, "edits", "good", processes=1)
+    assert isinstance(before, Played) and before.rewards == {"agent": 0.5}
+    assert isinstance(after, Failure) and after.reason == "agent_exit"
+    assert "agent.py has changed since the run began" in after.detail
 
 
 def test_a_directory_of_the_user_stays(tmp_path: Path) -> None:

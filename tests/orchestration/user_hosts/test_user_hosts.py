@@ -34,7 +34,7 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
-from headrace.processes.asked_process import OWN_SITE, Site, Sites
+from headrace.processes.asked_process import OwnSite, Site, Sites
 from headrace.processes.frames import receive_frame
 from headrace.processes.joining.greeting import LEAVE, LEAVING, Kind
 from headrace.processes.joining.joined import JoinLauncher, invitation
@@ -69,7 +69,7 @@ class World:
         clock = asyncio.get_running_loop().time
         self.telemetry = Telemetry(self.facts.record, clock, Waits(self.facts.record, clock, 10.0, stop_after))
         self.arrivals, self.config = FakeArrivals(), config
-        self.sites: UserSites = user_sites(config.orchestration, self.telemetry)
+        self.sites: UserSites = user_sites(config.orchestration, self.telemetry, config.code_files)
 
     def offer(
         self, program: Callable[[asyncio.StreamReader, Say], Awaitable[None]], host: str, kind: Kind
@@ -490,11 +490,11 @@ def test_the_user_s_files_are_compared_by_content(tmp_path: Path) -> None:
 def test_this_machine_works_beside_those_elsewhere_only_if_it_is_asked_to(also_here: bool, tmp_path: Path) -> None:
     async def go() -> None:
         sites = World(config_of(tmp_path, scorers=2, also_here=also_here)).sites
-        assert [one is OWN_SITE for one in sites.scorers.every] == [False, False] + [True] * also_here
-        assert list(sites.environments.every) == [OWN_SITE]
+        assert [isinstance(one, OwnSite) for one in sites.scorers.every] == [False, False] + [True] * also_here
+        assert [isinstance(one, OwnSite) for one in sites.environments.every] == [True]
         if also_here:
             here: Site = await sites.scorers.least(lambda site: 0)
-            assert here is OWN_SITE, "those elsewhere are not there yet"
+            assert isinstance(here, OwnSite), "those elsewhere are not there yet"
 
     asyncio.run(go())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from headrace.episodes.environments.agents.served_rollouts import ServedRollouts
 from headrace.episodes.environments.gateway.gateway import Gateway
 from headrace.episodes.environments.gateway.history_trees import GatewayRollout
 from headrace.episodes.environments.gateway.turn_request import OpenedWith
+from headrace.processes.joining.same_model import changed_code, code_terms
 from headrace.web.limits import ServerLimits
 
 
@@ -43,6 +45,14 @@ def open_agents(opened: OpenedWith) -> EnvironmentKind:
     )
 
 
+LARGEST_CODE = 1 << 20
+"""Bytes. A larger file of a command is a program that somebody has built, and is not looked at."""
+
+
+def _is_code(word: str) -> bool:
+    return word.startswith("/") and os.path.isfile(word) and os.path.getsize(word) <= LARGEST_CODE
+
+
 class Agents:
     """The gateway, the places and the settings that the rollouts of a run share."""
 
@@ -52,6 +62,8 @@ class Agents:
         self.memory = int(self.config.memory_gib * (1 << 30))
         self.watch = MemoryWatch(self.memory)
         self.reaper = Reaper()
+        self.code = code_terms(word for word in self.config.command if _is_code(word)).files
+        """The digests of the files that the command names, as the first agent has them."""
 
     def make(self, prompt: Prompt, seed: int) -> Environment:
         return AgentEnvironment(prompt, seed, self)
@@ -74,6 +86,8 @@ class AgentEnvironment:
 
     async def _played(self, rollout: GatewayRollout) -> GivenRewards:
         agents = self._agents
+        if problem := changed_code(agents.code):
+            raise RolloutFailed("agent_exit", f"its process was not started: {problem}")
         url = agents.rollouts.gateway.url(rollout)
         try:
             process = await AgentProcess.start(

@@ -1,0 +1,110 @@
+"""Code of the user's that is edited while a run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.functions import FunctionPools
+from headrace.episodes.scoring.job import Effort, ScoringJob
+from headrace.processes.asked_process import UserProgram
+from headrace.processes.joining.greeting import Kind
+from headrace.run.config import RunConfig, load_config
+from headrace.run.contents import contents_of
+from headrace.run.resume_rules import check_resumable, meaning
+from headrace.run.seats import own_sites
+
+
+def settings_of(directory: Path, sets: Sequence[Any] = ()) -> RunConfig:
+    (directory / "reward.py").write_text("def exact(completions, **columns):\n    return [1.0] * len(completions)\n")
+    return load_config(
+        {
+            "model": {"path": "smollm2-135m-instruct"},
+            "task": {"kind": "reasoning_gym", "name": "chain_sum"},
+            "reward": {"function": f"{directory / 'reward.py'}:exact"},
+            "eval": {"prompts": 4, "sets": list(sets)},
+        }
+    )
+
+
+def test_code_that_changes_during_a_run_scores_nothing(tmp_path: Path) -> None:
+    """A process that takes the place of another would load it: rewards of two meanings would stand beside each other, and nothing say so."""
+    config = settings_of(tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "import marks\n\n\ndef exact(completions, **columns):\n    return [marks.VALUE] * len(completions)\n"
+    )
+    (tmp_path / "marks.py").write_text("VALUE = 1.0\n")
+    job = ScoringJob("2 + 2?", ("4",), ((1,),), {})
+
+    async def go() -> None:
+        sites = own_sites(config.code_files)
+        pools = FunctionPools(config.reward, (), None, config.sandbox.settings, sites.scorers)
+        (part,) = pools.parts
+        try:
+            assert await part.ask(job, Effort()) == [1.0]
+            (tmp_path / "marks.py").write_text("VALUE = 0.5\n")
+            assert await part.ask(job, Effort()) == [1.0], "what is loaded goes on"
+            for pid in pools.pids:
+                os.kill(pid, signal.SIGKILL)
+            (died,), (refused,) = [await part.ask(job, Effort()) for _ in range(2)]
+            assert isinstance(died, Failure) and isinstance(refused, Failure)
+            assert f"{tmp_path / 'marks.py'} has changed since the run began" in refused.detail
+            (tmp_path / "marks.py").write_text("VALUE = 1.0\n")
+            assert await part.ask(job, Effort()) == [1.0]
+        finally:
+            await pools.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("kind", ["scorer", "environment"])
+def test_evaluation_sets_code_is_watched_too(kind: Kind, tmp_path: Path) -> None:
+    code = "def exact(completions, **columns):\n    return [1.0] * len(completions)\n\n\nasync def play(agent):\n    return 0.0\n"
+    (tmp_path / "other.py").write_text(code)
+    own = {"reward": {"function": f"{tmp_path / 'other.py'}:exact"}}
+    if kind == "environment":
+        own = {"environment": {"function": f"{tmp_path / 'other.py'}:play"}}
+    config = settings_of(tmp_path, [{"name": "other", **own}])
+    sites = own_sites(config.code_files)
+    (here,) = (sites.scorers if kind == "scorer" else sites.environments).every
+    (tmp_path / "other.py").unlink()
+    with pytest.raises(OSError, match=r"other\.py cannot be read any more"):
+        asyncio.run(here.spawn(UserProgram(who="scorer 1", words=["none"], log=None)))
+
+
+def test_rows_in_directories_of_a_directory_are_known_to_a_run_that_is_resumed(tmp_path: Path) -> None:
+    place = tmp_path / "rows" / "lang=de"
+    place.mkdir(parents=True)
+    (place / "0.parquet").write_bytes(b"one")
+    tables = {"model": {"path": "org/name"}, "reward": {"function": f"{tmp_path / 'reward.py'}:exact"}}
+    settings_of(tmp_path)
+    config = load_config({**tables, "task": {"kind": "parquet", "path": str(tmp_path / "rows")}})
+    before = contents_of(config)
+    assert contents_of(config) == before
+    (place / "0.parquet").write_bytes(b"two")
+    changed = contents_of(config)
+    assert {name for name in changed if changed[name] != before[name]} == {"task.path"}
+
+
+@pytest.mark.parametrize("size", [100, 3 << 20])
+def test_other_weights_of_the_same_size_are_known_to_a_run_that_is_resumed(size: int, tmp_path: Path) -> None:
+    """The reference of a KL term, or a teacher, would be another one from then on."""
+    settings_of(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(bytes(size))
+    task = {"kind": "reasoning_gym", "name": "chain_sum"}
+    reward = {"function": f"{tmp_path / 'reward.py'}:exact"}
+    config = load_config({"model": {"path": str(model)}, "task": task, "reward": reward})
+    before = contents_of(config)
+    (model / "model.safetensors").write_bytes(b"\1" * size)
+    with pytest.raises(ConfigError, match=r"the contents of model\.path have changed"):
+        check_resumable(meaning(config, before), meaning(config, contents_of(config)))
