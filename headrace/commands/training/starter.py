@@ -232,14 +232,14 @@ def starter_text(config: Path, *, model: str, data: StarterData, reward: str) ->
     return _TEXT.format(
         name=config.name,
         context=f"{context:<6}",
-        tokens=f"{min(TOKENS, context // 2, longest):<7}",
+        tokens=f"{min(TOKENS, context // 2, longest):<10}",
         model=json.dumps(_seen_from(config.parent, model) if Path(model).expanduser().is_dir() else model),
         source="\n".join(source),
         held_out=held_out,
         examples=_EXAMPLES[brief] if data.asked else "",
         reward=json.dumps(reward),
         extract=named,
-        rate=f"{SMALL:g}   " if small else "1e-6    ",
+        rate=f"{SMALL:<7g}" if small else "1e-6   ",
         prompts=held_out,
     )
 
