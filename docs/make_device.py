@@ -50,11 +50,11 @@ def _table(entry: Entry, results: list[Result]) -> Iterator[str]:
         f"measured: {chip_of(result.card).upper() or result.card}, {result.date}, `{result.commit}`"
         for result in results
     ]
-    heads = ["figure", f"predicted: {'; '.join(key.upper() for key in PREDICTED)}", *(cards or ["measured"]), "by"]
+    heads = ["figure", f"predicted: {'; '.join(key.upper() for key in PREDICTED)}", *cards, "by"]
     yield f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
     written_out: dict[str, str] = {}
     for line in entry.lines:
-        found = [_cell(line, result) for result in results] or [NONE]
+        found = [_cell(line, result) for result in results]
         formula = _formula(line.formula, written_out)
         yield f"| {' | '.join([line.name, _predicted(line), *found, formula])} |"
         written_out.setdefault(line.formula, line.name)

@@ -72,6 +72,17 @@ def test_rows_that_are_sorted_into_a_few_kinds_get_their_names_and_solved_rows(
     assert code == 0 and "exact = 1" in out, out
 
 
+def test_a_small_model_is_shown_numbers_alone_and_a_larger_one_may_work_them_out(tmp_path: Path) -> None:
+    (tmp_path / "sums.csv").write_text("\n".join(["question,answer", *(f"{n} + {n}?,{2 * n}" for n in range(20))]))
+    data = look_at(str(tmp_path / "sums.csv"))
+    for model, lines in {
+        "smollm2-135m-instruct": r"^examples = 4 .*^max_tokens = 16 ",
+        "org/name": r"^# examples = 4 .*^max_tokens = 128 ",
+    }.items():
+        text = starter_text(tmp_path / "mine.toml", model=model, data=data, reward="r.py:exact")
+        assert re.search(lines, text, re.MULTILINE | re.DOTALL), text
+
+
 def test_a_label_of_other_letters_than_latin_fits_the_limit(tmp_path: Path, tiny_llama: Path) -> None:
     """A tokenizer of bytes gives three tokens to each of these letters."""
     rows = [{"prompt": f"{number}?", "answer": ("退货申请已提交", "账单")[number % 2]} for number in range(20)]
