@@ -15,7 +15,7 @@ ConfigFact = Callable[[Any], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Places of weights: modules within a layer, or within the model for the last two. A norm that a model does not have is not there."""
+    """Places of weights: modules within a layer, and the model's own norm. A norm that a model does not have is not there."""
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One for each of the three, or one that holds all of their rows."""
@@ -31,6 +31,10 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    convolution: str = "conv.conv"
+    """In a layer that convolves, where the next two are in the places of `qkv` and `out`."""
+    into_convolution: str = "conv.in_proj"
+    out_of_convolution: str = "conv.out_proj"
     norm: str = "model.norm"
 
 
@@ -52,6 +56,10 @@ def _always(config: Any, layer: int) -> bool:
     return True
 
 
+def _never(config: Any, layer: int) -> bool:
+    return False
+
+
 def _no_experts(config: Any) -> Routing | None:
     return None
 
@@ -70,6 +78,12 @@ class Family:
     """The factor of what attention and feed-forward part add to the residual stream."""
     logit_scale: ConfigFact = _one
     routing: Callable[[Any], Routing | None] = _no_experts
+    activation: str = ""
+    """That of the feed-forward part, where a config does not name it."""
+    convolves: Callable[[Any, int], bool] = _never
+    """Whether a layer has a gated short convolution (LFM2) in the place of attention. Only the C++ kernels have it."""
+    sure: bool = True
+    """Whether a decoder of ours serves the family wherever it runs."""
 
 
 BEHIND = Names(
@@ -80,6 +94,16 @@ BEHIND = Names(
 )
 """Norms of the results of attention and feed-forward part alone."""
 SANDWICH = replace(BEHIND, before_attention="input_layernorm", before_mlp="pre_feedforward_layernorm")
+LFM2 = Names(
+    out="self_attn.out_proj",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    before_attention="operator_norm",
+    before_mlp="ffn_norm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    norm="model.embedding_norm",
+)
 GATE_UP = Names(gate_up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, behind_attention="post_self_attn_layernorm", behind_mlp="post_mlp_layernorm")
 
@@ -122,7 +146,10 @@ FAMILIES: Mapping[str, Family] = {
         names=Names(behind_attention="post_norm1", behind_mlp="post_norm2"),
         logit_scale=lambda config: config.logits_scaling,
     ),
-    "phi3": Family(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",))),
+    "phi3": Family(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",)), sure=False),
+    "lfm2": Family(
+        names=LFM2, activation="silu", convolves=lambda c, layer: c.layer_types[layer] == "conv", sure=False
+    ),
     "glm": Family(names=GATE_UP, neighbours=True),
     "glm4": Family(names=GLM4, neighbours=True),
     "ernie4_5": Family(neighbours=True),

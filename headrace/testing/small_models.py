@@ -87,6 +87,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"qk_head_dim": 24},
     "ministral": {"head_dim": 16},

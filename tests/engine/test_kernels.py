@@ -41,17 +41,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-tied-biased": {"head_dim": 16},
     "llama3-rope": {"head_dim": 32},
     "mistral-sliding": {"head_dim": 48},
-    "qwen2": {"head_dim": 16, "num_attention_heads": 4},
     "glm4": {"head_dim": 16, "num_attention_heads": 4},
+    "qwen2": {"head_dim": 16, "num_attention_heads": 4},
+    "lfm2": {
+        "hidden_size": 80,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "qwen3": {"head_dim": 64, "num_key_value_heads": 1},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20},
     "smollm3": {"head_dim": 16},
+    "granite": {"hidden_size": 96},
     "qwen3_moe-mixed": {"hidden_size": 96, "head_dim": 16, "moe_intermediate_size": 48},
+    "olmo3": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
     "mixtral": {"hidden_size": 96, "head_dim": 32, "intermediate_size": 80},
     "olmoe": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 48},
-    "granite": {"hidden_size": 96},
-    "olmo3": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
-    "phi3": {"head_dim": 16, "rope_parameters": {**LONGROPE, "short_factor": [1.1] * 4, "long_factor": [2.0] * 4}},
+    "phi3": {"hidden_size": 96, "rope_parameters": {**LONGROPE, "short_factor": [1.1] * 4, "long_factor": [2.0] * 4}},
 }
 NAMES = list(MODELS)
 MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe"]
@@ -206,10 +213,45 @@ def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, 
             assert torch.equal(row, whole[len(prompt) + step])
 
 
+@pytest.mark.parametrize("name", few(["lfm2", "qwen3"], keep=1))
+@pytest.mark.parametrize("cut", [BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK])
+def test_a_sequence_goes_on_from_any_place_of_another_that_has_gone_further(name, cut):
+    """The last block holds more than the fork has of it."""
+    source, tail = prompts(2 * BLOCK + 20, 9)
+    ours = driver(name)
+    first = ours.sequence(source)
+    ours.step([(first, len(source))])
+    fork = ours.sequence(source[:cut] + tail)
+    whole = cut // BLOCK
+    fork.blocks, fork.cached = [*first.blocks[:whole], ours.free.pop()], cut
+    ours.runner.copy_blocks(np.array([first.blocks[whole]]), np.array([fork.blocks[whole]]))
+    expected = driver(name).logprobs(fork.tokens)
+    for place in range(cut, len(fork.tokens)):
+        assert torch.equal(ours.step([(fork, 1)]).logits[0].log_softmax(-1), expected[place])
+
+
+@pytest.mark.parametrize("name", ["lfm2"])
+def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
+    """What blocks hold of all kinds of layers, and as many bytes as are said."""
+    text = prompts(90)[0]
+    ours, expected = driver(name), driver(name).logprobs(text)
+    sequence = ours.sequence(text)
+    ours.step([(sequence, 80)])
+    blocks = np.array(sequence.blocks)
+    content = ours.runner.take_out(blocks)
+    assert content.nbytes == len(blocks) * ours.runner.block_nbytes
+    live = ours.runner._live
+    ours.runner.free()
+    ours.runner.allocate(64)
+    ours.runner.use(live)
+    ours.runner.put_back(blocks, content)
+    assert torch.equal(ours.step([(sequence, 10)], rows=range(10)).logits.log_softmax(-1), expected[80:])
+
+
 # --- adapters ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, dtype", [("qwen3", BF16), ("mixtral", torch.float32), ("phi3", BF16)])
+@pytest.mark.parametrize("name, dtype", [("qwen3", BF16), ("mixtral", torch.float32), ("phi3", BF16), ("lfm2", BF16)])
 def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
     """Of a mixture in float32, because in bfloat16 experts may nearly tie."""
     ours, texts = driver(name, adapters=3, dtype=dtype), prompts(40, 25, 61)

@@ -15,6 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Fork, Request, Sampling
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.kernels import binding
 from headrace.engine.native.runners.skeleton import parameters_from_dir
 from headrace.engine.request_book import scoring
 from headrace.testing.makers import update
@@ -184,7 +185,10 @@ def forward_with_cache(model, tokens, cache: DynamicCache) -> torch.Tensor:
     return out.logits[0, -1].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+CONVOLVES = pytest.param("lfm2", marks=pytest.mark.skipif(binding.library() is None, reason="the kernels serve it"))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", CONVOLVES])
 def test_tokens_after_a_swap_come_from_the_new_weights_over_the_kept_cache(name, saved):
     old, new = reference(saved(name)), reference(saved(name, 1))
     engine = make_engine(saved(name))
@@ -460,6 +464,26 @@ def test_exactly_the_same_bits_alone_in_a_crowd_and_after_making_room(saved):
     for request in requests:
         assert together[request.id].tokens == alone[request.id].tokens
         assert together[request.id].logprobs == alone[request.id].logprobs, "to the last bit"
+
+
+@pytest.mark.skipif(binding.library() is None, reason="the kernels serve it")
+def test_a_model_that_convolves_loses_nothing_in_a_crowd_that_makes_room(saved):
+    """Siblings share a prompt, whose inputs of convolutions lie in its blocks, and sequences are pushed out and begin again."""
+    texts = prompts(21, 30, 40)
+    requests = [drawn(str(i), texts[i // 2], seed=i, tokens=45) for i in range(6)]
+    alone = {}
+    for request in requests:
+        alone |= run(make_engine(saved("lfm2")), [request])
+    crowd = make_engine(saved("lfm2"), max_running=6, kv_gib=10 * 12288 / 2**30)
+    assert crowd.capabilities.path == "kernels lfm2"
+    short = Sampling(max_tokens=90, stop_token_ids=tuple(range(260)))
+    run(crowd, [Request(f"short {i}", (i + 1,), short) for i in range(40)])  # so it lets in more than have room
+    together = run(crowd, requests)
+    assert crowd.stats().preemptions > 0
+    for request in requests:
+        assert together[request.id].tokens == alone[request.id].tokens
+        assert together[request.id].logprobs == alone[request.id].logprobs, "to the last bit"
+    assert_logprobs(reference(saved("lfm2")), requests[5], together["5"])
 
 
 @torch.no_grad()

@@ -150,6 +150,19 @@ DEEP = {
     "granite-scaled": ("granite", {"logits_scaling": 8.0}),
 }
 """Layers enough for the stages of a pipeline, and logits that are more than a product."""
+CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": (
+        "lfm2",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": True,
+        },
+    ),
+}
+"""Layers that only the kernels have beside transformers."""
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "nine-heads": ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}),
     "one-key-head": ("gemma3_text", {**GEMMA, "num_key_value_heads": 1}),
@@ -170,7 +183,7 @@ def saved(name: str, seed: int = 0) -> Path:
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> Any:
-    model_type, extra = (MODELS | OTHERS | OWN_CACHE | DEEP | HEADS).get(name, (name, {}))
+    model_type, extra = (MODELS | OTHERS | OWN_CACHE | DEEP | CONVOLUTIONS | HEADS).get(name, (name, {}))
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -173,12 +173,12 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
     """Returns the value of `engine.path` that serves this model here: the one that is set, or for `auto` the first of four. Raises
     ConfigError with the reason if the one that is set does not."""
     from headrace.engine.native.kernels import runner as kernels
-    from headrace.engine.native.runners import families, fp8
+    from headrace.engine.native.runners import decoder, families, fp8
 
     sees = "its prompts hold features of images, which this path does not read" if model.images else ""
     refusals: dict[str, Callable[[], str]] = {
         "kernels": lambda: sees or kernels.refusal(model, dtype, device),
-        "fused": lambda: sees or families.refusal(model),
+        "fused": lambda: sees or decoder.refusal(model),
         "hf": lambda: model.objection,
         "cache": str,
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.engine.own_families import OWN_FAMILIES
+from headrace.engine.own_families import FAMILIES
 from headrace.models.images import FOLDER
 
 SPEEDS = {
@@ -59,14 +59,15 @@ def in_words(path: str) -> str:
 
 
 def _is_ours(model_dir: Path) -> bool:
-    """Whether a family of ours is there, or nothing that could be asked about. Our decoders read no features of images."""
+    """Whether a family is there that decoders of ours surely serve, or nothing that could be asked about. Our decoders read no features of images."""
     if (model_dir / FOLDER).is_dir():
         return False
     try:
         found = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return True
-    return found.get("model_type") in OWN_FAMILIES
+    family = FAMILIES.get(found.get("model_type"))
+    return family is not None and family.sure
 
 
 def answer(model_dir: str, asked: str) -> str:

@@ -49,6 +49,8 @@ class LayerStruct(Structure):
         ("scale", c_float),
         *((name, c_int32) for name in ("whole_norm", "experts", "chosen", "normalise_chosen", "mixture")),
         ("router", c_void_p),
+        *((name, c_void_p) for name in ("convolution", "convolution_bias")),
+        *((name, c_int32) for name in ("kernel", "place")),
     ]
 
 
@@ -71,7 +73,7 @@ class ModelStruct(Structure):
 
 
 class Cache(Structure):
-    _fields_ = [("data", c_void_p), ("blocks", c_int64)]
+    _fields_ = [("data", c_void_p), ("inputs", c_void_p), ("blocks", c_int64)]
 
 
 class PassStruct(Structure):

@@ -7,6 +7,7 @@ one path, and blocks that sequences share are only read together. So `exact` cos
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ class Packer:
 # --- runner ------------------------------------------------------------
 
 
-WIDEST_HEAD, MOST_EXPERTS = 512, 1024
+WIDEST_HEAD, MOST_EXPERTS, LONGEST_CONVOLUTION = 512, 1024, 16
 """Sizes of stack buffers of the C++ side."""
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Weights and cache can be stored in, each by a library of its own."""
@@ -145,6 +146,10 @@ def refusal(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> str
     spec = read_spec(skeleton)
     if spec.routing is not None and spec.routing.experts > MOST_EXPERTS:
         return f"it has {spec.routing.experts} experts a layer, and they hold {MOST_EXPERTS}"
+    if spec.hidden % 16 and any(layer.kernel for layer in spec.layers):
+        return f"its convolutions are over {spec.hidden} numbers (hidden_size), and that must be a multiple of 16"
+    if any(layer.kernel > LONGEST_CONVOLUTION for layer in spec.layers):
+        return f"its convolutions are over more than {LONGEST_CONVOLUTION} tokens"
     if spec.head_dim % 16 or spec.head_dim > WIDEST_HEAD:
         return f"its heads are {spec.head_dim} wide (head_dim), and that must be a multiple of 16 up to {WIDEST_HEAD}"
     if odd := [layer.inner for layer in spec.layers if layer.inner % 16]:
@@ -196,7 +201,8 @@ class KernelRunner:
         shared = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
         self.arithmetic = "" if levels else shared  # no trainer computes with quantised weights
         self.dtype, self._levels = dtype, levels
-        self.block_nbytes = len(spec.layers) * self._block_elements * dtype.itemsize
+        self._convolutions = sum(layer.kernel > 0 for layer in spec.layers)
+        self.block_nbytes = sum(count * each for count, each in self._parts) * dtype.itemsize
         self._tables = _rotary(model, context_length)
         self._live: Packed | None = None
         self._adapters: list[PackedAdapter | None] = [None] * max_adapters
@@ -207,16 +213,22 @@ class KernelRunner:
         self._decoder: int | None = None
 
     @property
-    def _block_elements(self) -> int:
-        """Elements of one block in one layer, keys and values."""
-        return self.spec.kv_heads * 2 * -(-self.spec.head_dim // 32) * 32 * BLOCK
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        """(layers, elements of one block in one of them): keys and values of attention, and inputs of convolutions."""
+        attention = len(self.spec.layers) - self._convolutions
+        keys_and_values = self.spec.kv_heads * 2 * padded(self.spec.head_dim) * BLOCK
+        return (attention, keys_and_values), (self._convolutions, padded(self.spec.hidden) * BLOCK)
 
     # -- the cache ----------------------------------------------------------------------------------------------------------
 
     def allocate(self, blocks: int) -> None:
-        layers = len(self.spec.layers)
-        self._cache = zeros(layers * blocks * self._block_elements, self.dtype).view(layers, blocks, -1)
-        cache = binding.Cache(address(self._cache), blocks)
+        self._cache = [
+            zeros(layers * blocks * each, self.dtype).view(layers, blocks, each)
+            for layers, each in self._parts
+            if layers
+        ]
+        inputs = self._cache[-1] if self._convolutions else None
+        cache = binding.Cache(address(self._cache[0]), address(inputs), blocks)
         self._decoder = self._library.headrace_open(ctypes.byref(cache), torch.get_num_threads())
 
     def __del__(self) -> None:
@@ -229,23 +241,35 @@ class KernelRunner:
 
     def free(self) -> None:
         self._close()
-        self._live, self._cache = None, torch.zeros(0, dtype=self.dtype)
+        self._live, self._cache = None, []
         self._logits, self._logits_at = torch.zeros(0, 0), 0
         self._views.clear()
 
     def take_out(self, blocks: np.ndarray) -> torch.Tensor:
-        return self._cache[:, torch.from_numpy(blocks)]
+        content = torch.empty(len(blocks) * sum(layers * each for layers, each in self._parts), dtype=self.dtype)
+        for part, room in zip(self._cache, self._split(content, len(blocks)), strict=True):
+            torch.index_select(part, 1, torch.from_numpy(blocks), out=room)
+        return content
 
     def put_back(self, blocks: np.ndarray, content: torch.Tensor) -> None:
-        self._cache[:, torch.from_numpy(blocks)] = content
+        for part, mine in zip(self._cache, self._split(content, len(blocks)), strict=True):
+            part[:, torch.from_numpy(blocks)] = mine
+
+    def _split(self, content: torch.Tensor, blocks: int) -> list[torch.Tensor]:
+        """`content` of some blocks as [layers, blocks, elements] of each part."""
+        shapes = [(layers, blocks, each) for layers, each in self._parts if layers]
+        flat = content.split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         for one, other in zip(source.tolist(), target.tolist(), strict=True):
-            self._cache[:, other] = self._cache[:, one]
+            for part in self._cache:
+                part[:, other] = part[:, one]
 
     def clear_blocks(self, blocks: np.ndarray) -> None:
         for block in blocks.tolist():
-            self._cache[:, block] = 0
+            for part in self._cache:
+                part[:, block] = 0
 
     # -- weights ------------------------------------------------------------------------------------------------------------
 
@@ -256,6 +280,7 @@ class KernelRunner:
         layers = (binding.LayerStruct * len(spec.layers))()
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
             _fill(into, layer, part, packer)
+            into.place = sum((before.kernel > 0) == (layer.kernel > 0) for before in spec.layers[:index])
             into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
             if isinstance(part.mlp, Experts):
                 assert spec.routing is not None
@@ -393,7 +418,12 @@ def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, pac
     into.input_norm, into.mlp_norm = packer.wide(weights.attention_norm), packer.wide(weights.mlp_norm)
     into.after_attention, into.after_mlp = packer.wide(weights.attention_out_norm), packer.wide(weights.mlp_out_norm)
     into.q_norm, into.k_norm = packer.wide(weights.q_norm), packer.wide(weights.k_norm)
-    into.window, into.scale = spec.window or 0, spec.scale
+    into.window, into.scale, into.kernel = spec.window or 0, spec.scale, spec.kernel
+    if weights.convolution is not None:
+        into.convolution, into.convolution_bias = (
+            packer.wide(weights.convolution.weight),
+            packer.wide(weights.convolution.bias),
+        )
 
 
 # --- The residual stream of one sequence through the kernels

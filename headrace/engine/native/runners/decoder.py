@@ -31,6 +31,7 @@ from headrace.engine.native.runners.families import (
     read_weights,
     rotary_tables,
 )
+from headrace.engine.native.runners.families import refusal as family_refusal
 from headrace.engine.native.runners.fp8 import Fp8, Fp8Matrix, Fp8Stack
 from headrace.engine.native.runners.graphs import Capture, Passed, PassGraphs, on_cuda
 from headrace.engine.native.runners.layers import (
@@ -85,6 +86,14 @@ class Inputs:
     adapters: Groups | Masked | None
     routing: list[torch.Tensor] | None
     """Filled with the experts [N, K] of each layer that has some, when asked for."""
+
+
+def refusal(skeleton: Skeleton) -> str:
+    """Empty if the decoder serves the model; else the reason why not, a whole clause."""
+    if reason := family_refusal(skeleton):
+        return reason
+    convolves = any(layer.kernel for layer in read_spec(skeleton).layers)
+    return "its convolutions are computed by the C++ kernels alone" if convolves else ""
 
 
 class FusedRunner(PagedRunner):

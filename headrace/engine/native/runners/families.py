@@ -37,6 +37,8 @@ class LayerSpec:
     inner: int
     """Width of the feed-forward part, of one expert's in a mixture."""
     experts: bool
+    kernel: int = 0
+    """Tokens of a gated short convolution, which the layer has in the place of attention; 0 for attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Spec:
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
+    conv_bias: bool
     tied: bool
     """The head is the embedding."""
     qk_norm: Literal["", "head", "projection"]
@@ -86,13 +89,22 @@ class Experts:
     """[E, H, inner]"""
 
 
+@dataclass(frozen=True)
+class Convolution:
+    weight: torch.Tensor
+    """[tokens, H] float32, the current token last."""
+    bias: torch.Tensor | None
+    """[H]"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """Weights of norms are float32 with the offset added; the others are views into the update where that is possible."""
 
     attention_norm: torch.Tensor | None
     qkv: Linear
-    """Rows of q, then k, then v."""
+    """Rows of q, then k, then v; of a convolution the factor of its input, that of its result, and its input."""
+    convolution: Convolution | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     out: Linear
@@ -119,7 +131,9 @@ def refusal(skeleton: Skeleton) -> str:
     config = skeleton.config
     if config.model_type not in OWN_FAMILIES:
         return f"{config.model_type} is none of the families that have a decoder of ours ({', '.join(OWN_FAMILIES)})"
-    if skeleton.paged is None:
+    convolves = FAMILIES[config.model_type].convolves
+    layers = [layer for layer in range(config.num_hidden_layers) if not convolves(config, layer)]
+    if skeleton.attention is None or list(skeleton.attention.layers) != layers:
         return skeleton.objection
     if _activation(config) not in _ACTIVATIONS:
         return f"its activation is {_activation(config)}, and ours are {' and '.join(_ACTIVATIONS)}"
@@ -161,22 +175,23 @@ def mixes(skeleton: Skeleton) -> bool:
 def read_spec(skeleton: Skeleton) -> Spec:
     config, shapes, geometry = skeleton.config, skeleton.shapes, skeleton.geometry
     family = FAMILIES[config.model_type]
-    names, first = family.names, "model.layers.0."
+    names, first = family.names, f"model.layers.{skeleton.attention.layers[0] if skeleton.attention else 0}."
     norm = shapes.get(f"{first}{names.q_norm}.weight")
     return Spec(
         family=config.model_type,
         names=names,
-        layers=tuple(_layer_spec(skeleton, index) for index in range(geometry.layers)),
+        layers=tuple(_layer_spec(skeleton, index) for index in range(config.num_hidden_layers)),
         heads=config.num_attention_heads,
         kv_heads=geometry.kv_heads,
         head_dim=geometry.head_dim,
         hidden=config.hidden_size,
         vocabulary=skeleton.vocabulary,
-        eps=config.rms_norm_eps,
+        eps=getattr(config, "rms_norm_eps", None) or config.norm_eps,
         activation="gelu_tanh" if _activation(config) == "gelu_pytorch_tanh" else "silu",
         qkv_bias=f"{first}{names.qkv[0]}.bias" in shapes,
         out_bias=f"{first}{names.out}.bias" in shapes,
         mlp_bias=f"{first}{names.gate_up[0]}.bias" in shapes,
+        conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes),
         tied="lm_head.weight" not in shapes,
         qk_norm="" if norm is None else "head" if norm == (geometry.head_dim,) else "projection",
         norms=frozenset(which for which in NORMS if f"{first}{getattr(names, which)}.weight" in shapes),
@@ -204,11 +219,13 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         kind if family.turned(config, index) else UNTURNED,
         inner=down[-1],
         experts=experts is not None,
+        kernel=shapes.get(f"{prefix}{family.names.convolution}.weight", (0,))[-1],
     )
 
 
-def _activation(config: Any) -> str | None:
-    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+def _activation(config: Any) -> str:
+    named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    return named or FAMILIES[config.model_type].activation
 
 
 def _by_kind(config: Any) -> bool:
@@ -263,12 +280,16 @@ def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
     """The layer's products, experts aside, by the modules that each contains."""
     names = spec.names
     attention = {"qkv": names.qkv, "out": (names.out,)}
+    if layer.kernel:
+        attention = {"qkv": (names.into_convolution,), "out": (names.out_of_convolution,)}
     return attention if layer.experts else attention | {"gate_up": names.gate_up, "down": (names.down,)}
 
 
 def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """The layer's linear modules, experts aside: (out, in) by the name within the layer."""
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    if layer.kernel:
+        q = kv = spec.hidden
     outputs = {"qkv": (q, kv, kv), "out": (spec.hidden,), "gate_up": (layer.inner, layer.inner), "down": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.inner}
     shapes = {}
@@ -300,7 +321,11 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
         assert spec.routing is not None
         shapes[f"{spec.names.router}.weight"] = (spec.routing.experts, spec.hidden)
     shapes |= {f"{getattr(spec.names, which)}.weight": (spec.hidden,) for which in spec.norms}
-    if spec.qk_norm:
+    if layer.kernel:
+        shapes[f"{spec.names.convolution}.weight"] = (spec.hidden, 1, layer.kernel)
+        if spec.conv_bias:
+            shapes[f"{spec.names.convolution}.bias"] = (spec.hidden,)
+    elif spec.qk_norm:
         whole = spec.qk_norm == "projection"
         for name, heads in ((spec.names.q_norm, spec.heads), (spec.names.k_norm, spec.kv_heads)):
             shapes[f"{name}.weight"] = (spec.head_dim * heads if whole else spec.head_dim,)
@@ -308,6 +333,8 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _has_bias(spec: Spec, name: str) -> bool:
+    if name in (spec.names.into_convolution, spec.names.out_of_convolution):
+        return spec.conv_bias
     if name in spec.names.qkv:
         return spec.qkv_bias
     return spec.out_bias if name == spec.names.out else spec.mlp_bias
@@ -344,18 +371,25 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
     def of(which: str) -> torch.Tensor | None:
         return norm(getattr(spec.names, which)) if which in spec.norms else None
 
-    inside = products(spec, layer)
+    inside, normed = products(spec, layer), spec.qk_norm and not layer.kernel
     return LayerWeights(
         attention_norm=of("before_attention"),
-        qkv=tensors.linear(inside["qkv"], spec.qkv_bias),
-        q_norm=norm(spec.names.q_norm) if spec.qk_norm else None,
-        k_norm=norm(spec.names.k_norm) if spec.qk_norm else None,
-        out=tensors.linear(inside["out"], spec.out_bias),
+        qkv=tensors.linear(inside["qkv"], _has_bias(spec, inside["qkv"][0])),
+        convolution=_convolution(spec, tensors) if layer.kernel else None,
+        q_norm=norm(spec.names.q_norm) if normed else None,
+        k_norm=norm(spec.names.k_norm) if normed else None,
+        out=tensors.linear(inside["out"], _has_bias(spec, inside["out"][0])),
         attention_out_norm=of("behind_attention"),
         mlp_norm=of("before_mlp"),
         mlp=_mlp(spec, layer, tensors),
         mlp_out_norm=of("behind_mlp"),
     )
+
+
+def _convolution(spec: Spec, tensors: _Layer) -> Convolution:
+    name = spec.names.convolution
+    weight = tensors[f"{name}.weight"].float()[:, 0].T.contiguous()
+    return Convolution(weight, tensors[f"{name}.bias"].float() if spec.conv_bias else None)
 
 
 def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense | Experts:

@@ -53,8 +53,10 @@ class PagedAttention:
     """The attention of all layers, as a cache of blocks must know it."""
 
     geometry: Geometry
+    layers: tuple[int, ...]
+    """Numbers of the layers that have attention."""
     windows: tuple[int | None, ...]
-    """Sliding window of each layer."""
+    """Sliding window of each of all layers."""
     scales: tuple[float, ...]
     """The factor of each layer's attention scores."""
 
@@ -69,10 +71,10 @@ class Skeleton:
     """Every parameter in canonical order, tied ones once, then the buffers that the model saves."""
     kept: frozenset[str]
     """The names of those buffers, which are served in the dtype in which they are published."""
-    paged: PagedAttention | None
-    """None if its attention cannot be computed over our blocks of keys and values: only its own cache serves it."""
+    attention: PagedAttention | None
+    """That of the layers which have some; None if it cannot be computed over our blocks of keys and values."""
     objection: str
-    """The reason why `paged` is None, half a sentence; empty otherwise."""
+    """The reason why the model cannot be computed by attention over our blocks alone, half a sentence; empty otherwise."""
     vocabulary: int
     context_length: int | None
     """Positions the model was made for, or those that an engine serves of it."""
@@ -82,6 +84,11 @@ class Skeleton:
     @property
     def model_type(self) -> str:
         return self.config.model_type
+
+    @property
+    def paged(self) -> PagedAttention | None:
+        """None if attention over our blocks is not all that the model keeps of a sequence: transformers' layers serve it over its own cache alone."""
+        return None if self.objection else self.attention
 
     @property
     def geometry(self) -> Geometry:
@@ -97,8 +104,8 @@ class Skeleton:
 
     @property
     def _paged(self) -> PagedAttention:
-        assert self.paged is not None, self.objection
-        return self.paged
+        assert self.attention is not None, self.objection
+        return self.attention
 
 
 def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
@@ -107,7 +114,7 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
     what = f"{model_dir.name} ({config.model_type})"
     if reason := unservable(config):
         raise ConfigError(f"{what} cannot be served by the native engine: {reason}; choose another model")
-    model, paged, objection = _over_blocks(config, dtype)
+    model, attention, objection = _over_blocks(config, dtype)
     if model is None:
         model = _build(config, dtype, None, what)
     try:
@@ -125,7 +132,7 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         config=text,
         shapes={name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *kept.items())},
         kept=frozenset(kept),
-        paged=paged,
+        attention=attention,
         objection=objection,
         vocabulary=_vocabulary(model, text),
         context_length=getattr(text, "max_position_embeddings", None),
@@ -134,7 +141,8 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
 
 
 def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention | None, str]:
-    """The model with our attention inside, and what that is; or None twice, and the reason why it cannot have it."""
+    """The model with our attention inside, what that is, and nothing; or no model, the attention of its layers that have some, and the reason why it
+    cannot have ours."""
     what = config.model_type
     try:
         model = _build(config, dtype, ATTENTION, what)
@@ -145,8 +153,8 @@ def _over_blocks(config: Any, dtype: torch.dtype) -> tuple[Any, PagedAttention |
         return None, None, str(error)
     if architecture not in _found:
         _found[architecture] = _paged_attention(model)
-    paged, objection = _found[architecture]
-    return (model if paged else None), paged, objection
+    found, objection = _found[architecture]
+    return (None if objection else model), found, objection
 
 
 Architecture = tuple[type, str]
@@ -166,20 +174,22 @@ def _paged_attention(model: Any) -> tuple[PagedAttention | None, str]:
     except Exception as error:
         return None, str(error)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if objection := _objection(notes, layers, model):
-        return None, objection
+    objection, of = _objection(notes, layers, model), {note.layer: note for note in notes}
+    if not of or len(of) < len(notes) or (reason := _objection_of_calls(notes)):
+        return None, objection or reason
     paged = PagedAttention(
         Geometry(
-            layers,
+            len(notes),
             heads=notes[0].q[1],
             kv_heads=notes[0].k[1],
             head_dim=notes[0].k[3],
             plain=all(note.options.get(name) is None for note in notes for name in ("softcap", "s_aux")),
         ),
-        windows=tuple(note.options.get("sliding_window") for note in notes),
-        scales=tuple(note.scale for note in notes),
+        layers=tuple(of),
+        windows=tuple(of[layer].options.get("sliding_window") if layer in of else None for layer in range(layers)),
+        scales=tuple(of[layer].scale if layer in of else 0.0 for layer in range(layers)),
     )
-    return paged, ""
+    return paged, objection
 
 
 def _first_line(error: Exception) -> str:
@@ -326,6 +336,10 @@ def _objection(notes: list[_Note], layers: int, model: Any) -> str:
         return "its class does not support attention functions of others (_supports_attention_backend)"
     if [note.layer for note in notes] != list(range(layers)):
         return f"{len(notes)} attention calls in {layers} layers (recurrent, linear or shared layers are not supported)"
+    return _objection_of_calls(notes)
+
+
+def _objection_of_calls(notes: list[_Note]) -> str:
     for note in notes:
         if note.k != notes[0].k or note.v != note.k or note.q[3] != note.k[3]:
             return "its layers differ in key and value heads, or keys and values in size"

@@ -2,6 +2,8 @@
 //
 //   embed | norm  qkv  rotate+store  attend  out(+=)  norm  gate_up*act  down(+=) | ... | norm  head
 //
+// In a layer that convolves, two phases stand in the place of those between qkv and out (convolution.h).
+//
 // Each word is a phase: its items are distributed over the threads, and the next phase begins when all are done (team.h). The
 // functions below list all phases before the first begins. The residual stream is float32 and lies in the blocks of packing.h, so
 // `out` and `down` add to it where they store their tiles.
@@ -48,8 +50,8 @@ struct Decoder : Mixture {
         int n = p.tokens_count;
         normalise(n, l.input_norm, nullptr, p.broken, index - 1);
         product<false>(p, index, 0, l.qkv, h, qkv);
-        rotate(p, index, l);
-        attend(p, index, l);
+        if (l.kernel) convolve(p, index, l);
+        else rotate(p, index, l), attend(p, index, l);
         add(p, index, 1, l.out, mixed, l.after_attention);
         normalise(n, l.mlp_norm, nullptr, p.broken, index);
         if (l.experts) return mix(p, l);

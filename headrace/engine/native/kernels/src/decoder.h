@@ -30,6 +30,10 @@ struct Layer {
     int32_t whole_norm;                                                // q_norm and k_norm normalise all heads together
     int32_t experts, chosen, normalise_chosen, mixture;                // 0 experts: dense; mixture: number of mixture layers before this one
     const float* router;                                               // [experts, hidden up to 32]
+    // A gated short convolution over `kernel` tokens (0: attention), with qkv and out for what is before and behind it: [kernel, hidden up to 32], the
+    // current token last, and a bias or null. place: number of layers of the same kind before this one.
+    const float *convolution, *convolution_bias;
+    int32_t kernel, place;
 };
 struct LowRank {
     const stored *a, *b;  // A [rank, k] and B [n, rank] scale included, packed as the linear's weights; null: no adapter
@@ -47,7 +51,8 @@ struct Model {
     const float* sin[2];
 };
 struct Cache {
-    stored* data; // [layers][blocks][kv_heads][2][dim up to 32, 32]
+    stored* data;    // [layers with attention][blocks][kv_heads][2][dim up to 32, 32]
+    stored* inputs;  // [layers with convolutions][blocks][32][hidden up to 32]: what each token of a block brings to them
     int64_t blocks;
 };
 struct Pass {

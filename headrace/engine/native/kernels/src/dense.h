@@ -101,7 +101,7 @@ struct Dense : State {
     // thin = A x for the rows of each adapter, zero for the others.
     void shrink(const Pass& p, int index, int which, Blocks<taken>& from) {
         if (!p.slots) return;
-        int blocks = up(p.tokens_count), steps = up(which == 0 || which == 2 ? m.hidden : which == 1 ? m.heads * m.head_dim : m.layer[index].down.k);
+        int blocks = up(p.tokens_count), steps = up(which == 0 || which == 2 ? m.hidden : which == 1 ? m.layer[index].out.k : m.layer[index].down.k);
         plan.each(p.slots * blocks, [=, &p, &from](int item) {
             int slot = item / blocks, b = item % blocks;
             const LowRank& l = p.low_rank[((size_t)slot * m.layers + index) * 4 + which];

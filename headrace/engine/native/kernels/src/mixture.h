@@ -1,10 +1,10 @@
 // A mixture of experts: the router's choice, and the products of each expert with the rows that chose it.
 #pragma once
-#include "heads.h"
+#include "convolution.h"
 #include "routing.h"
 
-struct Mixture : Heads {
-    using Heads::Heads;
+struct Mixture : Convolutions {
+    using Convolutions::Convolutions;
 
     std::vector<int> chosen;         // [N, K], best first
     std::vector<float> weights;      // [N, K]

@@ -27,7 +27,8 @@ struct State {
     const Cache cache;
     Team<Ready> team;
     Plan plan;  // of the pass
-    int dim = 0, group = 0;  // head size in the cache; query heads of a key-value head
+    int dim = 0, group = 0;       // head size in the cache; query heads of a key-value head
+    int before = 0, between = 0;  // widths of the results of the first product and of the inputs of the second, at most
     Blocks<float> x, qkv, side;
     Blocks<taken> h, mixed, act, thin;
     Arena rotated;  // [N, heads and then keys and values, dim]
@@ -37,18 +38,27 @@ struct State {
 
     State(const Cache& cache, int threads) : cache(cache), team(threads) {}
 
-    void use(const Model& model) { m = model, dim = up(m.head_dim) * SIDE, group = m.heads / m.kv_heads; }
+    void use(const Model& model) {
+        m = model, dim = up(m.head_dim) * SIDE, group = m.heads / m.kv_heads, before = between = 0;
+        for (int i = 0; i < m.layers; i++) before = std::max(before, m.layer[i].qkv.n), between = std::max(between, m.layer[i].out.k);
+    }
 
     stored* keys(int layer, int block, int head) const {
-        return cache.data + (((size_t)layer * cache.blocks + block) * m.kv_heads + head) * 2 * dim * SIDE;
+        return cache.data + (((size_t)m.layer[layer].place * cache.blocks + block) * m.kv_heads + head) * 2 * dim * SIDE;
+    }
+
+    // What the token at a position of the sequence brings to the convolution of a layer.
+    stored* input(const Pass& p, int layer, int s, int at) const {
+        const int block = p.tables[(size_t)s * p.width + at / SIDE];
+        return cache.inputs + (((size_t)m.layer[layer].place * cache.blocks + block) * SIDE + at % SIDE) * up(m.hidden) * SIDE;
     }
 
     taken* ready(int row, int head) const { return (taken*)rotated.data + ((size_t)row * (m.heads + 2 * m.kv_heads) + head) * dim; }
 
     void arrange(const Pass& p) {
         int n = p.tokens_count;
-        x.size(n, m.hidden), side.size(n, m.hidden), h.size(n, m.hidden), qkv.size(n, (m.heads + 2 * m.kv_heads) * m.head_dim);
-        mixed.size(n, m.heads * m.head_dim), act.size(n, m.inter);
+        x.size(n, m.hidden), side.size(n, m.hidden), h.size(n, m.hidden), qkv.size(n, before);
+        mixed.size(n, between), act.size(n, m.inter);
         rotated.grow((size_t)n * (m.heads + 2 * m.kv_heads) * dim * sizeof(taken)), segment.resize(n), position.resize(n);
         items.clear(), order.clear();
         for (int s = 0; s < p.segments; s++) {
