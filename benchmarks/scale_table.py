@@ -12,6 +12,7 @@ from headrace.commands.plan.rates.shapes import shape_of
 from headrace.commands.plan.step_sizes import ADAMW, step_sizes
 from headrace.trainer.parallel import ParallelConfig
 from headrace.weight_sync.config import WeightSyncConfig
+from headrace.weight_sync.packed import BLOCK, DIGEST
 
 ROW, PROMPT = 8000, 200
 """Tokens of a completion and of a prompt."""
@@ -44,7 +45,7 @@ def main() -> None:
         "loading": f"{BFLOAT16 * parameters / given.ranks / giga:.2g} GB read by a rank, {8 * 4 * parameters / given.ranks / giga:.2g} GB held by a node of 8",
         "resume": f"{ADAMW['float32'] * parameters / given.ranks / giga:.2g} GB a rank",
         "checkpoint": f"{size.rank_checkpoint / giga:.2g} GB copied and written by a rank, of {size.checkpoint / giga:.0f}",
-        "publish": f"{size.rank_weights / giga:.2g} GB a rank, twice; rank 0 reads all {size.weights / giga:.0f} GB once, to hash them",
+        "publish": f"{size.rank_weights / giga:.2g} GB a rank; rank 0 gets {DIGEST / BLOCK * size.weights / 1e6:.2g} MB of hashes",
         "TCP": f"{engines * size.rank_weights / giga:.0f} GB through each rank, of {engines * size.weights / 1e12:.1f} TB to {engines} engines",
         "controller": f"{SNAPSHOT * tokens:.1f} s of a core for a checkpoint's live tokens",
     }

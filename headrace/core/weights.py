@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from headrace.core.types import Struct
+
+FORM = "tree-"
+"""The beginning of a fingerprint of packed weights (`weight_sync/packed.py`)."""
 
 
 class AdapterSpec(Struct, frozen=True):
@@ -94,3 +98,13 @@ def trial_version(version: int) -> int:
     (-3, -2)
     """
     return -2 - (version + 1) % 2
+
+
+def of_earlier_form(fingerprint: str) -> bool:
+    """Returns whether it was recorded before 2026-11-30, when fingerprints of packed weights were one hash over all bytes. It has the same
+    form as the mark of a directory (`weight_sync/directory.py`).
+
+    >>> of_earlier_form("0e5c01f2d4a7b3980e5c01f2d4a7b398"), of_earlier_form(FORM + "0e5c01f2d4a7b3980e5c01f2d4a7b398")
+    (True, False)
+    """
+    return re.fullmatch("[0-9a-f]{32}", fingerprint) is not None

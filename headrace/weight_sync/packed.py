@@ -4,17 +4,21 @@ their layout, their fingerprint, or the tensors that an engine sees in them."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 import xxhash
 
 from headrace.core.errors import IdentityError
-from headrace.core.weights import Manifest, TensorSpec, WeightUpdate
+from headrace.core.weights import FORM, Manifest, TensorSpec, WeightUpdate, of_earlier_form
 from headrace.weight_sync.ranges import ValueRange
 
 ALIGNMENT = 64
 """Bytes: a cache line, which vector loads prefer."""
+BLOCK = 1 << 18
+"""Bytes of a parameter that have a hash of their own. Above 100 KiB, so that xxhash lets other threads of Python run meanwhile."""
+DIGEST = 16
+"""Bytes of that hash."""
 
 
 def lay_out(
@@ -59,12 +63,12 @@ class PackedBuffer:
         for part in values:
             self.views[part.name].view(-1)[part.first : part.first + len(part.values)].copy_(part.values)
 
-    def fingerprint(self) -> str:
-        return fingerprint(self._manifest, self._buffer)
+    def fingerprint(self, earlier: bool = False) -> str:
+        return fingerprint(self._manifest, self._buffer, earlier)
 
     def verified(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Returns the views after comparing fingerprints. Raises `IdentityError` if the bytes are not those published."""
-        check_fingerprint(update, self.fingerprint())
+        check_fingerprint(update, self.fingerprint(of_earlier_form(update.fingerprint)))
         return self.views
 
 
@@ -86,22 +90,48 @@ def check_fingerprint(update: WeightUpdate, found: str) -> None:
         )
 
 
-def fingerprint(manifest: Manifest, buffer: memoryview) -> str:
-    """xxh3-128 over every parameter's name, shape, dtype and bytes, in canonical order.
-
-    Not cryptographic: it guards against mistakes (a lost, torn, stale or foreign update), not against malice.
-    """
-    return fingerprint_of(manifest, lambda spec: [buffer[spec.offset : spec.offset + spec.nbytes]])
+def fingerprint(manifest: Manifest, buffer: memoryview, earlier: bool = False) -> str:
+    """Returns the fingerprint of the bytes in a packed buffer. `earlier`: in the form of `of_earlier_form`, for weights that were saved then."""
+    return fingerprint_of(manifest, lambda spec: [buffer[spec.offset : spec.offset + spec.nbytes]], earlier)
 
 
-def fingerprint_of(manifest: Manifest, bytes_of: Callable[[TensorSpec], Iterable[memoryview]]) -> str:
-    """Returns the fingerprint of bytes that are found piece by piece. `bytes_of`: is asked for one parameter after the other."""
+def fingerprint_of(
+    manifest: Manifest, bytes_of: Callable[[TensorSpec], Iterable[memoryview]], earlier: bool = False
+) -> str:
+    """Returns the fingerprint of bytes that are found piece by piece. `bytes_of`: is asked for one parameter after the other; all pieces of it
+    but the last have whole blocks."""
+    if not earlier:
+        return combined(manifest, lambda spec: b"".join(digests_of(bytes_of(spec))))
     whole = xxhash.xxh3_128()
     for spec in manifest.tensors:
-        whole.update(f"{spec.name}|{spec.shape}|{spec.dtype}|".encode())
+        whole.update(_head(spec))
         for piece in bytes_of(spec):
             whole.update(piece)
     return whole.hexdigest()
+
+
+def digests_of(pieces: Iterable[memoryview]) -> Iterator[bytes]:
+    """Yields the hashes of the blocks of a parameter."""
+    for piece in pieces:
+        for start in range(0, len(piece), BLOCK):
+            yield xxhash.xxh3_128_digest(piece[start : start + BLOCK])
+
+
+def combined(manifest: Manifest, digests: Callable[[TensorSpec], bytes]) -> str:
+    """Returns the fingerprint of packed weights: xxh3-128 over every parameter's name, shape, dtype and the hashes of its blocks, in canonical
+    order. So whoever has some blocks can hash them, and the fingerprint is the same, however many there are.
+
+    Not cryptographic: it guards against mistakes (a lost, torn, stale or foreign update), not against malice.
+    """
+    whole = xxhash.xxh3_128()
+    for spec in manifest.tensors:
+        whole.update(_head(spec))
+        whole.update(digests(spec))
+    return FORM + whole.hexdigest()
+
+
+def _head(spec: TensorSpec) -> bytes:
+    return f"{spec.name}|{spec.shape}|{spec.dtype}|".encode()
 
 
 def manifest_for(manifests: Mapping[str, Manifest], update: WeightUpdate) -> Manifest:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, ClassVar
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import WeightSender
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.weight_sync.kind import PLAIN, Opening, TransportKind
-from headrace.weight_sync.ranges import RankParts, follower_update
+from headrace.weight_sync.kind import LOOPBACK, PLAIN, Opening, TransportKind
+from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update
+from headrace.weight_sync.rank_digests import RankDigests
 from headrace.weight_sync.slots import Manifests, Slots, anonymous_memory
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class SharedMemorySender(WeightSender):
 
     def __init__(self, fd: int, manifests: Manifests, once: Collection[str], ranks: RankParts | None) -> None:
         self._slots, self._manifests, self._ranks = Slots(fd, manifests, once), manifests, ranks
+        self._digests = RankDigests(LOOPBACK, manifests, ranks, self._bytes, shared=True) if ranks else None
 
     def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
@@ -87,12 +89,15 @@ class SharedMemorySender(WeightSender):
         return lambda: WeightUpdate(
             version=version,
             kind="adapter" if adapter else "full",
-            fingerprint=packed.fingerprint(),
+            fingerprint=self._digests.fingerprint(name, str(slot)) if self._digests else packed.fingerprint(),
             nbytes=self._manifests[name].payload,
             seconds=seconds,
             where={"offset": self._slots.start(name, slot)},
             adapter=adapter,
         )
+
+    def _bytes(self, name: str, slot: str, wanted: ByteRange) -> memoryview:
+        return self._slots.buffer(name, int(slot))[wanted.offset : wanted.offset + wanted.nbytes]
 
 
 class SharedMemoryReceiver:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
+import itertools
 import mmap
 import random
 import socket
 import ssl
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
@@ -28,10 +29,11 @@ import msgspec
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import WeightSender
 from headrace.core.types import Struct
-from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.weight_sync.fetching import FetchingReceiver, SecuredTransport
 from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update, make_up
-from headrace.weight_sync.slots import PIECE, Manifests, Part, Slots, WeightShelf, anonymous_memory, send_all
+from headrace.weight_sync.rank_digests import RankDigests
+from headrace.weight_sync.slots import Manifests, Part, Slots, WeightShelf, anonymous_memory, send_all
 from headrace.weight_sync.sockets import (
     INTRODUCTION,
     ConnectionServer,
@@ -101,8 +103,6 @@ class Question(Struct, frozen=True):
     """The adapter's; empty for the model."""
     fingerprint: str
     part: Part
-    first: bool = False
-    """Whether it need not wait: the new version cannot be announced without it."""
 
 
 class WeightReply(Struct, frozen=True):
@@ -140,11 +140,7 @@ class TcpServer:
                 connection.settimeout(PATIENCE)
                 waits = WeightReply(waits=True)
                 # what is asked for is looked up when it is its turn: a version may be gone by then
-                with (
-                    nullcontext()
-                    if asked.first
-                    else self._queue.place(lambda: send_message(connection, waits), PATIENCE / 4)
-                ):
+                with self._queue.place(lambda: send_message(connection, waits), PATIENCE / 4):
                     self._answer(connection, asked)
 
     def _secured(self, connection: socket.socket) -> socket.socket:
@@ -285,7 +281,7 @@ def _whole_answer(connection: socket.socket, nbytes: int, *, limit: int, what: s
 # Each rank keeps and serves its own part of the packed buffer.
 #
 #     every rank    two slots of the ranges that it holds, and a server (`tcp.py`)
-#     rank 0        the fingerprint: it reads the other ranks' parts in canonical order, in pieces that it keeps no longer than to hash them
+#     rank 0        the fingerprint, of hashes that each rank makes of its part (`rank_digests.py`)
 #     engine        asks each rank for its ranges once, and for its part of every version
 #
 # No process holds the whole model, and the bytes, their layout and their fingerprint are those of one rank's.
@@ -295,14 +291,15 @@ class TcpPartSender(WeightSender):
     """Protocol `WeightSender`, in every rank."""
 
     def __init__(self, transport: Tcp, manifests: Manifests, once: Collection[str], ranks: RankParts) -> None:
-        self._manifests, self._ranks, self._token = manifests, ranks, transport.token
+        self._manifests, self._ranks = manifests, ranks
         self._own = ranks.ranges[ranks.rank]
         self._slots = Slots(anonymous_memory(), {name: _room(ranges) for name, ranges in self._own.items()}, once)
         self._labels = {name: [""] * self._slots.count(name) for name in manifests}
         self._copies: Counter[str] = Counter()
-        self._tls = transport.tls.trusting() if transport.tls else None
         server = TcpServer(self, transport)
         self._addresses: Sequence[tuple[str, int]] = ranks.exchange(server.address)
+        self._places = {name: _placed(ranges) for name, ranges in self._own.items()}
+        self._digests = RankDigests(transport.host, manifests, ranks, self._held)
 
     @property
     def held_bytes(self) -> int:
@@ -337,7 +334,7 @@ class TcpPartSender(WeightSender):
         return lambda: WeightUpdate(
             version=version,
             kind="adapter" if adapter else "full",
-            fingerprint=self._fingerprint(name, label),
+            fingerprint=self._digests.fingerprint(name, label),
             nbytes=self._manifests[name].payload,
             seconds=seconds,
             where={"parts": [list(address) for address in self._addresses], "label": label},
@@ -356,32 +353,24 @@ class TcpPartSender(WeightSender):
                 room[at : at + len(converted)].copy_(converted)
                 at += len(converted)
 
-    def _fingerprint(self, name: str, label: str) -> str:
-        """Raises OSError if another rank cannot be read from."""
-        from headrace.weight_sync.packed import fingerprint_of
+    def _held(self, name: str, label: str, wanted: ByteRange) -> memoryview:
+        """Returns bytes of a copy of this rank's part. Raises ValueError for others."""
+        held = self.find(name, label, "full")
+        offsets, starts = self._places[name]
+        number = bisect_right(offsets, wanted.offset) - 1
+        if held is None or number < 0:
+            raise ValueError(f"this rank has no byte {wanted.offset} of {label}")
+        at = starts[number] + wanted.offset - offsets[number]
+        if not starts[number] <= at <= at + wanted.nbytes <= starts[number + 1]:
+            raise ValueError(f"this rank does not have {wanted.nbytes} bytes from {wanted.offset} on of {label}")
+        return held[at : at + wanted.nbytes]
 
-        with ExitStack() as stack:
-            readers: list[Callable[[int], memoryview]] = []
-            for rank, address in enumerate(self._addresses):
-                if rank == self._ranks.rank:
-                    own = self.find(name, label, "full")
-                    assert own is not None
-                    readers.append(_memory_reader(own))
-                else:
-                    connection = stack.enter_context(reach(address, INTRODUCTION, self._tls))
-                    readers.append(_rank_reader(connection, Question(self._token, name, label, "full", first=True)))
-            order = sorted((part, rank) for rank, ranges in enumerate(self._ranks.ranges) for part in ranges[name])
-            left = iter(order)
 
-            def bytes_of(spec: TensorSpec) -> Iterator[memoryview]:
-                at = spec.offset
-                while at < spec.offset + spec.nbytes:
-                    part, rank = next(left)
-                    for start in range(0, part.nbytes, PIECE):
-                        yield readers[rank](min(PIECE, part.nbytes - start))
-                    at += part.nbytes
-
-            return fingerprint_of(self._manifests[name], bytes_of)
+def _placed(ranges: Sequence[ByteRange]) -> tuple[list[int], list[int]]:
+    """Returns where each range begins in the packed buffer, and in the part, whose end is the last one."""
+    assert list(ranges) == sorted(ranges), "in canonical order"
+    starts = itertools.accumulate((part.nbytes for part in ranges), initial=0)
+    return [part.offset for part in ranges], list(starts)
 
 
 def _length(ranges: Sequence[ByteRange]) -> int:
@@ -391,31 +380,3 @@ def _length(ranges: Sequence[ByteRange]) -> int:
 def _room(ranges: Sequence[ByteRange]) -> Manifest:
     """The layout of a slot for a part: whole pages, at least one."""
     return Manifest((), -(-max(1, _length(ranges)) // mmap.PAGESIZE) * mmap.PAGESIZE)
-
-
-def _memory_reader(memory: memoryview) -> Callable[[int], memoryview]:
-    """Returns a function that gives the next bytes, as many as it is asked for."""
-    at = 0
-
-    def read(nbytes: int) -> memoryview:
-        nonlocal at
-        at += nbytes
-        return memory[at - nbytes : at]
-
-    return read
-
-
-def _rank_reader(connection: socket.socket, question: Question) -> Callable[[int], memoryview]:
-    """Returns a reader of the bytes of another rank. The bytes are valid until the next call. Raises OSError."""
-    connection.settimeout(PATIENCE)
-    send_message(connection, question)
-    reply = _reply(connection)
-    if reply.refused:
-        raise ConnectionError(f"another rank has no part of this version: {reply.refused}")
-    room = memoryview(bytearray(PIECE))
-
-    def read(nbytes: int) -> memoryview:
-        receive_into(connection, room[:nbytes])
-        return room[:nbytes]
-
-    return read

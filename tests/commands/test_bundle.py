@@ -18,6 +18,7 @@ from headrace import cli
 from headrace.commands.replay import bundle
 from headrace.commands.replay.bundle import CODE, FACTS, read_bundle
 from headrace.core.errors import ConfigError
+from headrace.core.weights import FORM
 from support.few import few
 from support.tiny_run import tiny_config
 
@@ -236,9 +237,17 @@ def test_code_in_a_bundle_runs_only_if_it_is_trusted(whole: Path, said: Callable
 def test_other_weights_than_the_step_began_with_are_refused(
     whole: Path, tiny_llama: Path, tmp_path: Path, said: Callable[..., tuple[int, str]]
 ) -> None:
-    file = planted(whole, tmp_path, lambda facts: facts.update(before="0" * 32))
+    file = planted(whole, tmp_path, lambda facts: facts.update(before=FORM + "0" * 32))
     code, out = said(file, "--model", tiny_llama, "--trust")
     assert code == 1 and "holds other weights" in out, out
+
+
+def test_fingerprints_of_an_earlier_form_are_not_compared(whole: Path, tmp_path: Path) -> None:
+    now = read_bundle(whole, tmp_path / "now")
+    assert now.before.startswith(FORM) and now.after.startswith(FORM)
+    file = planted(whole, tmp_path, lambda facts: facts.update(before="0" * 32, after=now.after))
+    found = read_bundle(file, tmp_path / "then")
+    assert (found.before, found.after) == ("", now.after)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.reports import differing
 from headrace.core.types import Struct
+from headrace.core.weights import of_earlier_form
 from headrace.durable.journal import JournalStep, read_steps
 from headrace.durable.spelling import encode
 from headrace.episodes.scoring.config import HANDED, RewardConfig
@@ -131,7 +132,7 @@ def places_named(bundle: Bundle, places: Iterable[Path]) -> list[str]:
 
 
 def read_bundle(file: Path, folder: Path) -> Bundle:
-    """Unpacks a bundle into `folder` and returns its facts. Raises ConfigError if the file is none, or was written by a later version."""
+    """Unpacks a bundle into `folder` and returns its facts, without fingerprints of an earlier form. Raises ConfigError if the file is none, or was written by a later version."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = _members(file, archive)
@@ -155,7 +156,8 @@ def read_bundle(file: Path, folder: Path) -> Bundle:
         raise ConfigError(
             f"{file} has format {bundle.format}, and this headrace reads {FORMAT}; use headrace {bundle.headrace}"
         )
-    return bundle
+    before, after = ("" if of_earlier_form(mark) else mark for mark in (bundle.before, bundle.after))
+    return replace(bundle, before=before, after=after)
 
 
 def _members(file: Path, archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from headrace.commands.replay.rerun import ReplayState, RerunPlan, cores_here, machines_of, plan_rerun, rerun
 from headrace.core.errors import CheckpointError
 from headrace.core.reports import TrainReport, differing
+from headrace.core.weights import of_earlier_form
 from headrace.durable.journal import LiveRecord, read_only
 from headrace.facts.facts import WeightsLive
 from headrace.facts.machine_mark import machine_mark
@@ -109,12 +110,14 @@ def _where_from(course: RerunPlan) -> str:
 
 
 def read_expected(run_dir: Path) -> Expected:
-    """Reads the recorded results. Parts of journal and metrics that cannot be read are not compared."""
+    """Reads the recorded results. Parts of journal and metrics that cannot be read are not compared, and neither are fingerprints of an earlier
+    form."""
     kind = "adapter" if read_config(config_of_run(run_dir)).lora.served_name else "full"
     live = (fact.update for fact in read_metrics(run_dir) if isinstance(fact, WeightsLive) and fact.update.kind == kind)
     fingerprints = {update.version: update.fingerprint for update in live}
     journaled = {record.version: record.fingerprint for record in read_only(run_dir, LiveRecord)}
-    return Expected(fingerprints | journaled, machines_of(run_dir))
+    found = {version: mark for version, mark in (fingerprints | journaled).items() if not of_earlier_form(mark)}
+    return Expected(found, machines_of(run_dir))
 
 
 async def outcomes_of(course: RerunPlan, expected: Expected) -> AsyncGenerator[Outcome, None]:
