@@ -292,7 +292,7 @@ def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
         q = kv = spec.hidden
     outputs = {"qkv": (q, kv, kv), "out": (spec.hidden,), "gate_up": (layer.inner, layer.inner), "down": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.inner}
-    shapes = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for product, modules in products(spec, layer).items():
         rows = outputs[product] if len(modules) > 1 else (sum(outputs[product]),)
         shapes |= {module: (out, inputs[product]) for module, out in zip(modules, rows, strict=True)}
