@@ -121,8 +121,8 @@ class OutsideAgents:
 
     async def _play(self, lease: Mapping[str, Any]) -> None:
         if problem := changed_code(self._code):
-            end = {"failed": f"its process was not started: {problem}"}
-            self._said(f"{lease['id']}: {json.dumps(end)}{await self._delivered(lease['end'], end)}")
+            refused = {"failed": f"its process was not started: {problem}"}
+            self._said(f"{lease['id']}: {json.dumps(refused)}{await self._delivered(lease['end'], refused)}")
             return
         given = {name: lease[name] for name in ("prompt", "columns", "seed")}
         process = await AgentProcess.start(
