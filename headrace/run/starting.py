@@ -185,7 +185,7 @@ def _process(
         settings = dataclasses.replace(config, routing=config.routing or routing, max_adapters=room)
         files = await asyncio.to_thread(digests, model_dir)
         own = dataclasses.asdict(settings)
-        await engine.open(EngineStart(str(model_dir), own, dict(manifests), transport, asleep, files))
+        await engine.open(EngineStart(str(model_dir), own, dict(manifests), transport, asleep=asleep, files=files))
 
     return Starting(engine, engine.launch, finish)
 
