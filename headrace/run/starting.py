@@ -25,7 +25,7 @@ from headrace.engine.servers.installed import require
 from headrace.engine.servers.server_process import Command, ServerProcess, command
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.own_groups import Suspects
-from headrace.processes.joining.same_model import terms_of
+from headrace.processes.joining.same_model import digests, terms_of
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import LentProcess, ProcessEngine
@@ -183,7 +183,9 @@ def _process(
         """Switches on all that the run needs. The engine refuses at its start what it cannot do."""
         room = max(config.max_adapters, adapters)
         settings = dataclasses.replace(config, routing=config.routing or routing, max_adapters=room)
-        await engine.open(EngineStart(str(model_dir), dataclasses.asdict(settings), dict(manifests), transport, asleep))
+        files = await asyncio.to_thread(digests, model_dir)
+        own = dataclasses.asdict(settings)
+        await engine.open(EngineStart(str(model_dir), own, dict(manifests), transport, asleep=asleep, files=files))
 
     return Starting(engine, engine.launch, finish)
 

@@ -196,6 +196,19 @@ def test_a_model_without_an_end_of_answers_is_refused_and_naming_one_helps(tmp_p
     assert one.answer[-1] == 2
 
 
+def test_an_end_that_stands_for_unknown_characters_too_is_trained_as_an_end(
+    tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    """GPT-2 and its kin have one token for both, and tokens for all bytes."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_tokenizer, model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "unk_token": "<end>"}))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    encoder = ChatEncoder(model)
+    assert encoder.unknown == 2 and given(tmp_path, [ROW], model).trained[0].answer[-1] == 2
+
+
 # -- pairs --------------------------------------------------------------------------------------------------------------------
 
 PAIRS = [

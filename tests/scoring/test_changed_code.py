@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 from headrace.core.batches import Failure
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, IdentityError
 from headrace.episodes.scoring.functions import FunctionPools
 from headrace.episodes.scoring.job import Effort, ScoringJob
 from headrace.processes.asked_process import UserProgram
 from headrace.processes.joining.greeting import Kind
+from headrace.processes.joining.same_model import digests
 from headrace.run.config import RunConfig, load_config
 from headrace.run.contents import contents_of
 from headrace.run.resume_rules import check_resumable, meaning
 from headrace.run.seats import own_sites
+from headrace.run.worker.build import build_engine_core
+from headrace.run.worker.worker_messages import EngineStart
 
 
 def settings_of(directory: Path, sets: Sequence[Any] = ()) -> RunConfig:
@@ -108,3 +111,13 @@ def test_other_weights_of_the_same_size_are_known_to_a_run_that_is_resumed(size:
     (model / "model.safetensors").write_bytes(b"\1" * size)
     with pytest.raises(ConfigError, match=r"the contents of model\.path have changed"):
         check_resumable(meaning(config, before), meaning(config, contents_of(config)))
+
+
+def test_an_engine_that_takes_the_place_of_another_refuses_other_files_of_the_model(tmp_path: Path) -> None:
+    """The weights come from the trainer; their use follows from these files."""
+    (tmp_path / "config.json").write_text('{"rope_theta": 10000.0}')
+    start = EngineStart(str(tmp_path), {}, {}, files=digests(tmp_path))
+    (tmp_path / "config.json").write_text('{"rope_theta": 500000.0}')
+    (tmp_path / "merges.txt").write_text("a b")
+    with pytest.raises(IdentityError, match=r"has other files than when the run began \(config\.json, merges\.txt\)"):
+        build_engine_core(start)

@@ -283,6 +283,13 @@ def test_rows_that_hold_control_tokens_are_counted_and_said(plain: Rows) -> None
     assert said.startswith("task.system or an example holds the text of special tokens (<|im_end|>)")
 
 
+@pytest.mark.parametrize("answer", [2**64, -(2**63) - 1, [{"a": 10**30}]])
+def test_an_integer_that_would_become_a_text_is_refused(plain: Rows, answer: Any) -> None:
+    """In some rows of a column, and a reward that compares numbers would be 0 for those."""
+    message = plain.refusal({"prompt": "a", "answer": 2**64 - 1}, {"prompt": "b", "answer": answer})
+    assert message.startswith("dataset=, row 2: the column answer holds an integer of more than 64 bits")
+
+
 def test_a_plain_prompt_is_used_as_it_is(plain: Rows) -> None:
     row = {"prompt": "<|im_start|>user\na<|im_end|>"}
     assert plain.drawn(row, chat=False).tokens.count(3) == 1 and plain.task(row, chat=False).remarks() == []

@@ -264,6 +264,11 @@ def plain_row(row: Mapping[str, Any], where: str) -> Row:
     """Returns the row in a form that JSON can hold. Raises ConfigError naming the column that has no such form."""
     plain = {}
     for name, value in row.items():
+        if _has_wide(value):
+            raise ConfigError(
+                f"{where}: the column {name} holds an integer of more than 64 bits, of which the reward would be given the digits as a text; write it "
+                "as a text in all rows"
+            )
         try:
             plain[str(name)] = jsonable(value)
         except TypeError as error:
@@ -271,6 +276,13 @@ def plain_row(row: Mapping[str, Any], where: str) -> Row:
                 f"{where}: the column {name} cannot be kept in the journal ({error}); remove it"
             ) from None
     return plain
+
+
+def _has_wide(value: Any) -> bool:
+    if isinstance(value, int):
+        return not -(2**63) <= value < 2**64
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any(map(_has_wide, inner))
 
 
 def _no_column(setting: str, name: str, row: Mapping[str, Any], path: str) -> str:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.algo.config import AlgoConfig
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.protocols import EngineCore, Launcher, TrainerCore, WeightReceiver, WeightSender
 from headrace.core.weights import Manifest
 from headrace.durable.shared_directory import see
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
-from headrace.processes.joining.same_model import weights_digest
+from headrace.processes.joining.same_model import digests, weights_digest
 from headrace.processes.launch.forking import ForkLauncher, can_fork_for_parent, end_idle, load_ahead
 from headrace.processes.launch.local import LocalLauncher, environment
 from headrace.run.rehearsal.machine import may_have_gpu
@@ -208,6 +208,13 @@ def build_shared_trainer(start: SharedStart) -> SharedTrainer:
 
 
 def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
+    """Raises IdentityError if the model's files are others than those that the run began with."""
+    here = digests(Path(start.model_dir)) if start.files else {}
+    if others := sorted(name for name in {*here, *start.files} if here.get(name) != start.files.get(name)):
+        raise IdentityError(
+            f"{start.model_dir} has other files than when the run began ({', '.join(others)}), with which an engine would compute something else than those "
+            "before it; put them back, and resume the run"
+        )
     import torch
 
     from headrace.engine.native.runners.skeleton import parameters_from_dir

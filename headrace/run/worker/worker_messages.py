@@ -85,6 +85,9 @@ class EngineStart(Struct, frozen=True):
     """The transport that delivers weights. None: the weights are those in `model_dir`, which never change."""
     asleep: bool = False
     """Whether it begins asleep: the trainer has the devices that both share."""
+    files: dict[str, str] = {}
+    """The digests of the files beside the weights that it reads there (`same_model.digests`): one that takes the place of another must compute as that
+    did. Empty: any."""
 
 
 class SharedStart(Struct, frozen=True):

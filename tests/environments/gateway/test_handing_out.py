@@ -304,6 +304,25 @@ def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path, monkeyp
     assert 'train/7: {"rewards": {"agent": 1.0}}' in messages
 
 
+def test_a_command_whose_file_has_changed_plays_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+
+    async def case(service: Service) -> None:
+        outside = OutsideAgents(service.address, [sys.executable, "agent.py"], 1, said.append)
+        (tmp_path / "agent.py").write_text("print(1.0)")
+        playing = asyncio.ensure_future(outside.play())
+        while not said:
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+
+    (found,) = handed_out(tmp_path, case)
+    assert isinstance(found, Failure) and found.reason == "agent_failed"
+    assert "agent.py has changed since the run began" in found.detail and found.detail in said[0]
+
+
 def test_a_connection_that_breaks_costs_no_reward_and_no_player(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

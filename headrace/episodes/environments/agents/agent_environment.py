@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,13 +19,14 @@ from headrace.episodes.environments.agents.agent_process import (
     Reaper,
     agent_addresses,
     agent_variables,
+    code_of,
     printed_reward,
 )
 from headrace.episodes.environments.agents.served_rollouts import ServedRollouts, give, given_of
 from headrace.episodes.environments.gateway.gateway import Gateway
 from headrace.episodes.environments.gateway.history_trees import GatewayRollout
 from headrace.episodes.environments.gateway.turn_request import OpenedWith
-from headrace.processes.joining.same_model import changed_code, code_terms
+from headrace.processes.joining.same_model import changed_code
 from headrace.web.limits import ServerLimits
 
 
@@ -45,14 +45,6 @@ def open_agents(opened: OpenedWith) -> EnvironmentKind:
     )
 
 
-LARGEST_CODE = 1 << 20
-"""Bytes. A larger file of a command is a program that somebody has built, and is not looked at."""
-
-
-def _is_code(word: str) -> bool:
-    return word.startswith("/") and os.path.isfile(word) and os.path.getsize(word) <= LARGEST_CODE
-
-
 class Agents:
     """The gateway, the places and the settings that the rollouts of a run share."""
 
@@ -62,7 +54,7 @@ class Agents:
         self.memory = int(self.config.memory_gib * (1 << 30))
         self.watch = MemoryWatch(self.memory)
         self.reaper = Reaper()
-        self.code = code_terms(word for word in self.config.command if _is_code(word)).files
+        self.code = code_of(self.config.command)
         """The digests of the files that the command names, as the first agent has them."""
 
     def make(self, prompt: Prompt, seed: int) -> Environment:

@@ -22,6 +22,7 @@ from headrace.core.rewards import named_twice
 from headrace.episodes.environments.agents import agent_reaper
 from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.health.patience import within
+from headrace.processes.joining.same_model import code_terms
 from headrace.processes.process_end import ending, signal_group
 from headrace.settings.secrets import OWN
 
@@ -151,6 +152,19 @@ GRACE = 5.0
 """Seconds that an agent which is ended early has after SIGTERM, before it is killed."""
 KEPT = 16 << 10
 """Bytes at the end of its output that are kept; the rest is dropped."""
+
+
+LARGEST_CODE = 1 << 20
+"""Bytes. A larger file of a command is a program that somebody has built, and is not looked at."""
+
+
+def code_of(command: Sequence[str]) -> dict[str, str]:
+    """Returns the digests of the files that a command names, and of those that they import from beside them, for `changed_code`."""
+    return code_terms(word for word in command if _is_code(word)).files
+
+
+def _is_code(word: str) -> bool:
+    return word.startswith("/") and os.path.isfile(word) and os.path.getsize(word) <= LARGEST_CODE
 
 
 def agent_addresses(url: str, key: str) -> dict[str, str]:

@@ -18,7 +18,14 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from headrace.core.errors import HeadraceError, RolloutFailed
-from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper, agent_variables, printed_reward
+from headrace.episodes.environments.agents.agent_process import (
+    AgentProcess,
+    Reaper,
+    agent_variables,
+    code_of,
+    printed_reward,
+)
+from headrace.processes.joining.same_model import changed_code
 from headrace.settings.paths import command_paths
 
 WAIT = 25.0
@@ -74,6 +81,7 @@ class OutsideAgents:
         self.why = ""
         """The reason why there are no more rollouts."""
         self._command = command_paths(command, Path.cwd())  # each process runs in a directory of its own
+        self._code = code_of(self._command)
         self._reaper = Reaper()
         self._threads = ThreadPoolExecutor(max_workers=2 * at_once)
 
@@ -112,6 +120,10 @@ class OutsideAgents:
         return f"status {answer.status}: {answer.body}"
 
     async def _play(self, lease: Mapping[str, Any]) -> None:
+        if problem := changed_code(self._code):
+            refused = {"failed": f"its process was not started: {problem}"}
+            self._said(f"{lease['id']}: {json.dumps(refused)}{await self._delivered(lease['end'], refused)}")
+            return
         given = {name: lease[name] for name in ("prompt", "columns", "seed")}
         process = await AgentProcess.start(
             self._command,
