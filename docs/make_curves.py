@@ -46,7 +46,10 @@ def picture(runs: Sequence[tuple[str, list[Point], list[tuple[float, float, floa
             f'<text x="{place(value, ys[0])[0]:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{text}</text>'
         )
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - BOTTOM + 34}" text-anchor="middle">optimizer step</text>')
+    held_out = "; dots: held out" if any(dots for *_, dots in runs) else ""
+    parts.append(
+        f'<text x="{middle}" y="{HEIGHT - BOTTOM + 34}" text-anchor="middle">optimizer step (lines: reward as drawn{held_out})</text>'
+    )
     for number, (name, line, dots) in enumerate(runs):
         parts += _drawn(COLOURS[number % len(COLOURS)], [place(*one) for one in line])
         for x, y, error in dots:
@@ -94,7 +97,7 @@ def main() -> None:
     shown = []
     for name, run in zip(names, arguments.runs, strict=True):
         line, dots = curve(run)
-        shown.append((f"{name}: drawn (line){', held out (dots)' if dots else ''}", line, dots))
+        shown.append((name, line, dots))
     arguments.to.write_text(picture(shown), encoding="utf-8")
 
 

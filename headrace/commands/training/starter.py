@@ -31,8 +31,8 @@ LABELS, LABEL = 20, 40
 SHOWN = 4
 """Solved rows before questions whose answer is a label, or a number for a small model."""
 NUMBER = 16
-"""Tokens of a number that a small model answers with: one of 135 million parameters gains nothing by working it out, and an answer of five tokens is
-sampled and trained in a fifth of the time."""
+"""Tokens of a small model's answer that is a number: room for `7 + 4 = 11.`, which one of 135 million parameters finds by itself. Longer answers are seldom
+right, and a step takes five times as long."""
 SMALL = 1e-5
 """A learning rate for models of about 100 million parameters; the default, 1e-6, is for billions (docs/results.md)."""
 
