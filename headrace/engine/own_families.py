@@ -83,7 +83,7 @@ class Family:
     convolves: Callable[[Any, int], bool] = _never
     """Whether a layer has a gated short convolution (LFM2) in the place of attention. Only the C++ kernels have it."""
     sure: bool = True
-    """Whether a decoder of ours serves the family wherever it runs."""
+    """Whether a decoder of ours serves all models of the family wherever it runs."""
 
 
 BEHIND = Names(
@@ -121,6 +121,11 @@ def _mixtral(config: Any) -> Routing:
     return Routing(config.num_local_experts, config.num_experts_per_tok, normalise=True)
 
 
+def _granitemoe(config: Any) -> Routing:
+    """A softmax over the scores of the best, which is that of all scores made to add up to one."""
+    return Routing(config.num_local_experts, config.num_experts_per_tok, normalise=True)
+
+
 def _qwen3_moe(config: Any) -> Routing:
     return Routing(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
 
@@ -141,6 +146,17 @@ FAMILIES: Mapping[str, Family] = {
         OLMO, turned=lambda c, layer: not c.sliding_window or c.layer_types[layer] == "sliding_attention"
     ),
     "granite": GRANITE,
+    "granitemoe": replace(
+        GRANITE,
+        names=Names(router="block_sparse_moe.router", experts="block_sparse_moe.experts"),
+        routing=_granitemoe,
+    ),
+    "granitemoehybrid": replace(
+        GRANITE,
+        names=Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+        turned=lambda config, layer: config.position_embedding_type == "rope",
+        sure=False,
+    ),
     "hyperclovax": replace(
         GRANITE,
         names=Names(behind_attention="post_norm1", behind_mlp="post_norm2"),
@@ -163,3 +179,4 @@ FAMILIES: Mapping[str, Family] = {
 }
 """By `model_type`."""
 OWN_FAMILIES = tuple(FAMILIES)
+SURE_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.sure)

@@ -24,8 +24,8 @@ from support.tiny_models import SMALL
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MADE = runpy.run_path(str(PAGE.parent / "make_models.py"))
 SHORT = ("qwen2", "gpt_bigcode", "gemma2", "openai-gpt", "falcon_mamba", "lfm2", "granitemoe", "bert")
-"""One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, a hybrid, a mixture, and one that is
-refused."""
+"""One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, convolutions and a mixture in kernels, and
+one that is refused."""
 
 
 def rows() -> dict[str, str]:

@@ -249,14 +249,16 @@ def rotary_tables(
     """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module. D is less than a head where a part of it
     has no positions."""
     rotary, config = skeleton.model.model.rotary_emb, skeleton.config
-    kinds = sorted(set(config.layer_types)) if _by_kind(config) else [""]
+    kinds = [] if rotary is None else sorted(set(config.layer_types)) if _by_kind(config) else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
     made = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}
     tables = {kind: (cos[0], sin[0]) for kind, (cos, sin) in made.items()}
     turned = FAMILIES[skeleton.model_type].turned
     if not all(turned(config, layer) for layer in range(config.num_hidden_layers)):
-        cos, sin = next(iter(tables.values()))
-        tables[UNTURNED] = torch.ones_like(cos), torch.zeros_like(sin)
+        like = (
+            next(iter(tables.values()))[0] if tables else torch.empty(length, skeleton.geometry.head_dim, device=device)
+        )
+        tables[UNTURNED] = torch.ones_like(like), torch.zeros_like(like)
     return tables
 
 
@@ -292,7 +294,7 @@ def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
         q = kv = spec.hidden
     outputs = {"qkv": (q, kv, kv), "out": (spec.hidden,), "gate_up": (layer.inner, layer.inner), "down": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.inner}
-    shapes = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for product, modules in products(spec, layer).items():
         rows = outputs[product] if len(modules) > 1 else (sum(outputs[product]),)
         shapes |= {module: (out, inputs[product]) for module, out in zip(modules, rows, strict=True)}
