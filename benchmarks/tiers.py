@@ -1,10 +1,10 @@
 """How fast does each way of serving sample, beside transformers' `generate` on the same model?
 
-    python benchmarks/tiers.py [--types gpt_oss,lfm2_moe] [--rounds 3] [--sequences 16,64]
+    python benchmarks/tiers.py [--types gpt_oss,lfm2_moe] [--rounds 3] [--sequences 16,64] [--beside hf]
 
 A model of random weights of each type, of 20 to 40 million parameters in float32, samples 32 tokens for each of many prompts of 20 to 60 tokens, log-probs
-included: by the engine in the way that `auto` chooses, by the engine over the model's own cache (`engine.path = "cache"`), and by `generate` on one left-padded
-batch. All in this process on one thread, one after the other in every round, in turns. Rates are tokens per second of processor time, which others on the
+included: by the engine in the way that `auto` chooses, by the engine over the model's own cache (`engine.path = "cache"`; `--beside` names another way), and by
+`generate` on one left-padded batch. All in this process on one thread, one after the other in every round, in turns. Rates are tokens per second of processor time, which others on the
 machine disturb less than the clock; ratios are taken within a round.
 """
 
@@ -51,11 +51,17 @@ TYPES: dict[str, dict[str, Any]] = {
         **EXPERTS, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 192, "kv_lora_rank": 128, "qk_rope_head_dim": 32,
         "qk_nope_head_dim": 32, "v_head_dim": 48, "head_dim": 32,
     },
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 2},
+    "granite": {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.0208},
+    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention"] * 2 + ["conv", "full_attention"]},
     "lfm2_moe": {**EXPERTS, "num_experts": 8, "num_dense_layers": 2, "layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
     "qwen3_next": {**EXPERTS, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 256, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
     "mamba2": {"num_heads": 16, "head_dim": 48, "n_groups": 1, "state_size": 64, "expand": 2},
 }  # fmt: skip
 """What the config of a type has beside `COMMON`."""
+
+OTHER_WAYS = {"cache": "own cache", "hf": "hugging face"}
+"""Values of `engine.path` that a model's usual way may be compared with, and how such paths begin."""
 
 Sample = Callable[[list[list[int]], int], None]
 
@@ -68,8 +74,13 @@ def made(model_type: str, seed: int = 0) -> Any:
 
 def engine_of(model: Any, directory: Path, sequences: int, path: str) -> tuple[Sample, str]:
     config = EngineConfig(
-        device="cpu", dtype="float32", kv_gib=1.0, max_running=sequences, context_length=CONTEXT, path=path
-    )  # type: ignore[arg-type]  # one of its values
+        device="cpu",
+        dtype="float32",
+        kv_gib=1.0,
+        max_running=sequences,
+        context_length=CONTEXT,
+        path=path,  # type: ignore[arg-type]  # one of its values
+    )
     engine = NativeEngine(directory, config)
     tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *saved_buffers(model).items())}
     engine.swap(engine.prepare(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), tensors))
@@ -110,16 +121,16 @@ def prompts_of(sequences: int, seed: int) -> list[list[int]]:
     return [[tokens.randrange(3, VOCABULARY) for _ in range(lengths.randint(20, 60))] for _ in range(sequences)]
 
 
-def measured(model_type: str, sequences: int, rounds: int) -> list[str]:
-    """The cells of a row: the way that `auto` chooses, tokens per second, ratios."""
+def measured(model_type: str, sequences: int, rounds: int, beside: str) -> list[str]:
+    """The cells of a row: the way that `auto` chooses, tokens per second, ratios. `beside`: the other way."""
     model = made(model_type)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / model_type
         model.save_pretrained(directory)
         auto, path = engine_of(model, directory, sequences, "auto")
         contenders = {"auto": auto, "generate": generate_of(model)}
-        if not path.startswith("own cache"):
-            contenders["cache"] = engine_of(model, directory, sequences, "cache")[0]
+        if not path.startswith(OTHER_WAYS[beside]):
+            contenders["beside"] = engine_of(model, directory, sequences, beside)[0]
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for sample in contenders.values():
         sample(prompts_of(sequences, 1000), 1000)
@@ -129,14 +140,14 @@ def measured(model_type: str, sequences: int, rounds: int) -> list[str]:
             started = time.process_time()
             contenders[name](prompts, number)
             rates[name].append(sequences * TOKENS / (time.process_time() - started))
-    rates.setdefault("cache", rates["auto"])
-    ratios = {name: [ours / theirs for ours, theirs in zip(rates[name], rates["generate"], strict=True)] for name in ("auto", "cache")}  # fmt: skip
+    rates.setdefault("beside", rates["auto"])
+    ratios = {name: [ours / theirs for ours, theirs in zip(rates[name], rates["generate"], strict=True)] for name in ("auto", "beside")}  # fmt: skip
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     return [
         f"{model_type} ({millions:.0f} M)",
         str(sequences),
         path.removesuffix(f" {model_type}"),
-        *(f"{statistics.median(rates[name]):.0f}" for name in ("auto", "cache", "generate")),
+        *(f"{statistics.median(rates[name]):.0f}" for name in ("auto", "beside", "generate")),
         *(f"{statistics.median(found):.2f} ({min(found):.2f}–{max(found):.2f})" for found in ratios.values()),
     ]
 
@@ -145,17 +156,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=",".join(TYPES), help=f"of {','.join(TYPES)}")
     parser.add_argument("--sequences", default="16,64")
+    parser.add_argument("--beside", choices=OTHER_WAYS, default="cache")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    print("| model | sequences | way | tokens/s | own cache | `generate` | ÷ `generate` | own cache ÷ `generate` |")
+    other = OTHER_WAYS[given.beside]
+    print(f"| model | sequences | way | tokens/s | {other} | `generate` | ÷ `generate` | {other} ÷ `generate` |")
     print("|---|---|---|---|---|---|---|---|")
     for model_type in given.types.split(","):
         for sequences in map(int, given.sequences.split(",")):
-            print(f"| {' | '.join(measured(model_type, sequences, given.rounds))} |", flush=True)
+            print(f"| {' | '.join(measured(model_type, sequences, given.rounds, given.beside))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.protocols import EngineCore
-from headrace.engine.own_families import OWN_FAMILIES
+from headrace.engine.own_families import SURE_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CoreKind:
     about: str
     """Half a sentence that says what it is, for the page of settings."""
     families: tuple[str, ...] = ()
-    """Values of `model_type` whose forward pass it has itself. Only beside these it serves adapters of experts."""
+    """Values of `model_type` whose forward pass it has itself, wherever it runs. Only beside these it serves adapters of experts."""
     repeated: bool = False
     """Whether the trainer repeats that forward pass bit for bit (`train.parity`)."""
 
@@ -34,7 +34,7 @@ ENGINES = {
     "native": CoreKind(
         "headrace.engine.native.core:NativeEngine",
         "headrace's own, in a process on this machine",
-        families=OWN_FAMILIES,
+        families=SURE_FAMILIES,
         repeated=True,
     ),
 }

@@ -32,7 +32,7 @@ class Names:
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     convolution: str = "conv.conv"
-    """In a layer that convolves, where the next two are in the places of `qkv` and `out`."""
+    """Part of a layer that convolves, where the next two are in the places of `qkv` and `out`."""
     into_convolution: str = "conv.in_proj"
     out_of_convolution: str = "conv.out_proj"
     norm: str = "model.norm"
@@ -48,24 +48,24 @@ class Routing:
     """Whether the chosen experts' weights are made to add up to one."""
 
 
-def _one(config: Any) -> float:
+def _one(of: Any) -> float:
     return 1.0
 
 
-def _always(config: Any, layer: int) -> bool:
+def _always(of: Any, layer: int) -> bool:
     return True
 
 
-def _never(config: Any, layer: int) -> bool:
+def _never(of: Any, layer: int) -> bool:
     return False
 
 
-def _no_experts(config: Any) -> Routing | None:
+def _no_experts(of: Any) -> Routing | None:
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class OwnFamily:
     names: Names = Names()
     norm_offset: float = 0.0
     """Added to the weights of norms."""
@@ -79,11 +79,11 @@ class Family:
     logit_scale: ConfigFact = _one
     routing: Callable[[Any], Routing | None] = _no_experts
     activation: str = ""
-    """That of the feed-forward part, where a config does not name it."""
+    """Activation of the feed-forward part, where a config does not name it."""
     convolves: Callable[[Any, int], bool] = _never
     """Whether a layer has a gated short convolution (LFM2) in the place of attention. Only the C++ kernels have it."""
     sure: bool = True
-    """Whether a decoder of ours serves the family wherever it runs."""
+    """Whether a decoder of ours serves all models of the family wherever it runs."""
 
 
 BEHIND = Names(
@@ -107,25 +107,30 @@ LFM2 = Names(
 GATE_UP = Names(gate_up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, behind_attention="post_self_attn_layernorm", behind_mlp="post_mlp_layernorm")
 
-LLAMA = Family()
-GEMMA = Family(norm_offset=1.0, embed_scale=lambda config: config.hidden_size**0.5)
-OLMO = Family(names=BEHIND)
-GRANITE = Family(
+LLAMA = OwnFamily()
+GEMMA = OwnFamily(norm_offset=1.0, embed_scale=lambda config: config.hidden_size**0.5)
+OLMO = OwnFamily(names=BEHIND)
+GRANITE = OwnFamily(
     embed_scale=lambda config: config.embedding_multiplier,
     residual_scale=lambda config: config.residual_multiplier,
     logit_scale=lambda config: 1 / config.logits_scaling,
 )
 
 
-def _mixtral(config: Any) -> Routing:
-    return Routing(config.num_local_experts, config.num_experts_per_tok, normalise=True)
+def _mixtral(of: Any) -> Routing:
+    return Routing(of.num_local_experts, of.num_experts_per_tok, normalise=True)
 
 
-def _qwen3_moe(config: Any) -> Routing:
-    return Routing(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
+def _granitemoe(of: Any) -> Routing:
+    """A softmax over the scores of the best, which is that of all scores made to add up to one."""
+    return Routing(of.num_local_experts, of.num_experts_per_tok, normalise=True)
 
 
-FAMILIES: Mapping[str, Family] = {
+def _qwen3_moe(of: Any) -> Routing:
+    return Routing(of.num_experts, of.num_experts_per_tok, of.norm_topk_prob)
+
+
+FAMILIES: Mapping[str, OwnFamily] = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": LLAMA,
@@ -141,19 +146,30 @@ FAMILIES: Mapping[str, Family] = {
         OLMO, turned=lambda c, layer: not c.sliding_window or c.layer_types[layer] == "sliding_attention"
     ),
     "granite": GRANITE,
+    "granitemoe": replace(
+        GRANITE,
+        names=Names(router="block_sparse_moe.router", experts="block_sparse_moe.experts"),
+        routing=_granitemoe,
+    ),
+    "granitemoehybrid": replace(
+        GRANITE,
+        names=Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+        turned=lambda config, layer: config.position_embedding_type == "rope",
+        sure=False,
+    ),
     "hyperclovax": replace(
         GRANITE,
         names=Names(behind_attention="post_norm1", behind_mlp="post_norm2"),
         logit_scale=lambda config: config.logits_scaling,
     ),
-    "phi3": Family(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",)), sure=False),
-    "lfm2": Family(
+    "phi3": OwnFamily(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",)), sure=False),
+    "lfm2": OwnFamily(
         names=LFM2, activation="silu", convolves=lambda c, layer: c.layer_types[layer] == "conv", sure=False
     ),
-    "glm": Family(names=GATE_UP, neighbours=True),
-    "glm4": Family(names=GLM4, neighbours=True),
-    "ernie4_5": Family(neighbours=True),
-    "helium": Family(neighbours=True),
+    "glm": OwnFamily(names=GATE_UP, neighbours=True),
+    "glm4": OwnFamily(names=GLM4, neighbours=True),
+    "ernie4_5": OwnFamily(neighbours=True),
+    "helium": OwnFamily(neighbours=True),
     "gemma": GEMMA,
     "ministral": LLAMA,
     "seed_oss": LLAMA,
@@ -161,5 +177,6 @@ FAMILIES: Mapping[str, Family] = {
     "internlm3": LLAMA,
     "iquestcoder": LLAMA,
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 OWN_FAMILIES = tuple(FAMILIES)
+SURE_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.sure)

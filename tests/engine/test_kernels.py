@@ -17,6 +17,7 @@ import torch
 from test_adapters import adapters_of
 from transformers import AutoModelForCausalLM
 
+from headrace.core.errors import ConfigError
 from headrace.core.weights import AdapterSpec
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
@@ -397,6 +398,13 @@ def test_only_what_it_can_compute_is_served():
     assert not refusal(read(saved("qwen3"), BF16, CPU), BF16, CPU)
     assert not refusal(read(saved("qwen3"), torch.float32, CPU), torch.float32, CPU)
     assert "not torch.float16" in refusal(read(saved("qwen3"), torch.float16, CPU), torch.float16, CPU)
+
+
+def test_a_path_that_lacks_convolutions_says_so():
+    options = {"device": "cpu", "dtype": "bfloat16", "kv_gib": 0.01, "context_length": 64}
+    with pytest.raises(ConfigError, match='"fused" does not serve lfm2 here: its convolutions are computed by the C'):
+        NativeEngine(saved("lfm2"), EngineConfig(path="fused", **options))
+    assert NativeEngine(saved("lfm2"), EngineConfig(path="cache", **options)).capabilities.path == "own cache lfm2"
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from support.tiny_models import SMALL
 
 MADE = runpy.run_path(str(PAGE.parent / "make_models.py"))
 SHORT = ("qwen2", "gpt_bigcode", "gemma2", "openai-gpt", "falcon_mamba", "lfm2", "granitemoe", "bert")
-"""One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, a hybrid, a mixture, and one that is
-refused."""
+"""One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, convolutions and a mixture in kernels, and
+one that is refused."""
 
 
 def test_every_architecture_of_this_transformers_is_on_the_page():

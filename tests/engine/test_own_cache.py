@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from headrace.core.errors import ConfigError
 from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.config import EngineConfig
+from headrace.engine.native.kernels import binding
 from headrace.engine.native.runners.own_cache import OwnCacheRunner
 from headrace.engine.native.served_how import served_how
 from headrace.testing.makers import request
@@ -208,6 +209,8 @@ def test_before_anything_is_loaded_a_model_s_way_and_speed_are_named(saved, tmp_
     config = EngineConfig(device="cpu", context_length=96)
     assert served_how(saved("llama"), config) == "", "there is nothing to find out"
     assert served_how(saved("gemma2"), config).startswith("hugging face gemma2: slower")
+    way = "kernels lfm2: fast" if binding.library() else "own cache lfm2: slower"
+    assert served_how(saved("lfm2"), replace(config, dtype="float32")).startswith(way)
     cache = EngineConfig(device="cpu", context_length=96, path="cache")
     assert served_how(saved("gemma2"), cache).startswith("own cache gemma2: slower, steps of all sequences in one pass")
     with pytest.raises(ConfigError, match="engine.exact = true, but own cache gemma2 .*set it to false"):

@@ -91,6 +91,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "olmo3": ("olmo3", {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}),
     "granite": ("granite", SCALED),
+    "granitemoe": ("granitemoe", {**SCALED, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "granite4": (
+        "granitemoehybrid",
+        {
+            **SCALED,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 48,
+            "mamba_n_heads": 8,
+            "layer_types": ["attention", "attention"],
+            "position_embedding_type": "rope",
+        },
+    ),
     "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
     "glm4": ("glm4", {"head_dim": 8, "rope_parameters": PARTIAL, "attention_bias": True}),
 }

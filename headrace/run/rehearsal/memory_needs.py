@@ -89,6 +89,7 @@ def read_shape(directory: Path) -> ModelShape:
     layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     kv_heads = _number(text, "num_key_value_heads") or heads
     head = _number(text, "head_dim") or (hidden // heads if heads else 0)
+    convolving = sum(kind == "conv" for kind in text.get("layer_types") or ())
     stored = {name: tensor for path in weight_files(directory) for name, tensor in read_header(path).items()}
     parameters = sum(tensor.elements for tensor in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
@@ -100,7 +101,7 @@ def read_shape(directory: Path) -> ModelShape:
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
         experts=_number(text, "num_experts", "num_local_experts", "n_routed_experts"),
         chosen=_number(text, "num_experts_per_tok"),
-        cached=2 * layers * kv_heads * head,
+        cached=2 * (layers - convolving) * kv_heads * head + convolving * hidden,
         positions=_number(text, "max_position_embeddings", "n_positions"),
         steady=_steady(text),
         vocabulary=_number(text, "vocab_size"),

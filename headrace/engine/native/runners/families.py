@@ -26,7 +26,7 @@ _ROPE = ("default", "linear", "llama3", "yarn")
 """Angles that depend on the position alone. `dynamic` and `longrope` look at the longest sequence of the batch: they are fixed up to a length."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     window: int | None
     """A token sees itself and the window - 1 tokens before it."""
@@ -62,13 +62,13 @@ class Spec:
     qk_norm: Literal["", "head", "projection"]
     """RMSNorm of queries and keys: none, over each head, over all heads at once (OLMo)."""
     norms: frozenset[str]
-    """Those that a layer has of `before_attention` and the other three (`Names`)."""
+    """Norms that a layer has: `before_attention` or the other three of `Names`."""
     norm_offset: float
     neighbours: bool
     embed_scale: float
     residual_scale: float
     logit_scale: float
-    """These five as in `Family`."""
+    """Factor of the logits; the five facts up to here are those of `OwnFamily`."""
     routing: Routing | None
 
 
@@ -214,9 +214,9 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
     down = experts or shapes.get(f"{prefix}{family.names.down}.weight", (0,))
     kind = config.layer_types[index] if _by_kind(config) else ""
     return LayerSpec(
-        skeleton.windows[index],
-        skeleton.scales[index],
-        kind if family.turned(config, index) else UNTURNED,
+        window=skeleton.windows[index],
+        scale=skeleton.scales[index],
+        rotary=kind if family.turned(config, index) else UNTURNED,
         inner=down[-1],
         experts=experts is not None,
         kernel=shapes.get(f"{prefix}{family.names.convolution}.weight", (0,))[-1],
@@ -249,14 +249,16 @@ def rotary_tables(
     """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module. D is less than a head where a part of it
     has no positions."""
     rotary, config = skeleton.model.model.rotary_emb, skeleton.config
-    kinds = sorted(set(config.layer_types)) if _by_kind(config) else [""]
+    kinds = [] if rotary is None else sorted(set(config.layer_types)) if _by_kind(config) else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
     made = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}
     tables = {kind: (cos[0], sin[0]) for kind, (cos, sin) in made.items()}
     turned = FAMILIES[skeleton.model_type].turned
     if not all(turned(config, layer) for layer in range(config.num_hidden_layers)):
-        cos, sin = next(iter(tables.values()))
-        tables[UNTURNED] = torch.ones_like(cos), torch.zeros_like(sin)
+        like = (
+            next(iter(tables.values()))[0] if tables else torch.empty(length, skeleton.geometry.head_dim, device=device)
+        )
+        tables[UNTURNED] = torch.ones_like(like), torch.zeros_like(like)
     return tables
 
 
