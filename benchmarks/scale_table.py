@@ -13,6 +13,7 @@ from headrace.commands.plan.step_sizes import ADAMW, step_sizes
 from headrace.trainer.parallel import ParallelConfig
 from headrace.weight_sync.config import WeightSyncConfig
 from headrace.weight_sync.packed import BLOCK, DIGEST
+from headrace.weight_sync.tcp import Tcp
 
 ROW, PROMPT = 8000, 200
 """Tokens of a completion and of a prompt."""
@@ -46,7 +47,8 @@ def main() -> None:
         "resume": f"{ADAMW['float32'] * parameters / given.ranks / giga:.2g} GB a rank",
         "checkpoint": f"{size.rank_checkpoint / giga:.2g} GB copied and written by a rank, of {size.checkpoint / giga:.0f}",
         "publish": f"{size.rank_weights / giga:.2g} GB a rank; rank 0 gets {DIGEST / BLOCK * size.weights / 1e6:.2g} MB of hashes",
-        "TCP": f"{engines * size.rank_weights / giga:.0f} GB through each rank, of {engines * size.weights / 1e12:.1f} TB to {engines} engines",
+        "TCP": f"{Tcp.copies(engines) * size.rank_weights / giga:.2g} GB through each rank; {engines} engines send each other the rest of "
+        f"{engines * size.weights / 1e12:.1f} TB, in the mean {size.weights / giga:.0f} GB each",
         "controller": f"{SNAPSHOT * tokens:.1f} s of a core for a checkpoint's live tokens",
     }
     for name, said in rows.items():

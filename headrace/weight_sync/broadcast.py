@@ -56,7 +56,7 @@ class Broadcast(NetworkTransport, frozen=True, tag="broadcast"):
     waits_for_all: ClassVar = True
 
     @staticmethod
-    def copies(engines: int) -> int:
+    def copies(engines: int, delta: bool = False) -> int:
         """A binomial tree, as gloo has it."""
         return math.ceil(math.log2(engines + 1))
 

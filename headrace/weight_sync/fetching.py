@@ -175,6 +175,15 @@ class Source(Protocol):
         """Returns the difference from the version before (`where["base"]`), which has at most `limit` bytes."""
 
 
+class RelayedSource(Source, Protocol):
+    """A place whose bytes other engines may send."""
+
+    others: int
+    """Number of answers that came from other engines."""
+    direct: bool
+    """Whether to fetch from the trainer alone."""
+
+
 @dataclass
 class _Held:
     """The contents of two slots."""
@@ -255,3 +264,29 @@ class FetchingReceiver:
             buffer[:] = self._slots.buffer(name, held.newest)
             apply(buffer, delta)
         held.delta = delta
+
+
+class RelayingReceiver(FetchingReceiver):
+    """Fetches from the trainer alone if what other engines have sent is not what was published: one may have had a newer version by the end."""
+
+    def __init__(self, manifests: Manifests, source: RelayedSource) -> None:
+        super().__init__(manifests, source)
+        self._relayed = source
+
+    @property
+    def from_others(self) -> int:
+        """Number of answers that other engines have sent it."""
+        return self._relayed.others
+
+    def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
+        others = self._relayed.others
+        try:
+            return super().receive(update)
+        except IdentityError:
+            if self._relayed.others == others:
+                raise
+        self._relayed.direct = True
+        try:
+            return super().receive(update)
+        finally:
+            self._relayed.direct = False

@@ -22,9 +22,8 @@ import socketserver
 import ssl
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from urllib.parse import quote, unquote, urlsplit
@@ -35,7 +34,8 @@ from headrace.core.errors import IdentityError
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.web.limits import Crowd, Guest
 from headrace.web.tls import pinned_context
-from headrace.weight_sync.fetching import FetchingReceiver, SecuredTransport
+from headrace.weight_sync.fetching import RelayingReceiver, SecuredTransport
+from headrace.weight_sync.relays import Relays
 from headrace.weight_sync.slots import Manifests, WeightShelf, send_all
 
 if TYPE_CHECKING:
@@ -44,63 +44,12 @@ if TYPE_CHECKING:
     from headrace.weight_sync.fetching import OfferedVersion, OfferingSender
 
 
-# --- The order in which a server of weights sends to engines over HTTP
-# The order in which a server of weights sends to engines over HTTP, and which of them send to others.
-
-
-FANOUT = 2
-"""Full copies that a server sends at a time."""
 PATIENCE = 60.0
 """Seconds in which nothing arrives until a connection counts as broken, and for which a server lets an engine wait for its turn."""
 
 
 def path_to(name: str, fingerprint: str) -> str:
     return f"/weights/{quote(name, safe='') or '-'}/{fingerprint}"
-
-
-class Relays:
-    """The order in which engines are sent a full copy, and by whom."""
-
-    def __init__(self) -> None:
-        self._sending: Counter[str] = Counter()
-        self._peers: dict[str, deque[str]] = {}
-        """Addresses of engines that have a version, by its path; the one that was named longest ago first."""
-        self._change = threading.Condition()
-
-    def joined(self, path: str, url: str) -> None:
-        with self._change:
-            self._peers.setdefault(path, deque()).append(url)
-            self._change.notify_all()
-
-    def forget(self, name: str, newest: str) -> None:
-        """Forgets who has other versions of the same."""
-        kept, other = path_to(name, newest), path_to(name, "")
-        with self._change:
-            self._peers = {
-                path: peers for path, peers in self._peers.items() if path == kept or not path.startswith(other)
-            }
-
-    @contextmanager
-    def turn(self, path: str, direct: bool) -> Iterator[str]:
-        """Waits for a turn. Yields the address of an engine that sends instead, or an empty string. `direct`: at once, and by nobody else."""
-        with self._change:
-            busy = lambda: not direct and self._sending[path] >= FANOUT  # noqa: E731
-            self._change.wait_for(lambda: not busy() or path in self._peers, PATIENCE / 2)
-            other = ""
-            if busy() and (peers := self._peers.get(path)):
-                other = peers[0]
-                peers.rotate(-1)
-            self._sending[path] += not other
-        try:
-            yield other
-        finally:
-            with self._change:
-                self._sending[path] -= not other
-                self._sending += Counter()  # forgets what is zero
-                self._change.notify_all()
-
-
-# --- http ranges ------------------------------------------------------------
 
 
 OTHERS = 15.0
@@ -122,9 +71,9 @@ class Http(SecuredTransport, frozen=True, tag="http"):
     keeps_for_sleepers: ClassVar = frozenset({"fetching server"})
 
     @staticmethod
-    def copies(engines: int) -> int:
-        """Whoever has it sends to two at a time."""
-        return min(engines, 2 * math.ceil(math.log(engines + 1, 3) - 1e-9))
+    def copies(engines: int, delta: bool = False) -> int:
+        """Whoever has it sends to two at a time. Differences are sent by the trainer alone."""
+        return engines if delta else min(engines, 2 * math.ceil(math.log(engines + 1, 3) - 1e-9))
 
     @property
     def access(self) -> dict[str, str]:
@@ -137,7 +86,7 @@ class Http(SecuredTransport, frozen=True, tag="http"):
         server = WeightServer(offers, self.host, self.token, self.tls.serving() if self.tls else None)
 
         def where(name: str, offer: OfferedVersion) -> dict[str, Any]:
-            server.tree.forget(name, offer.fingerprint)
+            server.tree.forget(path_to(name, offer.fingerprint), path_to(name, ""))
             return {"url": server.url}
 
         return OfferingSender(offers, where)
@@ -254,12 +203,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif not 0 <= first < found.nbytes:
             self._answer(416)
         else:
+            total = {"Content-Range": f"bytes {first}-{found.nbytes - 1}/{found.nbytes}"}
             direct = "Direct" in self.headers or self.server.is_encrypted
-            with self.server.tree.turn(path_to(name, fingerprint), direct) as other:
+            turn = self.server.tree.turn(path_to(name, fingerprint), seconds=PATIENCE / 2)
+            with nullcontext("") if direct else turn as other:
                 if other:
                     self._answer(307, 0, {"Location": other})
                     return
-                total = {"Content-Range": f"bytes {first}-{found.nbytes - 1}/{found.nbytes}"}
                 self._answer(206, found.nbytes - first, total)
                 send_all(self.connection, found[first:])
 
@@ -298,7 +248,7 @@ def _asked(path: str, count: int) -> list[str]:
 
 
 class HttpSource:
-    """Protocol `Source`."""
+    """Protocol `RelayedSource`."""
 
     def __init__(self, token: str, tls: ssl.SSLContext | None = None) -> None:
         """`tls`: trusts the certificate of the trainer's server; None: nothing is encrypted."""
@@ -306,9 +256,7 @@ class HttpSource:
         self.here = ""
         """The address at which this machine reached the trainer."""
         self.others = 0
-        """Number of answers that came from other engines."""
         self.direct = False
-        """Whether to fetch from the trainer alone."""
 
     def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
         root, path, at, failures = str(update.where["url"]), _path_of(update), 0, 0
@@ -420,7 +368,7 @@ def _unreachable(update: WeightUpdate, url: str, error: Exception) -> IdentityEr
     )
 
 
-class HttpReceiver(FetchingReceiver):
+class HttpReceiver(RelayingReceiver):
     """Protocol `WeightReceiver`, and a server of what it has received."""
 
     def __init__(self, manifests: Manifests, token: str, tls: ssl.SSLContext | None = None) -> None:
@@ -429,27 +377,12 @@ class HttpReceiver(FetchingReceiver):
         self._server: WeightServer | None = None
 
     @property
-    def from_others(self) -> int:
-        """Number of times that another engine sent it something."""
-        return self._http.others
-
-    @property
     def serves(self) -> bool:
         """Whether it listens for other engines."""
         return self._server is not None
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        others = self._http.others
-        try:
-            tensors = super().receive(update)
-        except IdentityError:
-            if self._http.others == others:
-                raise
-            self._http.direct = True  # another engine may have had a newer version by the end
-            try:
-                tensors = super().receive(update)
-            finally:
-                self._http.direct = False
+        tensors = super().receive(update)
         if self._encrypted:
             return tensors
         if self._server is None:

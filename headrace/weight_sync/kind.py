@@ -122,6 +122,7 @@ class TransportKind(Struct, frozen=True):
         """Frees what `open` took."""
 
     @staticmethod
-    def copies(engines: int) -> int:
-        """Returns how many times the seconds of one copy pass until all engines have a version, if every machine has one link."""
+    def copies(engines: int, delta: bool = False) -> int:
+        """Returns how many times the seconds of one copy pass until all engines have a version, if every machine has one link. `delta`: of one
+        difference."""
         return 1

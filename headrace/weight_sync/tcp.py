@@ -1,48 +1,30 @@
-"""Weight sync over TCP: engines fetch from a server in the trainer's process, which sends the packed buffer.
+"""Weight sync over TCP: engines fetch pieces of the packed buffer from a server in the trainer's process (`tcp_server.py`), and from each
+other (`tcp_engine.py`).
 
-    engine    length, {token, name, fingerprint, part}      part: full or delta
-    trainer   length, {waits}, any number of times; length, {nbytes} or {refused}; then the bytes
-
-Where the trainer's weights are split over ranks, each rank answers for its own part (`TcpPartSender`), and the engine asks all of them. A
-connection serves one question. Whoever does not know the token is answered nothing. The place in an update (`host`, `port`) is recorded
-in metrics; the token is in the start messages only.
+Where the trainer's weights are split over ranks, each rank answers for its own part (`TcpPartSender`), and the engine asks all of them. The place
+in an update (`host`, `port`) is recorded in metrics; the token is in the start messages only.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hmac
 import itertools
 import mmap
-import random
-import socket
-import ssl
 import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from headrace.core.errors import IdentityError
 from headrace.core.protocols import WeightSender
-from headrace.core.types import Struct
 from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
-from headrace.weight_sync.fetching import FetchingReceiver, SecuredTransport
-from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update, make_up
+from headrace.weight_sync.fetching import SecuredTransport
+from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update
 from headrace.weight_sync.rank_digests import RankDigests
-from headrace.weight_sync.slots import Manifests, Part, Slots, WeightShelf, anonymous_memory, send_all
-from headrace.weight_sync.sockets import (
-    INTRODUCTION,
-    ConnectionServer,
-    SendQueue,
-    reach,
-    read_message,
-    receive_into,
-    send_message,
-)
+from headrace.weight_sync.slots import Manifests, Part, Slots, WeightShelf, anonymous_memory
+from headrace.weight_sync.tcp_engine import RANGES, TcpReceiver, TcpSource
+from headrace.weight_sync.tcp_server import Pieces, Question, TcpServer, piece_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,40 +32,37 @@ if TYPE_CHECKING:
     from headrace.weight_sync.fetching import OfferedVersion, OfferingSender
 
 
-T = TypeVar("T")
-
-PATIENCE = 60.0
-"""Seconds in which no byte of an answer arrives, or a piece of it cannot be sent, until a connection counts as broken."""
-AT_ONCE = 64
-"""Engines that are sent to at a time. Others wait, and are told so."""
-CONNECTIONS = 2048
-"""Connections at a time, those that wait included. More are closed."""
-TRIES = 3
-"""Connections that an engine makes for an update before it gives it up."""
-RANGES = "ranges"
-"""Asked for instead of a fingerprint: where the part of a rank lies in the packed buffer."""
-LONGEST_RANGES = 1 << 26
-"""Bytes of that answer."""
-
-
 class Tcp(SecuredTransport, frozen=True, tag="tcp"):
     """Protocol `Transport`."""
 
     words: ClassVar = "TCP"
-    about: ClassVar = "they fetch from the trainer's process"
+    about: ClassVar = "they fetch from the trainer's process and from each other"
     reaches: ClassVar = frozenset({"child", "joined", "rollout host"})
 
     @staticmethod
-    def copies(engines: int) -> int:
-        """The trainer sends to each."""
-        return engines
+    def copies(engines: int, delta: bool = False) -> int:
+        """Pieces leave the trainer twice, and engines send them on. Differences are sent by the trainer alone."""
+        return engines if delta else min(engines, 2)
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
         from headrace.weight_sync.fetching import OfferingSender, Offers
 
         offers = Offers(manifests, once, self.encoding)
-        server = TcpServer(offers, self)
-        return OfferingSender(offers, server.where)
+        server = self._server(offers)
+
+        def where(name: str, offer: OfferedVersion) -> dict[str, Any]:
+            server.relays.forget(f"{name}/{offer.fingerprint}/", f"{name}/")
+            return server.where
+
+        return OfferingSender(offers, where)
+
+    def _server(self, shelf: WeightShelf) -> TcpServer:
+        """Raises OSError if it cannot listen at that address, ConfigError for a certificate that cannot be used."""
+
+        def find(asked: Question) -> Pieces | None:
+            return piece_of(shelf.find(asked.name, asked.fingerprint, asked.part), asked)
+
+        return TcpServer(find, self.host, self.token, self.tls.serving() if self.tls else None)
 
     @property
     def takes_parts(self) -> bool:
@@ -93,196 +72,16 @@ class Tcp(SecuredTransport, frozen=True, tag="tcp"):
 
         return TcpPartSender(self, manifests, once, ranks)
 
-    def receiver(self, manifests: Manifests) -> FetchingReceiver:
-        return FetchingReceiver(manifests, TcpSource(self.token, self.tls.trusting() if self.tls else None))
-
-
-class Question(Struct, frozen=True):
-    token: str
-    name: str
-    """The adapter's; empty for the model."""
-    fingerprint: str
-    part: Part
-
-
-class WeightReply(Struct, frozen=True):
-    nbytes: int = 0
-    refused: str = ""
-    waits: bool = False
-    """Whether others are sent to first; another reply follows."""
-
-
-# -- the trainer's end --------------------------------------------------------------------------------------------------------
-
-
-class TcpServer:
-    """Answers in threads, while the trainer trains."""
-
-    def __init__(self, offers: WeightShelf, transport: Tcp) -> None:
-        """Raises OSError if it cannot listen at that address, ConfigError for a certificate that cannot be used."""
-        self._offers, self._token = offers, transport.token
-        self._tls = transport.tls.serving() if transport.tls else None
-        self._connections = ConnectionServer(transport.host, self._serve, at_once=CONNECTIONS)
-        self._queue = SendQueue(AT_ONCE)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self._connections.address
-
-    def where(self, name: str, offer: OfferedVersion) -> dict[str, Any]:
-        return self._connections.where
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Errors end the connection, and the engine at its other end reports them."""
-        with contextlib.suppress(OSError, ValueError), self._secured(connection) as connection:
-            asked = msgspec.msgpack.decode(read_message(connection), type=Question)
-            if hmac.compare_digest(asked.token.encode(), self._token.encode()):
-                connection.settimeout(PATIENCE)
-                waits = WeightReply(waits=True)
-                # what is asked for is looked up when it is its turn: a version may be gone by then
-                with self._queue.place(lambda: send_message(connection, waits), PATIENCE / 4):
-                    self._answer(connection, asked)
-
-    def _secured(self, connection: socket.socket) -> socket.socket:
-        """Raises OSError if the other end does not begin TLS as it must."""
-        try:
-            return self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
-        except OSError:
-            connection.close()
-            raise
-
-    def _answer(self, connection: socket.socket, asked: Question) -> None:
-        found = self._offers.find(asked.name, asked.fingerprint, asked.part)
-        if found is None:
-            send_message(connection, WeightReply(refused="the trainer no longer has them, or never had"))
-        else:
-            send_message(connection, WeightReply(len(found)))
-            send_all(connection, found)
-
-
-# -- the engine's end ---------------------------------------------------------------------------------------------------------
-
-
-class TcpSource:
-    """Protocol `Source`."""
-
-    def __init__(self, token: str, tls: ssl.SSLContext | None) -> None:
-        self._token, self._tls = token, tls
-        self._ranges: dict[tuple[str, ...], list[list[ByteRange]]] = {}
-        """Ranges of each rank, by what is published, and where."""
-
-    def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
-        if "parts" in update.where:
-            return self._parts(update, manifest, into)
-
-        def read(connection: socket.socket, nbytes: int) -> int:
-            if nbytes != len(into):
-                raise IdentityError(
-                    f"version {update.version} has {nbytes} bytes, and this engine's weights {len(into)}"
-                )
-            receive_into(connection, into)
-            return nbytes
-
-        return self._asked(update, _place(update), update.fingerprint, read)
-
-    def delta(self, update: WeightUpdate, limit: int) -> bytes:
-        reading = functools.partial(_whole_answer, limit=limit, what=f"the delta of version {update.version}")
-        return self._asked(update, _place(update), update.fingerprint, reading, part="delta")
-
-    def _parts(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
-        """Fetches the part of each rank to its place."""
-        places = [(str(host), int(port)) for host, port in update.where["parts"]]
-        parts = list(zip(places, self._ranges_at(update, manifest, places), strict=True))
-        start = random.randrange(
-            len(parts)
-        )  # all engines are told of a version at once, and would begin at the same rank
-        for place, own in parts[start:] + parts[:start]:
-
-            def read(connection: socket.socket, nbytes: int, own: list[ByteRange] = own) -> None:
-                if nbytes != sum(part.nbytes for part in own):
-                    raise IdentityError(
-                        f"a part of version {update.version} has {nbytes} bytes, which is another length"
-                    )
-                for part in own:
-                    receive_into(connection, into[part.offset : part.offset + part.nbytes])
-
-            self._asked(update, place, str(update.where["label"]), read)
-        return manifest.payload
-
-    def _ranges_at(
-        self, update: WeightUpdate, manifest: Manifest, places: list[tuple[str, int]]
-    ) -> list[list[ByteRange]]:
-        """Raises IdentityError if the parts do not make up the whole."""
-        name = update.adapter.name if update.adapter else ""
-        key = name, *(f"{host}:{port}" for host, port in places)
-        if key not in self._ranges:
-            reading = functools.partial(_whole_answer, limit=LONGEST_RANGES, what="the layout of a part")
-            answers = [self._asked(update, place, RANGES, reading) for place in places]
-            found = [msgspec.msgpack.decode(answer, type=list[ByteRange]) for answer in answers]
-            if not make_up(manifest, found):
-                raise IdentityError(f"the parts of version {update.version} do not make up this engine's weights")
-            self._ranges = {key: found} | {
-                other: ranges for other, ranges in self._ranges.items() if other[1:] == key[1:]
-            }
-        return self._ranges[key]
-
-    def _asked(
-        self,
-        update: WeightUpdate,
-        place: tuple[str, int],
-        fingerprint: str,
-        read: Callable[[socket.socket, int], T],
-        part: Part = "full",
-    ) -> T:
-        host, port = place
-        name = update.adapter.name if update.adapter else ""
-        for tried in range(1, TRIES + 1):
-            try:
-                with reach(place, INTRODUCTION, self._tls) as connection:
-                    connection.settimeout(PATIENCE)
-                    send_message(connection, Question(self._token, name, fingerprint, part))
-                    reply = _reply(connection)
-                    if not reply.refused:
-                        return read(connection, reply.nbytes)
-                    raise IdentityError(
-                        f"weights of version {update.version}, published with fingerprint {update.fingerprint}, cannot be fetched from "
-                        f"{host}:{port}: {reply.refused}. The engine keeps the version that it has"
-                    )
-            except (OSError, ValueError) as error:
-                if tried == TRIES:
-                    raise IdentityError(
-                        f"weights of version {update.version} could not be fetched from the trainer at {host}:{port} in {TRIES} tries "
-                        f"({error}). The engine keeps the version that it has"
-                    ) from error
-                time.sleep(0.2 * tried)
-        raise AssertionError
-
-
-def _reply(connection: socket.socket) -> WeightReply:
-    """Returns the reply, however many wait before it."""
-    while (reply := msgspec.msgpack.decode(read_message(connection), type=WeightReply)).waits:
-        pass
-    return reply
-
-
-def _place(update: WeightUpdate) -> tuple[str, int]:
-    return str(update.where["host"]), int(update.where["port"])
-
-
-def _whole_answer(connection: socket.socket, nbytes: int, *, limit: int, what: str) -> bytes:
-    if nbytes > limit:
-        raise IdentityError(f"{what} has {nbytes} bytes, more than it may")
-    buffer = bytearray(nbytes)
-    receive_into(connection, memoryview(buffer))
-    return bytes(buffer)
+    def receiver(self, manifests: Manifests) -> TcpReceiver:
+        return TcpReceiver(manifests, TcpSource(self.token, self.tls.trusting() if self.tls else None))
 
 
 # --- The trainer's end over TCP where its weights are split over ranks
 # Each rank keeps and serves its own part of the packed buffer.
 #
-#     every rank    two slots of the ranges that it holds, and a server (`tcp.py`)
+#     every rank    two slots of the ranges that it holds, and a server
 #     rank 0        the fingerprint, of hashes that each rank makes of its part (`rank_digests.py`)
-#     engine        asks each rank for its ranges once, and for its part of every version
+#     engine        asks each rank for its ranges once, and for its part of every version, which other engines may send
 #
 # No process holds the whole model, and the bytes, their layout and their fingerprint are those of one rank's.
 
@@ -296,8 +95,8 @@ class TcpPartSender(WeightSender):
         self._slots = Slots(anonymous_memory(), {name: _room(ranges) for name, ranges in self._own.items()}, once)
         self._labels = {name: [""] * self._slots.count(name) for name in manifests}
         self._copies: Counter[str] = Counter()
-        server = TcpServer(self, transport)
-        self._addresses: Sequence[tuple[str, int]] = ranks.exchange(server.address)
+        self._server = transport._server(self)
+        self._addresses: Sequence[tuple[str, int]] = ranks.exchange(self._server.address)
         self._places = {name: _placed(ranges) for name, ranges in self._own.items()}
         self._digests = RankDigests(transport.host, manifests, ranks, self._held)
 
@@ -327,6 +126,7 @@ class TcpPartSender(WeightSender):
         self._labels[name][number] = ""
         self._fill(name, number)
         self._labels[name][number] = label
+        self._server.relays.forget(f"{name}/{label}/", f"{name}/")
         self._ranks.exchange(None)  # from here on every rank serves it
         seconds = time.perf_counter() - started
         if self._ranks.rank:

@@ -21,13 +21,16 @@ from headrace.core.protocols import Transport, WeightSender
 from headrace.core.weights import WeightUpdate
 from headrace.run.config import load_config
 from headrace.run.starting import transport_of
-from headrace.weight_sync import tcp as tcp_module
+from headrace.weight_sync import tcp_engine, tcp_server
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.files import CHANGES, Files
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.ranges import ByteRange
 from headrace.weight_sync.sockets import LONGEST, SendQueue, read_message, send_message
-from headrace.weight_sync.tcp import Question, Tcp, TcpSource, WeightReply
+from headrace.weight_sync.tcp import Tcp
+from headrace.weight_sync.tcp_engine import TcpSource
+from headrace.weight_sync.tcp_server import Question, WeightReply
 from headrace.weight_sync.transport import TRANSPORTS
 from support.runs.beside import Beside
 from support.tiny_run import tiny_config
@@ -358,7 +361,7 @@ def test_an_engine_that_dies_or_stops_reading_midway_delays_nobody(tcp: Both) ->
 def test_engines_beyond_those_that_are_sent_to_at_once_wait_longer_than_a_silent_connection_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at_once, most, send, lock = [0], [0], tcp_module.send_all, threading.Lock()
+    at_once, most, send, lock = [0], [0], tcp_server.send_all, threading.Lock()
 
     def slowly(connection: socket.socket, found: memoryview) -> None:
         with lock:
@@ -369,12 +372,15 @@ def test_engines_beyond_those_that_are_sent_to_at_once_wait_longer_than_a_silent
         with lock:
             at_once[0] -= 1
 
-    monkeypatch.setattr(tcp_module, "AT_ONCE", 2)
-    monkeypatch.setattr(tcp_module, "PATIENCE", 0.4)
-    monkeypatch.setattr(tcp_module, "send_all", slowly)
+    monkeypatch.setattr(tcp_server, "AT_ONCE", 2)
+    monkeypatch.setattr(tcp_server, "PATIENCE", 0.4)
+    monkeypatch.setattr(tcp_engine, "PATIENCE", 0.4)
+    monkeypatch.setattr(tcp_server, "send_all", slowly)
     for ends in ends_of("tcp", Encoding()):
         update = ends.send(0)
         engines = [ends.receiver() for _ in range(10)]
+        for engine in engines:
+            engine._relayed.direct = True
         fetching = [Beside(partial(received, engine, update)) for engine in engines]
         for thread in fetching:
             thread.join()
@@ -408,7 +414,10 @@ def test_one_that_goes_while_it_waits_gives_its_place_in_the_queue_to_the_next()
 def test_engines_begin_at_different_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     places, asked = [("127.0.0.1", port) for port in range(8)], list[tuple[str, int]]()
     source = TcpSource("token", None)
-    monkeypatch.setattr(source, "_ranges_at", lambda update, manifest, places: [[] for _ in places])
+    monkeypatch.setattr(
+        source, "_ranges_at", lambda update, manifest, places: [[ByteRange(n, 1)] for n, _ in enumerate(places)]
+    )
+    monkeypatch.setattr(source, "_serve", lambda place: None)
     monkeypatch.setattr(source, "_asked", lambda update, place, *rest: asked.append(place))
     update = WeightUpdate(
         version=0, kind="full", fingerprint="", nbytes=0, seconds=0, where={"parts": places, "label": "copy 1"}
@@ -416,7 +425,7 @@ def test_engines_begin_at_different_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     rounds = []
     for _ in range(40):
         asked.clear()
-        source.full(update, MANIFESTS[""], memoryview(b""))
+        source.full(update, MANIFESTS[""], memoryview(bytes(8)))
         rounds.append(list(asked))
     assert all(sorted(one) == places for one in rounds), "each is asked once"
     assert len({one[0] for one in rounds}) > 3

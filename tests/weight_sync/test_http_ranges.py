@@ -18,8 +18,9 @@ from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.weight_sync.directory import DirectoryReceiver
 from headrace.weight_sync.fetching import OfferingSender
-from headrace.weight_sync.http_ranges import FANOUT, Http, HttpReceiver, HttpSource, WeightServer
+from headrace.weight_sync.http_ranges import Http, HttpReceiver, HttpSource, WeightServer
 from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.relays import FANOUT
 from headrace.weight_sync.slots import Slots, anonymous_memory
 from support.runs.beside import Beside
 

@@ -16,11 +16,13 @@ import torch
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.web.tls import TlsIdentity, first_certificate
-from headrace.weight_sync.http_ranges import FANOUT, Http, UnpreparedReceiver
+from headrace.weight_sync.http_ranges import Http, UnpreparedReceiver
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.relays import FANOUT
 from headrace.weight_sync.sockets import send_message
-from headrace.weight_sync.tcp import Question, Tcp
+from headrace.weight_sync.tcp import Tcp
+from headrace.weight_sync.tcp_server import Question
 
 MANIFESTS = {"": lay_out([("w", torch.empty(70_000))], torch.bfloat16)}
 MARK = 1.234

@@ -27,7 +27,7 @@ class Pigeon(TransportKind, frozen=True, tag="pigeon"):
     untried: ClassVar = "a hawk"
 
     @staticmethod
-    def copies(engines: int) -> int:
+    def copies(engines: int, delta: bool = False) -> int:
         return 100 * engines
 
 transport.TRANSPORTS["pigeon"] = Pigeon

@@ -23,7 +23,8 @@ from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import PackedBuffer, lay_out
 from headrace.weight_sync.ranges import ByteRange, ValueRange, make_up, parts_of
-from headrace.weight_sync.tcp import RANGES, Tcp, TcpPartSender
+from headrace.weight_sync.tcp import Tcp, TcpPartSender
+from headrace.weight_sync.tcp_engine import RANGES
 from support import tiny_models
 from support.meeting import Meeting
 

@@ -197,9 +197,10 @@ def travel_of(
 ) -> Travel:
     """Returns the way that a run with these settings takes, once the first version has arrived. `senders`: ranks that hold the model together; an
     engine receives no faster than over its own link."""
-    times = TRANSPORTS[settings.kind].copies(engines) if settings.kind in TRANSPORTS else 1
+    delta = settings.encoding == "delta"
+    times = TRANSPORTS[settings.kind].copies(engines, delta) if settings.kind in TRANSPORTS else 1
     network /= max(1.0, times / senders) if sends_parts(settings) else times
-    if settings.encoding == "delta":
+    if delta:
         return difference(parameters, network, changed_share(learning_rate))
     return whole(parameters, network)
 

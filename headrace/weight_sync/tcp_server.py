@@ -1,0 +1,139 @@
+"""A server of weights over TCP: in the trainer's process, in each of its ranks, and in engines, which send pieces on to others.
+
+    engine    length, {token, name, fingerprint, part, first, nbytes}
+    server    length, {waits}, any number of times; length, {nbytes, whole}, {elsewhere} or {refused}; then the bytes
+
+A connection serves one question. Whoever does not know the token is answered nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.core.types import Struct
+from headrace.weight_sync.relays import Relays
+from headrace.weight_sync.slots import Part, send_all
+from headrace.weight_sync.sockets import ConnectionServer, SendQueue, read_message, send_message
+
+PATIENCE = 60.0
+"""Seconds in which no byte of an answer arrives, or a piece of it cannot be sent, until a connection counts as broken."""
+AT_ONCE = 64
+"""Engines that are sent to at a time, of those that nobody else sends to. Others wait, and are told so."""
+CONNECTIONS = 2048
+"""Connections at a time, those that wait included. More are closed."""
+
+
+class Question(Struct, frozen=True):
+    token: str
+    name: str
+    """The adapter's; empty for the model."""
+    fingerprint: str
+    """Asked of a rank of several: the label of the copy, or `RANGES`."""
+    part: Part
+    first: int = 0
+    nbytes: int = 0
+    """The piece that is asked for; 0: all of it."""
+    rank: int = 0
+    """Asked of an engine: the rank whose part the piece belongs to."""
+    relay: int = 0
+    """The port at which the engine that asks sends pieces to others; 0: it does not."""
+    has: bool = False
+    """Nothing is asked for: the engine has this piece."""
+    lost: str = ""
+    """Another engine, at this address, did not send the piece, so that this server has to."""
+
+
+class WeightReply(Struct, frozen=True):
+    nbytes: int = 0
+    refused: str = ""
+    waits: bool = False
+    """Whether others are sent to first; another reply follows."""
+    whole: int = 0
+    """Bytes of all that the piece belongs to."""
+    elsewhere: str = ""
+    """The address of an engine that has the piece."""
+
+
+class Pieces(NamedTuple):
+    data: Sequence[memoryview]
+    whole: int
+
+
+def piece_of(found: memoryview | None, asked: Question) -> Pieces | None:
+    if found is None:
+        return None
+    last = asked.first + asked.nbytes if asked.nbytes else len(found)
+    return Pieces([found[asked.first : last]], len(found))
+
+
+class TcpServer:
+    """Answers in threads, beside the work of its process."""
+
+    def __init__(
+        self, find: Callable[[Question], Pieces | None], host: str, token: str, tls: ssl.SSLContext | None
+    ) -> None:
+        """`find`: returns what is asked for, None if it is not there. Raises OSError if it cannot listen at that address."""
+        self.relays = Relays()
+        self._find, self._token, self._tls = find, token, tls
+        self._connections = ConnectionServer(host, self._serve, at_once=CONNECTIONS)
+        self._queue = SendQueue(AT_ONCE)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._connections.address
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return self._connections.where
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Errors end the connection, and the engine at its other end reports them."""
+        with contextlib.suppress(OSError, ValueError), self._secured(connection) as connection:
+            asked = msgspec.msgpack.decode(read_message(connection), type=Question)
+            if hmac.compare_digest(asked.token.encode(), self._token.encode()):
+                connection.settimeout(PATIENCE)
+                self._admit(connection, asked)
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        """Raises OSError if the other end does not begin TLS as it must."""
+        try:
+            return self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
+        except OSError:
+            connection.close()
+            raise
+
+    def _admit(self, connection: socket.socket, asked: Question) -> None:
+        """Answers when it is the engine's turn. What is asked for is looked up then: a version may be gone by then."""
+        still = lambda: send_message(connection, WeightReply(waits=True))  # noqa: E731
+        path, other = f"{asked.name}/{asked.fingerprint}/{asked.first}", ""
+        asker = f"{connection.getpeername()[0]}:{asked.relay}" if asked.relay else ""
+        if asked.lost:
+            self.relays.lost(path, asked.lost, asker)
+        if asked.has:
+            self.relays.joined(path, asker)
+            send_message(connection, WeightReply())
+        elif not asker or asked.lost:
+            with self._queue.place(still, PATIENCE / 4):
+                self._answer(connection, asked)
+        else:
+            with self.relays.turn(path, asker, seconds=PATIENCE / 4, waits=2, still=still) as other:
+                if other:
+                    send_message(connection, WeightReply(elsewhere=other))
+                else:
+                    self._answer(connection, asked)
+
+    def _answer(self, connection: socket.socket, asked: Question) -> None:
+        found = self._find(asked)
+        if found is None:
+            send_message(connection, WeightReply(refused="the trainer no longer has them, or never had"))
+            return
+        send_message(connection, WeightReply(sum(map(len, found.data)), whole=found.whole))
+        for piece in found.data:
+            send_all(connection, piece)
