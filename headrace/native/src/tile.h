@@ -103,11 +103,12 @@ static void rows_of(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, boo
     }
 }
 
-template <int R, class X, class W, class Soon>
-INLINED void at_most(int high, Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, bool add, Soon& soon) {
+// Calls f with the number of rows as a constant.
+template <int R, class F>
+INLINED void at_most(int high, const F& f) {
     if constexpr (R > 1)
-        if (high < R) return at_most<R - 1>(high, x, w, steps, c, ld, add, soon);
-    rows_of<R>(x, w, steps, c, ld, add, soon);
+        if (high < R) return at_most<R - 1>(high, f);
+    f(std::integral_constant<int, R>{});
 }
 
 // Rows in tiles of nearly equal height.
@@ -116,7 +117,7 @@ template <class X, class W, class Soon>
 static inline void by_tiles(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows, bool add, Soon soon) {
     for (int tiles = tiles_of(rows); tiles; tiles--) {
         const int high = (rows + tiles - 1) / tiles;
-        at_most<TALL>(high, x, w, steps, c, ld, add, soon);
+        at_most<TALL>(high, [&](auto constant) { rows_of<decltype(constant)::value>(x, w, steps, c, ld, add, soon); });
         x.data += high * x.row, c += high * ld, rows -= high;
     }
 }

@@ -417,20 +417,21 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
-        out = torch.empty_like(q, dtype=v.dtype)
+        wide, out = v.dtype == torch.float32, torch.empty_like(q, dtype=v.dtype)
+        sums = torch.empty(*q.shape[:2], 2) if wide else None
         trees = segments.trees(q, k, scale, window)
-        kernels().headrace_attention(v.dtype == torch.float32, ctypes.byref(trees), *map(address, (q, k, v, out)))
-        ctx.save_for_backward(q, k, v)
+        kernels().headrace_attention(wide, ctypes.byref(trees), *map(address, (q, k, v, out, sums)))
+        ctx.save_for_backward(q, k, v, out if wide else None, sums)
         ctx.segments, ctx.constants = segments, (scale, window)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
+        q, k, v, out, sums = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         trees = ctx.segments.trees(q, k, *ctx.constants)
         d_out = d_out.contiguous()  # see `_Norm.backward`
-        given = map(address, (q, k, v, d_out, d_q, d_k, d_v))
+        given = map(address, (q, k, v, out, sums, d_out, d_q, d_k, d_v))
         kernels().headrace_attention_backward(v.dtype == torch.float32, ctypes.byref(trees), *given)
         return d_q, d_k, d_v, None, None, None

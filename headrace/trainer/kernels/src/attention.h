@@ -1,15 +1,17 @@
-// Attention over packed trees, backward, and in float32 forward (served.h has that of bf16): a segment's tokens attend to all of
-// its ancestors, and causally to their own segment.
+// Attention over packed trees, backward (served.h has the forward pass): a segment's tokens attend to all of its ancestors, and causally
+// to their own segment.
 //
-// Thirty-two rows of queries at a time (the heads that share keys, of neighbouring tokens) against all keys they see: scores are
-// whole rows, so the softmax is the plain one and nothing but q, k and v is kept for the backward pass, which computes scores
-// again. Keys and values lie in blocks of 32 tokens of one segment. No mask is ever made: the tokens of a block that a row sees
-// are a range.
+// Some rows of queries at a time (the heads that share keys, of neighbouring tokens) go over the keys they see, which lie in blocks of 32
+// tokens of one segment. Scores are computed again. No mask is ever made: the tokens of a block that a row sees are a range.
+//
+// In float32 the forward pass left each row's largest score, its sum and its result. From these a block's weights and their gradients
+// follow without the other blocks, so scores stay in the cache: 128 rows by four blocks.
 //
 // In bf16 queries and keys are passed in float32, with values that bf16 can represent. The intermediate results (the weights of
 // the softmax, the gradients of the scores) are float32 too: products take both halves of it, x = high + low. The gradients of a
 // row's scores sum to zero; the weight of a token that all attend to is just below one and rounds the same way in every row.
 // (Measured on SmolLM2-135M: rounded once, they make the error of the whole gradient several times that of attention in float32.)
+// The forward pass rounded its weights, so its result cannot stand for that sum: scores are whole rows, 32 at a time.
 #pragma once
 #include "rows.h"
 
@@ -23,7 +25,7 @@ struct Span {  // neighbouring key blocks of one segment
     int block, count, position, valid;  // of the first token; valid: tokens from there to the segment's end
 };
 
-struct Rows {  // up to 32 rows of queries: [token, head of the group]
+struct Rows {  // rows of queries: [token, head of the group]
     int segment, first, count;  // counted in rows of the segment
 };
 
@@ -33,7 +35,7 @@ struct Layout {
     std::vector<std::vector<Rows>> trees;
     int blocks = 0, group;
 
-    explicit Layout(const Trees& t) : t(t), base(t.segments), block(t.segments), root(t.segments), group(t.heads / t.kv_heads) {
+    Layout(const Trees& t, int most) : t(t), base(t.segments), block(t.segments), root(t.segments), group(t.heads / t.kv_heads) {
         for (int s = 0; s < t.segments; s++) {
             int p = t.parent[s];
             base[s] = p < 0 ? 0 : base[p] + t.length[p];
@@ -41,8 +43,8 @@ struct Layout {
             block[s] = blocks;
             blocks += up(t.length[s]);
             if (p < 0) trees.emplace_back();
-            for (int first = 0; first < t.length[s] * group; first += SIDE)
-                trees[root[s]].push_back({s, first, std::min(SIDE, t.length[s] * group - first)});
+            for (int first = 0; first < t.length[s] * group; first += most)
+                trees[root[s]].push_back({s, first, std::min(most, t.length[s] * group - first)});
         }
     }
 
@@ -73,10 +75,13 @@ struct Attention {
     const Trees& t;
     const float *q, *k;  // [tokens, heads, dim], [tokens, kv_heads, dim]
     const T* v;          // [tokens, kv_heads, dim]
-    Layout layout{t};
+    const T* out;        // [tokens, heads, dim]: the result of the forward pass, and
+    const float* left;   // [tokens, heads, 2]: each row's largest score and sum there; both in float32 alone
+    static constexpr bool HALVES = sizeof(T) == 2;  // whether intermediate results have a second half
+    static constexpr int HIGH = HALVES ? SIDE : 128, LONG = 4;  // rows of queries, and blocks of keys, at a time
+    Layout layout{t, HIGH};
     const int panels = up(t.dim), wide = panels * SIDE;
     const size_t one = (size_t)panels * AREA;  // elements of a packed block
-    static constexpr bool HALVES = sizeof(T) == 2;  // whether intermediate results have a second half
 
     static T* arena(size_t count, int which) {
         static thread_local Arena kept[4];
@@ -101,64 +106,6 @@ struct Attention {
         });
     }
 
-    // Rows of head h.
-    template <class S>
-    void collect(const S* from, const Rows& rows, int h, T* to) const {
-        float* exact = team::room<float>(wide, 8);
-        for (int r = 0; r < SIDE; r++) {
-            for (int i = 0; i < wide; i++) exact[i] = 0;
-            if (r < rows.count) expand(from + layout.place(rows, h, r), t.dim, exact);
-            for (int i = 0; i < wide; i += 16) write(to + (size_t)r * wide + i, load(exact + i));
-        }
-    }
-    template <class S>
-    void scatter(const float* from, const Rows& rows, int h, int panel, S* to) const {
-        for (int r = 0; r < rows.count; r++)
-            shrink(from + r * SIDE, std::min(SIDE, t.dim - panel * SIDE), to + layout.place(rows, h, r) + panel * SIDE);
-    }
-
-    // s [32, columns] = rows [32, wide] times the keys (or values) of all spans.
-    void against(const T* rows, const T* across, const std::vector<Span>& spans, float* s, size_t ld) const {
-        for (const Span& span : spans)
-            for (int b = span.block; b < span.block + span.count; b++, s += SIDE)
-                multiply<false>(rows, wide, across + b * one, AREA, panels, s, ld);
-    }
-    // c [32, 32] = weights [32, columns] times one panel of the values (or keys) of all spans; added to c unless `first`.
-    void along(const T* weights, size_t ld, const T* down, const std::vector<Span>& spans, int panel, float* c, bool first = true) const {
-        for (const Span& span : spans) {
-            const T* b = down + span.block * one + (size_t)panel * AREA;
-            if (first) multiply<false>(weights, ld, b, one, span.count, c, SIDE);
-            else multiply<true>(weights, ld, b, one, span.count, c, SIDE);
-            first = false, weights += span.count * SIDE;
-        }
-    }
-
-    // exp(scaled score - largest) for the tokens that a row at `position` sees, zero elsewhere. Returns the sum.
-    float exponentials(float* s, const std::vector<Span>& spans, int position) const {
-        const float by = t.scale * 1.44269504f;
-        f16x high = splat(-INFINITY), total = {};
-        auto ranges = [&](auto&& f) {
-            float* at = s;
-            for (const Span& span : spans) {
-                int from = t.window ? position - t.window + 1 - span.position : 0, to = std::min(span.valid, position - span.position + 1);
-                for (int c = 0; c < span.count * SIDE; c += 16, at += 16) f(at, c, from, to);
-            }
-        };
-        ranges([&](float* at, int c, int from, int to) {
-            f16x x = load(at) * by;
-            if (c < from || c + 16 > to) x = within(x, c, from, to);
-            store(at, x);
-            high = max16(x, high);
-        });
-        float top = largest(high);
-        ranges([&](float* at, int, int, int) {
-            f16x e = exp2_16(load(at) - top);
-            store(at, e);
-            total += e;
-        });
-        return sum(total);
-    }
-
     // The number of parts that one tree and head is split into: enough to occupy the threads, and independent of their number.
     int chunks() const { return std::max(1, 16 / (int)(layout.trees.size() * t.kv_heads)); }
 
@@ -167,10 +114,10 @@ struct Attention {
         T *keys = arena(count, 0), *values = arena(count, 1), *keys_down = arena(count, 2);
         pack(k, keys, keys_down);
         pack(v, values, nullptr);
-        static thread_local Arena sums;
+        static thread_local Arena room;
         int shares = chunks();
-        sums.grow(shares * count * 2 * sizeof(float));
-        float* summed = (float*)sums.data;
+        room.grow(shares * count * 2 * sizeof(float));
+        float* summed = (float*)room.data;
         team::each((int)layout.trees.size() * t.kv_heads * shares, [&](int item) {
             int share = item % shares, h = item / shares % t.kv_heads, tree = item / shares / t.kv_heads;
             float* mine = summed + ((size_t)share * t.kv_heads + h) * layout.blocks * one * 2;
@@ -178,68 +125,187 @@ struct Attention {
             for (int s = 0; s < t.segments; s++)
                 if (layout.root[s] == tree) std::memset(mine + layout.block[s] * one * 2, 0, up(t.length[s]) * one * 2 * sizeof(float));
             for (size_t i = share; i < layout.trees[tree].size(); i += shares)
-                rows_backward(layout.trees[tree][i], h, d_out, keys + head, keys_down + head, values + head, dq, mine);
+                rows_backward(layout.trees[tree][i], h, d_out, {keys + head, keys_down + head, values + head}, dq, mine);
         });
         team::each(t.segments * t.kv_heads, [&](int item) { add_up(item / t.kv_heads, item % t.kv_heads, summed, shares, dk, dv); });
     }
 
    private:
-    void rows_backward(const Rows& rows, int h, const T* d_out, const T* keys, const T* keys_down, const T* values, float* dq, float* sums) const {
+    struct Packed {  // blocks of one head
+        const T *keys, *keys_down, *values;
+    };
+    // Rows of queries, or of the gradient of their results: [high, wide], and packed along the rows, [panels][high][SIDE].
+    struct Operand {
+        T *rows, *down;
+    };
+    // What is computed for some rows and blocks, [blocks][high][SIDE]. In float32 weights take the place of scores, and the scores' gradients
+    // that of the weights' gradients.
+    struct Scores {
+        float *s, *dp;
+        T *p, *ds, *p_left, *ds_left;
+    };
+
+    void rows_backward(const Rows& rows, int h, const T* d_out, const Packed& packed, float* dq, float* of_keys) const {
         std::vector<Span> spans;
-        size_t ld = (size_t)layout.spans(rows, spans) * SIDE;
-        T *mine = team::room<T>(SIDE * wide, 0), *d_mine = team::room<T>(SIDE * wide, 1), *p = team::room<T>(SIDE * ld * 2, 2), *p_left = p + SIDE * ld, *ds = team::room<T>(SIDE * ld * 2, 3);
-        T *ds_left = ds + SIDE * ld, *mine_down = team::room<T>(one, 6), *d_mine_down = team::room<T>(one, 7);
-        float *s = team::room<float>(SIDE * ld, 4), *dp = team::room<float>(SIDE * ld, 5);
-        alignas(64) float c[AREA];
-        collect(q, rows, h, mine);
-        collect(d_out, rows, h, d_mine);
-        against(mine, keys, spans, s, ld);
-        against(d_mine, values, spans, dp, ld);
-        for (int r = 0; r < SIDE; r++) scores_backward(s + r * ld, dp + r * ld, spans, r < rows.count ? layout.position(rows, r) : -1, ld, p + r * ld, p_left + r * ld, ds + r * ld, ds_left + r * ld);
-        for (int panel = 0; panel < panels; panel++) {
-            along(ds, ld, keys_down, spans, panel, c);
-            if (HALVES) along(ds_left, ld, keys_down, spans, panel, c, false);
-            scatter(c, rows, h, panel, dq);
-            pack_down(mine + panel * SIDE, wide, mine_down + panel * AREA);
-            pack_down(d_mine + panel * SIDE, wide, d_mine_down + panel * AREA);
+        const int seen = layout.spans(rows, spans), high = up(rows.count) * SIDE;
+        const size_t block = (size_t)high * SIDE, several = (HALVES ? seen : LONG) * block;
+        const Operand mine = collect(q, rows, h, high, 0), d_mine = collect(d_out, rows, h, high, 2);
+        Scores all = {team::room<float>(several, 4), team::room<float>(several, 5)};
+        float *sum = team::room<float>((size_t)high * wide, 6), by[HIGH], mean[HIGH], peak[HIGH];
+        std::memset(sum, 0, (size_t)high * wide * sizeof(float));
+        if constexpr (HALVES) {
+            T* halves = team::room<T>(4 * LONG * block, 7);
+            all.p = halves, all.ds = halves + LONG * block, all.p_left = halves + 2 * LONG * block, all.ds_left = halves + 3 * LONG * block;
+            float *s = all.s, *dp = all.dp;
+            for (const Span& span : spans) against(mine, d_mine, packed, span, rows.count, block, s, dp), s += span.count * block, dp += span.count * block;
+            for (int r = 0; r < rows.count; r++) softmax(all, spans, r, layout.position(rows, r), block, by[r], mean[r]);
+        } else {
+            all.p = all.s, all.ds = all.dp;
+            for (int r = 0; r < rows.count; r++) {
+                const size_t at = layout.place(rows, h, r), row = at / t.dim;
+                peak[r] = left[2 * row], by[r] = 1.f / left[2 * row + 1], mean[r] = inner(out + at, d_out + at);
+            }
         }
-        alignas(64) T turned[AREA], turned_left[AREA];
-        size_t column = 0;
         for (const Span& span : spans)
-            for (int b = span.block; b < span.block + span.count; b++, column += SIDE) {
-                float* to = sums + (size_t)b * one * 2;  // [dk | dv][32 tokens, wide]
-                turn(ds + column, ld, turned, SIDE);
-                if (HALVES) turn(ds_left + column, ld, turned_left, SIDE);
-                for (int panel = 0; panel < panels; panel++) {
-                    multiply<true>(turned, SIDE, mine_down + panel * AREA, AREA, 1, to + panel * SIDE, wide);
-                    if (HALVES) multiply<true>(turned_left, SIDE, mine_down + panel * AREA, AREA, 1, to + panel * SIDE, wide);
+            for (int first = 0; first < span.count; first += LONG) {
+                const Span some = {span.block + first, std::min(LONG, span.count - first), span.position + first * SIDE, span.valid - first * SIDE};
+                if constexpr (HALVES) {
+                    halve(all, some.count, rows.count, block, by, mean);
+                    if (rows.count < SIDE) blank(all, some.count, rows.count, block);
+                } else {
+                    against(mine, d_mine, packed, some, rows.count, block, all.s, all.dp);
+                    for (int r = 0; r < rows.count; r++) weigh(all, some, r, layout.position(rows, r), block, peak[r], by[r], mean[r]);
                 }
-                turn(p + column, ld, turned, SIDE);
-                if (HALVES) turn(p_left + column, ld, turned_left, SIDE);
-                for (int panel = 0; panel < panels; panel++) {
-                    multiply<true>(turned, SIDE, d_mine_down + panel * AREA, AREA, 1, to + one + panel * SIDE, wide);
-                    if (HALVES) multiply<true>(turned_left, SIDE, d_mine_down + panel * AREA, AREA, 1, to + one + panel * SIDE, wide);
-                }
+                into_queries(all, packed, some, rows.count, block, sum);
+                for (int b = 0; b < some.count; b++) into_keys(all, mine, d_mine, b * block, rows.count, of_keys + (size_t)(some.block + b) * one * 2);
+                if (HALVES) all.s += some.count * block, all.dp += some.count * block;
+            }
+        for (int r = 0; r < rows.count; r++) shrink(sum + r * wide, t.dim, dq + layout.place(rows, h, r));
+    }
+
+    // Rows of head h.
+    template <class S>
+    Operand collect(const S* from, const Rows& rows, int h, int high, int which) const {
+        float* exact = team::room<float>(wide, 8);
+        const Operand to = {team::room<T>((size_t)high * wide, which), team::room<T>((size_t)high * wide, which + 1)};
+        for (int r = 0; r < high; r++) {
+            for (int i = 0; i < wide; i++) exact[i] = 0;
+            if (r < rows.count) expand(from + layout.place(rows, h, r), t.dim, exact);
+            for (int i = 0; i < wide; i += 16) write(to.rows + (size_t)r * wide + i, load(exact + i));
+        }
+        for (int panel = 0; panel < panels; panel++)
+            for (int r = 0; r < high; r += SIDE) pack_down(to.rows + (size_t)r * wide + panel * SIDE, wide, to.down + ((size_t)panel * high + r) * SIDE);
+        return to;
+    }
+
+    // Scores, and the gradients of their weights: rows times keys and values.
+    void against(const Operand& mine, const Operand& d_mine, const Packed& packed, const Span& span, int count, size_t block, float* s, float* dp) const {
+        for (int b = span.block; b < span.block + span.count; b++, s += block, dp += block)
+            for (int r = 0; r < count; r += SIDE) {
+                const int some = std::min(SIDE, count - r);
+                multiply<false>(Inputs<T>{mine.rows + (size_t)r * wide, (size_t)wide, SIDE}, Panel<T>{packed.keys + b * one}, panels, s + r * SIDE, SIDE, some);
+                multiply<false>(Inputs<T>{d_mine.rows + (size_t)r * wide, (size_t)wide, SIDE}, Panel<T>{packed.values + b * one}, panels, dp + r * SIDE, SIDE, some);
             }
     }
 
-    // The weights p of one row and the gradient of its scores, d_s = p (d_p - sum(p d_p)) times the scale.
-    void scores_backward(float* s, const float* dp, const std::vector<Span>& spans, int position, size_t n, T* p, T* p_left, T* ds, T* ds_left) const {
-        if (position < 0) {
-            for (T* row : {p, p_left, ds, ds_left}) std::memset(row, 0, n * sizeof(T));
-            return;
+    // Rounded as a product's sums are, so that the gradient of a row that sees itself alone is zero.
+    float inner(const T* a, const T* b) const {
+        float total = 0;
+        for (int c = 0; c < t.dim; c++) {
+#if defined(__FMA__) || defined(__aarch64__)
+            total = __builtin_fmaf(read1(a + c), read1(b + c), total);
+#else
+            total += read1(a + c) * read1(b + c);
+#endif
         }
-        float by = 1.f / exponentials(s, spans, position);
-        f16x total = {};
-        for (size_t i = 0; i < n; i += 16) total += load(s + i) * load(dp + i);
-        float mean = sum(total) * by;
-        for (size_t i = 0; i < n; i += 16) {
-            f16x weight = load(s + i) * by;
-            write(p + i, weight);
-            write(p_left + i, weight - read(p + i));
-            f16x slope = weight * (load(dp + i) - mean) * t.scale;
-            write(ds + i, slope);
-            write(ds_left + i, slope - read(ds + i));
+        return total;
+    }
+
+    // f(sixteen scores of a row, their column, and the range of columns of the span that the row sees).
+    template <class F>
+    void ranges(float* row, const Span& span, int position, size_t block, const F& f) const {
+        const int from = t.window ? position - t.window + 1 - span.position : 0, to = std::min(span.valid, position - span.position + 1);
+        for (int b = 0; b < span.count; b++, row += block)
+            for (int c = 0; c < SIDE; c += 16) f(row + c, b * SIDE + c, from, to);
+    }
+
+    // Row r of some blocks, in float32: its weights p, and the gradient of its scores, p (dp - sum(p dp)) times the scale. `mean` is that sum.
+    void weigh(const Scores& all, const Span& some, int r, int position, size_t block, float peak, float by, float mean) const {
+        const float scale = t.scale * 1.44269504f;
+        const ptrdiff_t apart = all.dp - all.s;
+        ranges(all.s + r * SIDE, some, position, block, [&](float* at, int c, int from, int to) {
+            f16x x = difference(load(at), scale, peak);
+            if (c < from || c + 16 > to) x = within(x, c, from, to);
+            const f16x weight = exp2_16(x) * by;
+            store(at, weight);
+            store(at + apart, weight * (load(at + apart) - mean) * t.scale);
+        });
+    }
+
+    // Whole rows in bf16: row r of `s` becomes exp(scaled score - largest), zero where the row does not see. `by`: one over their sum.
+    void softmax(const Scores& all, const std::vector<Span>& spans, int r, int position, size_t block, float& by, float& mean) const {
+        const float scale = t.scale * 1.44269504f;
+        f16x high = splat(-INFINITY), total = {}, along = {};
+        const auto each = [&](const auto& f) {
+            float* row = all.s + r * SIDE;
+            for (const Span& span : spans) ranges(row, span, position, block, f), row += span.count * block;
+        };
+        each([&](float* at, int c, int from, int to) {
+            f16x x = load(at) * scale;
+            if (c < from || c + 16 > to) x = within(x, c, from, to);
+            store(at, x);
+            high = max16(x, high);
+        });
+        const float top = largest(high);
+        const ptrdiff_t apart = all.dp - all.s;
+        each([&](float* at, int, int, int) {
+            const f16x e = exp2_16(load(at) - top);
+            store(at, e);
+            total += e;
+            along += e * load(at + apart);
+        });
+        by = 1.f / sum(total), mean = sum(along) * by;
+    }
+
+    // Some blocks of these, in halves of bf16.
+    void halve(const Scores& all, int blocks, int count, size_t block, const float* by, const float* mean) const {
+        for (int b = 0; b < blocks; b++)
+            for (int r = 0; r < count; r++)
+                for (size_t c = 0, i = b * block + r * SIDE; c < SIDE; c += 16, i += 16) {
+                    const f16x weight = load(all.s + i) * by[r], slope = weight * (load(all.dp + i) - mean[r]) * t.scale;
+                    write(all.p + i, weight);
+                    write(all.p_left + i, weight - read(all.p + i));
+                    write(all.ds + i, slope);
+                    write(all.ds_left + i, slope - read(all.ds + i));
+                }
+    }
+    // Rows from `count` on are zero: sums over rows go over whole blocks.
+    void blank(const Scores& all, int blocks, int count, size_t block) const {
+        for (int b = 0; b < blocks; b++)
+            for (T* half : {all.p, all.p_left, all.ds, all.ds_left}) std::memset(half + b * block + count * SIDE, 0, (block - count * SIDE) * sizeof(T));
+    }
+
+    // sum [high, wide] += gradients of the scores times keys.
+    void into_queries(const Scores& all, const Packed& packed, const Span& some, int count, size_t block, float* sum) const {
+        for (const T* ds : {all.ds, HALVES ? all.ds_left : nullptr})
+            for (int r = 0; ds && r < count; r += SIDE)
+                for (int panel = 0; panel < panels; panel++)
+                    multiply<true>(Inputs<T>{ds + r * SIDE, SIDE, block}, Panel<T>{packed.keys_down + some.block * one + (size_t)panel * AREA, one}, some.count,
+                                   sum + (size_t)r * wide + panel * SIDE, wide, std::min(SIDE, count - r));
+    }
+
+    // to [dk | dv][32 tokens, wide] += the transpose of a block of gradients of scores times queries, and of weights times d_out.
+    void into_keys(const Scores& all, const Operand& mine, const Operand& d_mine, size_t at, int count, float* to) const {
+        const auto high = [&](int panel) { return (size_t)panel * up(count) * AREA; };
+        for (int panel = 0; panel < panels; panel++) {
+            if constexpr (!HALVES) {
+                multiply_turned(all.ds + at, mine.down + high(panel), count, to + panel * SIDE, wide);
+                multiply_turned(all.p + at, d_mine.down + high(panel), count, to + one + panel * SIDE, wide);
+            } else {
+                alignas(64) T turned[AREA];
+                for (const T* half : {all.ds, all.ds_left}) turn(half + at, SIDE, turned, SIDE), multiply<true>(turned, SIDE, mine.down + high(panel), AREA, 1, to + panel * SIDE, wide);
+                for (const T* half : {all.p, all.p_left}) turn(half + at, SIDE, turned, SIDE), multiply<true>(turned, SIDE, d_mine.down + high(panel), AREA, 1, to + one + panel * SIDE, wide);
+            }
         }
     }
 

@@ -44,7 +44,8 @@ struct Served {
     std::vector<std::vector<int>> table = std::vector<std::vector<int>>(t.segments);  // block of every 32 positions
     int blocks = 0;
 
-    void attend(T* out) {
+    // kept [tokens, heads, 2], or null: each row's largest score and sum, for the backward pass.
+    void attend(T* out, float* kept) {
         for (int s = 0; s < t.segments; s++) {
             const int above = t.parent[s];
             base[s] = above < 0 ? 0 : base[above] + t.length[above];
@@ -59,7 +60,7 @@ struct Served {
         const int most = std::max(1, TOGETHER / group);
         for (int s = 0; s < t.segments; s++)
             for (int first = 0; first < t.length[s]; first += most) items.push_back({s, first, std::min(most, t.length[s] - first)});
-        team::each((int)items.size() * t.kv_heads, [&](int item) { attend_some(items[item / t.kv_heads], item % t.kv_heads, cache, out); });
+        team::each((int)items.size() * t.kv_heads, [&](int item) { attend_some(items[item / t.kv_heads], item % t.kv_heads, cache, out, kept); });
     }
 
    private:
@@ -81,7 +82,7 @@ struct Served {
     }
 
     // Tokens of a segment, with the heads that share their keys.
-    void attend_some(const Rows& rows, int head, T* cache, T* out) const {
+    void attend_some(const Rows& rows, int head, T* cache, T* out, float* kept) const {
         const int s = rows.segment, all = rows.count * group, count = (all + ROWS - 1) / ROWS, last = base[s] + rows.first + rows.count;
         auto* tiles = team::room<Queries<T>>(count, 2);
         T* q_room = team::room<T>((size_t)count * ROWS * dim, 0);
@@ -108,6 +109,10 @@ struct Served {
             const Queries<T>& a = tiles[row / ROWS];
             const int r = row % ROWS;
             T* to = out + place(rows, head, row);
+            if (kept) {
+                float* mine = kept + place(rows, head, row) / t.dim * 2;
+                mine[0] = a.peak[r], mine[1] = a.total[r];
+            }
             for (int c = 0; c < t.dim; c += 16) {
                 f16x mixed = load(a.out + r * dim + c) * (1.f / a.total[r]);
                 if (c + 16 <= t.dim) write(to + c, mixed);

@@ -99,3 +99,27 @@ template <bool ADD, class T>
 static inline void multiply(const T* a, size_t lda, const T* b, size_t apart, int steps, float* c, size_t ldc) {
     multiply<ADD>(Inputs<T>{a, lda, SIDE}, Panel<T>{b, apart}, steps, c, ldc, SIDE);
 }
+
+// c [32, 32] += the transpose of a [depth, 32] times b [depth, 32], whose rows lie one after the other.
+static inline void multiply_turned(const float* a, const float* b, int depth, float* c, size_t ldc) {
+    for (int column = 0; column < SIDE; column += ACROSS * LANES)
+        for (int tiles = tiles_of(SIDE), from = 0, high; tiles; tiles--, from += high) {
+            high = (SIDE - from + tiles - 1) / tiles;
+            at_most<TALL>(high, [&](auto rows) {
+                constexpr int R = decltype(rows)::value;
+                float* to = c + from * ldc + column;
+                Sums<R> sums;
+                UNROLLED for (int r = 0; r < R; r++)
+                    UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] = *(fvec*)(to + r * ldc + v * LANES);
+                const float *x = a + from, *w = b + column;
+                for (int i = 0; i < depth; i++, x += SIDE, w += SIDE) {
+                    fvec weight[ACROSS];
+                    UNROLLED for (int v = 0; v < ACROSS; v++) weight[v] = *(const fvec*)(w + v * LANES);
+                    UNROLLED for (int r = 0; r < R; r++)
+                        UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] += weight[v] * x[r];
+                }
+                UNROLLED for (int r = 0; r < R; r++)
+                    UNROLLED for (int v = 0; v < ACROSS; v++) *(fvec*)(to + r * ldc + v * LANES) = sums.at[r][v];
+            });
+        }
+}

@@ -107,14 +107,14 @@ void headrace_rotary_backward(int wide, const void* x, const float* dy, void* dx
     if (weight_gradient) gather(parts, stretches(rows), dim, weight_gradient, false);
 }
 
-void headrace_attention(int wide, const Trees* trees, const float* q, const float* k, const void* v, void* out) {
-    if (wide) Served<float>{*trees, q, k, (const float*)v}.attend((float*)out);
-    else Served<bf16>{*trees, q, k, (const bf16*)v}.attend((bf16*)out);
+void headrace_attention(int wide, const Trees* trees, const float* q, const float* k, const void* v, void* out, float* kept) {
+    if (wide) Served<float>{*trees, q, k, (const float*)v}.attend((float*)out, kept);
+    else Served<bf16>{*trees, q, k, (const bf16*)v}.attend((bf16*)out, kept);
 }
-void headrace_attention_backward(int wide, const Trees* trees, const float* q, const float* k, const void* v, const void* d_out, float* dq,
-                                 float* dk, void* dv) {
-    if (wide) Attention<float>{*trees, q, k, (const float*)v}.backward((const float*)d_out, dq, dk, (float*)dv);
-    else Attention<bf16>{*trees, q, k, (const bf16*)v}.backward((const bf16*)d_out, dq, dk, (bf16*)dv);
+void headrace_attention_backward(int wide, const Trees* trees, const float* q, const float* k, const void* v, const void* out, const float* kept,
+                                 const void* d_out, float* dq, float* dk, void* dv) {
+    if (wide) Attention<float>{*trees, q, k, (const float*)v, (const float*)out, kept}.backward((const float*)d_out, dq, dk, (float*)dv);
+    else Attention<bf16>{*trees, q, k, (const bf16*)v, (const bf16*)out, kept}.backward((const bf16*)d_out, dq, dk, (bf16*)dv);
 }
 
 void headrace_router_scores(int wide, const void* x, int rows, int n, const float* router, int experts, float* scores) {
