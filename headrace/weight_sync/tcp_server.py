@@ -24,6 +24,8 @@ from headrace.weight_sync.sockets import ConnectionServer, SendQueue, read_messa
 
 PATIENCE = 60.0
 """Seconds in which no byte of an answer arrives, or a piece of it cannot be sent, until a connection counts as broken."""
+STILL = PATIENCE / 4
+"""Seconds after which an engine that waits is told so again."""
 AT_ONCE = 64
 """Engines that are sent to at a time, of those that nobody else sends to. Others wait, and are told so."""
 CONNECTIONS = 2048
@@ -120,10 +122,10 @@ class TcpServer:
             self.relays.joined(path, asker)
             send_message(connection, WeightReply())
         elif not asker or asked.lost:
-            with self._queue.place(still, PATIENCE / 4):
+            with self._queue.place(still, STILL):
                 self._answer(connection, asked)
         else:
-            with self.relays.turn(path, asker, seconds=PATIENCE / 4, waits=2, still=still) as other:
+            with self.relays.turn(path, asker, seconds=STILL, waits=2, still=still) as other:
                 if other:
                     send_message(connection, WeightReply(elsewhere=other))
                 else:

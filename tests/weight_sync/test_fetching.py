@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -361,21 +362,33 @@ def test_an_engine_that_dies_or_stops_reading_midway_delays_nobody(tcp: Both) ->
 def test_engines_beyond_those_that_are_sent_to_at_once_wait_longer_than_a_silent_connection_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at_once, most, send, lock = [0], [0], tcp_server.send_all, threading.Lock()
+    at_once, most, lock = [0], [0], threading.Lock()
+    told, enough, send, say = Counter[object](), threading.Event(), tcp_server.send_all, tcp_server.send_message
 
-    def slowly(connection: socket.socket, found: memoryview) -> None:
+    def held(connection: socket.socket, found: memoryview) -> None:
         with lock:
             at_once[0] += 1
             most[0] = max(most[0], at_once[0])
-        time.sleep(0.25)
-        send(connection, found)
-        with lock:
-            at_once[0] -= 1
+        try:
+            assert enough.wait(300)
+            send(connection, found)
+        finally:
+            with lock:
+                at_once[0] -= 1
 
+    def counted(connection: socket.socket, message: WeightReply) -> None:
+        if message.waits:
+            with lock:
+                told[connection.getpeername()] += 1
+                if sum(times > longest for times in told.values()) == 8:
+                    enough.set()
+        say(connection, message)
+
+    longest = tcp_engine.PATIENCE / tcp_server.STILL
     monkeypatch.setattr(tcp_server, "AT_ONCE", 2)
-    monkeypatch.setattr(tcp_server, "PATIENCE", 0.4)
-    monkeypatch.setattr(tcp_engine, "PATIENCE", 0.4)
-    monkeypatch.setattr(tcp_server, "send_all", slowly)
+    monkeypatch.setattr(tcp_server, "STILL", 0.02)
+    monkeypatch.setattr(tcp_server, "send_all", held)
+    monkeypatch.setattr(tcp_server, "send_message", counted)
     for ends in ends_of("tcp", Encoding()):
         update = ends.send(0)
         engines = [ends.receiver() for _ in range(10)]
