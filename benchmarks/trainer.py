@@ -4,7 +4,8 @@
     make bench-trainer ARGS="--scale 4x4"      or      python benchmarks/trainer.py [--scale 16x16] [--only headrace,trl]
 
 P prompts of 180 to 220 tokens × G completions of log-normal length, 50 to 400 tokens, sampled once by
-SmolLM2-135M-Instruct itself with their log-probs. Every contender is a process of its own, one after the other on the
+SmolLM2-135M-Instruct itself with their log-probs; with --row-tokens (and one step, a row at a time, for TRL's memory:
+--trl-rows 1) rows of one length, a prompt of 200 tokens included, of real text. Every contender is a process of its own, one after the other on the
 same cores: it loads the model, warms up on a part, and is timed over whole optimizer steps: forward, backward,
 clipping, AdamW. A trained token is one in the loss. Memory is the largest resident size of the process during the step.
 
@@ -49,7 +50,7 @@ CONTENDERS: dict[str, Json] = {
 class Bench:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
-        self.folder: Path = given.folder / given.scale
+        self.folder: Path = given.folder / (f"{given.scale}-{given.row_tokens}" if given.row_tokens else given.scale)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = Results(self.folder / "results.json", given.again)
         self.prompts, self.samples = (int(number) for number in given.scale.split("x"))
@@ -67,17 +68,18 @@ class Bench:
             limit=self.given.limit,
         )
 
-    def rollouts(self, prompts: int, samples: int) -> Path:
+    def rollouts(self, prompts: int, samples: int, row_tokens: int = 0) -> Path:
         path = self.folder / f"rollouts-{prompts}x{samples}.json"
         if not path.exists():
-            print(f"sampling {prompts} x {samples} rollouts ...", flush=True)
-            child = self.child("headrace rollouts", work="rollouts", prompts=prompts, samples=samples)
+            print(f"making {prompts} x {samples} rollouts ...", flush=True)
+            sizes = {"prompts": prompts, "samples": samples, "row_tokens": row_tokens}
+            child = self.child("headrace rollouts", work="rollouts", **sizes)
             child.run(self.folder)
             (self.folder / f"{child.name}.out.json").rename(path)
         return path
 
     def steps(self, only: list[str]) -> dict[str, Json]:
-        rollouts = str(self.rollouts(self.prompts, self.samples))
+        rollouts = str(self.rollouts(self.prompts, self.samples, self.given.row_tokens))
         common = {"work": "step", "rollouts": rollouts, "samples": self.samples, "steps": self.given.steps}
         found = {}
         for name, options in CONTENDERS.items():
@@ -139,10 +141,10 @@ def compare(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> t
 
 def table(found: dict[str, Json]) -> Iterator[str]:
     yield (
-        "| | s a step | trained tokens/s | headrace bf16 is faster by | peak memory, GiB | of TRL's least | "
+        "| | s a step | CPU-s a step | trained tokens/s | headrace bf16 is faster by | peak memory, GiB | of TRL's least | "
         "tokens forwarded | microbatches | others took | how |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     rates = {name: rate(one) for name, one in found.items()}
     best = rates.get("headrace bf16")
     theirs = [peak(one) for name, one in found.items() if name.startswith("trl")]
@@ -152,13 +154,17 @@ def table(found: dict[str, Json]) -> Iterator[str]:
         seconds = [step["seconds"] for step in one["steps"]]
         others = max(step["others"] for step in one["steps"])
         yield (
-            f"| {name} | {statistics.median(seconds):.1f} | {rates[name]:.1f} | {faster} | {peak(one):.2f} | {share} "
+            f"| {name} | {statistics.median(seconds):.1f} | {cpu_seconds(one):.1f} | {rates[name]:.1f} | {faster} | {peak(one):.2f} | {share} "
             f"| {one['forward_tokens']} | {one['microbatches']} | {others:.0%} | {one['path']} |"
         )
 
 
 def rate(one: Json) -> float:
     return one["loss_tokens"] / statistics.median(step["seconds"] for step in one["steps"])
+
+
+def cpu_seconds(one: Json) -> float:
+    return statistics.median(step["cpu_seconds"] for step in one["steps"])
 
 
 def peak(one: Json) -> float:
@@ -169,6 +175,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a directory or a known name")
     parser.add_argument("--scale", default="16x16", help="prompts x completions of each (default: %(default)s)")
+    parser.add_argument("--row-tokens", type=int, default=0, help="of every row, which is text and not sampled")
     parser.add_argument("--steps", type=int, default=2, help="timed optimizer steps of each contender")
     parser.add_argument("--only", default="headrace,trl", help=f"how names begin, of: {'; '.join(CONTENDERS)}")
     parser.add_argument("--trl-rows", type=int, default=8, help="rows that TRL forwards at once (its default: 8)")

@@ -40,10 +40,15 @@ def main(options: Json) -> Json:
 
 
 def rollouts(options: Json) -> Json:
-    """Makes P prompts of real text and samples G completions of each with the real model, of log-normal lengths."""
+    """Makes P prompts of real text and samples G completions of each with the real model, of log-normal lengths; or, with `row_tokens`, takes
+    rows of this length from the text, since what they say does not change the time of a step."""
     model_dir = Path(options["model"])
-    weights = parameters_from_dir(model_dir, torch.bfloat16)
     text = Text(tokenised(model_dir), seed=0)
+    if options["row_tokens"]:
+        return {
+            "groups": [cut_group(text, options["samples"], options["row_tokens"]) for _ in range(options["prompts"])]
+        }
+    weights = parameters_from_dir(model_dir, torch.bfloat16)
     return {"groups": sampled_groups(model_dir, weights, text, options["prompts"], options["samples"])}
 
 
@@ -59,6 +64,13 @@ def sampled_groups(
         rows = sampled[number * samples : (number + 1) * samples]
         groups.append({"prompt": prompt, "rows": rows, "advantages": advantages([rewards.random() for _ in rows])})
     return groups
+
+
+def cut_group(text: Text, samples: int, tokens: int) -> Json:
+    """A prompt of 200 tokens and its completions, each row of `tokens` tokens."""
+    completions = [text.cut(tokens - 200) for _ in range(samples)]
+    rows = [{"tokens": completion, "logprobs": [-3.0] * len(completion)} for completion in completions]
+    return {"prompt": text.cut(200), "rows": rows, "advantages": [(-1.0) ** number for number in range(samples)]}
 
 
 def completion_length(numbers: random.Random) -> int:

@@ -111,6 +111,7 @@ class Stopwatch:
         busy, own = cores_busy(self.cores) - self._busy, _own_seconds() - self._own
         return {
             "seconds": seconds,
+            "cpu_seconds": own,
             "peak_gib": resident("VmHWM"),
             "before_gib": self.before,
             "others": max(0.0, busy - own) / (seconds * len(self.cores)),
