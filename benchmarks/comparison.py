@@ -65,6 +65,8 @@ def make(path: Path, cells: Sequence[Cell]) -> None:
                 told = TASKS[cell.task]
                 model = make_model(Path(name) / "model", READ if "game" in told else "")
                 run = trained(Path(name) / "run", model, cell.recipe, lag=cell.lag, seed=cell.seed, **told)
+            if len(run.rewards) < told["steps"]:
+                raise SystemExit(f"{cell} was stopped after {len(run.rewards)} steps, and is not kept")
             with path.open("a") as file:
                 file.write(json.dumps([*cell, *(round(value, 4) for value in measured(run))]) + "\n")
 
