@@ -9,6 +9,7 @@ reasoning_gym (`pip install "headrace[tasks]"`), which gives an answer that hold
     python benchmarks/toy_recipes.py grpo gigpo --turns 4 --lags 1
     python benchmarks/toy_recipes.py grpo tis --prompts 12 --experience 2 --lags 1 --seeds 0 1 2
     python benchmarks/toy_recipes.py grpo tis cispo --gym letter_counting --lags 0 4 --seeds 0 1 --steps 40 --errors
+    python benchmarks/toy_recipes.py prime rloo --rank 8 --lags 1 --seeds 0 1 2 --steps 20 --errors
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 import torch
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
@@ -47,6 +49,10 @@ async def play(agent, prompt, **columns):
 """
 GYM = {"letter_counting": {"min_words": 2, "max_words": 3}, "gcd": {"max_value": 9}, "count_bits": {"max_n": 30}}
 """Families of reasoning_gym whose answers are mostly one digit, which a random model finds by chance, and their settings."""
+GAMES = {"GuessTheNumber-v0": {"max_number": 9, "max_turns": 4, "unfinished": 0.0}}
+"""Games of textarena whose moves are one token, and their options."""
+READ = r"[0-9]|(?<= is )[hl]"
+"""What a model reads of a game's words, a character a token: digits, and whether the number is higher or lower. All of them would be 700 tokens."""
 ANSWER = "eeeee"
 """The given answer to every prompt, for recipes that learn from such: as many of them in a step as there are groups."""
 TWICE = """
@@ -69,9 +75,15 @@ class ToyRun(NamedTuple):
     """Groups that were sampled; those without contrast are not trained."""
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, read: str = "", head: float = 1.0) -> Path:
+    """`read`: a pattern; of a message's text its matches are the tokens, and nothing else is read. `head`: the factor of the output head, which adapters leave as it is: that of a
+    random model can give no token much."""
     directory.mkdir()
     save_tokenizer(directory)
+    if read:
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(read), "removed", invert=True)
+        tokenizer.save(str(directory / "tokenizer.json"))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(SPECIAL) + len(CHARACTERS),
@@ -85,7 +97,9 @@ def make_model(directory: Path) -> Path:
         eos_token_id=2,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data *= head
+    model.save_pretrained(directory)
     return directory
 
 
@@ -100,8 +114,10 @@ def trained(
     turns: int = 1,
     prompts: int = 0,
     gym: str = "",
+    game: str = "",
     experience: int = 0,
     sparse: bool = False,
+    rank: int = 0,
 ) -> ToyRun:
     place.mkdir()
     (place / "twice.py").write_text(TWICE)
@@ -120,12 +136,24 @@ def trained(
         checkpoint={"every": 0},
         **(walks if turns > 1 else {}),
     )
+    if rank:
+        settings["lora"], settings["train"]["learning_rate"] = {"rank": rank}, 1e-2
+    for worker in ("engine", "train"):
+        settings[worker]["threads"] = 1  # of products this small, more would wait for one another
     if sparse:
         settings["reward"] = {"function": f"{place / 'twice.py'}:twice"}
     if gym:
         settings["task"] = {"kind": "reasoning_gym", "name": gym, "options": GYM[gym], "held_out": 16}
         settings["reward"] = {"function": "reasoning_gym"}
         settings["engine"]["context_length"] = 256
+    if game:
+        settings["task"] = {"kind": "seeds", "held_out": 16}
+        settings["reward"] = {"function": ""}
+        game_of = {"kind": "textarena", "name": game, "options": GAMES[game]}
+        settings["environment"] = {**game_of, "workers": 1, "max_turns": 6}
+        if AlgoConfig(recipe).with_length(1) != AlgoConfig(recipe):
+            settings["algo"]["length_constant"] = 6
+        settings["rollout"]["max_tokens"] = 1
     if (kind := AlgoConfig(recipe).given_answers) != "none":
         asked = map(json.loads, (place / "rows.jsonl").read_text().splitlines())
         given = [json.dumps({"prompt": row["prompt"], "answer": ANSWER}) for row in asked]
@@ -169,11 +197,12 @@ def main() -> None:
     parser.add_argument(
         "--experience", type=int, default=0, help="good earlier rollouts of a prompt that are trained again"
     )
+    parser.add_argument("--rank", type=int, default=0, help="train an adapter of this rank")
     parser.add_argument("--sparse", action="store_true", help="a reward of 1 for two letters or more, else 0")
     parser.add_argument("--errors", action="store_true", help="means with standard errors, of two seeds or more")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        model = make_model(Path(name) / "model")
+        model = make_model(Path(name) / "model", head=8.0 if told.rank else 1.0)
         print("| `algo.name` | " + " | ".join(f"`max_lag` {lag}" for lag in told.lags) + " |")
         print("|---" * (1 + len(told.lags)) + "|")
         for recipe in told.recipes:
@@ -192,6 +221,7 @@ def main() -> None:
                         gym=told.gym,
                         experience=told.experience,
                         sparse=told.sparse,
+                        rank=told.rank,
                     )
                     for seed in told.seeds
                 ]

@@ -11,6 +11,7 @@ advantages.py      one number per rollout from the rewards of its group; credit 
 turn_states.py     turns of a group that began in one state of the environment
 training_rows.py   from scored groups to the trainer's batch
 critic.py          advantages of tokens by a value function, over a whole step
+implicit.py        advantages of tokens by a reward model that learns in each step
 objective.py       the loss that the trainer computes on every microbatch, and its parts
 diagnostics.py     sampler against trainer, by lag
 tinker.py          the losses that clients of the Tinker API choose by name

@@ -318,6 +318,8 @@ class Advantage(NamedTuple):
     """Whether `training_rows.Algorithm` turns it into a return for every token."""
     critic: bool = False
     """Whether rows have the rewards of tokens in its place, of which the trainer makes advantages by a value function (`algo/critic.py`)."""
+    implicit: bool = False
+    """Whether rows have the rewards of tokens in its place, of which the trainer makes advantages by a reward model that it trains (`algo/implicit.py`)."""
     remembers: bool = False
     """Whether it uses the rewards of the same prompt in earlier groups."""
     pairs: Callable[[GroupRewards], list[Pair]] | None = None
@@ -338,6 +340,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "raw": Advantage(raw, compares=False),
     "return_to_go": Advantage(raw, compares=False, whitened=True, spread=True),  # REINFORCE++, the same paper
     "gae": Advantage(raw, compares=False, critic=True),  # arXiv 1506.02438
+    "implicit": Advantage(raw, compares=False, implicit=True),  # PRIME, arXiv 2502.01456
     "every_pair": Advantage(every_pair, pairs=preferences),
     "best_against_worst": Advantage(best_against_worst, pairs=extremes),
     "zero": Advantage(zero, compares=False, reads_sum=False),

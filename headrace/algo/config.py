@@ -27,6 +27,7 @@ from headrace.algo.recipe_parts import (
     KLConfig,
     LagWeightConfig,
     Old,
+    ProcessConfig,
     SelectConfig,
     SubsetConfig,
 )
@@ -73,6 +74,7 @@ class AlgoConfig:
     distill: DistillConfig = Field(default_factory=DistillConfig)
     entropy: EntropyConfig = Field(default_factory=EntropyConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
+    process: ProcessConfig = Field(default_factory=ProcessConfig)
     demonstrations: DemonstratedConfig = Field(default_factory=DemonstratedConfig)
     length_constant: int = Field(default=0, ge=0)
     """The number of tokens that `token_sum` divides by; 0: the longest completion (rollout.max_tokens)."""
@@ -156,13 +158,19 @@ class AlgoConfig:
     @property
     def min_rollouts(self) -> int:
         """The least number of rollouts from which a group gets an advantage."""
-        return 2 if self.compares else 1
+        return 2 if self.compares or self.trains_rewards else 1
 
     @property
     def has_critic(self) -> bool:
         """Whether the trainer has a value function."""
         advantage = ADVANTAGES.get(self.recipe.advantage)
         return advantage is not None and advantage.critic
+
+    @property
+    def trains_rewards(self) -> bool:
+        """Whether the trainer has a reward model that it trains."""
+        advantage = ADVANTAGES.get(self.recipe.advantage)
+        return advantage is not None and advantage.implicit
 
     @property
     def given_answers(self) -> str:
@@ -173,7 +181,9 @@ class AlgoConfig:
     def of_whole_rollouts(self) -> bool:
         """Whether it knows a rollout as one weight, as one reward, or as one chain of tokens, and no branches."""
         advantage, loss = ADVANTAGES.get(self.recipe.advantage), self.recipe.loss
-        chained = advantage is not None and (advantage.spread or advantage.critic or advantage.remembers)
+        chained = advantage is not None and (
+            advantage.spread or advantage.critic or advantage.implicit or advantage.remembers
+        )
         return chained or loss.weighs_rollouts or loss.whole or self.given_answers == "compared"
 
     @property
@@ -205,7 +215,7 @@ class AlgoConfig:
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-_NESTED = ("lag", "select", "subset", "experience", "kl", "distill", "entropy", "critic", "demonstrations")
+_NESTED = ("lag", "select", "subset", "experience", "kl", "distill", "entropy", "critic", "process", "demonstrations")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
 """Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
@@ -253,6 +263,7 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _divergences(config, recipe)
     yield from _credits(config, recipe)
     yield from _critics(config, recipe)
+    yield from _process_rewards(config, recipe)
     yield from _given_answers(config, recipe)
     yield from _memories(config, recipe)
     yield from _experiences(config, recipe)
@@ -359,6 +370,28 @@ def _critics(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield (
             f"algo.critic.imitation = {recipe.critic.imitation:g} imitates rollouts whose rewards sum to more than 0, and with algo.kl.place = reward "
             'those are less a divergence, of either sign; set algo.kl.place = "loss", or algo.critic.imitation = 0'
+        )
+
+
+def _process_rewards(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if not config.trains_rewards:
+        if given := _given(config.process):
+            yield (
+                f"algo.process.{next(iter(given))} is about a reward model that is trained, which algo.advantage = {recipe.advantage} has none of; use "
+                'algo.name = "prime", or remove it'
+            )
+        return
+    others = {
+        "experience": recipe.experience.rollouts > 0,
+        "length_penalty": config.length_penalty > 0,
+        'kl.place = "reward"': config.reference_in_reward,
+        "demonstrations": recipe.demonstrations.kind == "compared",
+        f"loss = {recipe.loss}": recipe.loss.weighs_rollouts or recipe.loss.whole or bool(recipe.loss.pairs),
+    }
+    for name in (name for name, given in others.items() if given):
+        yield (
+            f"algo.{name} does not go with algo.advantage = implicit, which rewards single tokens and asks of each whole rollout of today whether it is right; "
+            'remove it, or use algo.name = "rloo"'
         )
 
 

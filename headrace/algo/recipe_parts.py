@@ -262,6 +262,24 @@ class CriticConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedReward:
+    """The reward model of `advantage = implicit`, and how it is trained (`algo/implicit.py`)."""
+
+    beta: float = 0.05
+    learning_rate: float | None = None
+
+
+@settings_dataclass(frozen=True, config=STRICT)
+class ProcessConfig:
+    """The process reward of PRIME: a second adapter of the base, trained in each step before the policy."""
+
+    beta: float | None = Field(default=None, gt=0)
+    """β: a token's reward is this times the log-ratio of the second adapter to the base; 0.05 if not given."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """The second adapter's constant learning rate, for an AdamW of its own; `train.learning_rate` if not given."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrated:
     """The loss of demonstrations, and their share of the step's (`algo/objective.py`)."""
 

@@ -25,6 +25,7 @@ from headrace.algo.recipe_parts import (
     Entropy,
     Experience,
     LagWeight,
+    LearnedReward,
     Old,
     Select,
     Subset,
@@ -52,6 +53,8 @@ class Recipe:
     entropy: Entropy = Entropy()
     critic: Critic = Critic()
     """Only `advantage = gae` has one."""
+    process: LearnedReward = LearnedReward()
+    """Only `advantage = implicit` has one."""
     demonstrations: Demonstrated = Demonstrated()
     credit: Credit = "rollout"
     gamma: float = 1.0
@@ -297,6 +300,13 @@ RECIPES: dict[str, Recipe] = {
         about="a critic that is trained alone first; λ by length for the policy, 1 for the critic; successes are imitated",
         papers=("2504.05118",),
     ),
+    "prime": Recipe(
+        "implicit",
+        PPOClip(),
+        "token_mean",
+        about="rewards of tokens from a second adapter, which learns in each step what is right; beside outcomes, whitened over the batch",
+        papers=("2502.01456",),
+    ),
     "ce": Recipe("raw", CrossEntropy(), "token_mean", about="cross-entropy with the reward as weight"),
     "dpo": Recipe("every_pair", DPO(), "pair_mean", about="preferences, near a reference", papers=("2305.18290",)),
     "ipo_pairs": Recipe(
@@ -374,8 +384,6 @@ NOT_HERE: dict[str, str] = {
     'use algo.name = "dpo", which is XPO without its bonus for what the reference would not say',
     "nash_md": "compares with rollouts of a geometric mixture of policy and reference (arXiv 2312.00886), and an engine samples each token from one "
     'model; use algo.name = "ipo_pairs", whose pairs are both the policy\'s: the mixture without a share of the reference (arXiv 2403.08635)',
-    "prime": "trains a second model beside the policy, whose log-probs are the rewards of tokens (arXiv 2502.01456), and the trainer trains one; use "
-    'algo.credit = "segment" with a process reward that stays as it is, or algo.name = "rloo"',
     "rlep": "replays rollouts that an earlier run has collected (arXiv 2507.07451), and all rollouts here are the run's own; use algo.experience, which trains the good "
     'ones of this run again, with algo.name = "dapo"',
     "exgrpo": "chooses what it trains again by difficulty and by entropy (arXiv 2510.02245), and neither is known when a group is made; use algo.experience, which takes "
@@ -434,6 +442,7 @@ REFERENCES: dict[str, str] = {
     "opsm": "paper",
     "ppo": f"papers; {_VERL}gae_advantage_return` and `compute_value_loss`, without its clip of values",
     "vapo": "paper",
+    "prime": "paper; verl, `recipe/prime`, `prime_core_algos.compute_rloo_advantage_return` and `compute_ce_dpo_loss_rm`",
     "ce": "the definition of cross-entropy",
     "dpo": "paper, eq. 7; its constants: Mitchell 2023, arXiv 2403.00409 and 2404.19733",
     "ipo_pairs": "paper, eq. 17",

@@ -312,7 +312,7 @@ class Algorithm:
         self._answers = answers
         self._attempts = algo.attempts or ATTEMPTS
         self._weighs = self._recipe.loss.weighs_rollouts
-        self._spreads, self._judged = advantage.spread, advantage.critic
+        self._spreads, self._judged = advantage.spread, advantage.critic or advantage.implicit
         self._kl_in_reward = (
             algo.reference_in_reward
         )  # read for every rollout, and a property that is computed at each access

@@ -57,7 +57,7 @@ class Row(Struct, frozen=True):
     logprobs: tuple[float, ...]
     """The sampler's. A token whose log-prob is not finite is left out of numerator and denominator, and is counted."""
     advantages: tuple[float, ...]
-    """Rewards of the tokens where there is a critic (`turns` is given): the trainer makes advantages of them (`algo/critic.py`)."""
+    """Rewards of the tokens where there is a critic or a process reward (`turns` is given): the trainer makes advantages of them (`algo/critic.py`, `algo/implicit.py`)."""
     mask: tuple[bool, ...]
     """False keeps a token as context and takes it out of the loss and its denominator."""
     versions: tuple[int, ...]
@@ -75,8 +75,8 @@ class Row(Struct, frozen=True):
     """The trajectories that its tokens belong to, by their numbers in the group: one number for all tokens, or [T] where turns of several
     agents lie on its path. Empty: the row is a trajectory by itself, in rows of earlier versions."""
     turns: tuple[int, ...] = ()
-    """The turns of the episode that its tokens belong to: one number for all tokens, or [T]. Only with a critic, which takes the tokens of a trajectory
-    in the order of their turns."""
+    """The turns of the episode that its tokens belong to: one number for all tokens, or [T]. Only where the trainer makes advantages of rewards: it takes the
+    tokens of a trajectory in the order of their turns."""
     again: bool = False
     """Whether it is of a good rollout of an earlier group, of any age (`Group.again`)."""
 

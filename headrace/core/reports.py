@@ -65,6 +65,21 @@ class CriticNumbers(Struct, frozen=True):
     """Standard deviation of the advantages before they are whitened."""
 
 
+class ProcessNumbers(Struct, frozen=True):
+    """The implicit process reward of a step in numbers (`algo/implicit.py`).
+
+    >>> process = ProcessNumbers(process_loss=0.61, process_accuracy=0.75, process_reward=0.01)
+    """
+
+    process_loss: float
+    """Mean over trajectories of the cross-entropy between the reward model's probability and right or wrong, before its update. It is not part of
+    `TrainReport.loss`."""
+    process_accuracy: float
+    """Share of the trajectories whose probability was on the right side of a half."""
+    process_reward: float
+    """Mean of the rewards of tokens, after the update."""
+
+
 class TokenNumbers(Struct, frozen=True):
     """The trainer's numbers of the tokens of one training row, as they were before the update. Both are [T] float32 over `Row.tokens`, NaN
     for tokens that are not in the loss.
@@ -148,6 +163,8 @@ class TrainReport(Struct, frozen=True):
     """Mean of their margins, in nats (SimPO: per token)."""
     critic: CriticNumbers | None = None
     """None without a critic."""
+    process: ProcessNumbers | None = None
+    """None without a process reward that is trained (`algo.name = prime`)."""
     demonstration_tokens: int = 0
     """Tokens of given answers that were trained beside the groups. They are in no other number but `loss` and the norm of the gradient."""
     demonstration_loss: float = 0.0

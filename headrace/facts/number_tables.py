@@ -394,6 +394,9 @@ TITLES = {
     "train/pair_margin": "Preferences: mean margin",
     "train/pairs": "Preferences: pairs",
     "train/pairs_agreed": "Preferences: pairs that the policy agrees with, share",
+    "train/process_accuracy": "Process reward: rollouts that it takes for what they are, share",
+    "train/process_loss": "Process reward: its loss",
+    "train/process_reward": "Process reward: mean of a token",
     "train/ratio_max": "Largest ratio to the sampler",
     "train/ratio_mean": "Mean ratio to the sampler",
     "train/reference_kl": "Policy against reference: KL, nats a token",
@@ -469,15 +472,8 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         "demonstration_share",
     )
     values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
-    of_critic = (
-        "value_loss",
-        "value_mean",
-        "return_mean",
-        "explained_variance",
-        "advantage_std",
-    )
-    if report.critic:
-        values |= {f"train/{name}": getattr(report.critic, name) for name in of_critic}
+    for numbers in (report.critic, report.process):
+        values |= {f"train/{name}": getattr(numbers, name) for name in numbers.__struct_fields__} if numbers else {}
     for stats in report.lags:
         numbers = {"kl": stats.kl, "ratio": stats.ratio, "ess": stats.ess, "clipped": stats.clipped, **stats.gaps}
         values |= {f"by_lag_{stats.name}/{name}": value for name, value in numbers.items()}

@@ -292,7 +292,7 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     @property
     def advantage_words(self) -> str:
         if self.judged:
-            return "by a critic"
+            return "by the trainer"
         return "not trained" if math.isnan(self.advantage) else f"{self.advantage:+.3f}"
 
     @property

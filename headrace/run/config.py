@@ -36,7 +36,13 @@ from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.native.resources import core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
-from headrace.run.learning_problems import curriculum_problems, learning_problems, length_problems, parity_problems
+from headrace.run.learning_problems import (
+    curriculum_problems,
+    learning_problems,
+    length_problems,
+    parity_problems,
+    process_problems,
+)
 from headrace.run.place_problems import bus_problems, one_place_problems, user_code_problems
 from headrace.run.quantised import quantised_problems
 from headrace.run.seeing import images_problems
@@ -307,6 +313,7 @@ def check(config: RunConfig) -> list[str]:
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, config.lora),
         *quantised_problems(config.engine, config.algo, config.train, config.watch),
+        *process_problems(config.algo, config.lora, config.train),
         *train_problems(config.train, config.lora, config.staleness.groups_per_step, itself, config.algo.has_critic),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
@@ -511,6 +518,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
     names = [adapter.name for adapter in config.adapters]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"two adapters are called {twice[0]}; give each a name of its own"
+    if any(adapter.algo.get("name", config.algo.name) == "prime" for adapter in config.adapters):
+        yield 'algo.name = "prime" trains a second adapter beside that of one policy; use another, such as "rloo", or train the adapter in a run of its own'
     if config.train.minutes or any(adapter.train.get("minutes") for adapter in config.adapters):
         yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
     if config.warm_start.path or config.demonstrations.path:

@@ -40,6 +40,19 @@ def curriculum_problems(
         )
 
 
+def process_problems(algo: AlgoConfig, lora: LoraConfig, train: TrainConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that a reward model which is trained beside the policy excludes."""
+    if not algo.trains_rewards:
+        return
+    named = f"algo.name = {algo.name} trains a second adapter of the policy's base"
+    if not lora.rank:
+        yield f'{named}, beside the policy\'s own; set lora.rank (16 is usual), or use algo.name = "rloo"'
+    if train.parallel.ranks > 1:
+        yield f'{named}, on one rank; remove train.parallel, or use algo.name = "rloo"'
+    if train.parity == "bitwise":
+        yield f'{named}, and train.parity = "bitwise" is proven for steps of the policy alone; set train.parity = "off"'
+
+
 def length_problems(
     rollout: RolloutConfig, reward: RewardConfig, algo: AlgoConfig, context_length: int
 ) -> Iterator[str]:

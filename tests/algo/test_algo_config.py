@@ -108,7 +108,7 @@ def test_constants_are_those_of_the_papers():
         "gdpo",
     }
     alone = {name for name, advantage in ADVANTAGES.items() if not advantage.compares}
-    assert alone == {"raw", "return_to_go", "gae", "zero"}
+    assert alone == {"raw", "return_to_go", "gae", "implicit", "zero"}
     assert {name for name, advantage in ADVANTAGES.items() if not advantage.reads_sum} == {"gdpo", "zero"}
     assert (of["opd"].distill.kind, of["opd"].distill.coef, of["opd_topk"].distill.kind) == ("sampled", 1.0, "reverse")
     assert [(of[name].distill.kind, of[name].distill.beta) for name in ("opsd", "sdpo")] == [("jsd", 0.5)] * 2

@@ -19,7 +19,9 @@ from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.reports import TrainReport
 from headrace.core.types import Completion, Episode, Prompt, Scored, TeacherTrace, TopLogprobs, Turn
+from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from support.few import few
 from support.spans import spans_of
@@ -78,7 +80,8 @@ def step(
             rows = tuple(replace(row, logprobs=tuple(-30.0 if a > 0 else 0.0 for a in row.advantages)) for row in rows)
         groups.append(Group(ticket, PROMPT, rollouts, rows, pairs=algorithm.pairs(rollouts)))
     config = TrainConfig(device="cpu", dtype="float32", learning_rate=1e-2, microbatch_tokens=microbatch_tokens)
-    trainer = TorchTrainer(model_dir, config, algo.with_length(8), seed=0)
+    adapters = {"": Assignment(config, algo, LoraConfig(rank=2))} if algo.trains_rewards else None
+    trainer = TorchTrainer(model_dir, config, algo.with_length(8), seed=0, adapters=adapters)
     return trainer.step(Batch(0, algorithm.assemble(tuple(groups)), skippable=skippable))
 
 

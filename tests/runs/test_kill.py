@@ -142,18 +142,24 @@ def _killed_until_finished(config: dict[str, Any], kills: list[str], rng: random
 
 def _check(directory: Path, undisturbed: Path) -> None:
     import torch
-    from safetensors.torch import load_file
 
     ended = [fact for fact in read_metrics(directory) if isinstance(fact, RunEnded)][-1]
     assert ended.reason == "finished" and ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
     trained, expected = [list(_prompts(path)) for path in (directory, undisturbed)]
     assert trained == expected, "other prompts, or in another order"
-    one, other = (
-        load_file(path / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors") for path in (directory, undisturbed)
-    )
+    one, other = (_trained(path / "checkpoints" / f"step-{STEPS:06d}") for path in (directory, undisturbed))
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), f"{name} is not bit-identical to the undisturbed run's"
+
+
+def _trained(checkpoint: Path) -> dict[str, Any]:
+    """The weights, and those of a process reward."""
+    from safetensors.torch import load_file
+
+    (weights,) = checkpoint.glob("*model.safetensors")
+    beside = load_file(checkpoint / "optimizer.safetensors")
+    return load_file(weights) | {name: tensor for name, tensor in beside.items() if name.startswith("process/")}
 
 
 def _prompts(directory: Path) -> list[tuple[int, tuple[str, ...]]]:
@@ -186,8 +192,9 @@ def test_killed_anywhere_the_weights_come_out_bit_identical(
         {"train": {"epochs": 2, "minibatches": 3}},
         {"algo": {"name": "dcpo"}},
         {"algo": {"experience": {"rollouts": 2}}},
+        {"algo": {"name": "prime", "process": {"learning_rate": 0.02}}, "lora": {"rank": 4}},
     ],
-    ids=["demonstrations", "compared", "updates", "memory", "experience"],
+    ids=["demonstrations", "compared", "updates", "memory", "experience", "process"],
 )
 def test_so_do_those_of_steps_that_need_more_than_their_groups(
     tiny_llama: Path, tmp_path: Path, more: dict[str, Any]
@@ -208,6 +215,12 @@ def test_so_do_those_of_steps_that_need_more_than_their_groups(
     _check(tmp_path / "runs" / "killed", tmp_path / "runs" / "whole")
     if "experience" in more.get("algo", {}):
         assert sum(len(group.again) for step in read_steps(tmp_path / "runs" / "killed") for group in step.groups) > 4
+    if "lora" in more:
+        assert [
+            name
+            for name in _trained(tmp_path / "runs" / "killed" / "checkpoints" / f"step-{STEPS:06d}")
+            if "process/" in name
+        ]
     if "demonstrations" in more:
         assert all(step.demonstrations for step in read_steps(tmp_path / "runs" / "killed"))
 

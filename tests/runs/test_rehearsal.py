@@ -420,6 +420,13 @@ def test_good_earlier_rollouts_that_are_kept_have_memory_of_the_controller():
     assert memory_needs.memory_plan(read_config(bare), machine_of(8)).kept_tokens == 2 * 7 * 10
 
 
+def test_a_second_adapter_that_gives_rewards_is_counted_with_the_copy_that_a_skipped_step_needs():
+    plan = plan_of(lora={"rank": 2}, adapters=1)._replace(rewards=True)
+    (found,) = [need for need in needs(BILLION, plan) if "process rewards" in need.what]
+    assert (found.where, found.bytes) == ("cpu", 28 * 2 * 400)
+    assert memory_needs.checkpoint_bytes(BILLION, plan) == 2 * 12 * 2 * 400
+
+
 def test_an_adapter_has_rank_times_rows_and_columns_of_what_it_adapts():
     assert BILLION.adapter(LoraConfig(rank=2)) == 2 * (150 + 250)
     assert BILLION.adapter(LoraConfig(rank=2, targets=("q_proj",))) == 2 * 150
@@ -524,6 +531,7 @@ def test_devices_and_dtypes_as_they_will_be():
         ({"name": "bapo"}, "loss", "lower bound of the ratio 0.6 or 0.9, upper in [1.2, 3], good_share = 0.4"),
         ({"name": "dpo", "pair_flips": 0.1}, "loss", "dpo: pair_beta = 0.1, pair_flips = 0.1"),
         ({"name": "pass@k_training", "attempts": 2}, "advantage", "best_of_k, k = 2"),
+        ({"name": "prime"}, "credit", "by what a second adapter rewards from there on (beta = 0.05)"),
         ({"name": "grpo_roc"}, "trained", "half of a group's rollouts: right and wrong ones in their shares"),
         ({"name": "tis"}, "correction", "truncate token weights to [0, 2]"),
         ({"correction": {"veto": 1e-4}}, "correction", "veto = 0.0001"),

@@ -178,6 +178,8 @@ class MemoryPlan(NamedTuple):
     adapters: int
     """Number of adapters that are trained; 0 trains all weights."""
     reference_in_loss: bool
+    rewards: bool = False
+    """Whether a second adapter is trained that gives the rewards of tokens (`algo.name = prime`)."""
     fetches: bool = False
     """Whether the engines of this machine fetch weights into memory of their own."""
     published: Device = "cpu"
@@ -211,6 +213,7 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lora=first.lora,
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
+        rewards=any(run.algo.trains_rewards for run in runs),
         fetches=not config.engine.is_server and way.transport.sends_bytes,
         published=way.transport.device_of_buffers,
         trains=here,
@@ -317,6 +320,10 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         yield MemoryNeed("trainer", "frozen weights", split * kept, device, certain=True)
         extra = plan.adapters * shape.adapter(plan.lora) * everyone
         yield MemoryNeed("trainer", "adapter, gradients, AdamW", 16 * extra, device, certain=True)
+        if plan.rewards:  # and a copy of weights and AdamW, until the policy's step is made
+            yield MemoryNeed(
+                "trainer", "adapter of process rewards, gradients, AdamW", 28 * extra, device, certain=True
+            )
     else:
         size, host = BYTES[train.weights], "cpu" if train.offload_optimizer else device
         yield MemoryNeed("trainer", f"weights ({train.weights})", split * size, device, certain=True)
@@ -354,7 +361,8 @@ def token_activations(shape: Widths, checkpointing: bool) -> int:
 
 def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
     """Returns the bytes of a checkpoint: the trained weights and their AdamW state."""
-    trained = plan.adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
+    adapters = plan.adapters + plan.rewards
+    trained = adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
     return trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
 
 

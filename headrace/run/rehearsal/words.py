@@ -57,6 +57,9 @@ def algorithm(algo: AlgoConfig) -> Lines:
 
 def _credit(algo: AlgoConfig) -> str:
     recipe = algo.recipe
+    if algo.trains_rewards:
+        beta = recipe.process.beta
+        return f"every token has its own advantage: by what a second adapter rewards from there on (beta = {beta:g}), and by its rollout's outcome"
     if recipe.credit != "state":
         return f"every {recipe.credit} of a group has its own advantage"
     return (

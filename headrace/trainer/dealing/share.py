@@ -53,6 +53,8 @@ class StepHead(Struct, frozen=True, kw_only=True):
     pairs: list[bytes]
     """[K, 2] int64 of each minibatch: chosen and rejected trajectories of the step"""
     picked: list[PickedRow]
+    firsts: tuple[int, ...] = ()
+    """The first trajectory of each group."""
 
 
 class Column(Struct, frozen=True):
@@ -193,6 +195,7 @@ def head_of(batch: Batch, minibatches: int = 1) -> StepHead:
         skippable=batch.skippable,
         steps=batch.steps,
         pairs=[np.array(own, np.int64).tobytes() for own in pairs],
+        firsts=tuple(firsts),
         picked=picked_rows(msgspec.structs.replace(batch, groups=groups[: places.count(0)])),
     )
 

@@ -4,7 +4,8 @@
                             where weights are offloaded), or bfloat16 where nothing more exact is kept. For an adapter it is
                             `adapter_model.safetensors`, beside peft's `adapter_config.json`
     optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>; of a critic critic/weight, critic/bias and their
-                            moments, critic/exp_avg/weight, ... (a checkpoint without them begins a critic anew)
+                            moments, critic/exp_avg/weight, ... (a checkpoint without them begins a critic anew); of a process reward process/<name>
+                            and its moments
     trainer.json            format, version, seed; the entropy's factor and last mean; for an adapter, the fingerprint of the base it
                             belongs to; the ranks that wrote files, where several did
 
@@ -53,7 +54,7 @@ class Contents:
     base: str = ""
     """Fingerprint of the frozen weights that they were trained with."""
     beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of a critic, which are no part of the model: they lie with the optimizer's state."""
+    """Tensors of a critic or a process reward, which are no part of the model: they lie with the optimizer's state."""
 
 
 def save(
@@ -220,7 +221,7 @@ def _optimizer_state(
         if found:  # `step` is a scalar, and every rank has it
             moments = {key: placement.part(partial(rest.read, f"{key}/{name}"), like=parameter) for key in found[:2]}
             state[number] = {**moments, "step": rest.read(f"step/{name}")}
-    strangers = [name for name in rest if name not in known and not name.startswith(("rng/", "critic/"))]
+    strangers = [name for name in rest if name not in known and not name.startswith(("rng/", "critic/", "process/"))]
     if strangers:
         raise _foreign(directory, f"{OPTIMIZER} holds {strangers[0]}, which the model does not have")
     return state

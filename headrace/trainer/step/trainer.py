@@ -63,6 +63,7 @@ from headrace.trainer.step.checkpoint import Contents, all_weights, weights_of
 from headrace.trainer.step.gradient import Gradient, Replay, Sums, make_updates
 from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner, Update
+from headrace.trainer.step.process_reward import ADAPTER, WITHOUT_ADAPTER, ProcessReward, Scoring
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
 from headrace.trainer.step.value_head import PREFIX, ValueHead
@@ -95,7 +96,8 @@ class TorchTrainer:
         self._model_dir, self._config, self._seed = model_dir, config, seed
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
-        loras = {name: assignment.lora for name, assignment in (adapters or {}).items()}
+        self._assignments = adapters or {"": Assignment(config, algo)}
+        loras = self._loras(adapters or {})
         self._model = self._placement.load(model_dir, self._device, values=any(lora.dora for lora in loras.values()))
         self.tied = tied_names(self._model)
         self.kept = frozenset(saved_buffers(self._model))
@@ -103,11 +105,11 @@ class TorchTrainer:
         self._forward = together(self._chosen_forward(), self._placement.context)
         self._fused = self._fuse()
         self.arithmetic = self._shared_arithmetic(loras)
-        self._assignments = adapters or {"": Assignment(config, algo)}
         replay_of = self._replays() if keep_routing else (lambda _: no_replay)  # before adapters: an outline is tried
         self._adapters = self._adapted(loras) if loras else None
         self._replay: Replay = replay_of(self._forward)
-        asked = any(assignment.algo.reference_in_loss for assignment in self._assignments.values())
+        algos = [assignment.algo for assignment in self._assignments.values()]
+        asked = any(one.reference_in_loss or one.trains_rewards for one in algos)
         # made before a checkpoint is restored, so that it stays the model that the run began with
         self._reference = reference_of(self._forward, self._dtype, replay_of) if asked else None
         if config.gradient_checkpointing:
@@ -125,16 +127,21 @@ class TorchTrainer:
         self._compilation = self._compile()
         self._forward = self._compilation.forward
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
+        self._process = self._rewarding() if any(one.trains_rewards for one in algos) else None
         self._trials: dict[str, Trial] = {}
-        self._resting = Resting(
-            [*models, *(learner.critic for learner in self._learners.values() if learner.critic)],
-            lambda: [one for learner in self._learners.values() for one in learner.optimizers],
-            self._device,
-        )
+        critics = [learner.critic for learner in self._learners.values() if learner.critic]
+        self._resting = Resting([*models, *critics], self._optimizers, self._device)
         self._copies = {name: HostCopy(lambda: available() // beside) for name in self._learners}
         self._reading = threading.Lock()
         """Held by a thread that reads frozen weights: they stay where they are."""
         self._reserved = False
+
+    def _loras(self, adapters: Mapping[str, Assignment]) -> dict[str, LoraConfig]:
+        """The adapters by name, with that of a reward model that is trained beside the only one."""
+        loras = {name: assignment.lora for name, assignment in adapters.items()}
+        if len(loras) == 1 and any(assignment.algo.trains_rewards for assignment in adapters.values()):
+            loras[ADAPTER] = next(iter(loras.values()))
+        return loras
 
     def _adapted(self, loras: Mapping[str, LoraConfig]) -> Adapters:
         there = self._placement
@@ -220,6 +227,18 @@ class TorchTrainer:
             )
         return ValueHead(self._model.get_output_embeddings().weight.shape[1], algo, self._device, train.updates)
 
+    def _rewarding(self) -> ProcessReward:
+        """Raises ConfigError where there is not one adapter beside which another could be trained."""
+        if not self._adapters or len(self._assignments) > 1 or self._reference is None:
+            raise ConfigError(WITHOUT_ADAPTER)
+        ((name, policy),) = self._assignments.items()
+        models = Scoring(self._forward, self._reference, self._replay, self._dtype, self._device)
+        return ProcessReward(name, policy, self._adapters, models=models, placement=self._placement)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        of_learners = [one for learner in self._learners.values() for one in learner.optimizers]
+        return [*of_learners, *([self._process.optimizer] if self._process else [])]
+
     @property
     def version(self) -> int:
         """The version of the model's weights; a frozen base stays at 0."""
@@ -261,16 +280,23 @@ class TorchTrainer:
             return TrainReport(batch.step, batch.step, "no_tokens", updates=0, dropped_tokens=dropped, seconds=seconds)
         picked = PickedNumbers(batch.picked)
         lr, policy_waits = learner.lr(batch.steps), learner.trains_critic_alone
+        process, before = None, self._process.copy() if self._process else {}
+        if self._process:
+            plans, process = self._process.rewarded(plans, batch.firsts)
         try:
             gradient = self._gradient(batch.temperature, batch.adapter, picked=picked)
             sums, updates = make_updates(gradient, plans, batch, lr, self._given(share))
         except UnequalLogprobs:
             learner.forget()
+            if self._process:
+                self._process.restore(before)
             raise
         if learner.version > batch.step and not policy_waits:  # its entropy follows from nothing that the factor did
             learner.entropy.after(sums.entropy / sums.tokens)
         norms = [update.norm for update in updates if update.made] or [updates[-1].norm]
         skipped = "" if learner.version > batch.step else "all_rejected" if norms[0] == 0 else "nonfinite_gradient"
+        if self._process and skipped:
+            self._process.restore(before)
         report = _report(sums, batch.step, learner.version, skipped)
         graphs, notice = self._compilation.news()
         left_out = 0 if skipped else sum(not update.made for update in updates)
@@ -283,6 +309,7 @@ class TorchTrainer:
             "notice": notice,
             "grad_norm": fmean(norms),
             "lr": lr,
+            "process": process,
             "token_numbers": () if skipped else picked.report(),
         }
         return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
@@ -437,9 +464,14 @@ class TorchTrainer:
         critic = checkpoint.beside_of(directory, PREFIX) if learner.critic else {}
         if learner.critic:
             learner.critic.check(critic, directory.name)
+        process = checkpoint.beside_of(directory, self._process.prefix) if self._process else {}
+        if self._process:
+            self._process.check(process, directory.name)
         learner.version = checkpoint.restore(directory, contents, learner.optimizer, self._placement)
         if learner.critic:
             learner.critic.restore(critic)
+        if self._process:
+            self._process.restore(process)
         if saved := checkpoint.entropy_of(directory):
             learner.entropy.coef, learner.entropy.mean = (
                 saved if learner.entropy.rule.target else (learner.entropy.coef, saved[1])
@@ -448,6 +480,7 @@ class TorchTrainer:
     def _contents(self, adapter: str) -> Contents:
         learner = self._learners[adapter]
         beside = learner.critic.state() if learner.critic else {}
+        beside |= self._process.state() if self._process else {}
         if self._adapters is None:
             return dataclasses.replace(checkpoint.all_weights(self._model), beside=beside)
         state, base = self._adapters.state(adapter), self._adapters.base_mark

@@ -76,7 +76,7 @@ def _graph_row(view: RolloutView, place: int, colours: dict[str, str]) -> str:
     head += [f'<span class="{colour} who">{escape(turn.agent)}</span>'] * bool(turn.agent)
     head.append(f"{turn.sampled} tokens{', cut off' if turn.stop == 'length' else ''}")
     head += ["<em>begins anew: earlier messages were rewritten</em>"] * turn.rewritten
-    unknown = "advantages by a critic" if turn.judged else "not in the loss"
+    unknown = "advantages by the trainer" if turn.judged else "not in the loss"
     head.append(unknown if math.isnan(turn.advantage) else f"advantage {turn.advantage:+.3f}")
     chips = "".join(
         f'<span class="chip {"good" if value > 0 else "bad" if value < 0 else "plain"}">{escape(name)} {number(value)}</span>'
