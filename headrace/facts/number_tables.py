@@ -472,8 +472,8 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         "demonstration_share",
     )
     values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
-    for numbers in (report.critic, report.process):
-        values |= {f"train/{name}": getattr(numbers, name) for name in numbers.__struct_fields__} if numbers else {}
+    for judge in (report.critic, report.process):
+        values |= {f"train/{name}": getattr(judge, name) for name in judge.__struct_fields__} if judge else {}
     for stats in report.lags:
         numbers = {"kl": stats.kl, "ratio": stats.ratio, "ess": stats.ess, "clipped": stats.clipped, **stats.gaps}
         values |= {f"by_lag_{stats.name}/{name}": value for name, value in numbers.items()}
