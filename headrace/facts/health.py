@@ -95,7 +95,7 @@ class Standing(NamedTuple):
     mark: Mark
 
 
-Kind = Literal["learning", "not learning", "broken", "too early to say"]
+Kind = Literal["learning", "learned", "not learning", "broken", "too early to say"]
 
 
 class Health(NamedTuple):
@@ -139,7 +139,8 @@ def _verdict(state: RunState, rows: dict[str, HealthRow]) -> tuple[Kind, Mark, s
     wrong = [found for key in FIRST if (found := rows[key].worst) and found.mark == "bad"]
     looks = [found for key in (*FIRST, "learns") if (found := rows[key].worst) and found.mark == "warn"]
     if wrong:
-        return _of_no_use(wrong, learned)
+        earned = any(reward for group in state.shares.recent.held for reward in group.rewards)
+        return _of_no_use(wrong, learned, earned=earned)
     if math.isnan(learned.changed):
         besides = [looks[0].trouble] if looks else []
         sentence = _sentence("too early to say", [learned.words, *besides])
@@ -154,15 +155,17 @@ def _verdict(state: RunState, rows: dict[str, HealthRow]) -> tuple[Kind, Mark, s
     return "learning", "good", _sentence("learning", [learned.words]), ""
 
 
-def _of_no_use(wrong: Sequence[Figure], learned: Change) -> tuple[Kind, Mark, str, str]:
-    """Judges a run with a number with which it is of no use, which is said first whatever else is so."""
+def _of_no_use(wrong: Sequence[Figure], learned: Change, *, earned: bool) -> tuple[Kind, Mark, str, str]:
+    """Judges a run with a number with which it is of no use, which is said first whatever else is so. `earned`: whether any of the last completions
+    has a reward: those of a solved task have."""
     troubles = [figure.trouble for figure in wrong]
-    kind: Kind = "not learning" if all(figure.name in BARREN for figure in wrong) else "broken"
-    if learned.changed > 0 and kind == "not learning":
-        solved = wrong[0].name == "no contrast"
-        sentence = _capital("; ".join([*troubles, learned.words])) + "."
-        return (kind, "warn", sentence, wrong[0].remedy) if solved else ("learning", "bad", sentence, wrong[0].remedy)
-    return kind, "bad", _sentence(kind, troubles), wrong[0].remedy
+    if not all(figure.name in BARREN for figure in wrong):
+        return "broken", "bad", _sentence("broken", troubles), wrong[0].remedy
+    if not learned.changed > 0:
+        return "not learning", "bad", _sentence("not learning", troubles), wrong[0].remedy
+    if wrong[0].name == "no contrast" and earned:
+        return "learned", "warn", _sentence("learned", [learned.words, *troubles]), wrong[0].remedy
+    return "learning", "bad", _capital("; ".join([*troubles, learned.words])) + ".", wrong[0].remedy
 
 
 READ = "read rollouts before curves: headrace inspect RUN"

@@ -173,8 +173,10 @@ def test_a_run_without_contrast_says_so_first() -> None:
     found = judged(Told(reason="no_contrast", held_out=0.0, equal=1.0).facts())
     assert found.sentence.startswith("Not learning: 100 % of groups have no contrast") and "prompts" in found.remedy
     solved = judged(Told(reason=lambda ticket: "no_contrast" if ticket > 100 else "", equal=1.0).facts())
-    assert solved.sentence.startswith("100 % of groups have no contrast") and "0.200 → 0.600" in solved.sentence
-    assert (solved.kind, solved.mark) == ("not learning", "warn"), "it has learned what there was"
+    assert solved.sentence.startswith("Learned: held out 0.200 → 0.600") and "no contrast" in solved.sentence
+    assert (solved.kind, solved.mark) == ("learned", "warn") and "prompts" in solved.remedy
+    fallen = judged(Told(reason=lambda ticket: "no_contrast" if ticket > 100 else "", equal=0.0).facts())
+    assert (fallen.kind, fallen.mark) == ("learning", "bad") and fallen.sentence.startswith("None of the last")
 
 
 def test_a_dead_run_says_so_and_how_to_go_on() -> None:

@@ -101,7 +101,7 @@ class AlertChoice:
         kind = found.kind
         looks = self._turned[1] + 1 if self._turned and self._turned[0] == kind else 1
         self._turned = kind, looks
-        news = kind in ("broken", "not learning") or (kind == "learning" and self._told is not None)
+        news = kind in ("broken", "not learning", "learned") or (kind == "learning" and self._told is not None)
         if looks == HELD and news and kind != self._told:
             self._told = kind
             yield Alert("verdict", f"step {state.step:,}: {_sentences(found)}")
