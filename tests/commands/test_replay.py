@@ -23,6 +23,7 @@ from headrace.commands.replay.rerun import ReplayState, plan_rerun, rerun
 from headrace.commands.show import diff
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.reports import LagStats, Noise, TrainReport
+from headrace.core.weights import FORM
 from headrace.durable.journal import (
     AnyRecord,
     Journal,
@@ -42,6 +43,7 @@ from headrace.views.screen.console import Console
 from support.tiny_run import tiny_config, when_step
 
 STEPS = 5
+FORGED = FORM + "0" * 32
 
 
 def make_config(directory: Path, model: Path, **more: Any) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def test_a_forged_advantage_and_a_forged_fingerprint_are_caught_at_their_steps(r
 
     def forge(record: AnyRecord) -> AnyRecord:
         if isinstance(record, LiveRecord) and record.version == 2:
-            return LiveRecord(record.t, 2, "0" * 32)
+            return LiveRecord(record.t, 2, FORGED)
         if not isinstance(record, ReadyRecord) or record.group.ticket != step.tickets[0]:
             return record
         row = record.group.rows[0]
@@ -156,7 +158,7 @@ def test_a_forged_advantage_and_a_forged_fingerprint_are_caught_at_their_steps(r
     rewrite(run, forge)
     code, output = replayed(run, 1, STEPS)
     assert code == 1 and "step 2 is the first whose result differs" in output, output
-    assert f"instead of {'0' * 32}" in output
+    assert f"instead of {FORGED}" in output
     verdicts = [
         "DIFFERS" if "DIFFERS" in line else "same"
         for line in output.splitlines()
@@ -176,9 +178,7 @@ def test_another_learning_rate_is_caught_at_the_first_step(run: Path, capsys: py
 def test_a_checkpoint_with_other_weights_is_caught_before_any_step(run: Path) -> None:
     rewrite(
         run,
-        lambda one: (
-            LiveRecord(one.t, one.version, "0" * 32) if isinstance(one, LiveRecord) and one.version == 4 else one
-        ),
+        lambda one: LiveRecord(one.t, one.version, FORGED) if isinstance(one, LiveRecord) and one.version == 4 else one,
     )
     with pytest.raises(CheckpointError, match="step-000004 holds other weights .* than the run served as version 4"):
         replayed(run, 5)
