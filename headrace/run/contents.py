@@ -6,7 +6,7 @@ import` writes around a reward function of verl, and so do the modules beside it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,20 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _PIECES, _PIECE = 64, 1 << 14
 """The number of pieces that are read of a file, and their bytes. Other weights differ nearly everywhere."""
 _READ = (".json", ".jinja", ".model", ".arrow", ".parquet", "merges.txt", "vocab.txt")
+NONE_RECORDED: Mapping[str, str] = {}
 _LINE = re.compile(r"^# contents of (\S+): ([0-9a-f]{32})$", re.MULTILINE)
 
 
-def contents_of(config: RunConfig) -> dict[str, str]:
-    """A digest for each setting that names files which are there, unless it may change freely."""
+def contents_of(config: RunConfig, recorded: Mapping[str, str] = NONE_RECORDED) -> dict[str, str]:
+    """A digest for each setting that names files which are there, unless it may change freely. `recorded`: the digests of a run that goes on; one of
+    the form before 2026-12, which knew of weights their size alone, stays where it still holds."""
     found = {}
     for name, value in settings_of(config):
         paths = [] if rule_of(name).is_free or name.removeprefix("reward.") in ENDPOINTS else sorted(_paths(value))
         if paths:
-            digest = xxhash.xxh3_128()
-            for path in paths:
-                _add(digest, path, parts=name.endswith("path") and name != "model.path")
-            found[name] = digest.hexdigest()
+            found[name] = _digest(paths, parts=name.endswith("path") and name != "model.path")
+            if recorded.get(name) not in (None, found[name]) and recorded[name] == _digest(paths, earlier=True):
+                found[name] = recorded[name]
     if (
         config.task.images and not config.task.facts.passed
     ):  # rows that are passed hold theirs, or are refused when they are read
@@ -68,8 +69,15 @@ def _paths(value: Any) -> Iterator[Path]:
             yield path
 
 
-def _add(digest: xxhash.xxh3_128, path: Path, *, parts: bool) -> None:
+def _digest(paths: Iterable[Path], *, parts: bool = False, earlier: bool = False) -> str:
     """`parts`: whether a directory may hold rows in further ones, as `lang=de/0.parquet`."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        _add(digest, path, parts=parts, earlier=earlier)
+    return digest.hexdigest()
+
+
+def _add(digest: xxhash.xxh3_128, path: Path, *, parts: bool, earlier: bool) -> None:
     if not path.is_dir():
         _read(digest, path)
         for named in code_behind(path) if path.suffix == ".py" else ():
@@ -79,7 +87,8 @@ def _add(digest: xxhash.xxh3_128, path: Path, *, parts: bool) -> None:
         name = file.relative_to(path).as_posix()
         if name.endswith(_WEIGHTS):
             digest.update(f"{name} {file.stat().st_size}")
-            _read_pieces(digest, file)
+            if not earlier:
+                _read_pieces(digest, file)
         elif name.endswith(_READ):
             digest.update(name)
             _read(digest, file)

@@ -26,7 +26,7 @@ from headrace.facts.records import left_out
 from headrace.loop.checkpoints import ChangedSettings, Checkpoints, load_controller
 from headrace.loop.recovery import SavedRun, read_saved_run
 from headrace.run.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
-from headrace.run.contents import contents_in, contents_of, written
+from headrace.run.contents import NONE_RECORDED, contents_in, contents_of, written
 from headrace.run.pieces import pieces_of
 from headrace.run.resume_rules import (
     changes,
@@ -101,7 +101,7 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     """Reads and checks the directory; only `Storage.begin` changes it.
 
     Raises ConfigError for settings that a resumed run cannot change, and CheckpointError if every checkpoint is damaged."""
-    contents = contents_of(config)
+    contents = contents_of(config, contents_in(config_of_run(directory.path)) if resume else NONE_RECORDED)
     path, meant, lines = directory.path, meaning(config, contents), written(contents)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     checkpoint, saved, over = None, None, False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError, IdentityError
@@ -121,3 +122,20 @@ def test_an_engine_that_takes_the_place_of_another_refuses_other_files_of_the_mo
     (tmp_path / "merges.txt").write_text("a b")
     with pytest.raises(IdentityError, match=r"has other files than when the run began \(config\.json, merges\.txt\)"):
         build_engine_core(start)
+
+
+def test_a_run_of_an_earlier_version_goes_on_by_its_own_digest(tmp_path: Path) -> None:
+    """That knew the sizes of weights alone: it stays as it is while it holds, and another size is seen."""
+    settings_of(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes(b"{}")
+    (model / "model.safetensors").write_bytes(bytes(100))
+    task = {"kind": "reasoning_gym", "name": "chain_sum"}
+    reward = {"function": f"{tmp_path / 'reward.py'}:exact"}
+    config = load_config({"model": {"path": str(model)}, "task": task, "reward": reward})
+    now = contents_of(config)
+    recorded = now | {"model.path": xxhash.xxh3_128(b"config.json{}model.safetensors 100").hexdigest()}
+    assert recorded["model.path"] != now["model.path"] and contents_of(config, recorded) == recorded
+    (model / "model.safetensors").write_bytes(bytes(101))
+    assert contents_of(config, recorded)["model.path"] not in (recorded["model.path"], now["model.path"])

@@ -134,7 +134,7 @@ def _check_same(wanted: RunConfig, directory: Path) -> None:
                 f"{directory} has begun with {name} = {before[name]}, and this sweep has {value}: give it another --name, or delete the folder of that run"
             )
     had = contents_in(config_of_run(directory))
-    for name, digest in contents_of(wanted).items():
+    for name, digest in contents_of(wanted, had).items():
         if had.get(name, digest) != digest:
             raise ConfigError(
                 f"{directory} has begun with another content of {name}: give this sweep another --name, or delete the folder of that run"
