@@ -95,7 +95,7 @@ def test_advantages_against_numpy(values):
             "every_pair": np.sign(r[:, None] - r[None, :]).sum(1),
             "best_against_worst": 1.0 * (np.arange(len(r)) == r.argmax()) - (np.arange(len(r)) == r.argmin()),
         }
-    expected |= {"raw": r, "return_to_go": r, "gae": r, "zero": 0 * r}
+    expected |= {"raw": r, "return_to_go": r, "gae": r, "implicit": r, "zero": 0 * r}
     assert set(expected) == set(ADVANTAGES)
     for name, (function, *_) in ADVANTAGES.items():
         np.testing.assert_allclose(function(group(*values)), expected[name], rtol=1e-6, atol=1e-9, err_msg=name)

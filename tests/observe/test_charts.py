@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report import report
 
-from headrace.core.reports import CriticNumbers, EngineStats
+from headrace.core.reports import CriticNumbers, EngineStats, ProcessNumbers
 from headrace.facts import number_tables
 from headrace.facts.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
 from headrace.facts.group_numbers import NO_CONTRAST
@@ -317,6 +317,7 @@ def test_every_number_has_a_title_that_says_what_it_is() -> None:
             body,
         )
     )
+    seen |= {f"train/{name}" for judge in (CriticNumbers, ProcessNumbers) for name in judge.__struct_fields__}
     assert len(seen) > 60 and {"train/kl", "by_lag_1/ess", "cost/dollars"} <= seen
     assert [name for name in sorted(seen) if title_of(name) == name] == []
     assert set(TITLES) <= seen | {

@@ -98,9 +98,8 @@ def test_every_reward_gives_a_finite_advantage_or_a_failure_with_a_name(name: st
         if isinstance(one, Failure):
             assert one.reason in ("reward_nan", "reward_too_large", "reward_wrong_type") and one.detail
     row = ADVANTAGES[name]
-    about: dict[str, Any] = (
-        {"name": "dpo"} if row.pairs else {"length_penalty": 0.5} if row.reads_sum and not row.remembers else {}
-    )
+    penalised = row.reads_sum and not row.remembers and not row.implicit
+    about: dict[str, Any] = {"name": "dpo"} if row.pairs else {"length_penalty": 0.5} if penalised else {}
     algo = AlgoConfig(advantage=name, **about)
     algorithm = algorithm_of(algo, longest=8)
     scored = tuple(one for one in found if isinstance(one, Scored))
