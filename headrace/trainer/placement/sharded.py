@@ -224,10 +224,18 @@ class Sharded:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorPiece]:
-        """Rank 0 writes what is whole on every rank: it is small."""
-        split = {name: piece_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        """Rank 0 writes what is whole on every rank: it is small. The first rank of a tensor group writes what all of it have alike (norms)."""
+        split = {
+            name: piece_of(tensor) if self._writes(tensor) else None
+            for name, tensor in tensors.items()
+            if isinstance(tensor, DTensor)
+        }
         mine = {name: TensorPiece(tensor) for name, tensor in tensors.items() if name not in split and self.leads}
         return {name: piece for name in tensors if (piece := split.get(name) or mine.get(name)) is not None}
+
+    def _writes(self, tensor: DTensor) -> bool:
+        over_tensor = {"tensor", "expert"} & {*(tensor.device_mesh.mesh_dim_names or ())}
+        return bool(over_tensor) or self._tensor.get_local_rank() == 0
 
     def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
         return part_of(read, like) if isinstance(like, DTensor) else read(None)
