@@ -29,7 +29,7 @@ _LINE = re.compile(r"^# contents of (\S+): ([0-9a-f]{32})$", re.MULTILINE)
 
 def contents_of(config: RunConfig, recorded: Mapping[str, str] = NONE_RECORDED) -> dict[str, str]:
     """A digest for each setting that names files which are there, unless it may change freely. `recorded`: the digests of a run that goes on; one of
-    the form before 2026-12, which knew of weights their size alone, stays where it still holds."""
+    the form before 2026-11-30, which knew of weights their size alone, stays where it still holds."""
     found = {}
     for name, value in settings_of(config):
         paths = [] if rule_of(name).is_free or name.removeprefix("reward.") in ENDPOINTS else sorted(_paths(value))

@@ -14,6 +14,7 @@ import hmac
 import itertools
 import secrets
 import socket
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -101,9 +102,12 @@ class RankDigests:
         """`read`: returns bytes of a copy that this rank holds, by name, label and place; raises ValueError if it does not hold them.
         `shared`: whether every rank can read all bytes."""
         self._manifests, self._ranks, self._read, self._shared = manifests, ranks, read, shared
+        self._met = threading.Event()
+        """Set when this rank knows the token: another one may know it sooner, and ask."""
         self._server = ConnectionServer(host, self._serve, at_once=AT_ONCE)
         told = ranks.exchange((self._server.address, secrets.token_hex(16)))
         self._addresses, self._token = [address for address, _ in told], told[0][1]
+        self._met.set()
 
     def fingerprint(self, name: str, label: str) -> str:
         """Returns the fingerprint of a copy that every rank has made. Raises OSError if another rank does not answer."""
@@ -195,7 +199,7 @@ class RankDigests:
         """Errors end the connection, and the rank at its other end reports them."""
         with contextlib.suppress(OSError, ValueError, KeyError), connection:
             asked = msgspec.msgpack.decode(read_message(connection, LONGEST), type=AskRank)
-            if not hmac.compare_digest(asked.token.encode(), self._token.encode()):
+            if not self._met.wait(PATIENCE) or not hmac.compare_digest(asked.token.encode(), self._token.encode()):
                 return
             connection.settimeout(PATIENCE)
             if asked.ranges is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from random import Random
 from typing import Any
 
@@ -20,7 +21,8 @@ from headrace.core.weights import FORM, Manifest, WeightUpdate
 from headrace.weight_sync import rank_digests
 from headrace.weight_sync.packed import BLOCK, PackedBuffer, fingerprint, lay_out
 from headrace.weight_sync.ranges import ByteRange, RankParts
-from headrace.weight_sync.rank_digests import RankDigests, blocks_of
+from headrace.weight_sync.rank_digests import AskRank, RankAnswer, RankDigests, blocks_of
+from headrace.weight_sync.sockets import reach, read_message, send_message
 from support.meeting import Meeting
 
 UNIT = BLOCK // 4
@@ -170,3 +172,28 @@ def test_weights_that_were_saved_with_an_earlier_fingerprint_are_verified() -> N
     for one in (update, msgspec.structs.replace(update, fingerprint=now)):
         with pytest.raises(IdentityError, match="the engine loaded"):
             packed.verified(one)
+
+
+def test_a_question_that_comes_before_this_rank_knows_the_token_is_answered() -> None:
+    """Another rank may be through the exchange of tokens first."""
+    manifest = laid_out([1], odd=0)
+    whole = memoryview(Random(2).randbytes(manifest.nbytes))
+    (own,) = ranges_by(manifest, [[0]], 1)
+    with ExitStack() as stack:
+        asked = []
+
+        def exchange(value: Any) -> list[Any]:
+            connection = stack.enter_context(reach(value[0], 9.0, None))
+            send_message(connection, AskRank(value[1], "", "copy"))
+            connection.settimeout(0.1)
+            with suppress(TimeoutError):
+                assert connection.recv(1), "it was not answered"
+            asked.append(connection)
+            return [value]
+
+        parts = RankParts(0, [{"": own}], lambda name: iter(()), exchange)
+        made = RankDigests("127.0.0.1", {"": manifest}, parts, lambda *of: whole[of[2].offset : sum(of[2])])
+        asked[0].settimeout(60.0)
+        reply = msgspec.msgpack.decode(read_message(asked[0]), type=RankAnswer)
+        assert reply.nbytes == 16, "the hash of its only block"
+        assert made.fingerprint("", "copy") == fingerprint(manifest, whole)
