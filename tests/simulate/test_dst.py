@@ -6,6 +6,10 @@ must be found.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
+import weakref
 from collections import Counter
 
 import msgspec
@@ -175,6 +179,31 @@ def test_every_contract_holds_in_every_schedule(chunk: int, capsys: pytest.Captu
 @pytest.mark.parametrize("what", few(PINNED, keep=6))
 def test_what_was_found_once_is_not_found_again(what: str) -> None:
     trial(PINNED[what])
+
+
+class LeftClient:
+    """As those of openai and anthropic: a client that was never closed, in a cycle, starts a task of the loop that runs when it goes."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop().create_task(self.close())
+
+    async def close(self) -> None:
+        raise RuntimeError("Event loop is closed")
+
+
+def test_what_another_test_has_left_is_no_problem_of_a_schedule() -> None:
+    gc.collect()
+    gc.disable()  # only the trial itself may collect it
+    try:
+        gone = weakref.ref(LeftClient())
+        trial(PINNED["stepping"])
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

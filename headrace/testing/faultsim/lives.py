@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import itertools
 import tempfile
 from contextlib import suppress
@@ -332,6 +333,7 @@ class Life:
 
 def trial(case: Case) -> RunHistory:
     """Runs a case to its end and returns what happened. Raises `AssertionError` where a contract does not hold."""
+    gc.collect()  # what others have left (an HTTP client whose finalizer starts a task, say) must not go in our loop, where nobody hears of it
     history = RunHistory(case.shape, several=case.has_fleet)
     with tempfile.TemporaryDirectory(dir=_fast_directory()) as name:
         lives = 0
