@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 ConfigFact = Callable[[Any], float]
 """A number that a config of transformers holds."""
@@ -29,6 +29,7 @@ class Names:
     behind_mlp: str = ""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     convolution: str = "conv.conv"
@@ -46,10 +47,32 @@ class Routing:
     chosen: int
     normalise: bool
     """Whether the chosen experts' weights are made to add up to one."""
+    transposed: bool = False
+    """Whether experts are stored as [in, out], with the outputs of gate and up alternating (GPT-OSS)."""
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """The gated activation (up + 1) * gate * sigmoid(alpha * gate), where the gate is at most `limit`, and up is within it on both sides of zero."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / length)), as those of Llama 4 are."""
+
+    beta: float
+    length: int
 
 
 def _one(of: Any) -> float:
     return 1.0
+
+
+def _none(of: Any) -> float:
+    return 0.0
 
 
 def _always(of: Any, layer: int) -> bool:
@@ -58,6 +81,14 @@ def _always(of: Any, layer: int) -> bool:
 
 def _never(of: Any, layer: int) -> bool:
     return False
+
+
+def _no_clamp(of: Any) -> Clamp | None:
+    return None
+
+
+def _no_growth(of: Any) -> QueryGrowth | None:
+    return None
 
 
 def _no_experts(of: Any) -> Routing | None:
@@ -69,15 +100,25 @@ class OwnFamily:
     names: Names = Names()
     norm_offset: float = 0.0
     """Added to the weights of norms."""
+    centred: bool = False
+    """Whether the norms before parts of a layer, and the model's own, take the mean off first (LayerNorm)."""
+    parallel: bool = False
+    """Whether the feed-forward part reads what attention reads, and both are added together."""
     neighbours: bool = False
     """Whether rotary positions turn neighbouring numbers of a head, and not those of its two halves."""
+    angles: Literal["twice", "in pairs", "once"] = "twice"
+    """How the model's rotary module lists the angles of a position: all, and all once more; each twice; or each once."""
     turned: Callable[[Any, int], bool] = _always
     """Whether a layer has rotary positions."""
     embed_scale: ConfigFact = _one
     residual_scale: ConfigFact = _one
     """The factor of what attention and feed-forward part add to the residual stream."""
     logit_scale: ConfigFact = _one
+    logit_cap: ConfigFact = _none
+    """Bound of the logits x, which become cap * tanh(x / cap); 0: none."""
     routing: Callable[[Any], Routing | None] = _no_experts
+    grows: Callable[[Any], QueryGrowth | None] = _no_growth
+    clamp: Callable[[Any], Clamp | None] = _no_clamp
     activation: str = ""
     """Activation of the feed-forward part, where a config does not name it."""
     convolves: Callable[[Any, int], bool] = _never
@@ -109,6 +150,7 @@ GLM4 = replace(GATE_UP, behind_attention="post_self_attn_layernorm", behind_mlp=
 
 LLAMA = OwnFamily()
 GEMMA = OwnFamily(norm_offset=1.0, embed_scale=lambda config: config.hidden_size**0.5)
+GEMMA2 = replace(GEMMA, names=SANDWICH, logit_cap=lambda config: config.final_logit_softcapping or 0.0)
 OLMO = OwnFamily(names=BEHIND)
 GRANITE = OwnFamily(
     embed_scale=lambda config: config.embedding_multiplier,
@@ -135,7 +177,9 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "mistral": LLAMA,
     "qwen2": LLAMA,
     "qwen3": LLAMA,
-    "gemma3_text": replace(GEMMA, names=SANDWICH),
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA2,
+    "vaultgemma": replace(GEMMA2, names=Names(before_mlp="pre_feedforward_layernorm")),
     "qwen3_moe": replace(LLAMA, routing=_qwen3_moe),
     "mixtral": replace(LLAMA, routing=_mixtral),
     "olmoe": replace(LLAMA, routing=_qwen3_moe),

@@ -56,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"head_dim": 16},
     "granite": {"hidden_size": 96},
     "qwen3_moe-mixed": {"hidden_size": 96, "head_dim": 16, "moe_intermediate_size": 48},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 20, "hidden_size": 96},
     "olmo3": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
     "mixtral": {"hidden_size": 96, "head_dim": 32, "intermediate_size": 80},
     "olmoe": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 48},
@@ -193,7 +194,7 @@ def test_a_sequence_is_bit_equal_alone_and_in_any_batch(name, instructions):
             assert torch.equal(row, alone[sequences.index(s)][s.cached - 1])
 
 
-@pytest.mark.parametrize("name", few(["llama-tied-biased", "mistral-sliding", "qwen3", "olmoe"], keep=2))
+@pytest.mark.parametrize("name", few(["llama-tied-biased", "mistral-sliding", "gemma2", "qwen3", "olmoe"], keep=2))
 @pytest.mark.parametrize("siblings", [2, 20])
 def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, siblings):
     prompt, *tails = prompts(2 * BLOCK + 5, *([9] * siblings))
@@ -252,7 +253,10 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
 # --- adapters ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, dtype", [("qwen3", BF16), ("mixtral", torch.float32), ("phi3", BF16), ("lfm2", BF16)])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("qwen3", BF16), ("mixtral", torch.float32), ("phi3", BF16), ("lfm2", BF16)],
+)
 def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
     """Of a mixture in float32, because in bfloat16 experts may nearly tie."""
     ours, texts = driver(name, adapters=3, dtype=dtype), prompts(40, 25, 61)
@@ -398,6 +402,13 @@ def test_only_what_it_can_compute_is_served():
     assert not refusal(read(saved("qwen3"), BF16, CPU), BF16, CPU)
     assert not refusal(read(saved("qwen3"), torch.float32, CPU), torch.float32, CPU)
     assert "not torch.float16" in refusal(read(saved("qwen3"), torch.float16, CPU), torch.float16, CPU)
+
+
+def test_where_logits_are_capped_no_trainer_is_said_to_compute_the_same(tmp_path):
+    make("gemma3_text", final_logit_softcapping=3.0, head_dim=16).save_pretrained(tmp_path)
+    capped = read(tmp_path, torch.float32, CPU)
+    assert not refusal(capped, torch.float32, CPU)
+    assert KernelRunner(capped, 64, dtype=torch.float32, device=CPU).arithmetic == ""
 
 
 def test_a_path_that_lacks_convolutions_says_so():

@@ -37,7 +37,7 @@ def wanted(model, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", few(["llama", *OWN_CACHE], keep=3))
+@pytest.mark.parametrize("name", few(["llama", "gemma2", *OWN_CACHE], keep=3))
 def test_log_probs_equal_the_models_own_however_the_text_is_cut(name):
     ours, text = driver(name), prompts(70)[0]
     for chunk in (70, 17):
@@ -208,13 +208,15 @@ def test_what_it_cannot_do_is_refused_with_the_remedy(saved):
 def test_before_anything_is_loaded_a_model_s_way_and_speed_are_named(saved, tmp_path):
     config = EngineConfig(device="cpu", context_length=96)
     assert served_how(saved("llama"), config) == "", "there is nothing to find out"
-    assert served_how(saved("gemma2"), config).startswith("hugging face gemma2: slower")
+    assert served_how(saved("gpt_neox"), config).startswith("hugging face gpt_neox: slower")
     way = "kernels lfm2: fast" if binding.library() else "own cache lfm2: slower"
     assert served_how(saved("lfm2"), replace(config, dtype="float32")).startswith(way)
     cache = EngineConfig(device="cpu", context_length=96, path="cache")
-    assert served_how(saved("gemma2"), cache).startswith("own cache gemma2: slower, steps of all sequences in one pass")
-    with pytest.raises(ConfigError, match="engine.exact = true, but own cache gemma2 .*set it to false"):
-        served_how(saved("gemma2"), replace(cache, exact=True))
+    assert served_how(saved("gpt_neox"), cache).startswith(
+        "own cache gpt_neox: slower, steps of all sequences in one pass"
+    )
+    with pytest.raises(ConfigError, match="engine.exact = true, but own cache gpt_neox .*set it to false"):
+        served_how(saved("gpt_neox"), replace(cache, exact=True))
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="encoder-decoder"):
         served_how(tmp_path, config)

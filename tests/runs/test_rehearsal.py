@@ -126,11 +126,11 @@ def test_the_way_in_which_an_unusual_model_is_served_is_named_and_refused_before
     monkeypatch.setattr(served_how, "SECONDS", 1200)  # a process that imports torch, on a busy machine
     unusual = shutil.copytree(tiny_llama, tmp_path / "unusual")
     config = json.loads((unusual / "config.json").read_text())
-    (unusual / "config.json").write_text(json.dumps({**config, "model_type": "gemma2", "head_dim": 8}))
+    (unusual / "config.json").write_text(json.dumps({**config, "model_type": "bloom"}))
     asked = {**tiny_config(tmp_path, unusual), "out": str(tmp_path / "run")}
-    assert "own cache gemma2: slow" in dict(done(asked).sections["Where"])["engine"]
+    assert "own cache bloom: slow" in dict(done(asked).sections["Where"])["engine"]
     asked["engine"] = {**asked["engine"], "exact": True}
-    with pytest.raises(ConfigError, match="own cache gemma2 .*set it to false"):
+    with pytest.raises(ConfigError, match="own cache bloom .*set it to false"):
         done(asked)
 
 

@@ -84,6 +84,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     "gemma3_text": ("gemma3_text", GEMMA),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 9, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_moe-mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
@@ -110,11 +114,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
     "gpt2": ("gpt2", {}),
-    "gemma3-capped": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 3.0}),
 }
 OWN_CACHE: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 9, "attn_logit_softcapping": 20.0}),
-    "gpt_oss": ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 1.5},
+    ),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
     "mamba": ("mamba", {"state_size": 8}),
     "deepseek_v32": (
@@ -150,7 +155,7 @@ OWN_CACHE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Softcaps, sinks, ALiBi; state spaces, sparse attention with heads enough that no two keys score alike, positions that count padding, and a delta
+"""Sinks, ALiBi; state spaces, sparse attention with heads enough that no two keys score alike, positions that count padding, and a delta
 rule beside attention."""
 DEEP = {
     "llama-deep": ("llama", {"num_hidden_layers": 5}),

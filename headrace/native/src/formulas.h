@@ -26,6 +26,26 @@ static inline f16x sigmoid(f16x z) { return inverse(1.f + exp16(select(z < -80.f
 static inline f16x within_sigmoid(f16x g, bool gelu) { return gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g; }
 static inline f16x activated(f16x g, bool gelu) { return g * sigmoid(within_sigmoid(g, gelu)); }
 
+// The gated activation of GPT-OSS (arXiv:2508.10925): (up + 1) gate sigmoid(alpha gate), gate up to the limit, up on both sides of zero.
+struct Clamped {
+    float alpha, limit;
+    f16x operator()(f16x gate, f16x up) const {
+        const f16x most = splat(limit);
+        gate = select(gate > most, most, gate), up = select(up > most, most, select(up < -most, -most, up));
+        return (up + 1.f) * gate * sigmoid(alpha * gate);
+    }
+};
+
+// The tangent hyperbolic to about 1e-7 relative: near zero by Lambert's continued fraction, whose next term is below that.
+static inline f16x tanh16(f16x x) {
+    const f16x size = select(x < 0.f, -x, x), squared = x * x;
+    const f16x near = x * ((squared + 105.f) * squared + 945.f) * inverse((15.f * squared + 420.f) * squared + 945.f);
+    const f16x far = 1.f - 2.f * inverse(1.f + exp16(2.f * size));
+    return select(size < 0.5f, near, select(size > 10.f, splat(1.f), far) * select(x < 0.f, splat(-1.f), splat(1.f)));
+}
+// A score or a logit x that a model bounds by `cap` (Gemma 2, arXiv:2408.00118).
+static inline f16x capped(f16x x, float cap) { return cap * tanh16(x * (1 / cap)); }
+
 // Softmax over a vocabulary: the sum of exp((logit - peak) / temperature). `scale`: log2(e) / temperature. Logits are readable up
 // to the next multiple of 16. sums [vocabulary / SEARCH + 1]: the sum up to the end of each stretch. `also` is
 // called with sixteen terms at a time and the distances of their logits below the peak.

@@ -9,6 +9,7 @@
 // batch, in prefill and in decoding, no matter whether blocks that several sequences share are read once for all of them or once
 // for each. A pair halves what is not a product: the largest score and the sum of a row, and the loads and stores of its result.
 #pragma once
+#include "formulas.h"
 #include "product.h"
 
 constexpr int ROWS = 32, PAIRED = 2, SPAN = PAIRED * SIDE;
@@ -59,6 +60,12 @@ static inline void score(const Queries<X>& a, const Seen<W>& seen, float* s) {
     }
 }
 
+// Scores of `blocks` blocks, scaled and kept below `cap`. Apart from the others, whose registers it would take.
+static __attribute__((noinline)) void bend(int rows, int blocks, float scale, float cap, float* s) {
+    for (int row = 0; row < rows; row++)
+        for (int i = 0; i < blocks * SIDE; i += 16) store(s + row * SPAN + i, capped(load(s + row * SPAN + i) * scale, cap));
+}
+
 // Four rows of scores become weights: 2 to the power of scale times score, below the highest so far. Sums and what is to be divided by
 // them follow if the highest rises.
 template <class X>
@@ -103,10 +110,11 @@ static inline void gather(const Queries<X>& a, const Seen<W>& seen, const X* wei
                        a.out + d, a.dim, a.rows);
 }
 
-// All rows of `count` tiles attend to these blocks (bf16 or float32). `scale`: the factor of the scores, times log2(e).
+// All rows of `count` tiles attend to these blocks (bf16 or float32). `scale`: the factor of the scores, times log2(e). `cap`: their bound
+// (formulas.h), times log2(e); 0: none.
 // The next tile's scores are computed before this one's weights are read again: they need not wait until those have left the processor.
 template <class X, class W>
-static inline void look(Queries<X>* tiles, int count, const Seen<W>& seen, float scale) {
+static inline void look(Queries<X>* tiles, int count, const Seen<W>& seen, float scale, float cap = 0) {
     alignas(64) float s[ROWS * SPAN];
     alignas(64) X weights[ROWS * SPAN];
     score(tiles[0], seen, s);
@@ -114,7 +122,8 @@ static inline void look(Queries<X>* tiles, int count, const Seen<W>& seen, float
         Queries<X>& a = tiles[t];
         if (seen.next && !t)
             for (int b = 0; b < seen.count; b++) fetch(seen.block[b] + a.dim * SIDE + (b ? 0 : AREA), (a.dim * SIDE - (b ? 0 : AREA)) * sizeof(W));
-        for (int row = 0; row < a.rows; row += 4) weigh(a, row, seen.first, scale, s, weights);
+        if (cap > 0) bend(a.rows, seen.count, scale, cap, s);
+        for (int row = 0; row < a.rows; row += 4) weigh(a, row, seen.first, cap > 0 ? 1 : scale, s, weights);
         if (t + 1 < count) score(tiles[t + 1], seen, s);
         else if (seen.next) fetch(seen.next, AREA * sizeof(W));
         gather(a, seen, weights);

@@ -43,12 +43,15 @@ class Linear(Structure):
 class LayerStruct(Structure):
     _fields_ = [
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "after_attention", "mlp_norm", "after_mlp", "q_norm", "k_norm")),
+        *(
+            (name, c_void_p)
+            for name in ("input_norm", "after_attention", "mlp_norm", "after_mlp", "q_norm", "k_norm", "sinks")
+        ),
         ("window", c_int32),
         ("rotary", c_int32),
-        ("scale", c_float),
+        *((name, c_float) for name in ("scale", "cap")),
         *((name, c_int32) for name in ("whole_norm", "experts", "chosen", "normalise_chosen", "mixture")),
-        ("router", c_void_p),
+        *((name, c_void_p) for name in ("router", "router_bias")),
         *((name, c_void_p) for name in ("convolution", "convolution_bias")),
         *((name, c_int32) for name in ("kernel", "place")),
     ]
@@ -61,14 +64,18 @@ class LowRank(Structure):
 class ModelStruct(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inter", "vocabulary")),
-        *((name, c_int32) for name in ("gelu", "mixtures", "turned", "neighbours")),
-        *((name, c_float) for name in ("eps", "embed_scale", "residual_scale")),
+        *((name, c_int32) for name in ("gelu", "mixtures", "turned", "neighbours", "centred", "parallel")),
+        *(
+            (name, c_float)
+            for name in ("eps", "embed_scale", "residual_scale", "logit_cap", "clamp_alpha", "clamp_limit")
+        ),
         ("embed", c_void_p),
         ("layer", POINTER(LayerStruct)),
         ("norm", c_void_p),
         ("head", Linear),
         ("cos", c_void_p * 2),
         ("sin", c_void_p * 2),
+        ("query_factors", c_void_p),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from headrace.engine.native.runners.families import (
     LayerSpec,
     LayerWeights,
     Tensors,
+    query_factors,
     read_spec,
     read_weights,
     rotary_tables,
@@ -59,9 +60,11 @@ def padded(count: int) -> int:
     return -(-count // SIDE) * SIDE
 
 
-def gate_up_order(inner: int) -> np.ndarray:
-    """Rows of [gate; up] so that sixteen gates and their sixteen ups lie in one panel."""
-    return np.arange(2 * inner, dtype=np.int32).reshape(2, inner // 16, 16).swapaxes(0, 1).ravel()
+def gate_up_order(inner: int, alternating: bool = False) -> np.ndarray:
+    """Rows of [gate; up] so that sixteen gates and their sixteen ups lie in one panel. `alternating`: of [gate 0; up 0; gate 1; ...]."""
+    rows = np.arange(2 * inner, dtype=np.int32)
+    both = rows.reshape(inner, 2).T if alternating else rows.reshape(2, inner)
+    return both.reshape(2, inner // 16, 16).swapaxes(0, 1).ravel()
 
 
 class Packer:
@@ -88,14 +91,18 @@ class Packer:
     ) -> binding.Linear:
         """`order`: which row of the weight becomes which output; -1 leaves an output zero."""
         weight, bias = weights
-        packed = self.experts(weight[None], order)
-        if bias is not None:
-            ordered = bias.float() if order is None else bias.float()[torch.from_numpy(order).long()]
-            packed.bias = address(self.keep(pad(ordered, (0, padded(len(bias)) - len(bias))).contiguous().clone()))
+        return self.experts(weight[None], None if bias is None else bias[None], order)
+
+    def experts(
+        self, stack: torch.Tensor, biases: torch.Tensor | None = None, order: np.ndarray | None = None
+    ) -> binding.Linear:
+        """Packs matrices [E, out, in] consecutively. `biases` [E, out]"""
+        packed = self._matrices(stack, order)
+        ordered = biases if biases is None or order is None else biases[:, torch.from_numpy(order).long()]
+        packed.bias = self.wide(ordered)
         return packed
 
-    def experts(self, stack: torch.Tensor, order: np.ndarray | None = None) -> binding.Linear:
-        """Packs matrices [E, out, in] consecutively."""
+    def _matrices(self, stack: torch.Tensor, order: np.ndarray | None) -> binding.Linear:
         stack, (count, outputs, inputs) = stack.contiguous(), stack.shape
         rows = np.arange(outputs, dtype=np.int32) if order is None else order
         size = count * padded(outputs) * padded(inputs)
@@ -199,11 +206,14 @@ class KernelRunner:
         self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         assert self._library is not None
         shared = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
-        self.arithmetic = "" if levels else shared  # no trainer computes with quantised weights
+        self.arithmetic = (
+            "" if levels or spec.logit_cap else shared
+        )  # no trainer has quantised weights, or caps logits as we do
         self.dtype, self._levels = dtype, levels
         self._convolutions = sum(layer.kernel > 0 for layer in spec.layers)
         self.block_nbytes = sum(count * each for count, each in self._parts) * dtype.itemsize
         self._tables = _rotary(model, context_length)
+        self._query_factors = query_factors(spec, context_length, device)
         self._live: Packed | None = None
         self._adapters: list[PackedAdapter | None] = [None] * max_adapters
         self._low_rank = (binding.LowRank * (max_adapters * len(spec.layers) * len(PARTS)))()
@@ -284,7 +294,8 @@ class KernelRunner:
             into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
             if isinstance(part.mlp, Experts):
                 assert spec.routing is not None
-                into.experts, into.chosen, into.normalise_chosen = astuple(spec.routing)
+                routing = spec.routing
+                into.experts, into.chosen, into.normalise_chosen = routing.experts, routing.chosen, routing.normalise
                 into.mixture = sum(before.experts for before in spec.layers[:index])
         embed = packer.copy(weights.embed)
         model = binding.ModelStruct(
@@ -299,13 +310,19 @@ class KernelRunner:
             mixtures=self.experts[0],
             turned=2 * next(iter(self._tables.values()))[0].shape[1],
             neighbours=int(spec.neighbours),
+            centred=int(spec.centred),
+            parallel=int(spec.parallel),
             eps=spec.eps,
             embed_scale=spec.embed_scale,
             residual_scale=spec.residual_scale,
+            logit_cap=spec.logit_cap,
+            clamp_alpha=spec.clamp.alpha if spec.clamp else 0,
+            clamp_limit=spec.clamp.limit if spec.clamp else 0,
             embed=address(embed),
             layer=layers,
             norm=packer.wide(weights.norm),
             head=packer.linear((weights.head, None)),
+            query_factors=address(self._query_factors),
         )
         for i, (_, (cos, sin)) in enumerate(sorted(self._tables.items())):
             model.cos[i], model.sin[i] = address(cos), address(sin)
@@ -411,14 +428,17 @@ def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, pac
     mlp = weights.mlp
     into.qkv, into.out = packer.linear(weights.qkv), packer.linear(weights.out)
     if isinstance(mlp, Experts):
-        into.gate_up, into.down = packer.experts(mlp.gate_up, gate_up_order(spec.inner)), packer.experts(mlp.down)
-        into.router = packer.wide(mlp.router)
+        order = gate_up_order(spec.inner, mlp.alternating)
+        into.gate_up = packer.experts(mlp.gate_up, mlp.gate_up_bias, order)
+        into.down = packer.experts(mlp.down, mlp.down_bias)
+        into.router, into.router_bias = packer.wide(mlp.router), packer.wide(mlp.router_bias)
     else:
         into.gate_up, into.down = packer.linear(mlp.gate_up, gate_up_order(spec.inner)), packer.linear(mlp.down)
     into.input_norm, into.mlp_norm = packer.wide(weights.attention_norm), packer.wide(weights.mlp_norm)
     into.after_attention, into.after_mlp = packer.wide(weights.attention_out_norm), packer.wide(weights.mlp_out_norm)
     into.q_norm, into.k_norm = packer.wide(weights.q_norm), packer.wide(weights.k_norm)
-    into.window, into.scale, into.kernel = spec.window or 0, spec.scale, spec.kernel
+    into.sinks = packer.wide(weights.sinks)
+    into.window, into.scale, into.cap, into.kernel = spec.window or 0, spec.scale, spec.cap, spec.kernel
     if weights.convolution is not None:
         into.convolution, into.convolution_bias = (
             packer.wide(weights.convolution.weight),

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import embedding, gelu, rms_norm, silu
+from torch.nn.functional import embedding, gelu, layer_norm, rms_norm, silu
 
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
@@ -27,6 +28,7 @@ from headrace.engine.native.runners.families import (
     Linear,
     Spec,
     Tensors,
+    query_factors,
     read_spec,
     read_weights,
     rotary_tables,
@@ -48,6 +50,7 @@ from headrace.engine.native.runners.layers import (
     route,
 )
 from headrace.engine.native.runners.paged import EXACT_ROWS, TRIED, PagedRunner, in_pieces, require_exact
+from headrace.engine.native.runners.pages import Softmax
 from headrace.engine.native.runners.skeleton import Skeleton
 
 
@@ -58,6 +61,7 @@ class Layer:
     qkv: Matrix
     qk_norm: torch.Tensor | None
     """[Hq + Hkv, D], whatever it is taken over."""
+    sinks: torch.Tensor | None
     out: Matrix
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
@@ -118,6 +122,7 @@ class FusedRunner(PagedRunner):
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         tables = rotary_tables(model, context_length, device)
         self._rotary = {kind: _rolled(*table, spec.neighbours) for kind, table in tables.items()}
+        self._query_factors = query_factors(spec, context_length, device)
         self._gate = silu if spec.activation == "silu" else _gelu_tanh
         self._pack = packs(dtype, device)
         self._decoder: Decoder | None = None
@@ -184,14 +189,16 @@ class FusedRunner(PagedRunner):
         return Fp8Matrix(weights, self._fp8) if self._fp8 else Matrix(weights, self._pack)
 
     def _stack(self, weight: torch.Tensor) -> Stack:
-        return Fp8Stack(weight, self._fp8, self.exact) if self._fp8 else Stack(weight, self._pack, self.exact)
+        return (
+            Fp8Stack(weight.contiguous(), self._fp8, self.exact) if self._fp8 else Stack(weight, self._pack, self.exact)
+        )
 
     def _layer(self, spec: LayerSpec, weights: LayerWeights) -> Layer:
         mlp = weights.mlp
         mixture: tuple[Matrix, Matrix] | Mixture
         if isinstance(mlp, Experts):
             assert self.spec.routing is not None
-            mixture = Mixture(mlp, self.spec.routing, self._activate, self._stack)
+            mixture = Mixture(mlp, self.spec.routing, partial(self._activate, alternating=mlp.alternating), self._stack)
         else:
             mixture = self._matrix(mlp.gate_up), self._matrix(mlp.down)
         return Layer(
@@ -199,6 +206,7 @@ class FusedRunner(PagedRunner):
             attention_norm=weights.attention_norm,
             qkv=self._matrix(weights.qkv),
             qk_norm=_qk_norm(self.spec, weights),
+            sinks=weights.sinks,
             out=self._matrix(weights.out),
             attention_out_norm=weights.attention_out_norm,
             mlp_norm=weights.mlp_norm,
@@ -276,9 +284,10 @@ class FusedRunner(PagedRunner):
         places = inputs.attention.positions
         rotary = {kind: (cos[places, None], sin[places, None]) for kind, (cos, sin) in self._rotary.items()}
         for index, layer in enumerate(self._decoder.layers):
-            out = self._attention(index, layer, self._norm(x, layer.attention_norm), rotary[layer.spec.rotary], inputs)
+            normed = self._norm(x, layer.attention_norm)
+            out = self._attention(index, layer, normed, rotary[layer.spec.rotary], inputs)
             x.add_(self._behind(out, layer.attention_out_norm), alpha=self.spec.residual_scale)
-            out = self._mlp(index, layer, self._norm(x, layer.mlp_norm), inputs)
+            out = self._mlp(index, layer, normed if self.spec.parallel else self._norm(x, layer.mlp_norm), inputs)
             x.add_(self._behind(out, layer.mlp_out_norm), alpha=self.spec.residual_scale)
             yield x
 
@@ -286,7 +295,9 @@ class FusedRunner(PagedRunner):
         """x [R, H] -> [R, V]"""
         assert self._decoder is not None
         x = self._norm(x, self._decoder.norm)
-        return in_pieces(self._decoder.head.wide, x, EXACT_ROWS) if self.exact else self._decoder.head.wide(x)
+        logits = in_pieces(self._decoder.head.wide, x, EXACT_ROWS) if self.exact else self._decoder.head.wide(x)
+        cap = self.spec.logit_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def _attention(
         self, index: int, layer: Layer, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], inputs: Inputs
@@ -297,7 +308,10 @@ class FusedRunner(PagedRunner):
         if layer.qk_norm is not None:
             qk = self._normed_heads(qk) * layer.qk_norm
         cos, sin = rotary
-        qk = _turned(qk, cos, sin, spec.neighbours).to(self.dtype)
+        qk = _turned(qk, cos, sin, spec.neighbours)
+        if self._query_factors is not None:
+            qk[:, : spec.heads] *= self._query_factors[inputs.attention.positions, None, None]
+        qk = qk.to(self.dtype)
         out = inputs.attention.attend(
             index,
             qk[:, : spec.heads],
@@ -305,6 +319,7 @@ class FusedRunner(PagedRunner):
             heads[:, count:],
             scale=layer.spec.scale,
             window=layer.spec.window,
+            softmax=Softmax(layer.spec.cap or None, layer.sinks),
         )
         return _multiply(layer.out, "out", index, out.reshape(len(x), -1), inputs)
 
@@ -317,7 +332,7 @@ class FusedRunner(PagedRunner):
 
     def _mlp(self, index: int, layer: Layer, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         if isinstance(layer.mlp, Mixture):
-            choice = route(x, layer.mlp.router, layer.mlp.routing)
+            choice = route(x, layer.mlp.router, layer.mlp.routing, layer.mlp.router_bias)
             if inputs.routing is not None:
                 inputs.routing.append(choice.experts)
             return layer.mlp(x, choice, inputs.adapters.of_experts(index) if inputs.adapters else ())
@@ -325,13 +340,20 @@ class FusedRunner(PagedRunner):
         hidden = self._activate(_multiply(gate_up, "gate_up", index, x, inputs))
         return _multiply(down, "down", index, hidden, inputs)
 
-    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def _activate(self, gate_up: torch.Tensor, alternating: bool = False) -> torch.Tensor:
+        gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if alternating else gate_up.chunk(2, dim=-1)
+        if clamp := self.spec.clamp:
+            gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+            return (up + 1) * gate * torch.sigmoid(clamp.alpha * gate)
         return self._gate(gate) * up
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """RMSNorm in float32, if there is one, rounded to what is multiplied next."""
-        return (x if weight is None else rms_norm(x, weight.shape, weight, self.spec.eps)).to(self.dtype)
+        """The norm in float32, if there is one, rounded to what is multiplied next."""
+        if weight is not None and self.spec.centred:
+            x = layer_norm(x, weight.shape, weight, eps=self.spec.eps)
+        elif weight is not None:
+            x = rms_norm(x, weight.shape, weight, self.spec.eps)
+        return x.to(self.dtype)
 
     def _behind(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else rms_norm(x.float(), weight.shape, weight, self.spec.eps)

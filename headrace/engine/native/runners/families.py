@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.engine.native.runners.skeleton import Skeleton, fuse
-from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Names, Routing
+from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Clamp, Names, QueryGrowth, Routing
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]
@@ -32,6 +32,10 @@ class LayerSpec:
     """A token sees itself and the window - 1 tokens before it."""
     scale: float
     """The factor of the attention scores."""
+    cap: float
+    """Bound of the scores x, which become cap * tanh(x / cap); 0: none."""
+    sinks: bool
+    """Whether each head has a score that every query sees beside its keys, and that has no value."""
     rotary: str
     """The key of the rotary table that the layer uses, `UNTURNED` where it has no positions."""
     inner: int
@@ -57,6 +61,8 @@ class Spec:
     out_bias: bool
     mlp_bias: bool
     conv_bias: bool
+    expert_bias: bool
+    """Whether experts and their router have biases."""
     tied: bool
     """The head is the embedding."""
     qk_norm: Literal["", "head", "projection"]
@@ -64,11 +70,18 @@ class Spec:
     norms: frozenset[str]
     """Norms that a layer has: `before_attention` or the other three of `Names`."""
     norm_offset: float
+    centred: bool
+    parallel: bool
     neighbours: bool
     embed_scale: float
     residual_scale: float
     logit_scale: float
-    """Factor of the logits; the five facts up to here are those of `OwnFamily`."""
+    """Factor of the logits."""
+    logit_cap: float
+    """Bound of the logits, as `LayerSpec.cap` is that of scores."""
+    grows: QueryGrowth | None
+    clamp: Clamp | None
+    """The ten facts up to here are those of `OwnFamily`."""
     routing: Routing | None
 
 
@@ -79,7 +92,7 @@ class Dense:
     down: Linear
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experts:
     router: torch.Tensor
     """[E, H] float32"""
@@ -87,6 +100,14 @@ class Experts:
     """[E, 2 * inner, H]"""
     down: torch.Tensor
     """[E, H, inner]"""
+    router_bias: torch.Tensor | None
+    """[E] float32"""
+    gate_up_bias: torch.Tensor | None
+    """[E, 2 * inner]"""
+    down_bias: torch.Tensor | None
+    """[E, H]"""
+    alternating: bool
+    """Whether rows of gate and up follow each other in turns, and not all those of the gate first."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +128,8 @@ class LayerWeights:
     convolution: Convolution | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
+    """[Hq] float32"""
     out: Linear
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
@@ -137,9 +160,8 @@ def refusal(skeleton: Skeleton) -> str:
         return skeleton.objection
     if _activation(config) not in _ACTIVATIONS:
         return f"its activation is {_activation(config)}, and ours are {' and '.join(_ACTIVATIONS)}"
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"):
-        if getattr(config, name, None):
-            return f"its config sets {name}"
+    if getattr(config, "clip_qkv", None):
+        return "its config sets clip_qkv"
     for parameters in _rope_parameters(config):
         if reason := _rope_refusal(parameters, skeleton):
             return reason
@@ -186,24 +208,31 @@ def read_spec(skeleton: Skeleton) -> Spec:
         head_dim=geometry.head_dim,
         hidden=config.hidden_size,
         vocabulary=skeleton.vocabulary,
-        eps=getattr(config, "rms_norm_eps", None) or config.norm_eps,
+        eps=next(filter(None, (getattr(config, name, None) for name in _EPS))),
         activation="gelu_tanh" if _activation(config) == "gelu_pytorch_tanh" else "silu",
         qkv_bias=f"{first}{names.qkv[0]}.bias" in shapes,
         out_bias=f"{first}{names.out}.bias" in shapes,
         mlp_bias=f"{first}{names.gate_up[0]}.bias" in shapes,
         conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes),
+        expert_bias=any(name.endswith(f".{names.router}.bias") for name in shapes),
         tied="lm_head.weight" not in shapes,
         qk_norm="" if norm is None else "head" if norm == (geometry.head_dim,) else "projection",
         norms=frozenset(which for which in NORMS if f"{first}{getattr(names, which)}.weight" in shapes),
         norm_offset=family.norm_offset,
+        centred=family.centred,
+        parallel=family.parallel,
         neighbours=family.neighbours,
         embed_scale=family.embed_scale(config),
         residual_scale=family.residual_scale(config),
         logit_scale=family.logit_scale(config),
+        logit_cap=family.logit_cap(config),
+        grows=family.grows(config),
+        clamp=family.clamp(config),
         routing=family.routing(config),
     )
 
 
+_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps")
 NORMS = ("before_attention", "behind_attention", "before_mlp", "behind_mlp")
 
 
@@ -211,11 +240,16 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
     config, family = skeleton.config, FAMILIES[skeleton.model_type]
     shapes, prefix = skeleton.shapes, f"model.layers.{index}."
     experts = shapes.get(f"{prefix}{family.names.experts}.down_proj")
+    routing = family.routing(config)
+    if experts and routing and routing.transposed:
+        experts = experts[0], experts[2], experts[1]
     down = experts or shapes.get(f"{prefix}{family.names.down}.weight", (0,))
     kind = config.layer_types[index] if _by_kind(config) else ""
     return LayerSpec(
         window=skeleton.windows[index],
         scale=skeleton.scales[index],
+        cap=skeleton.caps[index],
+        sinks=skeleton.sinks[index],
         rotary=kind if family.turned(config, index) else UNTURNED,
         inner=down[-1],
         experts=experts is not None,
@@ -252,14 +286,27 @@ def rotary_tables(
     kinds = [] if rotary is None else sorted(set(config.layer_types)) if _by_kind(config) else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
     made = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}
-    tables = {kind: (cos[0], sin[0]) for kind, (cos, sin) in made.items()}
-    turned = FAMILIES[skeleton.model_type].turned
+    family = FAMILIES[skeleton.model_type]
+    tables = {kind: (_twice(cos[0], family.angles), _twice(sin[0], family.angles)) for kind, (cos, sin) in made.items()}
+    turned = family.turned
     if not all(turned(config, layer) for layer in range(config.num_hidden_layers)):
         like = (
             next(iter(tables.values()))[0] if tables else torch.empty(length, skeleton.geometry.head_dim, device=device)
         )
         tables[UNTURNED] = torch.ones_like(like), torch.zeros_like(like)
     return tables
+
+
+def _twice(table: torch.Tensor, angles: str) -> torch.Tensor:
+    """A table of all angles, and then of all once more."""
+    return table if angles == "twice" else torch.cat([table[:, :: 2 if angles == "in pairs" else 1]] * 2, -1)
+
+
+def query_factors(spec: Spec, length: int, device: torch.device) -> torch.Tensor | None:
+    """[length] float32: what queries at each position are multiplied by; None where they do not grow."""
+    if spec.grows is None:
+        return None
+    return 1 + spec.grows.beta * torch.log(1 + torch.floor(torch.arange(length, device=device) / spec.grows.length))
 
 
 # --- where its weights are ---------------------------------------------------------------------------------------------
@@ -312,16 +359,27 @@ def expert_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int, int
     }
 
 
+def _stored_experts(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
+    """The parameters of the layer's experts and of their router."""
+    shapes, stored = expert_shapes(spec, layer), dict[str, tuple[int, ...]]()
+    for name, (experts, out, into) in shapes.items():
+        assert spec.routing is not None
+        stored[name] = (experts, into, out) if spec.routing.transposed else (experts, out, into)
+        stored[f"{spec.names.router}.weight"] = (experts, spec.hidden)
+        if spec.expert_bias:
+            stored[f"{name}_bias"], stored[f"{spec.names.router}.bias"] = (experts, out), (experts,)
+    return stored
+
+
 def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in linear_shapes(spec, layer).items():
         shapes[f"{name}.weight"] = shape
         if _has_bias(spec, name):
             shapes[f"{name}.bias"] = shape[:1]
-    shapes |= expert_shapes(spec, layer)
-    if layer.experts:
-        assert spec.routing is not None
-        shapes[f"{spec.names.router}.weight"] = (spec.routing.experts, spec.hidden)
+    shapes |= _stored_experts(spec, layer)
+    if layer.sinks:
+        shapes[spec.names.sinks] = (spec.heads,)
     shapes |= {f"{getattr(spec.names, which)}.weight": (spec.hidden,) for which in spec.norms}
     if layer.kernel:
         shapes[f"{spec.names.convolution}.weight"] = (spec.hidden, 1, layer.kernel)
@@ -380,6 +438,7 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
         convolution=_convolution(spec, tensors) if layer.kernel else None,
         q_norm=norm(spec.names.q_norm) if normed else None,
         k_norm=norm(spec.names.k_norm) if normed else None,
+        sinks=tensors[spec.names.sinks].float() if layer.sinks else None,
         out=tensors.linear(inside["out"], _has_bias(spec, inside["out"][0])),
         attention_out_norm=of("behind_attention"),
         mlp_norm=of("before_mlp"),
@@ -397,6 +456,16 @@ def _convolution(spec: Spec, tensors: _Layer) -> Convolution:
 def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense | Experts:
     names = spec.names
     if layer.experts:
-        router, experts = tensors[f"{names.router}.weight"].float(), names.experts
-        return Experts(router, tensors[f"{experts}.gate_up_proj"], tensors[f"{experts}.down_proj"])
+        assert spec.routing is not None
+        gate_up, down = (tensors[f"{names.experts}.{which}_proj"] for which in ("gate_up", "down"))
+        turned = spec.routing.transposed
+        return Experts(
+            router=tensors[f"{names.router}.weight"].float(),
+            gate_up=gate_up.mT if turned else gate_up,
+            down=down.mT if turned else down,
+            router_bias=tensors[f"{names.router}.bias"].float() if spec.expert_bias else None,
+            gate_up_bias=tensors[f"{names.experts}.gate_up_proj_bias"] if spec.expert_bias else None,
+            down_bias=tensors[f"{names.experts}.down_proj_bias"] if spec.expert_bias else None,
+            alternating=turned,
+        )
     return Dense(tensors.linear(names.gate_up, spec.mlp_bias), tensors.linear((names.down,), spec.mlp_bias))

@@ -67,9 +67,9 @@ class Choice:
     """[N, K] float32"""
 
 
-def route(x: torch.Tensor, router: torch.Tensor, routing: Routing) -> Choice:
-    """x [N, H], router [E, H]. Scores and softmax in float32: in bfloat16 neighbours would tie."""
-    weights, experts = linear(x.float(), router).softmax(-1).topk(routing.chosen, dim=-1)
+def route(x: torch.Tensor, router: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None) -> Choice:
+    """x [N, H], router [E, H], bias [E]. Scores and softmax in float32: in bfloat16 neighbours would tie."""
+    weights, experts = linear(x.float(), router, bias).softmax(-1).topk(routing.chosen, dim=-1)
     if routing.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return Choice(experts, weights)
@@ -167,6 +167,11 @@ class Mixture:
     ) -> None:
         self.router, self.routing, self._activation = experts.router, routing, activation
         self._gate_up, self._down = stack(experts.gate_up), stack(experts.down)
+        self.router_bias, self._gate_up_bias, self._down_bias = (
+            experts.router_bias,
+            experts.gate_up_bias,
+            experts.down_bias,
+        )
 
     @property
     def static(self) -> bool:
@@ -179,17 +184,22 @@ class Mixture:
         order = assigned.argsort(stable=True)
         tokens, experts = order // self.routing.chosen, assigned[order]
         rows, counts = x[tokens], _counts(experts, self.routing.experts)
-        hidden = self._gate_up(rows, counts)
+        hidden = _biased(self._gate_up(rows, counts), self._gate_up_bias, experts)
         mine = [part.among(tokens) for part in adapted]
         for part, users in zip(adapted, mine, strict=True):
             part.add(part.gate_up, hidden, rows, experts, users)
         hidden = self._activation(hidden)
-        out = self._down(hidden, counts)
+        out = _biased(self._down(hidden, counts), self._down_bias, experts)
         for part, users in zip(adapted, mine, strict=True):
             part.add(part.down, out, hidden, experts, users)
         back = torch.empty_like(out, dtype=torch.float32)
         back[order] = out.float()
         return (back.view(*choice.experts.shape, -1) * choice.weights[..., None]).sum(1)
+
+
+def _biased(rows: torch.Tensor, biases: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
+    """rows [n, out], biases [E, out], experts [n]: each row with the bias of its expert."""
+    return rows if biases is None else rows + biases[experts]
 
 
 def _counts(experts: torch.Tensor, count: int) -> torch.Tensor:

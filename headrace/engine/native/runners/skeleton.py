@@ -48,7 +48,7 @@ def attention(attend: Attend) -> Iterator[None]:
         _current.reset(token)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PagedAttention:
     """The attention of all layers, as a cache of blocks must know it."""
 
@@ -59,6 +59,10 @@ class PagedAttention:
     """Sliding window of each of all layers."""
     scales: tuple[float, ...]
     """The factor of each layer's attention scores."""
+    caps: tuple[float, ...]
+    """The bound of each layer's scores (`pages.Softmax`); 0: none."""
+    sinks: tuple[bool, ...]
+    """Whether each layer has a score for every head beside those of its keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,14 @@ class Skeleton:
     @property
     def scales(self) -> tuple[float, ...]:
         return self._paged.scales
+
+    @property
+    def caps(self) -> tuple[float, ...]:
+        return self._paged.caps
+
+    @property
+    def sinks(self) -> tuple[bool, ...]:
+        return self._paged.sinks
 
     @property
     def _paged(self) -> PagedAttention:
@@ -178,7 +190,7 @@ def _paged_attention(model: Any) -> tuple[PagedAttention | None, str]:
     if not of or len(of) < len(notes) or (reason := _objection_of_calls(notes)):
         return None, objection or reason
     paged = PagedAttention(
-        Geometry(
+        geometry=Geometry(
             len(notes),
             heads=notes[0].q[1],
             kv_heads=notes[0].k[1],
@@ -188,6 +200,8 @@ def _paged_attention(model: Any) -> tuple[PagedAttention | None, str]:
         layers=tuple(of),
         windows=tuple(of[layer].options.get("sliding_window") if layer in of else None for layer in range(layers)),
         scales=tuple(of[layer].scale if layer in of else 0.0 for layer in range(layers)),
+        caps=tuple(of[layer].options.get("softcap") or 0.0 if layer in of else 0.0 for layer in range(layers)),
+        sinks=tuple(layer in of and of[layer].options.get("s_aux") is not None for layer in range(layers)),
     )
     return paged, objection
 

@@ -53,7 +53,7 @@ struct Decoder : Mixture {
         if (l.kernel) convolve(p, index, l);
         else rotate(p, index, l), attend(p, index, l);
         add(p, index, 1, l.out, mixed, l.after_attention);
-        normalise(n, l.mlp_norm, nullptr, p.broken, index);
+        if (!m.parallel) normalise(n, l.mlp_norm, nullptr, p.broken, index);
         if (l.experts) return mix(p, l);
         gate(p, index, l.gate_up);
         add(p, index, 3, l.down, act, l.after_mlp);
@@ -66,6 +66,7 @@ struct Decoder : Mixture {
         plan.each(up(m.head.n), [=, &p](int panel, int next) {
             float* sums = sums_of(n);
             times<false>(m.head, panel, next, up(m.head.n), n, blocks_of(h), [&](int b) { return sums + b * AREA; });
+            for (int i = 0; m.logit_cap > 0 && i < n * SIDE; i += 16) store(sums + i, capped(load(sums + i), m.logit_cap));
             for (int r = 0; r < n; r++) stream(p.logits + r * ld + panel * SIDE, load(sums + r * SIDE), load(sums + r * SIDE + 16));
             streamed();
         });

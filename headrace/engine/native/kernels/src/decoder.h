@@ -6,7 +6,7 @@
 
 struct Linear {
     const stored* packed;  // panels of outputs; see product.h. Null: codes and scales are there instead
-    const float* bias;     // [n] or null
+    const float* bias;     // [n up to 32] or null
     int32_t n, k;
     code* codes;    // panels of the quantised weights
     float* scales;  // [n up to 32]: what a code of 1 stands for, of each output
@@ -24,12 +24,13 @@ struct Layer {
     Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' are consecutive
     const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32] or null
     const float *q_norm, *k_norm;                                      // [head_dim] (or all heads') or null
+    const float* sinks;                                                // [heads]: a score that each query sees beside its keys, and that has no value; or null
     int32_t window;                                                    // 0: none
     int32_t rotary;                                                    // index of the rotary table
-    float scale;                                                       // factor of the attention scores
+    float scale, cap;                                                  // factor of the attention scores, and their bound (0: none)
     int32_t whole_norm;                                                // q_norm and k_norm normalise all heads together
     int32_t experts, chosen, normalise_chosen, mixture;                // 0 experts: dense; mixture: number of mixture layers before this one
-    const float* router;                                               // [experts, hidden up to 32]
+    const float *router, *router_bias;                                 // [experts, hidden up to 32]; [experts] or null
     // A gated short convolution over `kernel` tokens (0: attention), with qkv and out for what is before and behind it: [kernel, hidden up to 32], the
     // current token last, and a bias or null. place: number of layers of the same kind before this one.
     const float *convolution, *convolution_bias;
@@ -42,13 +43,16 @@ struct LowRank {
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu, mixtures;  // inter: the widest dense layer's
     int32_t turned, neighbours;  // numbers of a head that have positions, and whether neighbours are turned or those of the two halves
-    float eps, embed_scale, residual_scale;
+    int32_t centred, parallel;   // whether norms take the mean off first, and whether the feed-forward part reads what attention does
+    float eps, embed_scale, residual_scale, logit_cap;  // logit_cap: bound of the logits; 0: none
+    Clamped clamped;             // the gated activation, if its limit is above 0
     const stored* embed;  // [vocabulary, hidden], not packed
     const Layer* layer;
     const float* norm;
     Linear head;
     const float* cos[2];  // [context, turned / 2]
     const float* sin[2];
+    const float* query_factors;  // [context]: of the queries at each position, or null
 };
 struct Cache {
     stored* data;    // [layers with attention][blocks][kv_heads][2][dim up to 32, 32]

@@ -16,21 +16,34 @@ struct Dense : State {
         });
     }
 
+    // The mean of a row of x, and one by the root of the mean square of what is left (LayerNorm, arXiv:1607.06450).
+    std::pair<float, float> centred(int row) const {
+        const auto inside = [=](f16x v, int c) { return select(count16() + c < m.hidden, v, f16x{}); };
+        f16x total = {}, squares = {};
+        for (int c = 0; c < m.hidden; c += 16) total += inside(load(x.at(row, c)), c);
+        const float mean = sum(total) / m.hidden;
+        for (int c = 0; c < m.hidden; c += 16) {
+            const f16x left = inside(load(x.at(row, c)) - mean, c);
+            squares += left * left;
+        }
+        return {mean, ::inverse_rms(squares, m.hidden, m.eps)};
+    }
+
     float inverse_rms(const Blocks<float>& from, int row) const {
         f16x squares = {};
         for (int c = 0; c < up(m.hidden) * SIDE; c += 16) squares += load(from.at(row, c)) * load(from.at(row, c));
         return ::inverse_rms(squares, m.hidden, m.eps);
     }
 
-    // h = RMSNorm(x) of all rows, or of the chosen ones; without a weight, x itself. Notes the rows that are not finite: the layer before caused it.
+    // h = the norm of all rows of x, or of the chosen ones; without a weight, x itself. Notes the rows that are not finite: the layer before caused it.
     void normalise(int count, const float* weight, const int64_t* chosen, int32_t* broken, int before) {
         constexpr int EACH = 8;
         plan.each((count + EACH - 1) / EACH, [=](int item) {
             for (int to = item * EACH; to < std::min(count, (item + 1) * EACH); to++) {
                 int row = chosen ? chosen[to] : to;
-                float by = inverse_rms(x, row);
+                const auto [mean, by] = m.centred ? centred(row) : std::pair(0.f, inverse_rms(x, row));
                 if (!(by > 0) && broken[row] < 0) broken[row] = std::max(before, 0);
-                for (int c = 0; c < up(m.hidden) * SIDE; c += 16) write(h.at(to, c), weight ? load(x.at(row, c)) * by * load(weight + c) : load(x.at(row, c)));
+                for (int c = 0; c < up(m.hidden) * SIDE; c += 16) write(h.at(to, c), weight ? (load(x.at(row, c)) - mean) * by * load(weight + c) : load(x.at(row, c)));
             }
         });
     }
@@ -130,10 +143,10 @@ struct Dense : State {
                 finish(p, index, 2, w, panel, block + b, c);
                 taken* to = act.block(block + b, panel / 2) + panel % 2 * 16;
                 for (int r = 0; r < std::min(SIDE, rows - b * SIDE); r++)
-                    write(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
+                    write(to + r * SIDE, gated(load(c + r * SIDE), load(c + r * SIDE + 16)));
             }
         });
     }
 
-    f16x activate(f16x g) const { return activated(g, m.gelu); }
+    f16x gated(f16x gate, f16x up) const { return m.clamped.limit > 0 ? m.clamped(gate, up) : activated(gate, m.gelu) * up; }
 };

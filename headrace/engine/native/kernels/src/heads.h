@@ -37,6 +37,8 @@ struct Heads : Dense {
                             out[c] = both.first, out[c + half] = both.second;
                         }
                     for (int c = m.turned; c < d; c++) out[c] = in[c];
+                    if (m.query_factors && query)
+                        for (int c = 0; c < d; c++) out[c] *= m.query_factors[position[row]];
                     from = out;
                 }
                 for (int c = 0; c < d; c += 16) write(ready(row, head) + c, load(from + c));
@@ -112,8 +114,10 @@ struct Heads : Dense {
                 for (int r = 0; r < a.rows; r++) f(a, r, (t * ROWS + r) / group, (rows.kv_head + h) * group + (t * ROWS + r) % group);
             }
     }
-    static void begin(const Rows& rows) {
+    // A sink is the first score of its rows.
+    void begin(const Rows& rows, int tokens, const Layer& l) const {
         for (int t = 0; t < rows.heads * rows.tiles; t++) rows.first[t].begin();
+        if (l.sinks) each_row(rows, tokens, [&](Queries<taken>& a, int r, int, int head) { a.peak[r] = l.sinks[head] * 1.44269504f, a.total[r] = 1; });
     }
 
     void take(Queries<taken>& a, int r, int row, int head, int window) const {
@@ -137,14 +141,14 @@ struct Heads : Dense {
                     if (h + 1 < rows.heads) seen.next = keys(index, table[b], rows.kv_head + h + 1);
                     else seen.next = b + PAIRED < end ? keys(index, table[b + PAIRED], rows.kv_head) : seen.block[0];
                 }
-                look(rows.first + h * rows.tiles, rows.tiles, seen, m.layer[index].scale * 1.44269504f);
+                look(rows.first + h * rows.tiles, rows.tiles, seen, m.layer[index].scale * 1.44269504f, m.layer[index].cap * 1.44269504f);
             }
     }
 
     void attend_chunk(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows) {
         const int first = p.starts[item.place] + item.first;
         each_row(rows, item.tokens, [&](Queries<taken>& a, int r, int token, int head) { take(a, r, first + token, head, l.window); });
-        begin(rows);
+        begin(rows, item.tokens, l);
         const bool single = p.starts[item.place + 1] - p.starts[item.place] == 1;
         look_at(rows, p, index, item.place, rows.first[0].from[0] / SIDE, up(position[first + item.tokens - 1] + 1), single ? first : -1);
         each_row(rows, item.tokens, [&](Queries<taken>& a, int r, int token, int head) { give(a, r, first + token, head); });
@@ -157,7 +161,7 @@ struct Heads : Dense {
             take(a, r, p.starts[order[item.place + sequence]], head, l.window);
             low = std::min(low, a.from[r] / SIDE);
         });
-        begin(rows);
+        begin(rows, item.count, l);
         look_at(rows, p, index, order[item.place], low, item.shared, -1);
         for (int i = 0; i < item.count; i++) {
             const int s = order[item.place + i];

@@ -29,7 +29,7 @@ struct Mixture : Convolutions {
             alignas(64) float c[AREA];
             multiplied(gathered.block(b, 0), c);
             taken* to = inner.block(b, panel / 2) + panel % 2 * 16;
-            for (int r = 0; r < rows; r++) write(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
+            for (int r = 0; r < rows; r++) write(to + r * SIDE, gated(load(c + r * SIDE), load(c + r * SIDE + 16)));
         });
         each_expert(l, l.down, [=](const auto& multiplied, int panel, int b, int) { multiplied(inner.block(b, 0), told.block(b, panel)); });
         plan.each(n, [=](int row) {
@@ -42,6 +42,7 @@ struct Mixture : Convolutions {
         const int k = l.chosen;
         float score[MOST_EXPERTS];
         score_experts([&](int c) { return read(h.at(row, c)); }, l.router, up(m.hidden) * SIDE, l.experts, score);
+        for (int e = 0; l.router_bias && e < l.experts; e++) score[e] += l.router_bias[e];
         choose_experts(score, l.experts, k, l.normalise_chosen, false, &chosen[row * k], &weights[row * k]);
         for (int i = 0; p.routing && i < k; i++) p.routing[((size_t)row * m.mixtures + l.mixture) * k + i] = chosen[row * k + i];
     }
@@ -65,6 +66,7 @@ struct Mixture : Convolutions {
                 const int rows = std::min(SIDE, count[expert] - b * SIDE);
                 const auto multiplied = [&](const taken* from, float* into) {
                     times<false>(w, item, b ? item : next, l.experts * panels, rows, [=](int) { return Inputs<taken>{from}; }, [=](int) { return into; });
+                    for (int i = 0; w.bias && i < rows * SIDE; i += 16) store(into + i, load(into + i) + load(w.bias + item * SIDE + i % SIDE));
                 };
                 f(multiplied, panel, first[expert] + b, rows);
             }
