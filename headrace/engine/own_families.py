@@ -159,6 +159,12 @@ GRANITE = OwnFamily(
 )
 
 
+def _ministral3(of: Any) -> QueryGrowth:
+    return QueryGrowth(
+        of.rope_parameters["llama_4_scaling_beta"], of.rope_parameters["original_max_position_embeddings"]
+    )
+
+
 def _mixtral(of: Any) -> Routing:
     return Routing(of.num_local_experts, of.num_experts_per_tok, normalise=True)
 
@@ -216,6 +222,7 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "helium": OwnFamily(neighbours=True),
     "gemma": GEMMA,
     "ministral": LLAMA,
+    "ministral3": replace(LLAMA, grows=_ministral3),
     "seed_oss": LLAMA,
     "cwm": LLAMA,
     "internlm3": LLAMA,

@@ -93,7 +93,7 @@ def both(ours: RunnerDriver, other: RunnerDriver, texts, counts, adapters=None) 
 STEPS = [(33, 1, 1, 2), (1, 1, 1, 1), (0, 1, 1, 0), (1, 40, 0, 1), (1, 1, 5, 1)]
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3_text", "ministral3"])
 def test_mixed_and_decoding_passes_are_replayed_with_the_same_numbers(name):
     record = Recorder()
     ours = graphed(name, capture=record)

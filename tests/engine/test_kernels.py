@@ -56,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"head_dim": 16},
     "granite": {"hidden_size": 96},
     "qwen3_moe-mixed": {"hidden_size": 96, "head_dim": 16, "moe_intermediate_size": 48},
+    "ministral3": {"head_dim": 16},
     "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 20, "hidden_size": 96},
     "olmo3": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
     "mixtral": {"hidden_size": 96, "head_dim": 32, "intermediate_size": 80},

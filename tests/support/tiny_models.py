@@ -74,6 +74,14 @@ LONGROPE = {
     "original_max_position_embeddings": 256,
 }
 
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-biased": ("llama", BIASED),
@@ -88,6 +96,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"head_dim": 8, "sliding_window": 9, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
+    "ministral3": ("ministral3", {"head_dim": 8, "rope_parameters": GROWING, "sliding_window": 21}),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_moe-mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
