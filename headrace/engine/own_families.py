@@ -159,6 +159,16 @@ GRANITE = OwnFamily(
 )
 
 
+COHERE = OwnFamily(
+    names=Names(before_mlp=""),
+    neighbours=True,
+    angles="in pairs",
+    centred=True,
+    parallel=True,
+    logit_scale=lambda config: config.logit_scale,
+)
+
+
 def _ministral3(of: Any) -> QueryGrowth:
     return QueryGrowth(
         of.rope_parameters["llama_4_scaling_beta"], of.rope_parameters["original_max_position_embeddings"]
@@ -215,6 +225,10 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "phi3": OwnFamily(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",)), sure=False),
     "lfm2": OwnFamily(
         names=LFM2, activation="silu", convolves=lambda c, layer: c.layer_types[layer] == "conv", sure=False
+    ),
+    "cohere": COHERE,
+    "cohere2": replace(
+        COHERE, turned=lambda c, layer: bool(c.sliding_window) and c.layer_types[layer] == "sliding_attention"
     ),
     "glm": OwnFamily(names=GATE_UP, neighbours=True),
     "glm4": OwnFamily(names=GLM4, neighbours=True),

@@ -57,11 +57,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"hidden_size": 96},
     "qwen3_moe-mixed": {"hidden_size": 96, "head_dim": 16, "moe_intermediate_size": 48},
     "ministral3": {"head_dim": 16},
+    "cohere2": {"hidden_size": 96, "num_attention_heads": 6},
     "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 20, "hidden_size": 96},
     "olmo3": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
     "mixtral": {"hidden_size": 96, "head_dim": 32, "intermediate_size": 80},
     "olmoe": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 48},
     "phi3": {"hidden_size": 96, "rope_parameters": {**LONGROPE, "short_factor": [1.1] * 4, "long_factor": [2.0] * 4}},
+    "cohere": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1},
 }
 NAMES = list(MODELS)
 MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe"]

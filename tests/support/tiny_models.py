@@ -97,6 +97,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "sliding_window": 9, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
     "ministral3": ("ministral3", {"head_dim": 8, "rope_parameters": GROWING, "sliding_window": 21}),
+    "cohere": ("cohere", {"attention_bias": True, "logit_scale": 0.4}),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.4},
+    ),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_moe-mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
