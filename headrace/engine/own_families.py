@@ -184,6 +184,10 @@ def _granitemoe(of: Any) -> Routing:
     return Routing(of.num_local_experts, of.num_experts_per_tok, normalise=True)
 
 
+def _gpt_oss(of: Any) -> Routing:
+    return Routing(of.num_local_experts, of.num_experts_per_tok, normalise=True, transposed=True)
+
+
 def _qwen3_moe(of: Any) -> Routing:
     return Routing(of.num_experts, of.num_experts_per_tok, of.norm_topk_prob)
 
@@ -229,6 +233,12 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "cohere": COHERE,
     "cohere2": replace(
         COHERE, turned=lambda c, layer: bool(c.sliding_window) and c.layer_types[layer] == "sliding_attention"
+    ),
+    "gpt_oss": OwnFamily(
+        names=Names(router="mlp.router"),
+        angles="once",
+        routing=_gpt_oss,
+        clamp=lambda config: Clamp(config.swiglu_alpha, config.swiglu_limit),
     ),
     "glm": OwnFamily(names=GATE_UP, neighbours=True),
     "glm4": OwnFamily(names=GLM4, neighbours=True),

@@ -119,7 +119,7 @@ def test_experts_alone_are_named_without_base_layer_by_peft_and_told_apart_by_th
     assert (ours.logprobs(text, adapter=0) - wanted(merged("mixtral", tensors, 1.5), text)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_equals_pefts_own_model(name):
     peft = pytest.importorskip("peft")
     dense = name not in MIXTURES

@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "gpt_oss": {"hidden_size": 96, "head_dim": 32, "num_local_experts": 5},
     "qwen3": {"head_dim": 64, "num_key_value_heads": 1},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20},
     "smollm3": {"head_dim": 16},
@@ -66,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1},
 }
 NAMES = list(MODELS)
-MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe"]
+MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe", "gpt_oss"]
 
 native = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler here: the engine runs in PyTorch")
 pytestmark = native
@@ -197,7 +198,9 @@ def test_a_sequence_is_bit_equal_alone_and_in_any_batch(name, instructions):
             assert torch.equal(row, alone[sequences.index(s)][s.cached - 1])
 
 
-@pytest.mark.parametrize("name", few(["llama-tied-biased", "mistral-sliding", "gemma2", "qwen3", "olmoe"], keep=2))
+@pytest.mark.parametrize(
+    "name", few(["gpt_oss", "llama-tied-biased", "mistral-sliding", "gemma2", "qwen3", "olmoe"], keep=2)
+)
 @pytest.mark.parametrize("siblings", [2, 20])
 def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, siblings):
     prompt, *tails = prompts(2 * BLOCK + 5, *([9] * siblings))
@@ -258,7 +261,7 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
 
 @pytest.mark.parametrize(
     "name, dtype",
-    [("qwen3", BF16), ("mixtral", torch.float32), ("phi3", BF16), ("lfm2", BF16)],
+    [("qwen3", BF16), ("mixtral", torch.float32), ("phi3", BF16), ("lfm2", BF16), ("gpt_oss", torch.float32)],
 )
 def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
     """Of a mixture in float32, because in bfloat16 experts may nearly tie."""

@@ -188,7 +188,7 @@ def forward_with_cache(model, tokens, cache: DynamicCache) -> torch.Tensor:
 CONVOLVES = pytest.param("lfm2", marks=pytest.mark.skipif(binding.library() is None, reason="the kernels serve it"))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", CONVOLVES])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt_oss", CONVOLVES])
 def test_tokens_after_a_swap_come_from_the_new_weights_over_the_kept_cache(name, saved):
     old, new = reference(saved(name)), reference(saved(name, 1))
     engine = make_engine(saved(name))

@@ -37,7 +37,7 @@ def wanted(model, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", few(["llama", "gemma2", *OWN_CACHE], keep=3))
+@pytest.mark.parametrize("name", few(["llama", "gemma2", "gpt_oss", *OWN_CACHE], keep=3))
 def test_log_probs_equal_the_models_own_however_the_text_is_cut(name):
     ours, text = driver(name), prompts(70)[0]
     for chunk in (70, 17):

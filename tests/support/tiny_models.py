@@ -102,6 +102,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "cohere2",
         {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.4},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 1.5},
+    ),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_moe-mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
@@ -130,10 +134,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
 }
 OWN_CACHE: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_oss": (
-        "gpt_oss",
-        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 1.5},
-    ),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
     "mamba": ("mamba", {"state_size": 8}),
     "deepseek_v32": (
@@ -169,7 +169,7 @@ OWN_CACHE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Sinks, ALiBi; state spaces, sparse attention with heads enough that no two keys score alike, positions that count padding, and a delta
+"""ALiBi; state spaces, sparse attention with heads enough that no two keys score alike, positions that count padding, and a delta
 rule beside attention."""
 DEEP = {
     "llama-deep": ("llama", {"num_hidden_layers": 5}),
@@ -200,7 +200,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-key-head": ("gemma3_text", {**GEMMA, "num_key_value_heads": 1}),
 }
 """Numbers of heads that two ranks cannot have equal parts of."""
-MIXTURES = [name for name in MODELS if "moe" in name or name == "mixtral"]
+MIXTURES = [name for name in MODELS if "moe" in name or name in ("mixtral", "gpt_oss")]
 
 
 _saved = TemporaryDirectory(prefix="headrace-models-")
