@@ -51,6 +51,12 @@ TYPES: dict[str, dict[str, Any]] = {
         **EXPERTS, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 192, "kv_lora_rank": 128, "qk_rope_head_dim": 32,
         "qk_nope_head_dim": 32, "v_head_dim": 48, "head_dim": 32,
     },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "cohere2": {"sliding_window": 64, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 2},
     "granite": {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.0208},
     "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention"] * 2 + ["conv", "full_attention"]},
