@@ -48,11 +48,13 @@ class MeasuredSet:
     scorer: Scorer | None = None
     measure: str = ""
     """See `evaluation.measure_of`."""
+    every: int = 0
+    """See `HeldOutSet`."""
 
     def with_groups(self, groups: OwnGroups) -> HeldOutSet:
         """`groups`: of the held-out prompts."""
         own = groups.measuring(self.evaluation, self.environment, self.scorer)
-        return HeldOutSet(self.name, own, self.prompts, self.measure)
+        return HeldOutSet(self.name, own, self.prompts, self.measure, self.every)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,7 @@ async def open_sets(
                     environment=environment,
                     scorer=scorer,
                     measure=one.measure,
+                    every=one.config.every,
                 )
             )
         yield found
