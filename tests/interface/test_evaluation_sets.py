@@ -21,7 +21,7 @@ from support.tiny_run import tiny_config
 
 def tiny(directory: Path, model: Path, *sets: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A run of rows, and beside them a file `hard.jsonl` of 12 rows of which one is trained as well."""
-    rows = [{"prompt": f"{i} * {i}?", "answer": str(i * i)} for i in range(11)] + [{"prompt": "3 + 3?", "answer": "6"}]
+    rows = [{"prompt": f"{i} times {i}?", "answer": str(i * i)} for i in range(11)] + [{"prompt": "3 + 3?", "answer": "6"}]
     (directory / "hard.jsonl").write_text("\n".join(map(json.dumps, rows)))
     looks = {"prompts": 4, "samples": 2, "sets": list(sets), **more.pop("eval", {})}
     return tiny_config(directory, model, eval=looks, task={"held_out": 8, "shuffle": False}, **more)
@@ -64,7 +64,7 @@ def test_all_rows_of_its_file_are_measured_and_those_that_are_trained_too_are_to
     tmp_path: Path, tiny_llama: Path
 ) -> None:
     (hard,) = read(tmp_path, tiny_llama, at(tmp_path))
-    assert [prompt.text for prompt in hard.prompts] == [*(f"{i} * {i}?" for i in range(11)), "3 + 3?"]
+    assert [prompt.text for prompt in hard.prompts] == [*(f"{i} times {i}?" for i in range(11)), "3 + 3?"]
     assert hard.remarks == [
         "the evaluation set hard: 1 of 12 prompts are trained on, too: their reward does not say what the policy does with prompts that it "
         "has not seen"
