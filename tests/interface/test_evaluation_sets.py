@@ -21,7 +21,9 @@ from support.tiny_run import tiny_config
 
 def tiny(directory: Path, model: Path, *sets: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A run of rows, and beside them a file `hard.jsonl` of 12 rows of which one is trained as well."""
-    rows = [{"prompt": f"{i} times {i}?", "answer": str(i * i)} for i in range(11)] + [{"prompt": "3 + 3?", "answer": "6"}]
+    rows = [{"prompt": f"{i} times {i}?", "answer": str(i * i)} for i in range(11)] + [
+        {"prompt": "3 + 3?", "answer": "6"}
+    ]
     (directory / "hard.jsonl").write_text("\n".join(map(json.dumps, rows)))
     looks = {"prompts": 4, "samples": 2, "sets": list(sets), **more.pop("eval", {})}
     return tiny_config(directory, model, eval=looks, task={"held_out": 8, "shuffle": False}, **more)
@@ -136,12 +138,6 @@ def test_a_set_without_rows_has_the_held_out_prompts(tmp_path: Path, tiny_llama:
             {},
             "task.images has to be that of the run",
             ([HARD], {}),
-        ),
-        (
-            [HARD],
-            {"orchestration": {"bus": "jsonl:bus"}},
-            "eval.sets are measured by the run's own engines",
-            ([], {"orchestration": {"bus": "jsonl:bus"}}),
         ),
     ],
 )
