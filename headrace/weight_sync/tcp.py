@@ -51,7 +51,7 @@ class Tcp(SecuredTransport, frozen=True, tag="tcp"):
         server = self._server(offers)
 
         def where(name: str, offer: OfferedVersion) -> dict[str, Any]:
-            server.relays.forget(f"{name}/{offer.fingerprint}/", f"{name}/")
+            server.forget(f"{name}/{offer.fingerprint}/", f"{name}/")
             return server.where
 
         return OfferingSender(offers, where)
@@ -126,7 +126,7 @@ class TcpPartSender(WeightSender):
         self._labels[name][number] = ""
         self._fill(name, number)
         self._labels[name][number] = label
-        self._server.relays.forget(f"{name}/{label}/", f"{name}/")
+        self._server.forget(f"{name}/{label}/", f"{name}/")
         self._ranks.exchange(None)  # from here on every rank serves it
         seconds = time.perf_counter() - started
         if self._ranks.rank:
