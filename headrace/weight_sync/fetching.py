@@ -160,6 +160,10 @@ class SecuredTransport(NetworkTransport, frozen=True):
     tls: TlsIdentity | None = None
     """None: nothing is encrypted."""
 
+    @property
+    def access(self) -> dict[str, str]:
+        return {"token": self.token} | ({"certificate": self.tls.certificate} if self.tls else {})
+
     @classmethod
     def open(cls, opening: Opening = PLAIN) -> Self:
         return cls(secrets.token_hex(16), opening.host, opening.form, opening.tls)

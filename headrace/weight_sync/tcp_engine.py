@@ -25,7 +25,7 @@ from headrace.core.printing import echo
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.weight_sync.fetching import RelayingReceiver
 from headrace.weight_sync.ranges import ByteRange, make_up
-from headrace.weight_sync.slots import Manifests
+from headrace.weight_sync.slots import LONGEST_MANIFEST, Manifests
 from headrace.weight_sync.sockets import INTRODUCTION, reach, read_message, receive_into, send_message
 from headrace.weight_sync.tcp_server import PATIENCE, Pieces, PieceSaid, Question, TcpServer, WeightReply
 
@@ -43,6 +43,8 @@ RANGES = "ranges"
 """Asked for instead of a fingerprint: where the part of a rank lies in the packed buffer."""
 LONGEST_RANGES = 1 << 26
 """Bytes of that answer."""
+LAYOUT = "layout"
+"""Likewise: the layout of the whole."""
 HASHED = 1 << 20
 """Bytes that are hashed at a time, while the processor's cache still has them."""
 MOST, SMALLEST = 64, 1 << 24
@@ -59,7 +61,7 @@ class Arriving(NamedTuple):
     """Its pieces that have arrived: rank, and first byte in the part of that rank."""
 
 
-class Room(NamedTuple):
+class PieceRoom(NamedTuple):
     """The place of a piece in the packed buffer."""
 
     views: Sequence[memoryview]
@@ -90,26 +92,30 @@ class TcpSource:
 
     def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
         name, label = _name(update), str(update.where.get("label", update.fingerprint))
-        places = [(str(host), int(port)) for host, port in update.where.get("parts", ())]
-        whole = [[ByteRange(0, len(into))]]
-        self._parts[name] = ranges = self._ranges_at(update, manifest, places) if places else whole
+        places, split = _places(update), "parts" in update.where
+        self._parts[name] = ranges = self._ranges_at(update, manifest, places) if split else [[ByteRange(0, len(into))]]
         self._arriving = Arriving(name, update.fingerprint, into, set())
         self._avoided, self._silent = set(), min(self._silent, FAR - 1)  # one is tried with every version
         wanted = [(rank, *piece) for rank, own in enumerate(ranges) for piece in _cut(_length(own), self._smallest)]
-        self._serve(places[0] if places else _place(update))
+        self._serve(places[0])
         start = random.randrange(len(wanted))  # all engines are told of a version at once
         for rank, first, nbytes in wanted[start:] + wanted[:start]:
-            place = places[rank] if places else _place(update)
             question = Question(self._token, name, label, "full", first=first, nbytes=nbytes, rank=rank)
-            room = Room(views(into, ranges[rank], first, nbytes), _length(ranges[rank]))
-            self._piece(update, place, question, room)
-        return manifest.payload if places else len(into)
+            room = PieceRoom(views(into, ranges[rank], first, nbytes), _length(ranges[rank]))
+            self._piece(update, places[rank], question, room)
+        return manifest.payload if split else len(into)
 
     def delta(self, update: WeightUpdate, limit: int) -> bytes:
         reading = functools.partial(_whole_answer, limit=limit, what=f"the delta of version {update.version}")
         return self._asked(
-            update, _place(update), Question(self._token, _name(update), update.fingerprint, "delta"), reading
+            update, _places(update)[0], Question(self._token, _name(update), update.fingerprint, "delta"), reading
         )
+
+    def manifest(self, update: WeightUpdate) -> Manifest:
+        """Returns the layout of an update that the engine was not prepared for."""
+        reading = functools.partial(_whole_answer, limit=LONGEST_MANIFEST, what="the layout of the weights")
+        question = Question(self._token, _name(update), LAYOUT, "full")
+        return msgspec.msgpack.decode(self._asked(update, _places(update)[0], question, reading), type=Manifest)
 
     def _pieces(self, asked: Question) -> Pieces | None:
         """Returns a piece for another engine."""
@@ -128,7 +134,7 @@ class TcpSource:
             with suppress(OSError), reach(place, INTRODUCTION, None) as connection:
                 self._server = TcpServer(self._pieces, connection.getsockname()[0], self._token, None)
 
-    def _piece(self, update: WeightUpdate, place: tuple[str, int], question: Question, room: Room) -> None:
+    def _piece(self, update: WeightUpdate, place: tuple[str, int], question: Question, room: PieceRoom) -> None:
         alone = self.direct or self._silent >= FAR
         relay = self._server.address[1] if self._server and not alone else 0
 
@@ -147,7 +153,7 @@ class TcpSource:
 
         self._asked(update, place, replace(question, relay=relay), read)
 
-    def _filled(self, connection: socket.socket, update: WeightUpdate, reply: WeightReply, room: Room) -> None:
+    def _filled(self, connection: socket.socket, update: WeightUpdate, reply: WeightReply, room: PieceRoom) -> None:
         """Reads the piece from the trainer."""
         if reply.refused:
             raise _refused(update, connection.getpeername()[:2], reply)
@@ -284,8 +290,10 @@ def _hashed(connection: socket.socket, into: Sequence[memoryview]) -> bytes:
     return whole.digest()
 
 
-def _place(update: WeightUpdate) -> tuple[str, int]:
-    return str(update.where["host"]), int(update.where["port"])
+def _places(update: WeightUpdate) -> list[tuple[str, int]]:
+    """Returns the address of the trainer, or of each of its ranks."""
+    where = update.where
+    return [(str(host), int(port)) for host, port in where.get("parts") or [(where["host"], where["port"])]]
 
 
 def _name(update: WeightUpdate) -> str:

@@ -52,7 +52,7 @@ class Question(Struct, frozen=True):
 
 
 class PieceSaid(Struct, frozen=True):
-    """What the engine says when it has been sent a piece, or to another engine for it."""
+    """The engine's word when it has been sent a piece, or to another engine for it."""
 
     has: bool = False
     """It has the piece, and sends it to others."""
@@ -102,7 +102,7 @@ class TcpServer:
         """`find`: returns what is asked for, None if it is not there. Raises OSError if it cannot listen at that address."""
         self.relays = Relays()
         self._digests: dict[str, bytes] = {}
-        """Of pieces that engines send each other, by their paths."""
+        """The hashes of pieces that engines send each other, by their paths."""
         self._find, self._token, self._tls = find, token, tls
         self._connections = ConnectionServer(host, self._serve, at_once=CONNECTIONS)
         self._queue = SendQueue(AT_ONCE)

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.weight_sync import tcp_engine, tcp_server
 from headrace.weight_sync.packed import lay_out
@@ -30,6 +31,7 @@ from headrace.weight_sync.sockets import ConnectionServer, read_message, send_me
 from headrace.weight_sync.tcp import Tcp, TcpPartSender
 from headrace.weight_sync.tcp_engine import TcpReceiver, TcpSource
 from headrace.weight_sync.tcp_server import Pieces, PieceSaid, Question, WeightReply
+from headrace.weight_sync.unprepared import UnpreparedReceiver
 from support.meeting import Meeting
 from support.relaying_engine import Given, RelayingEngine, engine_process
 from support.runs.beside import Beside
@@ -141,6 +143,26 @@ def test_engines_that_come_one_after_another_are_sent_nothing_by_the_trainer(mon
     sent.by.clear()
     assert all(right(trainer.engine(), update) for _ in range(5))
     assert sum(sent.by[port] for port in ports_of(update)) < 5 * 1024, "the ranges of each rank"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_server_that_was_not_prepared_for_a_run_fetches_the_layout_too_and_passes_pieces_on(ranks: int) -> None:
+    """As `headrace serve` and vLLM do; the dialect adds the token to what they are told."""
+    trainer, servers = Trainer(ranks), [UnpreparedReceiver() for _ in range(3)]
+    for version in range(2):
+        update = trainer.send(version)
+        sent = msgspec.structs.replace(update, where={**update.where, **trainer.transport.access})
+        for server in servers:
+            found, wanted = server.receive(sent), weights(version)
+            assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in wanted.items())
+        with pytest.raises(IdentityError, match="could not be fetched"):
+            UnpreparedReceiver().receive(update)  # without the token
+    receivers = [server._receivers[""][1] for server in servers]
+    assert [bool(receiver.from_others) for receiver in receivers] == [False, True, True]
+    again = Trainer(ranks)
+    update = again.send(7)
+    servers[0].receive(msgspec.structs.replace(update, where={**update.where, **again.transport.access}))
+    assert servers[0]._receivers[""][1] is not receivers[0], "another run, whose layout may be another"
 
 
 # -- engines that do not send what they have announced ---------------------------------------------------------------------

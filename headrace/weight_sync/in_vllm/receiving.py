@@ -1,11 +1,11 @@
-"""The two ways by which a worker of vLLM gets what a run has published: over HTTP, and from the trainer's memory on the same GPU."""
+"""The two ways by which a worker of vLLM gets what a run has published: over the network, and from the trainer's memory on the same GPU."""
 
 from __future__ import annotations
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.weight_sync.cuda_ipc import UnpreparedIpcReceiver, memory_of
-from headrace.weight_sync.http_ranges import UnpreparedReceiver
+from headrace.weight_sync.unprepared import UnpreparedReceiver
 
 
 class Receiving:
