@@ -10,6 +10,7 @@ from headrace.core.weights import Manifest, WeightUpdate
 from headrace.web.tls import pinned_context
 from headrace.weight_sync.fetching import RelayingReceiver
 from headrace.weight_sync.http_ranges import HttpReceiver, HttpSource
+from headrace.weight_sync.machine_memory import MachineMemory, SharingReceiver
 from headrace.weight_sync.tcp_engine import TcpReceiver, TcpSource
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ def place_of(update: WeightUpdate) -> str:
 class UnpreparedReceiver:
     """Protocol `WeightReceiver`, for updates with a place, a `token` and perhaps a `certificate` in `where`."""
 
-    def __init__(self) -> None:
-        self._receivers: dict[str, tuple[str, RelayingReceiver]] = {}
+    def __init__(self, shared: MachineMemory | None = None) -> None:
+        """`shared`: where it shares its memory with others of this machine."""
+        self._shared = shared
+        self._receivers: dict[str, tuple[str, RelayingReceiver | SharingReceiver]] = {}
         """The trainer that the newest weights of each adapter were fetched from (the model has the empty name), and its receiver."""
 
     @property
@@ -40,12 +43,24 @@ class UnpreparedReceiver:
         """Raises IdentityError if the bytes cannot be had, or are not those that were published."""
         place, name = place_of(update), update.adapter.name if update.adapter else ""
         if self._receivers.get(name, ("",))[0] != place:
-            self._receivers[name] = place, _receiver_for(update, name)
+            self._close(name)
+            receiver = _receiver_for(update, name)
+            what = f"{place} {update.where.get('token')} {name}"
+            self._receivers[name] = place, self._shared.shared(receiver, what) if self._shared else receiver
         return self._receivers[name][1].receive(update)
 
     def manifest(self, name: str) -> Manifest:
         """Returns the layout of what was received under this name."""
         return self._receivers[name][1].manifests[name]
+
+    def close(self) -> None:
+        for name in list(self._receivers):
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        _, receiver = self._receivers.pop(name, ("", None))
+        if isinstance(receiver, SharingReceiver):
+            receiver.close()
 
 
 def _receiver_for(update: WeightUpdate, name: str) -> RelayingReceiver:
