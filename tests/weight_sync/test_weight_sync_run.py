@@ -95,7 +95,7 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
         (server, "files: two versions (an engine behind HTTP reads what the trainer writes)"),
         (
             {**server, "weight_sync": {"host": "10.0.0.1"}},
-            "HTTP: full (the servers fetch from 10.0.0.1 (weight_sync.host))",
+            "TCP: full (the servers fetch from 10.0.0.1 (weight_sync.host))",
         ),
     ]
     for tables, said in cases:
