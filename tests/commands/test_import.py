@@ -128,10 +128,10 @@ def test_ppo_of_verl_has_its_critic_here_too(tmp_path: Path, capsys: pytest.Capt
     said = " ".join(capsys.readouterr().out.split())
     (cold := tmp_path / "cold").mkdir()
     assert "critic" not in imported(cold, "ppo.yaml", text)[0]["algo"]
-    assert (
-        "the critic is a value head on the policy (algo.critic): critic.optim.lr" in said
-        and "algorithm.lam" not in said
-    )
+    assert "a critic has few settings (algo.critic): critic.optim.lr" in said and "algorithm.lam" not in said
+    (own := tmp_path / "own").mkdir()
+    tree, _ = imported(own, "ppo.yaml", text.replace("critic: {optim", f"critic: {{model: {{path: {tmp_path}}}, optim"))
+    assert tree["algo"]["critic"] == {"model": str(tmp_path), "model_learning_rate": 1e-5}
 
 
 def test_a_config_of_verl_starts_with_its_own_reward_function(

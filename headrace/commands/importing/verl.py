@@ -274,6 +274,9 @@ def _critic(t: Translation, per_batch: int) -> None:
         return
     if (alone := (t.number("trainer.critic_warmup", default=0) - 1) * per_batch) > 0:
         t.put("algo.critic.alone_steps", alone, "verl's first update of the policy is in batch critic_warmup")
+    if (path := t.value("critic.model.path")) is not None:
+        t.put("algo.critic.model", os.path.expanduser(str(path)))
+        t.put("algo.critic.model_learning_rate", t.number("critic.optim.lr", default=1e-5))
 
 
 def _bounds(t: Translation, mode: str) -> None:
@@ -442,7 +445,7 @@ def _lora(t: Translation) -> None:
 
 def _left_out(t: Translation) -> None:
     judged = t.word("algorithm.adv_estimator", default="gae") == "gae"
-    why = "the critic is a value head on the policy (algo.critic)" if judged else "this estimator has no critic"
+    why = "a critic has few settings (algo.critic)" if judged else "this estimator has no critic"
     t.leave_all(why, ("critic.", "trainer.critic_", "algorithm.lam"))
     t.leave_all(
         "columns with images are named in task.images (docs/vision.md)",
