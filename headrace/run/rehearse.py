@@ -14,6 +14,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import count_steps
 from headrace.engine.native.served_how import served_how
+from headrace.models.resolve import commits_of, without_commit
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer
 from headrace.run.build import loaded_model
 from headrace.run.choosing import settle_adapter
@@ -65,9 +66,13 @@ async def _rehearse(
     model_dir: Path | None = None
     try:
         with found.part(), found.steps.doing(f"finding the model {config.model.path}"):
+            if not resume:
+                config = found.config = config.with_commits(await asyncio.to_thread(commits_of, config.model_paths))
             model_dir = await asyncio.to_thread(loaded_model, config, inputs.rows)
             if not resume:
                 config = found.config = settle_adapter(config, model_dir)
+            else:
+                found.notes += without_commit(config.model_paths)
         for run in config.runs:
             await task_and_reward(found, run, model_dir, inputs)
         with found.part():

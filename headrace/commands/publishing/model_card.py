@@ -21,7 +21,7 @@ from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.run_state import RunState
 from headrace.facts.verdicts import all_verdicts
 from headrace.models.images import SERVED, type_of
-from headrace.models.resolve import KNOWN_MODELS
+from headrace.models.resolve import KNOWN_MODELS, hub_model
 from headrace.run.config import RunConfig, config_of_run, read_config
 from headrace.settings.toml import dump
 from headrace.version import __version__
@@ -140,7 +140,6 @@ def _png(canvas: np.ndarray) -> bytes:
 CARD, PICTURE = "README.md", "reward.png"
 MARKS = {"good": "✓", "bad": "✗", "plain": "•", "unknown": "?"}
 PACKAGES = ("torch", "transformers", "peft")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
@@ -161,7 +160,8 @@ def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
 def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter: bool, reader: str) -> Iterator[str]:
     warm = data.state.warm
     model = warm.model if warm else config.model.path
-    base = model if _is_on_the_hub(model) and not (warm and adapter) else ""
+    hub = hub_model(model)
+    base = hub.repo if hub and not (warm and adapter) else ""
     yield from _front_matter(config.algo, base, adapter)
     yield f"# {name}\n"
     yield (
@@ -181,10 +181,6 @@ def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter
     yield from _settings(config)
     yield "\n## Versions\n"
     yield from _versions(data.state)
-
-
-def _is_on_the_hub(path: str) -> bool:
-    return bool(_HUB_ID.fullmatch(path)) and not Path(path).is_dir()
 
 
 def _front_matter(algo: AlgoConfig, base: str, adapter: bool) -> Iterator[str]:
@@ -207,7 +203,9 @@ def _front_matter(algo: AlgoConfig, base: str, adapter: bool) -> Iterator[str]:
 def _model(path: str) -> str:
     if path in KNOWN_MODELS:
         return f"`{path}` ({KNOWN_MODELS[path].about}; {KNOWN_MODELS[path].licence})"
-    return f"`{path}`" if _is_on_the_hub(path) else f"A local model called `{Path(path).name}`"
+    if hub := hub_model(path):
+        return f"`{hub.repo}`" + (f" (revision `{hub.revision}`)" if hub.revision else "")
+    return f"A local model called `{Path(path).name}`"
 
 
 def _data(task: TaskConfig) -> str:

@@ -124,8 +124,9 @@ def _check_same(wanted: RunConfig, directory: Path) -> None:
 
     if not (directory / "config.toml").exists():
         return
-    wanted = begins_with(wanted, directory)
-    before = dict(settings_of(read_config(config_of_run(directory))))
+    begun = read_config(config_of_run(directory))
+    wanted = begins_with(wanted.with_commits(begun.chosen.models), directory)
+    before = dict(settings_of(begun))
     now = dict(settings_of(read_config(resumed_settings(wanted, directory))))
     for name, value in now.items():
         counts = name in ("train.steps", "train.minutes") or name.startswith("eval.") or not rule_of(name).is_free
