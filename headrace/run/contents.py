@@ -5,7 +5,6 @@ import` writes around a reward function of verl, and so do the modules beside it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ _PIECES, _PIECE = 64, 1 << 14
 """The number of pieces that are read of a file, and their bytes. Other weights differ nearly everywhere."""
 _READ = (".json", ".jinja", ".model", ".arrow", ".parquet", "merges.txt", "vocab.txt")
 NONE_RECORDED: Mapping[str, str] = {}
-_LINE = re.compile(r"^# contents of (\S+): ([0-9a-f]{32})$", re.MULTILINE)
 
 
 def contents_of(config: RunConfig, recorded: Mapping[str, str] = NONE_RECORDED) -> dict[str, str]:
@@ -48,11 +46,6 @@ def contents_of(config: RunConfig, recorded: Mapping[str, str] = NONE_RECORDED) 
 def written(contents: Mapping[str, str]) -> str:
     """The lines of `config.toml` that say it."""
     return "".join(f"# contents of {name}: {digest}\n" for name, digest in contents.items())
-
-
-def contents_in(config_toml: Path) -> dict[str, str]:
-    """Reads these lines; there are none if an earlier version wrote the file."""
-    return dict(_LINE.findall(config_toml.read_text(encoding="utf-8")))
 
 
 def _paths(value: Any) -> Iterator[Path]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.facts.rollout_view import Pieces, settings_of
+from headrace.facts.kept_settings import settings_of
+from headrace.facts.rollout_view import Pieces
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import hub_model, model_states
 

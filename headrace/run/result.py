@@ -13,6 +13,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.printing import say
 from headrace.facts import progress
 from headrace.facts.facts import Evaluated
+from headrace.facts.kept_settings import CONFIG
 from headrace.facts.records import METRICS, REPORT, StepRow, read_metrics
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import with_error
@@ -23,7 +24,7 @@ from headrace.run import one_shot
 from headrace.run.config import config_of_run, read_config
 from headrace.run.lane import Lane
 from headrace.run.pieces import pieces_of
-from headrace.run.run_directory import CONFIG, held
+from headrace.run.run_directory import held
 from headrace.version import __version__
 from headrace.views.report import page_of
 from headrace.views.report.data import sampled

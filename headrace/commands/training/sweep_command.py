@@ -116,9 +116,10 @@ def runs_of(config: str, over: Sequence[str], seeds: int, *, name: str, sets: Se
 def _check_same(wanted: RunConfig, directory: Path) -> None:
     """Raises ConfigError if a run has begun there that learns or is measured otherwise, by its settings or by the files that they name: a table of both
     would compare what is not named in it."""
+    from headrace.facts.kept_settings import contents_in
     from headrace.run.choosing import resumed_settings
     from headrace.run.config import config_of_run, read_config
-    from headrace.run.contents import contents_in, contents_of
+    from headrace.run.contents import contents_of
     from headrace.run.resume_rules import rule_of, settings_of
     from headrace.run.warm_start import begins_with
 
