@@ -15,6 +15,7 @@ import headrace
 from headrace.commands.plan.answer import rates_file
 from headrace.commands.publishing.model_card import _model
 from headrace.commands.replay.bundle import without_places
+from headrace.commands.training.sweep_command import different_commits
 from headrace.core.errors import ConfigError
 from headrace.models.resolve import HubModel, hub_model, resolve_model, short_name, with_commit
 from headrace.run.config import config_of_run, dump_config, load_config, read_config
@@ -147,6 +148,16 @@ def test_every_adapter_of_a_run_has_the_commit(commit: Commit, tmp_path: Path) -
     config["adapters"] = [{"name": "one"}, {"name": "two"}]
     settled = complete(rehearse(load_config(config))).config
     assert {run.model.path for run in settled.runs} == {f"org/student@{FIRST}"}
+
+
+def test_a_sweep_says_that_its_runs_began_with_different_commits(tmp_path: Path) -> None:
+    for name, commit in (("a", FIRST), ("b", FIRST), ("c", SECOND)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f'[chosen.models]\n"org/student" = "org/student@{commit}"\n')
+    runs = [tmp_path / name for name in "abcd"]  # the last has not begun
+    assert not list(different_commits(runs[:2]))
+    (said,) = different_commits(runs)
+    assert f"org/student was org/student@{FIRST} in a, b; org/student@{SECOND} in c" in said
 
 
 def test_what_leaves_the_machine_names_the_base_as_others_read_it(tmp_path: Path) -> None:
