@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ def settings_by_step(run_dir: Path) -> Callable[[int], dict[str, Any]]:
     """Returns a function that gives the settings of a step, counted from 0. Raises ConfigError if a config cannot be read."""
     earlier, last = [(until, read_toml(path)) for until, path in configs_until(run_dir)], settings_of(run_dir)
     return lambda step: next((settings for until, settings in earlier if step < until), last)
+
+
+def resolved_config(run_dir: Path) -> str:
+    """Returns the text of `config.toml`, and before it, as comments, what a setting was before a resume changed it; empty if there is none.
+    Raises ConfigError if a config cannot be read."""
+    path = run_dir / CONFIG
+    if not path.is_file():
+        return ""
+    changed = changes_before(run_dir, sys.maxsize)
+    told = "".join(f"# {name}: {text}\n" for name, text in changed.items() if not name.startswith("chosen."))
+    return f"{told}\n" * bool(told) + path.read_text(encoding="utf-8", errors="replace")
 
 
 def contents_in(config_toml: Path) -> dict[str, str]:

@@ -40,6 +40,14 @@ def test_runs_that_end_alike_are_told_apart_by_what_a_resume_changed_and_by_what
     assert ("train.learning_rate", 0.5, "0.1 until step 10, then 0.5") in compare_runs(one, other).settings
 
 
+def test_a_report_shows_what_settings_were_before_a_resume(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "x", config="[train]\nlearning_rate = 0.5\n")
+    before = (run / "config.toml").read_text()
+    assert load(run).config == before
+    (run / "config.until-step-10.toml").write_text(before.replace("0.5", "0.1"))
+    assert load(run).config == f"# train.learning_rate: 0.1 until step 10, then 0.5\n\n{before}"
+
+
 def test_tokens_out_of_a_loss_are_those_of_the_settings_of_their_step(tmp_path: Path) -> None:
     run = write_run(tmp_path / "x")
     plain = [view.left_out for view in sampled(run)]

@@ -14,7 +14,7 @@ from headrace.facts.facts import Evaluated, GroupEnded, Warned
 from headrace.facts.group_numbers import NO_CONTRAST, Tally
 from headrace.facts.health import Standing
 from headrace.facts.index_file import INDEX, IndexReader
-from headrace.facts.kept_settings import settings_by_step
+from headrace.facts.kept_settings import resolved_config, settings_by_step
 from headrace.facts.number_tables import Numbers, StepColumns
 from headrace.facts.records import METRICS, MetricsFact, StepRow, read_metrics
 from headrace.facts.rollout_view import Pieces, RolloutView, trimmed_below, view_rollout
@@ -148,7 +148,7 @@ def load(
         state.fold(fact)
         if not indexed:
             numbers.take(fact, state)
-    config, damage, known = run_dir / "config.toml", Damage(), index.numbers if indexed else numbers
+    damage, known = Damage(), index.numbers if indexed else numbers
     samples = tuple(sampled(run_dir, pieces, damage))
     if damage:
         state.fold(Warned(state.now, f"of the journal cannot be read: {damage}"))
@@ -156,7 +156,7 @@ def load(
         run_dir=run_dir,
         state=state,
         samples=samples,
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        config=resolved_config(run_dir),
         bins=tuple(bins(state, ended)),
         rewards=tuple(seen),
         columns=known.columns,
