@@ -26,7 +26,7 @@ from headrace.engine.sizes import GIB
 from headrace.facts.records import read_metrics
 from headrace.facts.run_state import RunState
 from headrace.loop.world.surroundings import Distribution, TurnShape, fixed, parse
-from headrace.models.resolve import cache_dir
+from headrace.models.resolve import cache_dir, short_name
 from headrace.run.config import RunConfig, load_config
 
 Say = Callable[[str], None]
@@ -225,7 +225,7 @@ def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, flo
         say(f"the measured rates are in {path}")
         return measured, 1.0
     rates = load_rates(path)
-    if (model := Path(request.config.model.path).name) != rates.model:
+    if (model := short_name(request.config.model.path)) != rates.model:
         notes.append(f"the rates in {path} were measured with {rates.model}, not with {model}")
     return rates, 1.0
 
@@ -239,7 +239,7 @@ def _of_data_sheets(request: PlanRequest) -> list[str]:
 
 
 def rates_file(model: str) -> Path:
-    return cache_dir() / "rates" / f"{Path(model).name}.json"
+    return cache_dir() / "rates" / f"{short_name(model)}.json"
 
 
 def _computed(request: PlanRequest) -> Rates:
