@@ -64,8 +64,12 @@ def commit(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_the_parts_of_a_name(path: str, found: HubModel | None, short: str) -> None:
     assert hub_model(path) == found and short_name(path) == short
-    assert rates_file(path).name == f"{short}.json"
+    assert rates_file(path).stem.partition("-" if path.startswith("/") else "\n")[0] == short
     assert not found or found.is_pinned == (found.revision == FIRST)
+
+
+def test_measured_rates_of_one_directory_are_not_those_of_another_of_its_name() -> None:
+    assert rates_file("/a/export") != rates_file("/b/export") != rates_file("org/export") == rates_file("org/export@v2")
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(commit: Commit, tmp_path: Path) -> None:

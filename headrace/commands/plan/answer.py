@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -239,7 +240,9 @@ def _of_data_sheets(request: PlanRequest) -> list[str]:
 
 
 def rates_file(model: str) -> Path:
-    return cache_dir() / "rates" / f"{short_name(model)}.json"
+    """Returns where the measured rates of a model are. Directories of one name may hold different models, so a directory's place counts."""
+    place = f"-{hashlib.sha256(model.encode()).hexdigest()[:8]}" if Path(model).is_absolute() else ""
+    return cache_dir() / "rates" / f"{short_name(model)}{place}.json"
 
 
 def _computed(request: PlanRequest) -> Rates:
