@@ -489,11 +489,6 @@ def _set_problems(config: RunConfig, others: Sequence[str]) -> Iterator[str]:
     """`others`: the problems of the run without its sets."""
     if not config.eval.sets:
         return
-    if config.orchestration.bus:
-        yield (
-            "eval.sets are measured by the run's own engines, and with orchestration.bus rollout hosts sample everything; remove the sets, and measure "
-            "them with headrace eval on a machine of your own"
-        )
     try:
         runs = set_runs(config)
     except ConfigError as error:
