@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 import headrace
+from headrace.commands.replay import replay
 from headrace.core.errors import ConfigError
 from headrace.facts.records import StepRow
 from support.tiny_run import of, tiny_config
@@ -46,6 +49,9 @@ def test_a_resumed_run_has_the_weights_and_the_critic_of_one_that_was_not_stoppe
     assert found["whole"].keys() == found["resumed"].keys() and found["whole"]["critic/weight"].any()
     for key, tensor in found["whole"].items():
         assert torch.equal(tensor, found["resumed"][key]), key
+    console = Console(file=io.StringIO(), width=400)
+    assert replay.replay(run, 1, 4, console) == 0
+    assert console.file.getvalue().count("bit for bit") == 4  # type: ignore[attr-defined]
     changed = {key for key, tensor in found["whole"].items() if key.startswith("critic/trunk.")}
     assert bool(changed) == own
 
