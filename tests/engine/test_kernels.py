@@ -261,7 +261,14 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
 
 @pytest.mark.parametrize(
     "name, dtype",
-    [("qwen3", BF16), ("mixtral", torch.float32), ("phi3", BF16), ("lfm2", BF16), ("gpt_oss", torch.float32)],
+    [
+        ("qwen3", BF16),
+        ("mixtral", torch.float32),
+        ("phi3", BF16),
+        ("lfm2", BF16),
+        ("gpt_oss", torch.float32),
+        pytest.param("cohere2", BF16, marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
     """Of a mixture in float32, because in bfloat16 experts may nearly tie."""
