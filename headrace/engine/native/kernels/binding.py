@@ -64,7 +64,7 @@ class LowRank(Structure):
 class ModelStruct(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inter", "vocabulary")),
-        *((name, c_int32) for name in ("gelu", "mixtures", "turned", "neighbours", "centred", "parallel")),
+        *((name, c_int32) for name in ("activation", "mixtures", "turned", "neighbours", "centred", "parallel")),
         *(
             (name, c_float)
             for name in ("eps", "embed_scale", "residual_scale", "logit_cap", "clamp_alpha", "clamp_limit")

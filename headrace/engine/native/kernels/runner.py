@@ -52,6 +52,10 @@ ARENA = 32 * 2**20
 """Numbers taken from the system at once."""
 
 
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
+"""In the order of `Activation` of `src/decoder.h`."""
+
+
 INT8_LEVELS = 127
 """Steps on either side of zero that weights of eight bits have."""
 
@@ -306,7 +310,7 @@ class KernelRunner:
             head_dim=spec.head_dim,
             inter=max((layer.inner for layer in spec.layers if not layer.experts), default=0),
             vocabulary=spec.vocabulary,
-            gelu=int(spec.activation == "gelu_tanh"),
+            activation=ACTIVATIONS.index("clamped" if spec.clamp else spec.activation),
             mixtures=self.experts[0],
             turned=2 * next(iter(self._tables.values()))[0].shape[1],
             neighbours=int(spec.neighbours),

@@ -40,12 +40,13 @@ struct LowRank {
     const stored *a, *b;  // A [rank, k] and B [n, rank] scale included, packed as the linear's weights; null: no adapter
     int64_t rank;
 };
+enum Activation : int32_t { SILU, GELU_TANH, CLAMPED };
 struct Model {
-    int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu, mixtures;  // inter: the widest dense layer's
+    int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, activation, mixtures;  // inter: the widest dense layer's
     int32_t turned, neighbours;  // numbers of a head that have positions, and whether neighbours are turned or those of the two halves
     int32_t centred, parallel;   // whether norms take the mean off first, and whether the feed-forward part reads what attention does
     float eps, embed_scale, residual_scale, logit_cap;  // logit_cap: bound of the logits; 0: none
-    Clamped clamped;             // the gated activation, if its limit is above 0
+    Clamped clamped;  // of that activation
     const stored* embed;  // [vocabulary, hidden], not packed
     const Layer* layer;
     const float* norm;

@@ -148,5 +148,5 @@ struct Dense : State {
         });
     }
 
-    f16x gated(f16x gate, f16x up) const { return m.clamped.limit > 0 ? m.clamped(gate, up) : activated(gate, m.gelu) * up; }
+    f16x gated(f16x gate, f16x up) const { return m.activation == CLAMPED ? m.clamped(gate, up) : activated(gate, m.activation == GELU_TANH) * up; }
 };
