@@ -5,7 +5,6 @@ import` writes around a reward function of verl, and so do the modules beside it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ _READ = (".json", ".jinja", ".model", ".arrow", ".parquet", "merges.txt", "vocab
 USED_BY_HOSTS = ("reward.", "environment.")
 """The begins of the names of settings whose files a rollout host reads."""
 NONE_RECORDED: Mapping[str, str] = {}
-_LINE = re.compile(r"^# contents of (\S+): ([0-9a-f]{32})$", re.MULTILINE)
 
 
 def contents_of(
@@ -61,11 +59,6 @@ def _digests(settings: Iterable[tuple[str, Any]], recorded: Mapping[str, str] = 
 def written(contents: Mapping[str, str]) -> str:
     """The lines of `config.toml` that say it."""
     return "".join(f"# contents of {name}: {digest}\n" for name, digest in contents.items())
-
-
-def contents_in(config_toml: Path) -> dict[str, str]:
-    """Reads these lines; there are none if an earlier version wrote the file."""
-    return dict(_LINE.findall(config_toml.read_text(encoding="utf-8")))
 
 
 def _paths(value: Any) -> Iterator[Path]:

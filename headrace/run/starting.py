@@ -191,10 +191,10 @@ def _process(
     return Starting(engine, engine.launch, finish)
 
 
-def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerProcess:
+def _host(config: RunConfig, name: str, model_dir: Path, logs: Path, transport: TransportKind) -> ServerProcess:
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
-    transport, shared = config.way.transport, config.orchestration.placement == "shared"
+    shared = config.orchestration.placement == "shared"
     fetches, opening = not transport.writes_files, transport.device_of_buffers == "cuda"
     found, kind = require(settings.kind, settings.python, fetches), server_kind(settings.kind)
     if problem := kind.cannot_serve(found, read_shape(model_dir).experts, sleeping=shared, opening=opening):
@@ -225,7 +225,7 @@ def _server(
 ) -> Starting[MemberEngine]:
     """`name`: that of a member of a fleet, which goes on without it for as long as others serve."""
     settings = config.engine
-    host = _host(config, name, model_dir, logs) if settings.starts_server else None
+    host = _host(config, name, model_dir, logs, transport) if settings.starts_server else None
     waits_alone = bool(name) and host is None  # one of its own is started anew
     if host:
         url, token = host.url, host.token

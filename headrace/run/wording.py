@@ -11,6 +11,7 @@ from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.facts.facts import RunStarted, WeightWay
 from headrace.facts.texts import plural
+from headrace.models.resolve import short_name
 from headrace.native.resources import usable_cores
 from headrace.processes.joining.joined import ONE_MACHINE
 from headrace.processes.orchestration_config import OrchestrationConfig
@@ -21,7 +22,7 @@ from headrace.weight_sync.config import Way, WeightSyncConfig
 
 
 def headline(config: RunConfig) -> str:
-    model, task = Path(config.model.path).name, config.task
+    model, task = short_name(config.model.path), config.task
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
     if task.facts.draws_seeds:
         prompts = Path(config.environment.name).name or config.environment.function.rpartition(":")[2]
@@ -70,12 +71,13 @@ def _trainer(train: TrainConfig, place: OrchestrationConfig) -> str:
 
 
 def _engine(engine: EngineConfig, place: OrchestrationConfig, path: str) -> str:
+    if place.bus:
+        own = f" with a {engine.kind} server each" if engine.is_server else ""
+        return f"rollout hosts on {place.bus}{own}, {engine.serving_dtype}, {path}"
     if engine.is_server:
         own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
         which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
-    if place.bus:
-        return f"rollout hosts on {place.bus}, {engine.serving_dtype}, {path}"
     if place.elsewhere:
         count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
         return f"{count} {place.place.words(place, place.gpus)}, {engine.serving_dtype}, {path}"

@@ -128,6 +128,8 @@ class ChosenConfig:
     """The original value of every setting that was chosen: `"engine.dtype" = "auto"`."""
     why: dict[str, str] = Field(default_factory=dict)
     """The reason for each choice, with the measured figures."""
+    models: dict[str, str] = Field(default_factory=dict)
+    """The commit of each model of the hub, by the name that the settings gave it: `"org/name" = "org/name@commit"`."""
     speeds: dict[str, float] = Field(default_factory=dict)
     """Measured seconds that `train.minutes` was fitted with."""
 

@@ -34,11 +34,12 @@ from headrace.durable.journal import (
     read_journal,
 )
 from headrace.durable.segments import JOURNAL
+from headrace.facts.kept_settings import configs_until
 from headrace.facts.machine_mark import machine_mark
 from headrace.native.resources import available_cores
 from headrace.processes.health.family import Family, family
 from headrace.run.config import RunConfig, dump_config, load_config
-from headrace.run.run_directory import RunDirectory, configs_until
+from headrace.run.run_directory import RunDirectory
 from headrace.trainer.config import TrainConfig
 from headrace.views.screen.console import Console
 from support.tiny_run import tiny_config, when_step

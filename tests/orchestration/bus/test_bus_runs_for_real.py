@@ -18,11 +18,13 @@ import torch
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import SteppedRecord, read_only
-from headrace.facts.facts import Evaluated, GroupEnded, RunEnded, Warned, Withdrawn, WorkerJoined
+from headrace.facts.facts import Evaluated, GroupEnded, RunEnded, Warned, WeightsLive, Withdrawn, WorkerJoined
 from headrace.run.starting import SILENT_BUS
+from support import fake_servers
 from support.bus.redis_server import a_redis_server
 from support.runs import preloaded_python
 from support.runs.beside import PATIENCE, until
+from support.server_processes import servers
 from support.tiny_run import (
     SYNCHRONOUS,
     at_steps,
@@ -136,6 +138,35 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
         assert result.step == 12
         finished(run, 12)
         assert any("has left" in message for message in warned(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["headrace", "vllm"])
+def test_hosts_with_a_server_each_go_on_when_a_host_and_a_server_are_killed(
+    kind: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Each host starts its own, which fetches every version from the trainer. The server of a host that is killed ends with it."""
+    bus, run = f"jsonl:{tmp_path / 'bus'}", tmp_path / "runs" / "tiny"
+    engine: dict[str, Any] = {"kind": kind, "dtype": "float32", "context_length": 64}
+    if kind == "vllm":
+        python = fake_servers.interpreter(tmp_path)
+        subprocess.run([python, "-m", "pip", "install", str(Path(headrace.__file__).parents[1])], check=True)
+        engine |= {"python": str(python)}
+    config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 8}) | {"engine": engine}
+    with hosts(bus, 2) as (killed, loses):
+
+        def kill() -> None:
+            os.kill(next(iter(servers(loses.pid).values()))[0], signal.SIGKILL)
+            killed.kill()
+            until(lambda: not servers(killed.pid))
+
+        thread = at_steps(config, {2: kill})
+        result = headrace.train(config)
+        thread.join()
+        output = loses.communicate(timeout=PATIENCE)[1]
+    assert result.step == 8 and "it is started again" in output, output
+    finished(run, 8)
+    assert {update.where.get("port") for update in (live.update for live in of(run, WeightsLive))} != {None}, "over TCP"
 
 
 POISON = """

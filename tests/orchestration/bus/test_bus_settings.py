@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from headrace.run.hosts.bus.open_bus import open_bus
 from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.rollout_hosting import own_config
 from headrace.run.starting import name_on_bus
+from headrace.run.wording import placement
 from headrace.settings.extras import install
 from headrace.version import __version__
 from headrace.weight_sync.config import way_of
@@ -44,7 +46,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"orchestration": {"kind": "ray"}},
         'rollout hosts, and orchestration.kind = "ray" engines elsewhere; remove one',
     ),
-    "a server": ({"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}}, "is a server; remove one of them"),
+    "a server for all": (
+        {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}},
+        'every rollout host starts an engine.kind = "vllm" of its own; remove it',
+    ),
+    "a server that no run starts": (
+        {"engine": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]}},
+        "is a server that is running; remove one of them",
+    ),
     "a fleet": ({"engine": {"replicas": 2}}, "start as many rollout hosts as you like"),
     "cores": ({"engine": {"cores": [0]}}, "give headrace rollouts its own"),
     "shared memory": ({"weight_sync": {"kind": "shared_memory"}}, 'use weight_sync.kind = "tcp"'),
@@ -76,8 +85,10 @@ def test_it_is_refused_with_its_remedy(case: str, tmp_path: Path) -> None:
         load_config(config)
 
 
-@pytest.mark.parametrize("server", ["headrace", "vllm", "sglang"])
-@pytest.mark.parametrize("kind", ["join", "ray", "bus"])
+@pytest.mark.parametrize(
+    ("kind", "server"),
+    [*itertools.product(["join", "ray"], ["headrace", "vllm", "sglang"]), ("bus", "sglang")],
+)
 def test_a_server_beside_engines_elsewhere_is_refused_for_what_was_set(kind: str, server: str, tmp_path: Path) -> None:
     """`weight_sync.kind` was left out, and is not blamed. Each remedy works."""
     places: dict[str, dict[str, Any]] = {
@@ -101,6 +112,16 @@ def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
     for kind in ("http", "files"):
         load_config(
             tiny_config(tmp_path, tmp_path, orchestration={"bus": f"jsonl:{tmp_path}"}, weight_sync={"kind": kind})
+        )
+
+
+def test_servers_that_rollout_hosts_start_are_taken(tmp_path: Path) -> None:
+    for kind in ("headrace", "vllm"):
+        tables = {"engine": {"kind": kind}, "orchestration": {"bus": f"jsonl:{tmp_path}"}}
+        config = load_config(tiny_config(tmp_path, tmp_path) | tables)
+        assert config.way.kind == "tcp"
+        assert placement(config, "")["engine"].startswith(
+            f"rollout hosts on jsonl:{tmp_path} with a {kind} server each"
         )
 
 
