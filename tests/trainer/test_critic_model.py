@@ -18,8 +18,10 @@ from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group
 from headrace.core.errors import CheckpointError
 from headrace.core.types import Prompt
+from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.step.trainer import TorchTrainer
+from headrace.trainer.step.learner import Assignment
+from headrace.trainer.step.trainer import TorchTrainer, export_weights
 from headrace.trainer.step.value_head import CriticModel
 from support import plain_trainer, tiny_models
 
@@ -153,6 +155,23 @@ def test_a_checkpoint_without_a_critic_begins_one_anew_and_one_of_another_kind_i
     trainer.restore(tmp_path / "plain")
     assert all(torch.equal(tensor, kept(trainer)[name]) for name, tensor in first.items())
     assert trainer.step(batch(0)).critic.value_mean == 0
+
+
+def test_an_adapter_beside_it_is_exported_where_its_model_is_gone(tmp_path: Path) -> None:
+    own = shutil.copytree(tiny_models.saved("qwen3"), tmp_path / "own")
+    (own / "tokenizer.json").write_text("{}")
+    train, algo = TrainConfig(device="cpu", dtype="float32"), AlgoConfig("ppo", critic={"model": str(own)})
+    trained = Assignment(train, algo, LoraConfig(rank=2))
+    policy = tiny_models.saved("llama")
+    trainer = TorchTrainer(policy, train, algo, 0, adapters={"": trained})
+    trainer.step(batch(0))
+    trainer.save(tmp_path / "saved")
+    shutil.rmtree(own)
+    export_weights(
+        policy, trained, seed=0, checkpoint=tmp_path / "saved", to=tmp_path / "to", dtype="float32", merge=True
+    )
+    merged = load_file(tmp_path / "to" / "model.safetensors")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in trainer.parameters())
 
 
 def test_its_gradient_is_bounded_by_itself_and_one_that_is_not_finite_updates_nothing(own_model: Path) -> None:

@@ -4,7 +4,8 @@
                             where weights are offloaded), or bfloat16 where nothing more exact is kept. For an adapter it is
                             `adapter_model.safetensors`, beside peft's `adapter_config.json`
     optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>; of a critic critic/weight, critic/bias and their
-                            moments, critic/exp_avg/weight, ... (a checkpoint without them begins a critic anew); of a process reward process/<name>
+                            moments, critic/exp_avg/weight, ..., and those of its own model, critic/trunk.<name>, if it has one (a checkpoint without
+                            them begins a critic anew); of a process reward process/<name>
                             and its moments
     trainer.json            format, version, seed; the entropy's factor and last mean; for an adapter, the fingerprint of the base it
                             belongs to; the ranks that wrote files, where several did

@@ -639,8 +639,9 @@ def export_weights(
             lower_weights(model, torch.bfloat16)
         export_model(model, model_dir, to, dtype=dtype, whole=weights_of(checkpoint, all_weights(model)).read)
         return
-    adapters = {"": dataclasses.replace(trained, train=train)} if trained.lora.rank else {}
-    trainer = TorchTrainer(model_dir, train, trained.algo, seed, adapters=adapters)
+    algo = AlgoConfig() if trained.algo.has_critic else trained.algo  # a critic's own model may be gone
+    adapters = {"": dataclasses.replace(trained, train=train, algo=algo)} if trained.lora.rank else {}
+    trainer = TorchTrainer(model_dir, train, algo, seed, adapters=adapters)
     trainer.restore(checkpoint)
     trainer.export(to, dtype, merge=merge)
 
