@@ -20,7 +20,6 @@ from headrace.core.types import Completion, Episode, Scored, Struct, Turn, Versi
 from headrace.durable.journal import JournalStep
 from headrace.facts.records import answer_of
 from headrace.facts.texts import clip
-from headrace.settings.toml import read_toml
 
 # --- The turns of an episode as people see them
 # What was heard and said, tools with their outcome, versions, rewards; and their lanes in a graph.
@@ -472,12 +471,6 @@ def _left_out_of(piece: _Piece, mask: Sequence[bool] | None, oldest: int | None)
         else ""
         for kept, logprob, version in zip(mask, done.logprobs, done.versions(), strict=True)
     ]  # fmt: skip
-
-
-def settings_of(run_dir: Path) -> dict[str, object]:
-    """Returns the config of a run as plain values; empty if it has none. Raises ConfigError if it cannot be read."""
-    path = run_dir / "config.toml"
-    return read_toml(path) if path.exists() else {}
 
 
 def token_details(view: RolloutView, place: int) -> str:

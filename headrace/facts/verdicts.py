@@ -166,6 +166,12 @@ def before_and_after(state: RunState) -> tuple[Evaluated | None, Evaluated | Non
     return ends_of(state.evals)
 
 
+def at_the_end(state: RunState) -> Evaluated | None:
+    """Returns the evaluation of the held-out prompts after the last step; None if there is none, or if the run has gone on since."""
+    after = [evaluation for evaluation in state.evals if evaluation.phase == "after"]
+    return after[-1] if after and after[-1].step >= state.step else None
+
+
 def ends_of(evals: Sequence[Evaluated]) -> tuple[Evaluated | None, Evaluated | None]:
     """Returns the first evaluation of a set before training, and the last one since, of those that measured the same."""
     evals = comparable(evals)
@@ -211,7 +217,7 @@ def held_out(state: RunState) -> Verdict:
     # This treats the two as independent; they share prompts, so the true error of the difference is smaller.
     error = math.hypot(before.reward_sem, after.reward_sem)
     value = f"{reward_text(before.reward_mean)} → {reward_text(after.reward_mean)}"
-    when = "" if after.phase == "after" else f" at step {after.step}"
+    when = "" if after is at_the_end(state) else f" at step {after.step}"
     detail = f"{with_error(change, error).replace('-', '−') if change < 0 else '+' + with_error(change, error)}{when}"
     detail += f", {measured_on(after)}"
     if before.failed_prompts != after.failed_prompts:

@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -281,7 +281,8 @@ _DAY = 86_400.0
 @settings_dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     path: str = Field(min_length=1)
-    """A directory that `transformers` can load, a known name (`headrace doctor` lists them), or a hub id such as org/name."""
+    """A directory that `transformers` can load, a known name (`headrace doctor` lists them), or a hub id such as org/name,
+    or org/name@revision for a branch, tag or commit. A run keeps the commit that it began with."""
 
 
 @dataclass(frozen=True)
@@ -327,12 +328,12 @@ def _find(path: str, say: Say, setting: str) -> Path:
         )
     if path in KNOWN_MODELS:
         return _known(KNOWN_MODELS[path], say)
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
-        return _from_hub(path, setting)
+    if hub := hub_model(path):
+        return _from_hub(hub, setting)
     known = ", ".join(KNOWN_MODELS)
     raise ConfigError(
         f"{setting} = {path} is not a directory; name a directory with a model, a known model ({known}), or a hub id "
-        "such as org/name"
+        "such as org/name or org/name@revision"
     )
 
 
@@ -340,17 +341,76 @@ def _say_on_stderr(line: str) -> None:
     echo(line, err=True)
 
 
-def _from_hub(repo: str, setting: str) -> Path:
+class HubModel(NamedTuple):
+    repo: str
+    """org/name"""
+    revision: str = ""
+    """A branch, a tag or a commit; empty: the main branch."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, which never becomes another one."""
+        return bool(re.fullmatch(r"[0-9a-f]{40}", self.revision))
+
+
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?")
+
+
+def hub_model(path: str) -> HubModel | None:
+    """Returns the model of the hub that a setting names; None for a directory or a known name."""
+    found = _HUB_ID.fullmatch(path)
+    return HubModel(found[1], found[2] or "") if found and not Path(path).expanduser().is_dir() else None
+
+
+def short_name(path: str) -> str:
+    """Returns the name of a model for people and for files, without its place and its revision."""
+    hub = hub_model(path)
+    return Path(hub.repo if hub else path).name
+
+
+def with_commit(path: str, directory: Path) -> str:
+    """Returns `org/name@commit` for a model of the hub, and `path` for any other. `directory`: what `resolve_model` has found, which for
+    a model of the hub is `snapshots/<commit>` of its cache (https://huggingface.co/docs/huggingface_hub/guides/manage-cache)."""
+    hub = hub_model(path)
+    return f"{hub.repo}@{directory.name}" if hub and directory.parent.name == "snapshots" else path
+
+
+def commits_of(paths: Mapping[str, str]) -> dict[str, str]:
+    """Returns `org/name@commit` for each model of the hub, by its path: what a branch points to may be another one later. `paths`: by the
+    names of their settings. Fetches what is not in the cache. Raises ConfigError for what is not to be had."""
+    return {
+        path: with_commit(path, resolve_model(path, setting=setting))
+        for setting, path in paths.items()
+        if hub_model(path)
+    }
+
+
+def without_commit(paths: Mapping[str, str]) -> list[str]:
+    """Returns a sentence for each model of the hub of which a run that goes on has not recorded the commit. `paths`: as for `commits_of`."""
+    return [
+        f"{setting} = {path}: this run began with a version of headrace that recorded no commit of the hub, so it goes on with what the hub or its "
+        "cache has now, which may be another model; HF_HUB_OFFLINE=1 takes what is in the cache"
+        for setting, path in paths.items()
+        if (hub := hub_model(path)) and not hub.is_pinned
+    ]
+
+
+def _from_hub(hub: HubModel, setting: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # the terminal belongs to the live view
+    named = f"{hub.repo}@{hub.revision}" if hub.revision else hub.repo
     try:
-        return Path(snapshot_download(repo, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(hub.repo, revision=hub.revision or None, allow_patterns=HUB_FILES))
     except Exception as error:  # the hub client raises errors of many libraries
+        pinned = (
+            "; a run takes no other commit than the one that it began with: fetch this one again (hf download "
+            f"{hub.repo} --revision {hub.revision}), or bring back the hub's cache that held it (HF_HUB_CACHE)"
+        )
         raise ConfigError(
-            f"{setting} = {repo} is not a directory here, and the download from the hub failed ({_first_line(error)}); check the id "
-            "and the network (a gated model needs `hf auth login`), or download it elsewhere and name its directory"
+            f"{setting} = {named} is not a directory here, and the download from the hub failed ({_first_line(error)}); check the id "
+            f"and the network (a gated model needs `hf auth login`), or download it elsewhere and name its directory{pinned if hub.is_pinned else ''}"
         ) from None
 
 

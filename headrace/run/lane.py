@@ -22,11 +22,12 @@ from headrace.core.printing import echo, say
 from headrace.durable.journal import refuse_earlier
 from headrace.facts.facts import Warned
 from headrace.facts.index_file import DIGEST
+from headrace.facts.kept_settings import CONFIG, config_at, contents_in
 from headrace.facts.records import left_out
 from headrace.loop.checkpoints import ChangedSettings, Checkpoints, load_controller
 from headrace.loop.recovery import SavedRun, read_saved_run
 from headrace.run.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
-from headrace.run.contents import NONE_RECORDED, contents_in, contents_of, written
+from headrace.run.contents import NONE_RECORDED, contents_of, written
 from headrace.run.pieces import pieces_of
 from headrace.run.resume_rules import (
     changes,
@@ -35,7 +36,7 @@ from headrace.run.resume_rules import (
     check_steps,
     meaning,
 )
-from headrace.run.run_directory import CONFIG, RunDirectory, Storage, config_at
+from headrace.run.run_directory import RunDirectory, Storage
 from headrace.run.session import Session
 from headrace.trainer.config import change_of_rate
 from headrace.views.build import has_finished, open_recorder

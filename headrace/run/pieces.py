@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.facts.rollout_view import Pieces, settings_of
+from headrace.facts.kept_settings import settings_of
+from headrace.facts.rollout_view import Pieces
 from headrace.models.chat import ChatEncoder
-from headrace.models.resolve import model_states
+from headrace.models.resolve import hub_model, model_states
 
 _WINDOW = 8
 """Number of tokens that are decoded together, because some tokens decode differently at the start of a text."""
@@ -37,7 +38,8 @@ def _on_this_machine(path: str) -> Path | None:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(path, local_files_only=True))
+        hub = hub_model(path)
+        return Path(snapshot_download(hub.repo, revision=hub.revision or None, local_files_only=True)) if hub else None
     except Exception:  # the hub client raises errors of many libraries; in any case the model is not here
         return None
 

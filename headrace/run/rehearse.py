@@ -14,6 +14,8 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import count_steps
 from headrace.engine.native.served_how import served_how
+from headrace.facts.kept_settings import CONFIG
+from headrace.models.resolve import commits_of, without_commit
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer
 from headrace.run.build import loaded_model
 from headrace.run.choosing import settle_adapter
@@ -25,7 +27,7 @@ from headrace.run.rehearsal.machine import place_problem
 from headrace.run.rehearsal.words import Lines
 from headrace.run.rehearsed import Rehearsal
 from headrace.run.row_trial import task_and_reward
-from headrace.run.run_directory import CONFIG, refuse_used
+from headrace.run.run_directory import refuse_used
 from headrace.run.seats import check_seats
 from headrace.run.wording import headline
 from headrace.trainer.config import TrainConfig, change_of_rate, drawn
@@ -65,9 +67,13 @@ async def _rehearse(
     model_dir: Path | None = None
     try:
         with found.part(), found.steps.doing(f"finding the model {config.model.path}"):
+            if not resume:
+                config = found.config = config.with_commits(await asyncio.to_thread(commits_of, config.model_paths))
             model_dir = await asyncio.to_thread(loaded_model, config, inputs.rows)
             if not resume:
                 config = found.config = settle_adapter(config, model_dir)
+            else:
+                found.notes += without_commit(config.model_paths)
         for run in config.runs:
             await task_and_reward(found, run, model_dir, inputs)
         with found.part():

@@ -13,17 +13,18 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.printing import say
 from headrace.facts import progress
 from headrace.facts.facts import Evaluated
+from headrace.facts.kept_settings import CONFIG
 from headrace.facts.records import METRICS, REPORT, StepRow, read_metrics
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import with_error
-from headrace.facts.verdicts import ends_of
+from headrace.facts.verdicts import at_the_end, ends_of
 from headrace.loop.checkpoints import Checkpoints
 from headrace.processes.health.live_status import LIVING, Follower, Status, parts_of
 from headrace.run import one_shot
 from headrace.run.config import config_of_run, read_config
 from headrace.run.lane import Lane
 from headrace.run.pieces import pieces_of
-from headrace.run.run_directory import CONFIG, held
+from headrace.run.run_directory import held
 from headrace.version import __version__
 from headrace.views.report import page_of
 from headrace.views.report.data import sampled
@@ -202,13 +203,12 @@ def _opened(directory: Path) -> RunResult:
         if METRICS in warning.message:  # lines that another version may have written
             say(f"{directory}: {warning.message}")
     before, _ = ends_of(state.evals)
-    after = next((evaluation for evaluation in reversed(state.evals) if evaluation.phase == "after"), None)
     return RunResult(
         directory=directory,
         reason=_reason(status),
         step=state.step,
         before=before,
-        after=after,
+        after=at_the_end(state),
         report=directory / REPORT,
         state=state,
     )

@@ -238,7 +238,7 @@ def _until_it_ends(call: TrainCall) -> RunResult:
 
 def _rehearsed_and_trained(call: TrainCall) -> RunResult:
     inputs, resume = call.inputs, call.resume
-    config = begins_with(call.config, resume) if resume else call.config
+    config = begins_with(call.config.with_commits(call.config.chosen.models), resume) if resume else call.config
     rehearsed = None if resume else complete(rehearse(config, inputs, measurer=call.measurer))
     config = rehearsed.config if rehearsed else config
     with full_disk_as_error(call.path), RunDirectory.of(call.path, bool(resume)) as directory:

@@ -28,12 +28,13 @@ from headrace.durable.named_logs import names
 from headrace.durable.pass_log import PassLog
 from headrace.durable.segments import SEGMENT
 from headrace.facts.facts import Warned
+from headrace.facts.kept_settings import CONFIG, configs_until
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
 from headrace.loop.checkpoints import Checkpoints
 from headrace.loop.recovery import SavedRun, discard_superseded, open_journal
 
-LOCK, CONFIG = ".lock", "config.toml"
+LOCK = ".lock"
 
 PATIENCE = 3.0
 """Seconds for which a run tries to get its lock. `headrace status` holds it for microseconds, or longer on a busy machine."""
@@ -150,17 +151,6 @@ def _writable(path: Path) -> Iterator[None]:
             f"{error.filename or path} cannot be written ({error.strerror}): choose another place for runs (--set out=DIR), or get "
             "write permission there"
         ) from error
-
-
-def configs_until(path: Path) -> list[tuple[int, Path]]:
-    """The earlier settings of a run, in order. Each pair is (n, file): the settings of the steps before n, from the previous n on."""
-    found = path.glob("config.until-step-*.toml")
-    return sorted((int(file.stem.removeprefix("config.until-step-")), file) for file in found)
-
-
-def config_at(path: Path, step: int) -> Path:
-    """The settings of the process that wrote the checkpoint of `step`."""
-    return next((file for until, file in configs_until(path) if until >= step), path / CONFIG)
 
 
 def held(path: Path) -> bool:

@@ -17,7 +17,7 @@ from headrace.core.printing import say
 from headrace.durable.journal import JournalStep
 from headrace.facts.facts import Books, Evaluated, RunEnded, RunStarted
 from headrace.facts.machine_mark import machine_mark
-from headrace.facts.verdicts import ends_of
+from headrace.facts.verdicts import at_the_end, ends_of
 from headrace.loop.assembly import go_live
 from headrace.loop.pipeline import Parts, Pipeline
 from headrace.loop.turns import LAST_WORD, Utilisation
@@ -167,8 +167,8 @@ class Session:
 
     def recall(self) -> None:
         """Takes the evaluations of a finished run from its metrics."""
-        known = {evaluation.phase: evaluation for evaluation in self._recorder.state.evals}
-        self.before, self.after = ends_of(self._recorder.state.evals)[0], known.get("after")
+        state = self._recorder.state
+        self.before, self.after = ends_of(state.evals)[0], at_the_end(state)
 
     def loads(self) -> None:
         """Called in the task that loads the run: an interrupt then cancels it."""

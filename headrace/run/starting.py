@@ -137,6 +137,7 @@ def _on_bus(
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         terms = terms_of(config.model.path, model_dir)
         contents = await asyncio.to_thread(contents_of, config)
+        with_sets = await asyncio.to_thread(contents_of, config, of_sets=True)
         notice = RunNotice(
             session="",
             version=__version__,
@@ -148,7 +149,7 @@ def _on_bus(
             adapters=adapters,
             adapter=adapter,
             mark=mark_of(meaning(config, contents)),
-            contents=contents,
+            contents=with_sets,
         )
         await engine.open(notice)
 

@@ -36,7 +36,7 @@ from headrace.episodes.tasks.prompts import digest_of
 from headrace.facts.facts import WarmStarted, Warned
 from headrace.facts.texts import plural
 from headrace.models.chat import ChatEncoder
-from headrace.models.resolve import ModelConfig
+from headrace.models.resolve import ModelConfig, short_name
 from headrace.run.build import LoadedFiles, open_telemetry
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, dump_config
@@ -104,7 +104,7 @@ def begins_with(config: RunConfig, run_dir: Path) -> RunConfig:
 
 def _weights(run_dir: Path, model: str) -> Path:
     """The directory has the name of the model that it was made from, because people read it in headlines."""
-    return run_dir / FOLDER / (Path(model).name or "model")
+    return run_dir / FOLDER / (short_name(model) or "model")
 
 
 def warmed(

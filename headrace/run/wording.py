@@ -11,6 +11,7 @@ from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.facts.facts import RunStarted, WeightWay
 from headrace.facts.texts import plural
+from headrace.models.resolve import short_name
 from headrace.native.resources import usable_cores
 from headrace.processes.joining.joined import ONE_MACHINE
 from headrace.processes.orchestration_config import OrchestrationConfig
@@ -21,7 +22,7 @@ from headrace.weight_sync.config import Way, WeightSyncConfig
 
 
 def headline(config: RunConfig) -> str:
-    model, task = Path(config.model.path).name, config.task
+    model, task = short_name(config.model.path), config.task
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
     if task.facts.draws_seeds:
         prompts = Path(config.environment.name).name or config.environment.function.rpartition(":")[2]

@@ -25,13 +25,13 @@ from headrace.engine.sizes import (
     longest,
     usable,
 )
+from headrace.facts.kept_settings import CONFIG
 from headrace.native.resources import gib
 from headrace.run.auto.gpu_sizes import MICROBATCHES, SLACK, asking_of, gpu_notes, gpu_sizes
 from headrace.run.choosing import resumed_settings, settle_sizes
 from headrace.run.config import RunConfig, load_config
 from headrace.run.rehearsal.machine import Machine
 from headrace.run.rehearsal.memory_needs import ACTIVATIONS, KV, ModelShape, memory_plan, needs
-from headrace.run.run_directory import CONFIG
 from headrace.settings.toml import dump
 from headrace.trainer.config import TrainConfig
 from support.tiny_run import tiny_config

@@ -184,7 +184,7 @@ def test_settings_that_are_no_toml_are_named(tmp_path: Path, capsys: pytest.Capt
 
 def test_settings_are_utf_8_whatever_the_locale_says(tmp_path: Path) -> None:
     run = make(tmp_path / "a", RECORDS, CONFIG.replace("one", "día"))
-    code = "import sys; from pathlib import Path; from headrace.facts.rollout_view import settings_of; print(ascii(settings_of(Path(sys.argv[1]))['name']))"
+    code = "import sys; from pathlib import Path; from headrace.facts.kept_settings import settings_of; print(ascii(settings_of(Path(sys.argv[1]))['name']))"
     plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     said = subprocess.run([sys.executable, "-c", code, str(run)], env=plain, capture_output=True, text=True, check=True)
     assert said.stdout == "'d\\xeda'\n"

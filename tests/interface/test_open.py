@@ -81,6 +81,22 @@ def test_a_run_that_goes_on_is_read_as_far_as_it_is(runs: Path, tmp_path: Path) 
         assert headrace.open(place).step == 30, "opened again, it has what was added"
 
 
+def test_what_was_measured_after_fewer_steps_is_no_result_of_a_run_that_was_given_more(
+    runs: Path, tmp_path: Path
+) -> None:
+    place = shutil.copytree(runs / "done", tmp_path / "run")
+    lines = (place / METRICS).read_bytes().splitlines(keepends=True)
+    assert any(b'"phase":"after"' in line for line in lines)
+    more = [
+        line.replace(b'"step":29,', b'"step":30,').replace(b'"version":30', b'"version":31')
+        for line in lines
+        if b'"StepTrained"' in line and b'"step":29,' in line
+    ]
+    (place / METRICS).write_bytes(b"".join([*lines, *more]))
+    run = headrace.open(place)
+    assert (run.step, run.after) == (31, None) and run.held_out["phase"][-1] == "after"
+
+
 def test_several_adapters_are_opened_by_their_names(runs: Path) -> None:
     run = headrace.open(runs / "two")
     assert list(run.adapters) == ["left", "right"] and run.directory == runs / "two"

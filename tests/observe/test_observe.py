@@ -475,6 +475,16 @@ def test_held_out_reward_is_judged_against_its_error(after: float, mood: str) ->
     assert verdicts.held_out(evaluated(0.2, after)).mood == mood
 
 
+def test_what_was_measured_after_a_run_that_then_went_on_is_said_with_its_step() -> None:
+    stream = FactStream(steps=3, evaluate=False)
+    rows = [fact for fact in stream.facts() if isinstance(fact, StepTrained)]
+    before, after = (
+        Evaluated(1.0, phase, step, 64, 0.2 + step, 0.02, 9.0) for phase, step in (("before", 0), ("after", 2))
+    )  # type: ignore[arg-type]
+    assert "at step" not in verdicts.held_out(folded([before, *rows[:2], after])).detail
+    assert "at step 2, 64 prompts" in verdicts.held_out(folded([before, *rows[:2], after, rows[2]])).detail
+
+
 def test_what_was_not_measured_is_not_claimed() -> None:
     state = folded(list(FactStream(steps=3, evaluate=False).facts()))
     assert verdicts.held_out(state).value == "not measured"

@@ -33,13 +33,14 @@ from headrace.durable.journal import (
 )
 from headrace.durable.pass_log import PassLog, read_passes
 from headrace.facts.facts import RunEnded, TicketDrawn, Warned
+from headrace.facts.kept_settings import configs_until
 from headrace.facts.records import METRICS, StepRow
 from headrace.loop.checkpoints import Checkpoints, ControllerState, load_controller
 from headrace.loop.recovery import SavedRun, _begun, read_saved_run
 from headrace.run.config import RunConfig, dump_config, read_config
 from headrace.run.lane import Lane, open_lane
 from headrace.run.resume_rules import changes, meaning
-from headrace.run.run_directory import RunDirectory, configs_until
+from headrace.run.run_directory import RunDirectory
 from headrace.testing.faultsim.faults import Disk, Fault, Killed
 from headrace.testing.faultsim.lives import Case
 from support.journal_frames import frames_of, put_frames, spoil

@@ -141,8 +141,8 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
             'cannot be encrypted, and engines join over TLS .orchestration.cert.; use weight_sync.kind = "tcp"',
         ),
         (
-            {"weight_sync": {"kind": "tcp"}, "engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}},
-            'does not reach engine.kind = "headrace", which is a server; use weight_sync.kind = "files"',
+            {"weight_sync": {"kind": "tcp"}, "engine": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]}},
+            'does not reach engine.kind = "sglang", which is a server; use weight_sync.kind = "files"',
         ),
     ],
 )

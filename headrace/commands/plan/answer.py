@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from headrace.engine.sizes import GIB
 from headrace.facts.records import read_metrics
 from headrace.facts.run_state import RunState
 from headrace.loop.world.surroundings import Distribution, TurnShape, fixed, parse
-from headrace.models.resolve import cache_dir
+from headrace.models.resolve import cache_dir, short_name
 from headrace.run.config import RunConfig, load_config
 
 Say = Callable[[str], None]
@@ -75,9 +76,10 @@ class PlanRequest:
     """Bytes per second between trainer and engines."""
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> float:
         """Forward passes that a trained token costs."""
-        return hardware.passes_of(self.config.train, self.config.algo)
+        model = shape_of(self.model) if self.model else None
+        return hardware.passes_of(self.config.train, self.config.algo, model)
 
     def travel(self, engines: int = 1, trainer: int = 1) -> Travel | None:
         """The way of new weights to all engines, if the size of the model is given. `trainer`: its GPUs."""
@@ -224,7 +226,7 @@ def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, flo
         say(f"the measured rates are in {path}")
         return measured, 1.0
     rates = load_rates(path)
-    if (model := Path(request.config.model.path).name) != rates.model:
+    if (model := short_name(request.config.model.path)) != rates.model:
         notes.append(f"the rates in {path} were measured with {rates.model}, not with {model}")
     return rates, 1.0
 
@@ -238,7 +240,9 @@ def _of_data_sheets(request: PlanRequest) -> list[str]:
 
 
 def rates_file(model: str) -> Path:
-    return cache_dir() / "rates" / f"{Path(model).name}.json"
+    """Returns where the measured rates of a model are. Directories of one name may hold different models, so a directory's place counts."""
+    place = f"-{hashlib.sha256(model.encode()).hexdigest()[:8]}" if Path(model).is_absolute() else ""
+    return cache_dir() / "rates" / f"{short_name(model)}{place}.json"
 
 
 def _computed(request: PlanRequest) -> Rates:

@@ -7,22 +7,23 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
 from headrace.algo.config import AlgoConfig
-from headrace.commands.replay.bundle import CodeFiles, portable_settings
+from headrace.commands.replay.bundle import SECTIONS, CodeFiles, portable_settings
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.episodes.tasks.config import TaskConfig
+from headrace.facts.kept_settings import changes_before, config_at
 from headrace.facts.run_state import RunState
 from headrace.facts.verdicts import all_verdicts
 from headrace.models.images import SERVED, type_of
-from headrace.models.resolve import KNOWN_MODELS
-from headrace.run.config import RunConfig, config_of_run, read_config
+from headrace.models.resolve import KNOWN_MODELS, hub_model
+from headrace.run.config import RunConfig, read_config
 from headrace.settings.toml import dump
 from headrace.version import __version__
 from headrace.views.report.data import ReportData, load
@@ -140,12 +141,11 @@ def _png(canvas: np.ndarray) -> bytes:
 CARD, PICTURE = "README.md", "reward.png"
 MARKS = {"good": "✓", "bad": "✗", "plain": "•", "unknown": "?"}
 PACKAGES = ("torch", "transformers", "peft")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
     """Writes the card and its picture beside an exported model. `step`: that of the checkpoint; `name`: the model's title."""
-    config, data = read_config(config_of_run(run_dir)), load(run_dir)
+    config, data = read_config(config_at(run_dir, step)), load(run_dir, until=step)
     line = [(point.x, point.mean(lambda row: row.reward_drawn)) for point in data.bins]
     held_out = [
         (float(evaluation.step), evaluation.reward_mean)
@@ -154,14 +154,18 @@ def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
     ]
     (folder / PICTURE).write_bytes(curve_picture(line, held_out))
     adapter, reader = is_adapter(folder), reader_of(folder)
-    lines = _lines(config, data, step=step, name=name, adapter=adapter, reader=reader)
+    changed = changes_before(run_dir, step)
+    lines = _lines(config, data, changed, step=step, name=name, adapter=adapter, reader=reader)
     (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter: bool, reader: str) -> Iterator[str]:
+def _lines(
+    config: RunConfig, data: ReportData, changed: Mapping[str, str], *, step: int, name: str, adapter: bool, reader: str
+) -> Iterator[str]:
     warm = data.state.warm
     model = warm.model if warm else config.model.path
-    base = model if _is_on_the_hub(model) and not (warm and adapter) else ""
+    hub = hub_model(model)
+    base = hub.repo if hub and not (warm and adapter) else ""
     yield from _front_matter(config.algo, base, adapter)
     yield f"# {name}\n"
     yield (
@@ -178,13 +182,9 @@ def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter
     yield "\n## What held during the run\n"
     yield from _contracts(data.state)
     yield "\n## Settings\n"
-    yield from _settings(config)
+    yield from _settings(config, changed)
     yield "\n## Versions\n"
     yield from _versions(data.state)
-
-
-def _is_on_the_hub(path: str) -> bool:
-    return bool(_HUB_ID.fullmatch(path)) and not Path(path).is_dir()
 
 
 def _front_matter(algo: AlgoConfig, base: str, adapter: bool) -> Iterator[str]:
@@ -207,7 +207,9 @@ def _front_matter(algo: AlgoConfig, base: str, adapter: bool) -> Iterator[str]:
 def _model(path: str) -> str:
     if path in KNOWN_MODELS:
         return f"`{path}` ({KNOWN_MODELS[path].about}; {KNOWN_MODELS[path].licence})"
-    return f"`{path}`" if _is_on_the_hub(path) else f"A local model called `{Path(path).name}`"
+    if hub := hub_model(path):
+        return f"`{hub.repo}`" + (f" (revision `{hub.revision}`)" if hub.revision else "")
+    return f"A local model called `{Path(path).name}`"
 
 
 def _data(task: TaskConfig) -> str:
@@ -249,9 +251,14 @@ def _contracts(state: RunState) -> Iterator[str]:
         yield f"| {' | '.join(text.replace('|', chr(92) + '|').replace(chr(10), ' ') for text in cells)} |"
 
 
-def _settings(config: RunConfig) -> Iterator[str]:
-    """The settings that a step depends on, as TOML. Places of the machine are not among them."""
+def _settings(config: RunConfig, changed: Mapping[str, str]) -> Iterator[str]:
+    """The settings that a step depends on, as TOML, and what they were before a resume. Places of the machine are not among them."""
     settings, _ = portable_settings(config, CodeFiles())
+    told = {name: text for name, text in changed.items() if name.partition(".")[0] in SECTIONS}
+    if told:
+        yield "A resume changed settings of this run; below are the last.\n"
+        yield from (f"- `{name}`: {text}" for name, text in told.items())
+        yield ""
     yield f"<details><summary>everything that a step depends on</summary>\n\n```toml\n{dump(settings)}```\n\n</details>"
 
 

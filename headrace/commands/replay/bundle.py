@@ -39,6 +39,7 @@ from headrace.durable.journal import JournalStep, read_steps
 from headrace.durable.spelling import encode
 from headrace.episodes.scoring.config import HANDED, RewardConfig
 from headrace.models.lora import LoraConfig
+from headrace.models.resolve import hub_model
 from headrace.run.config import RunConfig, dump_config
 from headrace.settings.toml import Tree
 from headrace.trainer.config import TrainConfig
@@ -65,7 +66,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     machine: dict[str, str]
     """The mark of the machine that did the step (`facts/machine_mark.py`); empty if it was not recorded."""
     model: str
-    """A known name or a hub id; for a model that was a directory, the directory's own name."""
+    """A known name, or a hub id with its commit; for a model that was a directory, the directory's own name."""
     local: bool
     """Whether the model was a directory of that machine."""
     settings: dict[str, Any]
@@ -393,11 +394,12 @@ async def _state_before(course: RerunPlan, before: Path, after: Path) -> tuple[s
 
 
 def without_places(state: Path, model: str) -> None:
-    """Writes the name of the base model where peft's settings name its directory."""
-    settings = state / "adapter_config.json"
+    """Writes the name of the base model where peft's settings name its directory, and its revision into the field that peft has for it."""
+    settings, hub = state / "adapter_config.json", hub_model(model)
     if settings.exists():
         config = json.loads(settings.read_text(encoding="utf-8"))
-        settings.write_text(json.dumps({**config, "base_model_name_or_path": model}))
+        base = {"base_model_name_or_path": hub.repo, "revision": hub.revision or None} if hub else {}
+        settings.write_text(json.dumps({**config, "base_model_name_or_path": model, **base}))
 
 
 def _conclude(

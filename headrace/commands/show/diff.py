@@ -17,7 +17,7 @@ from headrace.core.batches import Group, Row
 from headrace.core.reports import TrainReport
 from headrace.core.types import Completion, Scored
 from headrace.durable.journal import Damage, DrawnRecord, GoneRecord, JournalReader, JournalStep, require_journal
-from headrace.facts.rollout_view import settings_of
+from headrace.facts.kept_settings import CONTENTS, settings_of, settings_over
 from headrace.facts.texts import clip, plural
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
@@ -132,17 +132,10 @@ def _pairs(a: Iterator[JournalStep], b: Iterator[JournalStep]) -> Iterator[tuple
 
 
 def _settings(a: Path, b: Path) -> list[tuple[str, Any, Any]]:
-    one, other = (_flat(settings_of(run)) for run in (a, b))
+    one, other = settings_over(a), settings_over(b)
     names = sorted(one.keys() | other.keys())
     return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)
-            and name not in ("name", "out")]  # fmt: skip
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+            and name not in ("name", "out") and not (name.startswith(CONTENTS) and None in (one.get(name), other.get(name)))]  # fmt: skip
 
 
 def _rounding(run: Path) -> float:

@@ -15,7 +15,8 @@ from headrace.core.reports import TrainReport
 from headrace.core.types import Struct
 from headrace.durable.journal import AnyRecord, Damage, GoneRecord, JournalReader, JournalStep, require_journal
 from headrace.durable.spelling import encode
-from headrace.facts.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
+from headrace.facts.kept_settings import settings_by_step
+from headrace.facts.rollout_view import Place, RolloutView, row_of, trimmed_below, view_step
 from headrace.facts.texts import counted, number
 from headrace.run.pieces import pieces_of
 from headrace.views.screen.console import Console
@@ -52,7 +53,7 @@ def inspect(
     console, damage = console or Console(), Damage()
     journaled = find_step(run_dir, step, ticket, damage)
     trainer, source = _trainer_side(run_dir, journaled, ticket, rescore)
-    oldest = trimmed_below(settings_of(run_dir), journaled.step)
+    oldest = trimmed_below(settings_by_step(run_dir)(journaled.step), journaled.step)
     views = [
         view for view in view_step(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, view.ticket)
     ]
@@ -157,7 +158,7 @@ def _trainer_side(
         )
     if not rescore:
         return {}, f"{source} (--rescore computes the trainer's)"
-    sampling = settings_of(run_dir).get("rollout")
+    sampling = settings_by_step(run_dir)(step.step).get("rollout")
     assert isinstance(sampling, dict), "every run has a config"
     rows = [row for group in step.groups for row in group.rows]
     if any((row.temperature or sampling.get("temperature", 1.0)) != 1.0 or row.sampling_mask for row in rows):

@@ -14,9 +14,10 @@ from rich.console import Group
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.printing import echo
 from headrace.facts.health import Standing, health
+from headrace.facts.kept_settings import CONFIG
 from headrace.facts.run_state import RunState
 from headrace.processes.health import live_status, stacks
-from headrace.run.run_directory import CONFIG, LOCK, held
+from headrace.run.run_directory import LOCK, held
 from headrace.views.board.followed_run import FollowedRun
 from headrace.views.screen import status_view
 from headrace.views.screen.console import Console, LiveView

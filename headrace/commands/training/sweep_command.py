@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -116,16 +116,18 @@ def runs_of(config: str, over: Sequence[str], seeds: int, *, name: str, sets: Se
 def _check_same(wanted: RunConfig, directory: Path) -> None:
     """Raises ConfigError if a run has begun there that learns or is measured otherwise, by its settings or by the files that they name: a table of both
     would compare what is not named in it."""
+    from headrace.facts.kept_settings import contents_in
     from headrace.run.choosing import resumed_settings
     from headrace.run.config import config_of_run, read_config
-    from headrace.run.contents import contents_in, contents_of
+    from headrace.run.contents import contents_of
     from headrace.run.resume_rules import rule_of, settings_of
     from headrace.run.warm_start import begins_with
 
     if not (directory / "config.toml").exists():
         return
-    wanted = begins_with(wanted, directory)
-    before = dict(settings_of(read_config(config_of_run(directory))))
+    begun = read_config(config_of_run(directory))
+    wanted = begins_with(wanted.with_commits(begun.chosen.models), directory)
+    before = dict(settings_of(begun))
     now = dict(settings_of(read_config(resumed_settings(wanted, directory))))
     for name, value in now.items():
         counts = name in ("train.steps", "train.minutes") or name.startswith("eval.") or not rule_of(name).is_free
@@ -193,6 +195,20 @@ def finished(directory: Path) -> dict[str, RunState]:
     return found
 
 
+def different_commits(directories: Iterable[Path]) -> Iterator[str]:
+    """Yields a sentence for each model of the hub that became another one between the starts of these runs."""
+    from headrace.facts.kept_settings import settings_of
+
+    found: dict[str, dict[str, list[str]]] = {}
+    for directory in directories:
+        for name, commit in settings_of(directory).get("chosen", {}).get("models", {}).items():
+            found.setdefault(name, {}).setdefault(commit, []).append(directory.name)
+    for name, commits in found.items():
+        if len(commits) > 1:
+            which = "; ".join(f"{commit} in {', '.join(runs)}" for commit, runs in commits.items())
+            yield f"{name} was {which}. Name one commit in the config, and give the sweep another --name"
+
+
 class Reached(NamedTuple):
     """The rewards of one combination, or of an adapter of it, a number for each of its finished seeds."""
 
@@ -234,6 +250,8 @@ def _tell(runs: Sequence[SweepRun]) -> None:
         given = (value.partition("=")[2] for value in row.values)
         table.add_row(*given, *([row.adapter] * several), f"{len(row.drawn)} of {each}", *_cells(row))
     Console().print(table)
+    for sentence in different_commits([one.directory for one in runs]):
+        echo(f"the runs are not comparable: {sentence}")
     echo("held out: the last evaluation; reward: of the last steps; ±: the standard error over seeds")
 
 

@@ -29,7 +29,7 @@ from headrace.core.printing import echo
 from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import trl_reward
 from headrace.episodes.tasks.rows import plain_row
-from headrace.models.resolve import resolve_model
+from headrace.models.resolve import resolve_model, short_name
 from headrace.settings.toml import Tree, merge
 
 # --- The model, adapter and tokenizer of a TRL script, as headrace's settings.
@@ -75,6 +75,7 @@ def dtype_of(init: Mapping[str, Any] | None, name: str) -> str:
     init = init or {}
     messages = [
         f"{name}[{key!r}]={value!r} cannot be honoured"
+        + ("; write it into the model's name: org/name@revision" if key == "revision" else "")
         for key, value in init.items()
         if key not in (*QUIET_KEYS, "dtype", "torch_dtype")
         and value not in (None, False)
@@ -613,7 +614,7 @@ def _refuse_no_card(given: Mapping[str, Any]) -> None:
 
 def _usual_place(model: Any, title: str) -> str:
     name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-    return f"{name.rstrip('/').rpartition('/')[2]}-{title}"
+    return f"{short_name(name.rstrip('/'))}-{title}"
 
 
 def _refuse_others(trainer: str, others: Mapping[str, Any], optimizers: tuple[Any, Any]) -> None:

@@ -218,7 +218,7 @@ DISTILLATION_FIELDS: dict[str, TrlField] = {
     "beta": TrlField(1.0, "honoured", 'algo.name = "opd_topk": 1 is algo.distill.kind = "reverse", 0 "forward", a number between them "jsd" with algo.distill.beta; over the teacher\'s 32 most probable tokens (algo.distill.k) and the rest, where TRL compares all'),
     "teacher_model_name_or_path": TrlField(None, "honoured", "scripts pass it as teacher_model=, which becomes a table of [[teachers]]"),
     "teacher_model_init_kwargs": TrlField(None, "honoured", "dtype is the teacher's engine.dtype; other keys are refused by name, as those of model_init_kwargs"),
-    "teacher_model_revision": TrlField(None, "refused", "fetch the revision, and pass its directory as teacher_model="),
+    "teacher_model_revision": TrlField(None, "refused", "write it into the name: teacher_model='org/name@revision'"),
 }  # fmt: skip
 
 

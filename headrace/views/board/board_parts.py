@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.facts.health import Standing
+from headrace.facts.kept_settings import resolved_config
 from headrace.facts.number_tables import Numbers, StepColumns
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import percent
@@ -174,12 +175,11 @@ def _with(data: ReportData, numbers: Numbers) -> ReportData:
 
 
 def _data(run_dir: Path, state: RunState, bins_too: bool) -> ReportData:
-    config = run_dir / "config.toml"
     return ReportData(
         run_dir=run_dir,
         state=state,
         samples=(),
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        config=resolved_config(run_dir),
         bins=tuple(bins(state)) if bins_too else (),
     )
 

@@ -13,8 +13,9 @@ from headrace.core.batches import Group
 from headrace.core.reports import TrainReport
 from headrace.core.types import Prompt, Scored
 from headrace.durable.journal import JournalReader, JournalStep
+from headrace.facts.kept_settings import settings_by_step
 from headrace.facts.number_tables import OUTCOMES, GroupTable, Order, Wanted
-from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
+from headrace.facts.rollout_view import Pieces, RolloutView, trimmed_below, view_rollout
 from headrace.facts.texts import clip, number, plural
 from headrace.views.report.held_out_looks import from_first_difference, hits, marked, shortened
 from headrace.views.report.rollouts import MAX_TEXT, rollout_table
@@ -60,7 +61,7 @@ class Browser:
 
     def __init__(self, run_dir: Path, make_pieces: Callable[[Path], Pieces | None]) -> None:
         self._run_dir, self._make_pieces = run_dir, make_pieces
-        self._settings: Mapping[str, object] = {}
+        self._settings: Callable[[int], Mapping[str, object]] = lambda step: {}
         self._journal, self._lock = JournalReader(run_dir, patient=False), threading.Lock()
         self._pieces: Pieces | None = None
         self._tried = False
@@ -69,7 +70,7 @@ class Browser:
         """`step`: optimizer steps done, for the lag of groups that wait for the trainer."""
         with self._lock:
             more = self._journal.refresh(SECONDS / 2)
-            self._settings = settings_of(self._run_dir)  # a run may be resumed with others
+            self._settings = settings_by_step(self._run_dir)  # a run may be resumed with others
             if not self._tried:  # reading a tokenizer takes a second, so it is not read before it is needed
                 self._pieces, self._tried = self._make_pieces(self._run_dir), True
         end = time.monotonic() + SECONDS
@@ -148,7 +149,7 @@ class Browser:
         in_prompt = words in group.prompt.text.lower()
         least, most = question.wanted.rewards
         journaled = JournalStep(step, 0.0, step + 1, (group,), report)
-        oldest = trimmed_below(self._settings, step)
+        oldest = trimmed_below(self._settings(step), step)
         for rollout, scored_rollout in enumerate(group.scored):
             done = scored_rollout.episode.last
             fits = least <= scored_rollout.reward <= most and (not question.wanted.cut or done.stop == "length")

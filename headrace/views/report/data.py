@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps
-from headrace.facts.facts import GroupEnded, Warned
+from headrace.facts.facts import Evaluated, GroupEnded, Warned
 from headrace.facts.group_numbers import NO_CONTRAST, Tally
 from headrace.facts.health import Standing
 from headrace.facts.index_file import INDEX, IndexReader
+from headrace.facts.kept_settings import resolved_config, settings_by_step
 from headrace.facts.number_tables import Numbers, StepColumns
-from headrace.facts.records import METRICS, StepRow, read_metrics
-from headrace.facts.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
+from headrace.facts.records import METRICS, MetricsFact, StepRow, read_metrics
+from headrace.facts.rollout_view import Pieces, RolloutView, trimmed_below, view_rollout
 from headrace.facts.run_state import RunState
 from headrace.facts.run_totals import Window
 
@@ -125,14 +126,19 @@ class Bin:
         return total
 
 
-def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None = None) -> ReportData:
-    """Reads a run. `pieces`: returns tokens as text. `standing`: the state of its process. Unreadable parts of the files are left out, with a
-    warning."""
+def load(
+    run_dir: Path, pieces: Pieces | None = None, standing: Standing | None = None, until: int | None = None
+) -> ReportData:
+    """Reads a run. `pieces`: returns tokens as text. `standing`: the state of its process. `until`: the number of optimizer steps after which nothing
+    counts; None: all does. Unreadable parts of the files are left out, with a warning."""
     state, ended, numbers, index = RunState(), [Ended()], Numbers(), IndexReader(run_dir / INDEX, run_dir)
     index.catch_up()
-    indexed = (run_dir / METRICS).is_file() and index.numbers.size == (run_dir / METRICS).stat().st_size
+    indexed = (
+        until is None and (run_dir / METRICS).is_file() and index.numbers.size == (run_dir / METRICS).stat().st_size
+    )
     seen: list[float] = []
-    for fact in read_metrics(run_dir):
+    facts = read_metrics(run_dir)
+    for fact in facts if until is None else _until(facts, until):
         if isinstance(fact, GroupEnded):
             ended[-1].end(fact, fact.ticket not in state.tickets.ready)
             seen += [reward for reward in fact.rewards if math.isfinite(reward)]
@@ -142,7 +148,7 @@ def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None 
         state.fold(fact)
         if not indexed:
             numbers.take(fact, state)
-    config, damage, known = run_dir / "config.toml", Damage(), index.numbers if indexed else numbers
+    damage, known = Damage(), index.numbers if indexed else numbers
     samples = tuple(sampled(run_dir, pieces, damage))
     if damage:
         state.fold(Warned(state.now, f"of the journal cannot be read: {damage}"))
@@ -150,13 +156,22 @@ def load(run_dir: Path, pieces: Pieces | None = None, standing: Standing | None 
         run_dir=run_dir,
         state=state,
         samples=samples,
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        config=resolved_config(run_dir),
         bins=tuple(bins(state, ended)),
         rewards=tuple(seen),
         columns=known.columns,
         groups=known.groups.rows.view,
         standing=standing,
     )
+
+
+def _until(facts: Iterable[MetricsFact], step: int) -> Iterator[MetricsFact]:
+    """Yields what a run that ended after `step` optimizer steps would have recorded. An evaluation may be there after later steps."""
+    later = False
+    for fact in facts:
+        later = later or (isinstance(fact, StepRow) and fact.report.version > step)
+        if not later or (isinstance(fact, Evaluated) and fact.step <= step):
+            yield fact
 
 
 def bins(state: RunState, ended: Sequence[Ended] = (), most: int = MAX_BINS) -> list[Bin]:
@@ -181,13 +196,13 @@ def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None =
     count = count_steps(run_dir)
     if not count:
         return []
-    settings = settings_of(run_dir)
+    settings = settings_by_step(run_dir)
     wanted = min(count, SAMPLED_STEPS)
     picked = {round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)}
     return [
         view
         for step in read_steps(run_dir, picked, damage)
-        for view in _two_of(step, pieces, trimmed_below(settings, step.step))
+        for view in _two_of(step, pieces, trimmed_below(settings(step.step), step.step))
     ]
 
 

@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headrace.facts import run_state
 from headrace.facts.costs import dollars
+from headrace.facts.kept_settings import CONTENTS, NOT_SET, settings_over
 from headrace.facts.records import StepRow
-from headrace.facts.rollout_view import settings_of
 from headrace.facts.texts import clip, duration, number, percent, reward_text
 from headrace.facts.verdicts import gain_of
 from headrace.views.report.data import Bin, ReportData
@@ -24,7 +24,6 @@ from headrace.views.report.svg import Chart, extent, figure, table
 # --- The settings in which runs differ, for the board and `headrace compare`.
 
 
-NOT_SET = "not set"
 NAME, MEASURED = "name", "chosen."
 """No settings that somebody would compare: the runs' names, and the speeds by which headrace chose the others."""
 MAX_SETTING = 80
@@ -32,9 +31,11 @@ MAX_SETTING = 80
 
 
 def settings_apart(runs: Mapping[str, Path]) -> dict[str, list[str]]:
-    """Returns the values of each setting that is not the same in all runs, by the dotted name of the setting, in the order of `runs`."""
-    flat = [_flat(settings_of(path)) for path in runs.values()]
+    """Returns the values of each setting that is not the same in all runs, by the dotted name of the setting, in the order of `runs`: and what the files
+    hold that a setting names in the same way in all."""
+    flat = [settings_over(path, str) for path in runs.values()]
     keys = sorted(key for key in set().union(*flat) if key != NAME and not key.startswith(MEASURED))
+    keys = [key for key in keys if not key.startswith(CONTENTS) or all(key in settings for settings in flat)]
     return {
         key: [settings.get(key, NOT_SET) for settings in flat]
         for key in keys
@@ -51,16 +52,6 @@ def differences(runs: Mapping[str, Path]) -> str:
     if not rows:
         return '<p class="empty">These runs have the same settings.</p>'
     return table(("setting", *runs), rows, "differences")
-
-
-def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{above}{name}.")
-        else:
-            found[f"{above}{name}"] = str(value)
-    return found
 
 
 # --- side by side ------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Any
 from headrace.facts.facts import RunStarted
 from headrace.facts.recorder import Sink
 from headrace.views.sinks.hushing import hushed
-from headrace.views.sinks.queued import QueuedSink, described
+from headrace.views.sinks.queued import QueuedSink, described, id_on_dashboards
 
-PLACE = "headrace.run"
-"""The tag with the directory of a run, by which a resumed one is found again."""
+RUN_ID = "headrace.run"
+"""The tag with the id of a run, by which a resumed one is found again."""
 
 
 def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:
@@ -36,10 +36,8 @@ class MlflowRun:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "headrace")
             found = self._client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else self._client.create_experiment(name)
-            tags = {PLACE: str(self._place), "mlflow.runName": fact.name}
-            earlier = (
-                self._client.search_runs([experiment], f"tags.`{PLACE}` = '{self._place}'") if fact.resumed_at else []
-            )
+            tags = {RUN_ID: id_on_dashboards(self._place), "mlflow.runName": fact.name}
+            earlier = self._client.search_runs([experiment], f"tags.`{RUN_ID}` = '{tags[RUN_ID]}'")
             run = earlier[0] if earlier else self._client.create_run(experiment, tags=tags)
             self._client.update_run(run.info.run_id, status="RUNNING")
             if not earlier:

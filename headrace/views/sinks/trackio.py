@@ -11,21 +11,21 @@ from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunStarted
 from headrace.facts.recorder import Sink
 from headrace.views.sinks.hushing import hushed
-from headrace.views.sinks.queued import QueuedSink, described
+from headrace.views.sinks.queued import QueuedSink, described, id_on_dashboards
 
 
 def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:
-    return QueuedSink("trackio", TrackioRun(), say)
+    return QueuedSink("trackio", TrackioRun(run_dir), say)
 
 
 class TrackioRun:
     """Writes to trackio's local database; `trackio show --project headrace` shows it."""
 
-    def __init__(self, project: str = "headrace") -> None:
+    def __init__(self, run_dir: Path, project: str = "headrace") -> None:
         for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
             if os.environ.get(name):
                 raise ConfigError(f"observe.trackio writes to this machine only, but {name} is set: unset it")
-        self._project = project
+        self._run_dir, self._project = run_dir, project
         self._run: Any = None
 
     def start(self, fact: RunStarted) -> None:
@@ -36,9 +36,9 @@ class TrackioRun:
         with hushed():
             self._run = trackio.init(
                 project=self._project,
-                name=fact.name,
+                name=f"{fact.name}-{id_on_dashboards(self._run_dir)[:6]}",  # it knows a run by its name alone
                 config=described(fact),
-                resume="allow" if fact.resumed_at else "never",
+                resume="allow",
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import xxhash
-
 from headrace.facts.facts import RunStarted
 from headrace.facts.recorder import Sink
 from headrace.views.sinks.hushing import hushed
-from headrace.views.sinks.queued import QueuedSink, described
+from headrace.views.sinks.queued import QueuedSink, described, id_on_dashboards
 
 
 def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:
@@ -39,7 +37,7 @@ class WandbRun:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "headrace"),
                 name=fact.name,
-                id=xxhash.xxh3_64_hexdigest(str(self._run_dir.resolve()).encode()),
+                id=id_on_dashboards(self._run_dir),
                 resume="allow",
                 dir=str(self._run_dir),
                 mode=chosen_mode(os.environ),  # type: ignore[arg-type]

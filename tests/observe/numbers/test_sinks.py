@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from headrace.views.build import open_recorder
 from headrace.views.config import ObserveConfig, check_installed
 from headrace.views.screen.live import frame
 from headrace.views.sinks import queued
-from headrace.views.sinks.queued import Dashboard, QueuedSink
+from headrace.views.sinks.queued import Dashboard, QueuedSink, id_on_dashboards
 from headrace.views.sinks.wandb import chosen_mode
 from headrace.views.sinks.webhook import EVERY, HELD, Alert, AlertChoice, Webhook, address_of, body_of, post
 from support.fact_stream import FactStream, standing
@@ -85,7 +86,8 @@ for fact in FactStream(steps=6).facts():
     recorder.record(fact)
 recorder.close()
 from trackio.sqlite_storage import SQLiteStorage
-print([row["reward/trained"] for row in SQLiteStorage.get_logs("headrace", "demo") if "reward/trained" in row])
+name = "demo-" + (Path(sys.argv[1]) / "dashboard_id").read_text()[:6]
+print([row["reward/trained"] for row in SQLiteStorage.get_logs("headrace", name) if "reward/trained" in row])
 """
     path = os.pathsep.join(sys.path)
     env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": path}
@@ -109,6 +111,33 @@ def test_mlflow_gets_the_scalars_in_files_and_a_resumed_run_continues_its_own(
     assert [point.step for point in points] == [1, 2, 3, 4, 5, 6, 5]
     assert [point.value for point in points] == pytest.approx([*REWARDS, REWARDS[4]])
     assert run.info.status == "FINISHED" and run.data.params["seed"] == "1"
+
+
+def test_a_run_is_known_to_dashboards_by_an_id_that_no_other_run_has(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    first = id_on_dashboards(tmp_path / "run")
+    assert first == id_on_dashboards(tmp_path / "run"), "a resumed run goes on there"
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert len({first, id_on_dashboards(copy)}) == 2 and id_on_dashboards(tmp_path / "run") == first
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    assert id_on_dashboards(tmp_path / "run") != first, "the run that was there before is another one"
+
+
+def test_mlflow_keeps_runs_of_one_place_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    from mlflow.tracking import MlflowClient
+
+    place = tmp_path / "run"
+    for once in ("first", "second"):
+        place.mkdir()
+        killed_and_resumed(ObserveConfig(terminal="off", mlflow=True), place)
+        place.rename(tmp_path / once)
+    client = MlflowClient()
+    runs = client.search_runs([client.get_experiment_by_name("headrace").experiment_id])
+    assert [len(client.get_metric_history(run.info.run_id, "reward/trained")) for run in runs] == [7, 7]
 
 
 @pytest.mark.slow

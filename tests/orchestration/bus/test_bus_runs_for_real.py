@@ -18,7 +18,7 @@ import torch
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import SteppedRecord, read_only
-from headrace.facts.facts import GroupEnded, RunEnded, Warned, WeightsLive, Withdrawn, WorkerJoined
+from headrace.facts.facts import Evaluated, GroupEnded, RunEnded, Warned, WeightsLive, Withdrawn, WorkerJoined
 from headrace.run.starting import SILENT_BUS
 from support import fake_servers
 from support.bus.redis_server import a_redis_server
@@ -76,11 +76,28 @@ def warned(run: Path) -> list[str]:
     return [fact.message for fact in of(run, Warned)]
 
 
+def measured(run: Path) -> dict[tuple[str, str], tuple[Any, ...]]:
+    found = {(one.phase, one.name): (one.prompts, one.reward_mean, one.looks) for one in of(run, Evaluated)}
+    assert {name for _, name in found} == {"", "once", "letters"} and len(found) == 6
+    return found
+
+
 @pytest.mark.whole
 def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llama: Path, tmp_path: Path) -> None:
-    headrace.train(tiny_config(tmp_path, tiny_llama, **SYNCHRONOUS, name="local"))
-    bus = f"jsonl:{tmp_path / 'bus'}"
-    config = on_bus(tmp_path, tiny_llama, bus, **SYNCHRONOUS, eval={"prompts": 4, "samples": 2}, name="bus")
+    """So are its measurements. One set has the held-out prompts, another prompts, a reward and a system message of its own."""
+    bus, rewards = f"jsonl:{tmp_path / 'bus'}", tmp_path / "rewards.py"
+    rewards.write_text(
+        "def letters(completions, **columns):\n    return [text.count('o') / 9 for text in completions]\n"
+    )
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "a?"}\n{"prompt": "b?"}\n{"prompt": "c?"}\n')
+    letters = {
+        "task": {"path": str(tmp_path / "hard.jsonl"), "system": "go"},
+        "reward": {"function": f"{rewards}:letters"},
+    }
+    sets = [{"name": "once", "samples": 1}, {"name": "letters", "prompts": 3, **letters}]
+    tables = {**SYNCHRONOUS, "eval": {"prompts": 4, "samples": 2, "sets": sets}}
+    headrace.train(tiny_config(tmp_path, tiny_llama, **tables, name="local"))
+    config = on_bus(tmp_path, tiny_llama, bus, **tables, name="bus")
     with hosts(bus, 1) as (host,):
         result = headrace.train(config)
         output = host.communicate(timeout=PATIENCE)[1]
@@ -90,6 +107,7 @@ def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llam
     finished(run, 3, groups=2)
     (joined,) = of(run, WorkerJoined)
     assert joined.who.startswith("rollout host ") and joined.pid == host.pid
+    assert measured(run) == measured(tmp_path / "runs" / "local")
     local, other = weights_of(tmp_path / "runs" / "local"), weights_of(run)
     assert local.keys() == other.keys() and all(torch.equal(local[name], other[name]) for name in local)
 

@@ -136,12 +136,16 @@ def test_a_copy_of_a_run_has_another_name_on_the_bus(tmp_path: Path) -> None:
     assert name_on_bus(run.rename(tmp_path / "moved"), "r") == name
 
 
-def noticed(place: Path) -> RunNotice:
+REWARDS = "def exact(completions):\n    return [1.0] * len(completions)\n"
+
+
+def noticed(place: Path, **tables: Any) -> RunNotice:
     """The notice of a run whose reward is in `place`."""
-    (place / "rewards.py").write_text("def exact(completions):\n    return [1.0] * len(completions)\n")
+    (place / "rewards.py").write_text(REWARDS)
     reward = {"function": f"{place / 'rewards.py'}:exact"}
-    config = load_config(tiny_config(place, place, reward=reward, orchestration={"bus": f"jsonl:{place}"}))
-    return RunNotice("s", __version__, config=dataclasses.asdict(config), contents=contents_of(config))
+    config = load_config(tiny_config(place, place, reward=reward, orchestration={"bus": f"jsonl:{place}"}, **tables))
+    contents = contents_of(config, of_sets=True)
+    return RunNotice("s", __version__, config=dataclasses.asdict(config), contents=contents)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +173,22 @@ def test_a_host_has_the_files_of_the_run_wherever_they_lie(tmp_path: Path) -> No
     (tmp_path / "rewards.py").write_text(there.read_text())
     with pytest.raises(ConfigError, match=r"the files of reward\.function are not the run's"):
         own_config(notice, [])
+
+
+def test_a_host_has_the_files_of_the_evaluation_sets(tmp_path: Path) -> None:
+    (tmp_path / "hard.py").write_text(REWARDS)
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "a"}\n')
+    hard = {"reward": {"function": f"{tmp_path / 'hard.py'}:exact"}, "task": {"path": str(tmp_path / "hard.jsonl")}}
+    notice = noticed(tmp_path, eval={"prompts": 4, "sets": [{"name": "hard", **hard}]})
+    (tmp_path / "hard.jsonl").unlink()
+    assert own_config(notice, []), "its rows come with the errands"
+    (tmp_path / "hard.py").write_text(REWARDS.replace("1.0", "2.0"))
+    with pytest.raises(ConfigError, match=r"the files of eval\.sets\.hard\.reward\.function are not the run's"):
+        own_config(notice, [])
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "hard.py").write_text(REWARDS)
+    there = f"eval.sets.hard.reward.function={tmp_path / 'there' / 'hard.py'}:exact"
+    assert own_config(notice, [there]), "the remedy"
 
 
 def test_redis_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from headrace.episodes.rollout import seed_of
 from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.loop.world.surroundings import empirical
 from headrace.models.chat import open_model
+from headrace.models.resolve import short_name
 from headrace.run.build import build_scorer, build_task, open_telemetry
 from headrace.run.choosing import settle_here
 from headrace.run.config import RunConfig
@@ -160,7 +161,7 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
                 bench = Bench(
                     config=config, pools=pools, task=task, scorer=scorer, decode=encoder.decode, say=say, window=window
                 )
-                return await bench.rates(model_dir.name, kv_tokens(model_dir, config.engine))
+                return await bench.rates(short_name(config.model.path), kv_tokens(model_dir, config.engine))
         finally:
             await scorer.close()
 

@@ -19,6 +19,7 @@ from headrace.core.errors import ConfigError
 from headrace.facts.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.facts.records import MetricsFact, StepRow, read_metrics
 from headrace.loop.world.surroundings import Distribution, empirical, fixed
+from headrace.models.resolve import short_name
 from headrace.run.config import RunConfig, config_of_run, read_config
 
 F = TypeVar("F")
@@ -65,7 +66,7 @@ def rates_of_facts(
         tools=tools,
         results=results,
         source=f"metrics of the run {name}",
-        model=Path(config.model.path).name,
+        model=short_name(config.model.path),
     )
     barren = sum(group.reason == "no_contrast" for group in groups)
     return rates, 1 - barren / max(1, sum(group.outcome != "failed" for group in groups))

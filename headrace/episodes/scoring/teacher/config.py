@@ -49,7 +49,7 @@ class TeacherConfig:
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)
     """The teacher's name in journals and reports; with mode = "text", its reward's."""
     path: str = ""
-    """A directory that `transformers` loads, a known model, or a hub id. Empty: the student teaches itself."""
+    """A directory that `transformers` loads, a known model, or a hub id (org/name@revision too). Empty: the student teaches itself."""
     student: Literal["", "snapshot", "average"] = ""
     """The student as teacher: its weights at the last multiple of `every` steps (snapshot), or their moving average."""
     every: int = Field(default=10, gt=0)
