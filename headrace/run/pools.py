@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.core.errors import StalledError
+from headrace.core.errors import StalledError, WorkerDied
 from headrace.core.printing import say
 from headrace.core.protocols import Engine, Launcher, Trainer
 from headrace.core.weights import Manifest
@@ -23,6 +24,7 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.turns import DeviceShare, SharedDevices
 from headrace.processes.orchestration_config import OrchestrationConfig
+from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig
@@ -108,7 +110,7 @@ async def open_pools(
         undo.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)
         started: list[Engine | Trainer] = []
-        undo.push_async_callback(_close, started, telemetry.waits)
+        undo.push_async_exit(partial(_close, started, telemetry.waits))
         starting = start_engine(
             config,
             model_dir=model_dir,
@@ -143,7 +145,10 @@ async def open_pools(
         )
 
 
-async def _close(started: Collection[Engine | Trainer], waits: Waits) -> None:
+async def _close(started: Collection[Engine | Trainer], waits: Waits, _: object, error: object, __: object) -> None:
+    for engine in started:
+        if isinstance(engine, BusEngine):
+            engine.trainer_died = isinstance(error, WorkerDied) and error.who == "trainer"
     await close_within(waits, asyncio.gather(*(engine.close() for engine in started)))
 
 

@@ -40,6 +40,8 @@ LOOK = 0.02
 """Seconds between two looks whether a lock is free."""
 LONGEST = 1 << 16
 """Bytes of a book."""
+OLD = 7 * 24 * 3600
+"""Seconds without a version after which a book counts as left behind by workers that were killed."""
 
 
 class _Book(msgspec.Struct):
@@ -64,6 +66,9 @@ class MachineMemory:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             found = self._directory.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                for book in self._directory.iterdir():
+                    if not book.suffix and book.stat().st_mtime < time.time() - OLD:
+                        _delete(book)
                 return SharingReceiver(receiver, self._directory / xxhash.xxh3_128_hexdigest(what))
         return receiver
 
@@ -108,8 +113,7 @@ class SharingReceiver:
         """Deletes the files, unless another worker fetches now. A worker that comes later makes them anew."""
         with suppress(OSError):
             fcntl.flock(self._book, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for path in self._place.parent.glob(f"{self._place.name}*"):
-                path.unlink(missing_ok=True)
+            _delete(self._place)
         for file in (self._book, *self._slots):
             os.close(file)
 
@@ -169,6 +173,12 @@ class SharingReceiver:
         finally:
             if alone:
                 fcntl.flock(self._book, fcntl.LOCK_UN)
+
+
+def _delete(book: Path) -> None:
+    """Whoever has these files open goes on with them, and those that come later make others: they share nothing, and harm nothing."""
+    for path in book.parent.glob(f"{book.name}*"):
+        path.unlink(missing_ok=True)
 
 
 def _opened(path: Path) -> int:

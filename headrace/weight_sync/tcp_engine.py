@@ -148,8 +148,9 @@ class TcpSource:
             if self._arriving:
                 self._arriving.has.add((question.rank, question.first))
             if relay:
-                with suppress(OSError):  # then nobody is sent here for it
+                with suppress(OSError, ValueError):  # then nobody is sent here for it
                     send_message(connection, PieceSaid(has=True))
+                    _reply(connection)
 
         self._asked(update, place, replace(question, relay=relay), read)
 

@@ -2,7 +2,7 @@
 
     engine    length, {token, name, fingerprint, part, first, nbytes}
     server    length, {waits}, any number of times; length, {nbytes, whole}, {elsewhere, digest} or {refused}; then the bytes
-    engine    if it sends pieces to others: length, {has} or {lost}; after {lost} the server sends the piece itself
+    engine    if it sends pieces to others: length, {has}, which is acknowledged, or {lost}, after which the server sends the piece itself
 
 A connection serves one question, and lasts until the engine has the piece or has ended: so the server knows who is busy with sending it. Whoever
 does not know the token is answered nothing.
@@ -157,6 +157,7 @@ class TcpServer:
                 said = _heard(connection)
             if said.has:
                 self.relays.joined(path, asker)
+                send_message(connection, WeightReply())  # when it is so: whoever asks next is sent there
 
     def _answer(self, connection: socket.socket, asked: Question, path: str = "", other: str = "") -> None:
         """`other`: the address of an engine that sends it instead."""

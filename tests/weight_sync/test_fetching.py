@@ -286,7 +286,7 @@ class Relay:
                 heard = b""
                 while more := there.recv(1 << 20):
                     heard += more
-                here.sendall(self._change(heard))
+                here.sendall(self._change(heard.removesuffix(packed(WeightReply()) if question.relay else b"")))
 
 
 def flipped(heard: bytes) -> bytes:

@@ -140,6 +140,16 @@ def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path) -> Non
     assert all_right(some, trainer.send(0)) == 2 * NBYTES and not list((tmp_path / "shared").iterdir())
 
 
+def test_what_killed_workers_have_left_goes_after_a_week_and_those_that_live_go_on(tmp_path: Path) -> None:
+    trainer, (one, other) = Trainer(), workers(tmp_path, 2)
+    assert right(one, trainer.send(0))
+    for path in (tmp_path / "shared").iterdir():
+        os.utime(path, (0, 0))
+    assert all_right([one, other], trainer.send(1)) in (NBYTES, 2 * NBYTES)
+    (book,) = [path for path in (tmp_path / "shared").iterdir() if not path.suffix]
+    assert book.stat().st_mtime > 0 and all_right([one, other], trainer.send(2)) in (NBYTES, 2 * NBYTES)
+
+
 def test_other_bytes_than_were_published_are_refused_by_each_and_fetched_again(tmp_path: Path) -> None:
     trainer, some = Trainer(), workers(tmp_path, 2)
     update = trainer.send(0)

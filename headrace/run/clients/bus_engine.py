@@ -60,6 +60,8 @@ class BusEngine:
         self._updates: dict[str, WeightUpdate] = {}
         self._begun = False
         """Whether a host has served the first weights of the policy."""
+        self.trainer_died = False
+        """Whether the engine is closed because the trainer has died: the hosts wait for the run to go on."""
         self._requests, self._scorings = itertools.count(), itertools.count()
         self._announcing, self._counted = asyncio.Lock(), 1
         self._moved = asyncio.Event()
@@ -151,11 +153,10 @@ class BusEngine:
             await asyncio.wait([self._working], timeout=AGAIN)
         if self._bus is None:
             return
+        over = RunNotice(self._session, __version__, over=True, begun=self._begun, died=self.trainer_died)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
-                await self._bus.pin(
-                    RUN, msgspec.msgpack.encode(RunNotice(self._session, __version__, over=True, begun=self._begun))
-                )
+                await self._bus.pin(RUN, msgspec.msgpack.encode(over))
                 await self._bus.wipe()
         await self._bus.close()
 

@@ -121,6 +121,8 @@ class RunNotice(Struct, frozen=True):
     over: bool = False
     begun: bool = True
     """Whether a run that is over had begun. One that was refused at its start may be started again, with these hosts."""
+    died: bool = False
+    """Whether a run that is over has lost its trainer. It goes on by itself, or is resumed, with these hosts."""
     config: dict[str, Any] = {}
     """`RunConfig` as plain values."""
     model: str = ""

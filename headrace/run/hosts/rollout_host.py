@@ -131,6 +131,9 @@ class RolloutHost:
                 than, notice = found.id, _notice_of(found.body, self._say)
                 if notice is None:
                     continue
+                if notice.over and notice.died:
+                    self._say("the trainer has died: waiting for the run to go on from its checkpoint")
+                    continue
                 if notice.over and notice.begun:
                     self._say("the run is over")
                     return None

@@ -117,6 +117,23 @@ def test_a_run_that_is_refused_at_its_start_leaves_its_hosts_to_the_next_one():
     virtual_time.run(case())
 
 
+def test_hosts_of_a_run_whose_trainer_has_died_wait_for_it_to_go_on():
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS)
+        fleet.join()
+        world = await bus_world(None, fleet)
+        world.engine._begun = world.engine.trainer_died = True
+        await world.engine.close()
+        await asyncio.sleep(20.0)
+        assert not fleet.ended
+        assert fleet.said == ["the trainer has died: waiting for the run to go on from its checkpoint"]
+        checked(await a_run(fleet, hosts=0))
+        await asyncio.sleep(10.0)
+        assert fleet.ended == {"host-0": None} and fleet.said[-1] == "the run is over"
+
+    virtual_time.run(case())
+
+
 def test_a_run_with_a_bus_trains_what_a_run_without_one_trains():
     """With one version at a time nothing depends on who samples: the same prompts, seeds and tokens."""
     from support.fake_world import FakeWorld

@@ -35,6 +35,7 @@ from support.tiny_run import (
     tiny_config,
     trained_steps,
     weights_of,
+    workers_of,
 )
 
 
@@ -167,6 +168,20 @@ def test_hosts_with_a_server_each_go_on_when_a_host_and_a_server_are_killed(
     assert result.step == 8 and "it is started again" in output, output
     finished(run, 8)
     assert {update.where.get("port") for update in (live.update for live in of(run, WeightsLive))} != {None}, "over TCP"
+
+
+@pytest.mark.slow
+def test_a_run_whose_trainer_is_killed_goes_on_with_the_hosts_that_it_has(tiny_llama: Path, tmp_path: Path) -> None:
+    bus, run = f"jsonl:{tmp_path / 'bus'}", tmp_path / "runs" / "tiny"
+    config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 6, "max_deaths": 1})
+    with hosts(bus, 1) as (host,):
+        thread = at_steps(config, {3: lambda: os.kill(workers_of(os.getpid())["trainer"], signal.SIGKILL)})
+        result = headrace.train(config)
+        thread.join()
+        output = host.communicate(timeout=PATIENCE)[1]
+    assert result.step == 6 and "the trainer has died: waiting for the run to go on" in output, output
+    assert host.returncode == 0 and "the run is over" in output
+    finished(run, 6)
 
 
 POISON = """
