@@ -10,6 +10,7 @@ reasoning_gym (`pip install "headrace[tasks]"`), which gives an answer that hold
     python benchmarks/toy_recipes.py grpo tis --prompts 12 --experience 2 --lags 1 --seeds 0 1 2
     python benchmarks/toy_recipes.py grpo tis cispo --gym letter_counting --lags 0 4 --seeds 0 1 --steps 40 --errors
     python benchmarks/toy_recipes.py prime rloo --rank 8 --lags 1 --seeds 0 1 2 --steps 20 --errors
+    python benchmarks/toy_recipes.py ppo --critic 1e-3 --lags 1 --seeds 0 1 --steps 40 --errors
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class ToyRun(NamedTuple):
     """Norm of the gradient of each step."""
     drawn: int
     """Groups that were sampled; those without contrast are not trained."""
+    explained: list[float]
+    """The share of the returns' variance that a critic explained in each step; empty without one."""
 
 
 def make_model(directory: Path, read: str = "", head: float = 1.0) -> Path:
@@ -118,6 +121,7 @@ def trained(
     experience: int = 0,
     sparse: bool = False,
     rank: int = 0,
+    critic: float = 0.0,
 ) -> ToyRun:
     place.mkdir()
     (place / "twice.py").write_text(TWICE)
@@ -136,6 +140,8 @@ def trained(
         checkpoint={"every": 0},
         **(walks if turns > 1 else {}),
     )
+    if critic:
+        settings["algo"]["critic"] = {"model": str(model), "model_learning_rate": critic}
     if rank:
         settings["lora"], settings["train"]["learning_rate"] = {"rank": rank}, 1e-2
     for worker in ("engine", "train"):
@@ -170,7 +176,9 @@ def trained(
     drawn = sum(isinstance(fact, GroupEnded) for fact in facts)
     tokens = sum(row.report.loss_tokens for row in rows)
     stopped = sum(lag.tokens * (lag.clipped + sum(lag.masked.values())) for row in rows for lag in row.report.lags)
-    return ToyRun([row.reward_drawn for row in rows], stopped / tokens, [row.report.grad_norm for row in rows], drawn)
+    explained = [row.report.critic.explained_variance for row in rows if row.report.critic]
+    norms = [row.report.grad_norm for row in rows]
+    return ToyRun([row.reward_drawn for row in rows], stopped / tokens, norms, drawn, explained)
 
 
 def cell(runs: Sequence[ToyRun], errors: bool) -> str:
@@ -198,6 +206,12 @@ def main() -> None:
         "--experience", type=int, default=0, help="good earlier rollouts of a prompt that are trained again"
     )
     parser.add_argument("--rank", type=int, default=0, help="train an adapter of this rank")
+    parser.add_argument(
+        "--critic",
+        type=float,
+        default=0.0,
+        help="learning rate of a critic with a model of its own, at first the policy's",
+    )
     parser.add_argument("--sparse", action="store_true", help="a reward of 1 for two letters or more, else 0")
     parser.add_argument("--errors", action="store_true", help="means with standard errors, of two seeds or more")
     told = parser.parse_args()
@@ -222,12 +236,21 @@ def main() -> None:
                         experience=told.experience,
                         sparse=told.sparse,
                         rank=told.rank,
+                        critic=told.critic,
                     )
                     for seed in told.seeds
                 ]
                 cells.append(cell(runs, told.errors))
                 begun = ", ".join(f"{fmean(run.rewards[:ENDS]):.3f}" for run in runs)
-                print(f"{recipe}, max_lag {lag}: {cells[-1]} (first {ENDS} steps {begun})", file=sys.stderr, flush=True)
+                values = ", ".join(
+                    f"{fmean(run.explained[len(run.explained) // 2 :]):.2f}" for run in runs if run.explained
+                )
+                more = f"; explained by values in the second half {values}" if values else ""
+                print(
+                    f"{recipe}, max_lag {lag}: {cells[-1]} (first {ENDS} steps {begun}{more})",
+                    file=sys.stderr,
+                    flush=True,
+                )
             print(f"| `{recipe}` | {' | '.join(cells)} |", flush=True)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from headrace.processes.process_end import ending
 from support import compiling
 from support.runs import preloaded_python
 
@@ -51,6 +52,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     preloaded_python.share_with_workers_of_tests()
     compiling.compile_once(config, Path(__file__).parent)
+
+
+DIED: list[str] = []
+"""How workers of xdist have ended before they should."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Xdist names only the test in which a worker has died; the signal or the exit code tells more."""
+    process = getattr(node.gateway._io, "popen", None)
+    if error and process is not None:
+        DIED.append(f"{node.gateway.id}, pid {process.pid}, {ending(process.wait(timeout=60))}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -131,6 +144,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     if found:
         terminalreporter.write_line(f"{_cpu_seconds():.0f} s of CPU time")
+    for how in DIED:
+        terminalreporter.write_line(how)
     for seconds, name in sorted(found, reverse=True):
         if seconds > DEAR:
             terminalreporter.write_line(

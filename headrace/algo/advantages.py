@@ -2,7 +2,7 @@
 
 A group is normalised by its own members only, however many there are, never by the whole batch (slime #1414). A group
 of one, or one whose rewards are all equal, has nothing to compare: its advantages are exactly zero, and the pipeline
-drops it as `no_contrast`. (verl and SkyRL give such a group its raw reward, slime NaN.)
+drops it as `no_contrast`. (verl and SkyRL give a group of one its raw reward, slime NaN.)
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from headrace.algo.rules import Rule, with_thresholds
@@ -235,6 +235,8 @@ class Critic:
 
     learning_rate: float = 0.05
     trunk: float = 0.0
+    model: str = ""
+    model_learning_rate: float = 1e-5
     lam: float | None = None
     length_rate: float = 0.0
     alone_steps: int = 0
@@ -243,7 +245,7 @@ class Critic:
 
 @settings_dataclass(frozen=True, config=STRICT)
 class CriticConfig:
-    """The critic of PPO: a linear value head on the model's last hidden states, trained beside the policy."""
+    """The critic of PPO: a linear value head on the policy's last hidden states, or on those of a model of its own."""
 
     learning_rate: float | None = Field(default=None, gt=0)
     """The value head's constant learning rate: a value moves by about this much in a step, in units of the reward. It
@@ -251,6 +253,12 @@ class CriticConfig:
     trunk: float | None = Field(default=None, ge=0)
     """The share of the value loss whose gradient goes on into the model (0.1 is what others call a coefficient of 0.1).
     0: the head alone learns from it."""
+    model: str | None = None
+    """The model that the critic begins as, apart from the head, found like `model.path`; it has the policy's tokenizer, and
+    all of its weights are trained, in float32. Empty: the head reads the policy's hidden states."""
+    model_learning_rate: float | None = Field(default=None, gt=0)
+    """The constant learning rate of the critic's own model; 1e-5 if not given. `train.max_grad_norm` bounds its gradient
+    by itself."""
     lam: float | None = Field(default=None, ge=0, le=1)
     """λ of the returns that the critic learns; `algo.lam` if not given (VAPO: 1, without a bias)."""
     length_rate: float | None = Field(default=None, ge=0)
@@ -259,6 +267,20 @@ class CriticConfig:
     """First steps in which the critic is trained alone and the policy's weights stay (VAPO: 50)."""
     imitation: float | None = Field(default=None, ge=0)
     """The weight of the mean negative log-likelihood of rollouts whose rewards sum to more than 0 (VAPO: 0.1)."""
+
+    @model_validator(mode="after")
+    def _one_trunk(self) -> CriticConfig:
+        if self.model and self.trunk:
+            raise ValueError(
+                f"algo.critic.trunk = {self.trunk:g} lets a share of the value loss into the policy, and with algo.critic.model the critic reads another "
+                "model, which gets all of it; remove one of the two"
+            )
+        if self.model_learning_rate and not self.model:
+            raise ValueError(
+                "algo.critic.model_learning_rate is that of a critic's own model, and without algo.critic.model it is a head on the policy; set that, "
+                "or remove this one"
+            )
+        return self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from headrace.native.build import kernels_mark
 from headrace.native.resources import usable_cores
 
 
@@ -20,6 +21,7 @@ def machine_mark(cores: Sequence[int], threads: int = 0) -> dict[str, str]:
         "threads": str(threads or len(cores) or usable_cores()),  # sums are split over the threads
         "torch": _version("torch"),
         "system": f"{platform.system()} {platform.machine()}",
+        "kernels": kernels_mark(),
     }
     gpus = sorted(_model_of(path) for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return mark | ({"gpu": ", ".join(gpus)} if gpus else {})

@@ -48,11 +48,13 @@ class MeasuredSet:
     scorer: Scorer | None = None
     measure: str = ""
     """See `evaluation.measure_of`."""
+    every: int = 0
+    """See `HeldOutSet`."""
 
-    def with_groups(self, groups: OwnGroups) -> HeldOutSet:
+    def with_groups(self, groups: GroupSource) -> HeldOutSet:
         """`groups`: of the held-out prompts."""
         own = groups.measuring(self.evaluation, self.environment, self.scorer)
-        return HeldOutSet(self.name, own, self.prompts, self.measure)
+        return HeldOutSet(self.name, own, self.prompts, self.measure, self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +199,9 @@ def _evaluator(
     made_by: Mapping[str, Any],
 ) -> Evaluator:
     groups, prompts = held_out
-    further = [one.with_groups(groups) for one in sets if isinstance(groups, OwnGroups)]
-    assert len(further) == len(sets), "settings refuse further sets where rollout hosts sample"
     measure = measure_of(made_by, evaluation.temperature)
-    return Evaluator(HeldOutSet(evaluation.name, groups, prompts, measure), telemetry, further)
+    first = HeldOutSet(evaluation.name, groups, prompts, measure)
+    return Evaluator(first, telemetry, [one.with_groups(groups) for one in sets])
 
 
 def _own_groups(

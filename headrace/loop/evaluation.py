@@ -40,6 +40,12 @@ class HeldOutSet(NamedTuple):
     prompts: Sequence[Prompt]
     measure: str = ""
     """The mark of what it measures (`measure_of`)."""
+    every: int = 0
+    """Optimizer steps between two measurements during training; 0: with each of the held-out prompts."""
+
+    def is_due(self, step: int, done: int) -> bool:
+        """Whether its turn is at `step`, or was after step `done`."""
+        return not self.every or step // self.every * self.every > done
 
 
 class Evaluator:
@@ -53,11 +59,12 @@ class Evaluator:
         self._numbers = itertools.count()
         """Numbers for the measurements, because two may run at the same time."""
 
-    async def measure(self, phase: Phase, step: int) -> Evaluated | None:
-        """Measures all sets, and returns what the held-out prompts gave; None if the run has none. A failed rollout is counted by reason, not
-        scored as zero. During training it is a task beside the loops, and does not hold them up.
+    async def measure(self, phase: Phase, step: int, done: int = -1) -> Evaluated | None:
+        """Measures the held-out prompts and the sets whose turn it is, and returns what the held-out prompts gave; None if the run has none. A
+        failed rollout is counted by reason, not scored as zero. During training it is a task beside the loops, and does not hold them up.
+        `done`: the last step whose sets were measured, or are being measured; before and after training all sets are.
 
-        All facts are recorded when all sets were measured, that of the held-out prompts last: where a run has it, it has all of them.
+        All facts are recorded when all were measured, that of the held-out prompts last: where a run has it, it has all of them.
 
         Consumes: the held-out prompts; no ticket and no slot.
         Waits for: their rollouts and rewards (`GroupSource.held_out`).
@@ -66,7 +73,8 @@ class Evaluator:
         if not self._first.prompts:
             return None
         started = self._telemetry.clock()
-        fact, *further = await asyncio.gather(*(self._measured(one, phase, step) for one in (self._first, *self._sets)))
+        sets = [one for one in self._sets if phase != "during" or one.is_due(step, done)]
+        fact, *further = await asyncio.gather(*(self._measured(one, phase, step) for one in (self._first, *sets)))
         now = self._telemetry.clock()
         for other in further:
             self._telemetry.record(structs.replace(other, t=now, beside=True))

@@ -46,6 +46,11 @@ class GroupSource(Protocol):
     async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         """Returns the rollouts of a held-out prompt. `number`: the measurement; `index`: the place of the prompt in it."""
 
+    def measuring(
+        self, evaluation: EvalConfig, environment: EnvironmentKind | None, scorer: Scorer | None
+    ) -> GroupSource:
+        """Returns the source of another evaluation set's rollouts. None: what the held-out prompts have."""
+
     def forget(self, ticket: int) -> None:
         """Frees what is kept of a group. Its outcome is in the journal."""
 
@@ -139,7 +144,6 @@ class OwnGroups:
     def measuring(
         self, evaluation: EvalConfig, environment: EnvironmentKind | None, scorer: Scorer | None
     ) -> OwnGroups:
-        """Returns the groups of another evaluation set. None: what the held-out prompts have."""
         return replace(
             self,
             evaluation=evaluation,

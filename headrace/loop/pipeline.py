@@ -321,7 +321,7 @@ class Pipeline:
             await parts.probe.engine_side(parts.engine, version, expected)
         every = self._plan.evaluate_every
         if every and version % every == 0 and version < self._plan.steps:
-            self._evaluations.append(loops.create_task(parts.evaluator.measure("during", version)))
+            self._evaluations.append(loops.create_task(parts.evaluator.measure("during", version, version - 1)))
 
     async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
         """Waits until the weights of `delivery` are live. True, because `Leaving.unless` returns None after an interrupt."""
@@ -379,10 +379,11 @@ class Pipeline:
             return
         if _due(plan.checkpoint_every, saved, self.step):
             await self._save_beside(loops)
-        if due := _due(plan.evaluate_every, self._earlier.evaluated, self.step):
+        done, evaluator = self._earlier.evaluated, self._parts.evaluator
+        if due := _due(plan.evaluate_every, done, self.step):
             if due < self.step:
                 self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
-            self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
+            self._evaluations.append(loops.create_task(evaluator.measure("during", self.step, done)))
 
     # -- the trainer's work, and the last checkpoint --------------------------------------------------------------------
 

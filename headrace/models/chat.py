@@ -323,6 +323,12 @@ class ChatEncoder:
         found: int | None = self._tokenizer.unk_token_id
         return found
 
+    def lacking(self, characters: Iterable[str]) -> set[str]:
+        """Returns those characters that no token stands for but the unknown one: a model reads them all alike."""
+        if (unknown := self.unknown) is None:
+            return set()
+        return {one for one in characters if unknown in self._tokens(one, add_special_tokens=False)}
+
     @cached_property
     def endings(self) -> Endings:
         """The tokens that end a completion, by the files of the model."""

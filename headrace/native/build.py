@@ -93,6 +93,16 @@ def _fingerprint(command: list[str], folder: Path) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def kernels_mark() -> str:
+    """Returns a hash of all C++ sources of the package and of the instruction sets that they are compiled for: kernels with the same mark give the
+    same bits, whatever the processor is called (virtual machines call several generations alike)."""
+    found = hashlib.sha256("\0".join([platform.machine(), _processor(), os.environ.get(LIMIT, "")]).encode())
+    for path in sorted(SHARED.parents[1].glob("**/src/*")):
+        if path.suffix in (".h", ".cpp"):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:8]
+
+
 def _processor() -> str:
     """The processor's instruction sets, if the system reports them."""
     try:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.algo.config import AlgoConfig
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import EnvironmentKind, Observer, Scorer
 from headrace.episodes.environments.gateway.turn_request import OpenedWith
@@ -22,6 +23,7 @@ from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import LoadedReward
 from headrace.episodes.scoring.parts import ScoreLog
 from headrace.episodes.scoring.segmenting import Decode
+from headrace.episodes.scoring.teacher.stage import vocabulary_problem
 from headrace.episodes.scoring.workers.processes import WorkerProcess
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.demonstrations import AnswerCourse, read_course
@@ -31,8 +33,10 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.loop_plan import LoopPlan
 from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import resolve_model
 from headrace.processes.asked_process import HERE, Sites
 from headrace.run.config import RunConfig
+from headrace.run.rehearsal.memory_needs import critic_shape, read_shape
 from headrace.run.seats import ONLY_HERE, UserSites
 from headrace.run.seeing import model_of
 from headrace.run.teaching import PlannedTeacher, plan_teachers
@@ -89,7 +93,27 @@ async def load_files(config: RunConfig, encoder: ChatEncoder, rows: Sequence[Row
     """`encoder`: of the model. `rows`: those that were passed from Python. Raises ConfigError for what cannot be used."""
     encoder = encoder.with_special_tokens(config.reward.special_tokens)
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, rows)
+    await asyncio.to_thread(check_critic, config.algo, encoder, config.engine.context_length)
     return LoadedFiles(encoder=encoder, task=task, planned_teachers=await plan_teachers(config, encoder, rows))
+
+
+def check_critic(algo: AlgoConfig, encoder: ChatEncoder, context: int) -> None:
+    """Raises ConfigError for a critic's own model that does not read the policy's tokens, or not as many. `encoder`: the policy's; `context`: of the
+    engine."""
+    path = algo.recipe.critic.model
+    setting, own = f"algo.critic.model = {path}", critic_shape(algo)
+    if own is None:
+        return
+    reader = ChatEncoder(resolve_model(path, setting="algo.critic.model"))
+    if problem := vocabulary_problem(encoder.vocabulary(), reader.vocabulary(), "critic"):
+        raise ConfigError(
+            f"{setting} has another vocabulary than the policy, whose tokens it reads: {problem}. Use a model with the policy's tokenizer, or remove it"
+        )
+    context = min(context, read_shape(encoder.directory).positions or context)
+    if own.positions and own.positions < context:
+        raise ConfigError(
+            f"{setting} was made for {own.positions} tokens, and rollouts may have {context}; lower engine.context_length, or use another model"
+        )
 
 
 def build_course(config: RunConfig, encoder: ChatEncoder) -> AnswerCourse | None:

@@ -37,6 +37,7 @@ from headrace.models.resolve import ModelConfig
 from headrace.native.resources import core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
 from headrace.run.learning_problems import (
+    critic_problems,
     curriculum_problems,
     learning_problems,
     length_problems,
@@ -333,6 +334,7 @@ def check(config: RunConfig) -> list[str]:
         *parity_problems(config.train, config.engine, config.rollout, config.lora),
         *quantised_problems(config.engine, config.algo, config.train, config.watch),
         *process_problems(config.algo, config.lora, config.train),
+        *critic_problems(config.algo, config.train, bool(config.task.images)),
         *train_problems(config.train, config.lora, config.staleness.groups_per_step, itself, config.algo.has_critic),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
@@ -506,11 +508,6 @@ def _set_problems(config: RunConfig, others: Sequence[str]) -> Iterator[str]:
     """`others`: the problems of the run without its sets."""
     if not config.eval.sets:
         return
-    if config.orchestration.bus:
-        yield (
-            "eval.sets are measured by the run's own engines, and with orchestration.bus rollout hosts sample everything; remove the sets, and measure "
-            "them with headrace eval on a machine of your own"
-        )
     try:
         runs = set_runs(config)
     except ConfigError as error:
@@ -539,6 +536,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield f"two adapters are called {twice[0]}; give each a name of its own"
     if any(adapter.algo.get("name", config.algo.name) == "prime" for adapter in config.adapters):
         yield 'algo.name = "prime" trains a second adapter beside that of one policy; use another, such as "rloo", or train the adapter in a run of its own'
+    if config.algo.critic.model or any((adapter.algo.get("critic") or {}).get("model") for adapter in config.adapters):
+        yield "algo.critic.model trains a second model beside that of one policy; remove it, or train the adapter in a run of its own"
     if config.train.minutes or any(adapter.train.get("minutes") for adapter in config.adapters):
         yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
     if config.warm_start.path or config.demonstrations.path:

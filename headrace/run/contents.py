@@ -13,7 +13,7 @@ import xxhash
 
 from headrace.episodes.scoring.config import ENDPOINTS
 from headrace.episodes.tasks.row_images import images_in
-from headrace.run.config import RunConfig
+from headrace.run.config import RunConfig, set_runs
 from headrace.run.resume_rules import rule_of, settings_of
 from headrace.settings.user_code import code_behind
 
@@ -22,24 +22,37 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _PIECES, _PIECE = 64, 1 << 14
 """The number of pieces that are read of a file, and their bytes. Other weights differ nearly everywhere."""
 _READ = (".json", ".jinja", ".model", ".arrow", ".parquet", "merges.txt", "vocab.txt")
+USED_BY_HOSTS = ("reward.", "environment.")
+"""The begins of the names of settings whose files a rollout host reads."""
 NONE_RECORDED: Mapping[str, str] = {}
 
 
-def contents_of(config: RunConfig, recorded: Mapping[str, str] = NONE_RECORDED) -> dict[str, str]:
+def contents_of(
+    config: RunConfig, recorded: Mapping[str, str] = NONE_RECORDED, *, of_sets: bool = False
+) -> dict[str, str]:
     """A digest for each setting that names files which are there, unless it may change freely. `recorded`: the digests of a run that goes on; one of
-    the form before 2026-11-30, which knew of weights their size alone, stays where it still holds."""
-    found = {}
-    for name, value in settings_of(config):
-        paths = [] if rule_of(name).is_free or name.removeprefix("reward.") in ENDPOINTS else sorted(_paths(value))
-        if paths:
-            found[name] = _digest(paths, parts=name.endswith("path") and name != "model.path")
-            if recorded.get(name) not in (None, found[name]) and recorded[name] == _digest(paths, earlier=True):
-                found[name] = recorded[name]
+    the form before 2026-11-30, which knew of weights their size alone, stays where it still holds. `of_sets`: whether the code that evaluation sets
+    have of their own counts."""
+    found = _digests(settings_of(config), recorded)
     if (
         config.task.images and not config.task.facts.passed
     ):  # rows that are passed hold theirs, or are refused when they are read
         images = "\n".join(image.digest for image in images_in(config.task))
         found["task.images"] = xxhash.xxh3_128(images).hexdigest()
+    for named, run in set_runs(config).items() if of_sets else ():
+        code = [(name, value) for name, value in settings_of(run) if name.startswith(USED_BY_HOSTS)]
+        found |= {f"eval.sets.{named}.{name}": digest for name, digest in _digests(code).items()}
+    return found
+
+
+def _digests(settings: Iterable[tuple[str, Any]], recorded: Mapping[str, str] = NONE_RECORDED) -> dict[str, str]:
+    found = {}
+    for name, value in settings:
+        paths = [] if rule_of(name).is_free or name.removeprefix("reward.") in ENDPOINTS else sorted(_paths(value))
+        if paths:
+            found[name] = _digest(paths, parts=name.endswith("path") and name != "model.path")
+            if recorded.get(name) not in (None, found[name]) and recorded[name] == _digest(paths, earlier=True):
+                found[name] = recorded[name]
     return found
 
 

@@ -54,10 +54,12 @@ class ReadSet:
 
 
 def read_sets(
-    config: RunConfig, encoder: ChatEncoder, task: RemarkedTask, rows: Sequence[Row] | None = None
+    config: RunConfig, encoder: ChatEncoder, task: RemarkedTask | None = None, rows: Sequence[Row] | None = None
 ) -> list[ReadSet]:
-    """`encoder`: of the model; `task`: the run's own; `rows`: those that were passed from Python. Raises ConfigError for a set that cannot be used."""
+    """`encoder`: of the model; `task`: the run's own, None in a rollout host, which is given prompts one by one; `rows`: those that were passed from Python. Raises ConfigError for a set that cannot be used."""
     runs = set_runs(config)
+    if task is None:
+        return [ReadSet(config=one, run=runs[one.name], prompts=(), remarks=()) for one in config.eval.sets]
     return [_read(one, runs[one.name], encoder, task, rows) for one in config.eval.sets]
 
 
@@ -107,6 +109,7 @@ async def open_sets(
                     environment=environment,
                     scorer=scorer,
                     measure=one.measure,
+                    every=one.config.every,
                 )
             )
         yield found

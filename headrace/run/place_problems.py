@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.engine.config import EngineConfig
+from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.kinds import LIBRARIES
 from headrace.episodes.scoring.config import RewardConfig
@@ -47,10 +48,15 @@ def bus_problems(bus: str, engine: EngineConfig, weights_host: str) -> Iterator[
         yield f"orchestration.bus = {bus} needs the package redis: {install('redis')}; jsonl:DIRECTORY needs none"
     if weights_host in WILDCARDS:
         yield f'weight_sync.host = "{weights_host}" stands for every address of this machine; name the one that rollout hosts reach'
-    if engine.is_server:
+    if engine.is_server and server_kind(engine.kind).starts is None:
         yield (
-            f'orchestration.bus is for headrace\'s own engine, which every rollout host starts, and engine.kind = "{engine.kind}" is a server; '
+            f'orchestration.bus is for engines that every rollout host starts, and engine.kind = "{engine.kind}" is a server that is running; '
             "remove one of them"
+        )
+    elif engine.urls:
+        yield (
+            f'engine.urls name a server for the whole run, and with orchestration.bus every rollout host starts an engine.kind = "{engine.kind}" of its '
+            "own; remove it (a server that runs beside a host: headrace rollouts --set engine.urls=[...])"
         )
     if engine.replicas > 1:
         yield f"engine.replicas = {engine.replicas} are engines of this machine; remove it, and start as many rollout hosts as you like"

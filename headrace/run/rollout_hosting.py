@@ -25,7 +25,8 @@ from headrace.processes.joining.greeting import Terms
 from headrace.processes.joining.same_model import agree
 from headrace.run.build import open_players, open_telemetry, plan_of
 from headrace.run.config import RunConfig, read_config
-from headrace.run.contents import contents_of
+from headrace.run.contents import USED_BY_HOSTS, contents_of
+from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.hosts.bus.open_bus import open_bus, runs_on
 from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
@@ -128,6 +129,8 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
     async with AsyncExitStack() as undo:
         sites = own_sites(config.code_files)
         players = await undo.enter_async_context(open_players(config, encoder, telemetry, logs=logs, sites=sites))
+        read = read_sets(config, encoder)
+        sets = await undo.enter_async_context(open_sets(read, encoder, telemetry, logs=logs, sites=sites))
         starting = start_engine(
             config,
             model_dir=encoder.directory,
@@ -158,6 +161,7 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
         engine=engine,
         interrupts=groups.interrupts,
         groups=groups,
+        sets={one.name: one.with_groups(groups).groups for one in sets},
         adapter=notice.adapter,
         share=lambda hosts: hosting.most or math.ceil(config.staleness.generating / hosts),
         close=close,
@@ -179,8 +183,8 @@ def own_config(notice: RunNotice, sets: Sequence[str]) -> RunConfig:
             f"a host cannot change {', '.join(' '.join(differ).split())}: answers of all hosts are trained as those of one run. Remove it from --set, or change "
             "the run's own settings and resume it"
         )
-    used = [name for name in notice.contents if name.startswith(("reward.", "environment."))]
-    here = contents_of(config)
+    used = [name for name in notice.contents if name.startswith((*USED_BY_HOSTS, "eval.sets."))]
+    here = contents_of(config, of_sets=True)
     if differ := [name for name in used if here.get(name) != notice.contents[name]]:
         raise ConfigError(
             f"the files of {', '.join(differ)} are not the run's: they differ, or are not on this machine. Copy those of the run's machine to "

@@ -61,13 +61,17 @@ def transport_of(config: RunConfig, logs: Path) -> TransportKind:
         tls=TlsIdentity(first_certificate(Path(place.cert)), place.cert, place.key)
         if place.cert and transport.encrypts
         else None,
-        directory=Path(shared)
-        / f"{config.name}-{kept_id(logs / 'shared_weights')}-weights"  # others may have that name
-        if shared
-        else logs.absolute() / f"{config.name}-weights",
+        directory=_files_of(config.name, shared, logs),
         repeat_tied=config.engine.is_server and server_kind(config.engine.kind).copies_tied,
     )
     return transport.open(opening)
+
+
+def _files_of(name: str, shared: str, logs: Path) -> Path:
+    """Returns the directory of a run's weights. Others that share `shared` may have its name: another run, or an evaluation of this one."""
+    if not shared:
+        return logs.absolute() / f"{name}-weights"
+    return Path(shared) / f"{name}-{kept_id(logs / 'shared_weights')}-weights"
 
 
 def start_engine(
@@ -140,6 +144,7 @@ def _on_bus(
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         terms = terms_of(config.model.path, model_dir)
         contents = await asyncio.to_thread(contents_of, config)
+        with_sets = await asyncio.to_thread(contents_of, config, of_sets=True)
         notice = RunNotice(
             session="",
             version=__version__,
@@ -151,7 +156,7 @@ def _on_bus(
             adapters=adapters,
             adapter=adapter,
             mark=mark_of(meaning(config, contents)),
-            contents=contents,
+            contents=with_sets,
         )
         await engine.open(notice)
 
@@ -193,10 +198,10 @@ def _process(
     return Starting(engine, engine.launch, finish)
 
 
-def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerProcess:
+def _host(config: RunConfig, name: str, model_dir: Path, logs: Path, transport: TransportKind) -> ServerProcess:
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
-    transport, shared = config.way.transport, config.orchestration.placement == "shared"
+    shared = config.orchestration.placement == "shared"
     fetches, opening = not transport.writes_files, transport.device_of_buffers == "cuda"
     found, kind = require(settings.kind, settings.python, fetches), server_kind(settings.kind)
     if problem := kind.cannot_serve(found, read_shape(model_dir).experts, sleeping=shared, opening=opening):
@@ -227,7 +232,7 @@ def _server(
 ) -> Starting[MemberEngine]:
     """`name`: that of a member of a fleet, which goes on without it for as long as others serve."""
     settings = config.engine
-    host = _host(config, name, model_dir, logs) if settings.starts_server else None
+    host = _host(config, name, model_dir, logs, transport) if settings.starts_server else None
     waits_alone = bool(name) and host is None  # one of its own is started anew
     if host:
         url, token = host.url, host.token

@@ -101,9 +101,8 @@ MEANINGS: dict[str, Meaning] = {
     "vf_coef": Meaning("TRL", "algo.critic.trunk", "the head itself has a learning rate of its own"),
     "cliprange_value": Meaning("verl", "", "values are not clipped (docs/decisions/0049-several-updates.md)"),
     "critic_warmup": Meaning("verl", "algo.critic.alone_steps"),
-    "critic_learning_rate": Meaning(
-        "OpenRLHF", "algo.critic.learning_rate", "of another scale: in units of the reward"
-    ),
+    "critic_pretrain": Meaning("OpenRLHF", "algo.critic.model"),
+    "critic_learning_rate": Meaning("OpenRLHF", "algo.critic.model_learning_rate", "of the critic's own model"),
     # the optimizer
     "lr": Meaning("several libraries", "train.learning_rate"),
     "actor_learning_rate": Meaning("OpenRLHF", "train.learning_rate"),

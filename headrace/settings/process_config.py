@@ -35,6 +35,8 @@ class EvalSetConfig:
     """Completions per prompt; 0: `eval.samples`."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature; `eval.temperature` if not given."""
+    every: int = Field(default=0, ge=0)
+    """Optimizer steps between measurements during training, a multiple of `eval.every`; 0: whenever the held-out prompts are measured."""
     task: dict[str, Any] = Field(default_factory=dict)
     """Settings of [task] for this set, on top of the run's, or, with another `kind`, instead of them. All rows of its
     own `path` may be measured; without a path it has the run's held-out prompts, say with another temperature."""
@@ -92,7 +94,7 @@ class EvalConfig:
         )
 
     @model_validator(mode="after")
-    def _names_each_set_once(self) -> EvalConfig:
+    def _has_fitting_sets(self) -> EvalConfig:
         names = [self.name, *(one.name for one in self.sets)]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"eval.sets: two sets are called {twice[0]}; give each a name of its own")
@@ -104,6 +106,17 @@ class EvalConfig:
             raise ValueError(
                 "eval.sets are measured beside the held-out prompts, and eval.prompts = 0 switches evaluation off; set it, or remove the sets"
             )
+        for one in self.sets:
+            if one.every and not self.every:
+                raise ValueError(
+                    f"eval.sets: {one.name} has every = {one.every}, and with eval.every = 0 nothing is measured during training; set eval.every = {one.every}"
+                )
+            if one.every and one.every % self.every:
+                more = -(-one.every // self.every) * self.every
+                raise ValueError(
+                    f"eval.sets: {one.name} has every = {one.every}, and sets are measured beside the held-out prompts, each eval.every = {self.every} steps; "
+                    f"use a multiple of that, such as {more}"
+                )
         return self
 
 

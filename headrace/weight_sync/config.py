@@ -32,12 +32,12 @@ class WeightSyncConfig:
     anchor_every: int = Field(default=50, gt=0)
     """Differences between two full copies with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
-    """Address of this machine at which others fetch weights: servers (`engine.urls`) over http, engines elsewhere by
+    """Address of this machine at which others fetch weights: servers (`engine.urls`) by tcp or http, engines elsewhere by
     tcp or broadcast (default: the host of `orchestration.listen`), rollout hosts (`orchestration.bus`). They need a
     token; without `cert` nothing is encrypted: use a private network."""
     cert: str = ""
-    """Certificate file (PEM) of the trainer's server, which switches TLS on for servers (http) and rollout hosts (http,
-    tcp); they trust no other. For engines that join: `orchestration.cert`."""
+    """Certificate file (PEM) of the trainer's server, which switches TLS on for servers and rollout hosts (tcp, http);
+    they trust no other. For engines that join: `orchestration.cert`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
 
@@ -52,7 +52,7 @@ class WeightEnds(NamedTuple):
     server: str = ""
     """`engine.kind` of engines behind HTTP; empty for processes of the run."""
     fetches: bool = False
-    """Whether that server can fetch weights over HTTP."""
+    """Whether that server can fetch weights over the network."""
     opens: bool = False
     """Whether that server can open the memory of a GPU that it shares with the trainer."""
     adapters: bool = False
@@ -97,7 +97,7 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     if settings.kind != "auto":
         return Way(settings.kind, f'weight_sync.kind = "{settings.kind}"')
     if ends.reach == "fetching server" and settings.host != LOOPBACK:
-        return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
+        return Way("tcp", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.joined:
         return Way("tcp", f"engines elsewhere share no memory with the trainer ({kinds_elsewhere()})")
     if ends.bus:
@@ -166,15 +166,15 @@ def _address_problems(settings: WeightSyncConfig, ends: WeightEnds, way: Way) ->
     if settings.host != LOOPBACK and not reached:
         yield (
             'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" or "vllm" with engine.urls, weight_sync.kind '
-            '= "http"), and this run has none; remove it'
+            '= "tcp"), and this run has none; remove it'
         )
     if bool(settings.cert) != bool(settings.key):
         yield "weight_sync.cert and weight_sync.key belong together; set both, or none"
     elif settings.cert and (ends.joined or not reached or not way.transport.encrypts):
         remedy = (
-            "set orchestration.cert and key instead" if ends.joined else 'set weight_sync.kind = "http", or remove it'
+            "set orchestration.cert and key instead" if ends.joined else 'set weight_sync.kind = "tcp", or remove it'
         )
-        yield f"weight_sync.cert is for servers that fetch over http, and for rollout hosts; {remedy}"
+        yield f"weight_sync.cert is for servers that fetch weights, and for rollout hosts; {remedy}"
 
 
 def _delta_problems(way: Way, ends: WeightEnds) -> Iterator[str]:
@@ -184,7 +184,7 @@ def _delta_problems(way: Way, ends: WeightEnds) -> Iterator[str]:
             'set lora.publish = "merged"'
         )
     elif ends.server and not way.transport.serves_deltas:
-        remedy = 'set weight_sync.kind = "http", or ' if ends.fetches else ""
+        remedy = 'set weight_sync.kind = "tcp", or ' if ends.fetches else ""
         yield (
             f'weight_sync.encoding = "delta" in files is not read by a server (engine.kind = "{ends.server}"); {remedy}remove it'
         )

@@ -22,7 +22,7 @@ from headrace.core.errors import IdentityError
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.durable.atomic_files import open_regular, read_regular
 from headrace.weight_sync.files import FilesReceiver
-from headrace.weight_sync.http_ranges import UnpreparedReceiver
+from headrace.weight_sync.unprepared import UnpreparedReceiver, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ class DirectoryReceiver:
         """Raises `IdentityError` when the files are not those of the offer, `ValueError` when they lack parameters."""
         if "path" in update.where:
             return FilesReceiver().receive(update)
-        if "url" in update.where:
+        if place_of(update):
             return self._fetching.receive(update)
         if peft := update.where.get("peft"):
             return self._adapter(Path(str(peft)), update)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -160,6 +161,10 @@ class SecuredTransport(NetworkTransport, frozen=True):
     tls: TlsIdentity | None = None
     """None: nothing is encrypted."""
 
+    @property
+    def access(self) -> dict[str, str]:
+        return {"token": self.token} | ({"certificate": self.tls.certificate} if self.tls else {})
+
     @classmethod
     def open(cls, opening: Opening = PLAIN) -> Self:
         return cls(secrets.token_hex(16), opening.host, opening.form, opening.tls)
@@ -185,7 +190,7 @@ class RelayedSource(Source, Protocol):
 
 
 @dataclass
-class _Held:
+class HeldVersions:
     """The contents of two slots."""
 
     marks: list[str] = field(default_factory=lambda: ["", ""])
@@ -206,7 +211,7 @@ class FetchingReceiver:
     def __init__(self, manifests: Manifests, source: Source) -> None:
         self.manifests, self._source = manifests, source
         self._slots = Slots(anonymous_memory(), manifests)
-        self._held = {name: _Held() for name in manifests}
+        self._held = {name: HeldVersions() for name in manifests}
         self._lock = threading.Lock()
         self.received = 0
 
@@ -226,6 +231,27 @@ class FetchingReceiver:
                 tensors = self._fetched(name, manifest, update, was)
             held.marks[number], held.newest = update.fingerprint, number
             return tensors
+
+    @property
+    def memory(self) -> int:
+        """The file descriptor of its slots."""
+        return self._slots.fd
+
+    @property
+    def held(self) -> HeldVersions:
+        """The contents of the first of its names."""
+        return next(iter(self._held.values()))
+
+    def go_on(self, memory: int, marks: Sequence[str], newest: int) -> None:
+        """Goes on with that memory, which is now its own. `marks`, `newest`: as of `HeldVersions`, of the first of its names."""
+        with self._lock:
+            held = self.held
+            if (memory, list(marks), newest) == (self._slots.fd, held.marks, held.newest):
+                return
+            if memory != self._slots.fd:  # mapped by those who still read it
+                os.close(self._slots.fd)
+                self._slots = Slots(memory, self.manifests)
+            held.marks, held.newest, held.delta = list(marks), newest, b""
 
     def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None:
         """Returns the bytes of a version that this engine has whole, for another engine that fetches it here."""

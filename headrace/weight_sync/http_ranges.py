@@ -25,7 +25,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
@@ -33,10 +33,9 @@ import msgspec
 from headrace.core.errors import IdentityError
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.web.limits import Crowd, Guest
-from headrace.web.tls import pinned_context
 from headrace.weight_sync.fetching import RelayingReceiver, SecuredTransport
 from headrace.weight_sync.relays import Relays
-from headrace.weight_sync.slots import Manifests, WeightShelf, send_all
+from headrace.weight_sync.slots import LONGEST_MANIFEST, Manifests, Shelves, send_all
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +57,6 @@ AT_ONCE = 256
 """Connections that a server serves at a time. One that has not shown the token makes room for a further one; if all have, that is closed."""
 TRIES = 3
 """Connections in a row that may break without a byte."""
-LONGEST_MANIFEST = 1 << 26
-"""Bytes of a layout: 64 MiB are enough for a million tensors."""
 
 
 class Http(SecuredTransport, frozen=True, tag="http"):
@@ -74,10 +71,6 @@ class Http(SecuredTransport, frozen=True, tag="http"):
     def copies(engines: int, delta: bool = False) -> int:
         """Whoever has it sends to two at a time. Differences are sent by the trainer alone."""
         return engines if delta else min(engines, 2 * math.ceil(math.log(engines + 1, 3) - 1e-9))
-
-    @property
-    def access(self) -> dict[str, str]:
-        return {"token": self.token} | ({"certificate": self.tls.certificate} if self.tls else {})
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
         from headrace.weight_sync.fetching import OfferingSender, Offers
@@ -96,13 +89,6 @@ class Http(SecuredTransport, frozen=True, tag="http"):
 
 
 # -- a server -----------------------------------------------------------------------------------------------------------------
-
-
-class Shelves(WeightShelf, Protocol):
-    """A shelf of weights that also has their layouts."""
-
-    @property
-    def manifests(self) -> Manifests: ...
 
 
 class WeightServer(socketserver.ThreadingTCPServer):
@@ -389,33 +375,3 @@ class HttpReceiver(RelayingReceiver):
             self._server = WeightServer(self, self._http.here, self._token)
         self._http.announce(update, self._server.port)
         return tensors
-
-
-# --- The end of a server that was started before the run
-# Fetches the layout of an update beside its bytes, from the trainer that it names.
-
-
-class UnpreparedReceiver:
-    """Protocol `WeightReceiver`, for updates with a `url`, a `token` and perhaps a `certificate` in `where`."""
-
-    def __init__(self) -> None:
-        self._receivers: dict[str, tuple[str, HttpReceiver]] = {}
-        """The trainer that the newest weights of each adapter were fetched from (the model has the empty name), and its receiver."""
-
-    @property
-    def received(self) -> int:
-        return sum(receiver.received for _, receiver in self._receivers.values())
-
-    def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """Raises IdentityError if the bytes cannot be had, or are not those that were published."""
-        url, token = str(update.where["url"]), str(update.where.get("token", ""))
-        name = update.adapter.name if update.adapter else ""
-        if self._receivers.get(name, ("",))[0] != url:
-            certificate = str(update.where.get("certificate", ""))
-            tls = pinned_context(certificate) if certificate else None
-            self._receivers[name] = url, HttpReceiver({name: HttpSource(token, tls).manifest(update)}, token, tls)
-        return self._receivers[name][1].receive(update)
-
-    def manifest(self, name: str) -> Manifest:
-        """Returns the layout of what was received under this name."""
-        return self._receivers[name][1].manifests[name]

@@ -28,12 +28,10 @@ class Relays:
     """
 
     def __init__(self) -> None:
-        self._sending: Counter[str] = Counter()
-        """Number of askers whose address is not known that this server sends to, by path."""
+        self._sending: dict[str, Counter[str]] = {}
+        """The number of askers that each source (empty: this server) sends to, by path."""
         self._peers: dict[str, deque[str]] = {}
         """Addresses of engines that have it, by its path; the one that was named longest ago first."""
-        self._by: dict[str, dict[str, str]] = {}
-        """The address that each asker is sent it from (empty: by this server), by path and the asker's own address."""
         self._change = threading.Condition()
 
     def joined(self, path: str, address: str) -> None:
@@ -42,13 +40,11 @@ class Relays:
             peers = self._peers.setdefault(path, deque())
             if address not in peers:
                 peers.append(address)
-            self._by.get(path, {}).pop(address, None)
             self._change.notify_all()
 
-    def lost(self, path: str, address: str, asker: str) -> None:
-        """The asker was sent there, and did not get it."""
+    def lost(self, path: str, address: str) -> None:
+        """An engine was sent to that address, and did not get it."""
         with self._change:
-            self._by.get(path, {}).pop(asker, None)
             if address in (peers := self._peers.get(path, deque())):
                 peers.remove(address)
             self._change.notify_all()
@@ -58,7 +54,7 @@ class Relays:
         with self._change:
             stays = lambda path: path.startswith(kept) or not path.startswith(of)  # noqa: E731
             self._peers = {path: peers for path, peers in self._peers.items() if stays(path)}
-            self._by = {path: askers for path, askers in self._by.items() if stays(path)}
+            self._sending = {path: counts for path, counts in self._sending.items() if stays(path)}
 
     @contextmanager
     def turn(
@@ -71,8 +67,8 @@ class Relays:
         still: Callable[[], object] = lambda: None,
     ) -> Iterator[str]:
         """Waits for a turn, `waits` times at most so many seconds; then it has come. Yields the address of an engine that sends instead, or an empty
-        string. `asker`: the address at which the engine that asks serves others; empty if it is not known. `still`: called after each of the waits;
-        what it raises ends the waiting."""
+        string: the source, which counts as busy with it until the context ends. `asker`: the address at which the engine that asks serves others;
+        empty if it is not known. `still`: called after each of the waits; what it raises ends the waiting."""
         source = None
         for _ in range(waits):
             with self._change:
@@ -87,45 +83,36 @@ class Relays:
                     break
             still()
         if source is None:
-            with self._change:
-                source = self._sends(path, asker)
+            source = self._taken(path, "")
         try:
             yield source
-        except BaseException:
-            with self._change:
-                self._by.get(path, {}).pop(asker, None)
-                self._change.notify_all()
-            raise
         finally:
-            if not asker and not source:
-                with self._change:
-                    self._sending[path] -= 1
-                    self._sending += Counter()  # forgets what is zero
-                    self._change.notify_all()
+            self.given_back(path, source)
 
     def source(self, path: str, asker: str = "") -> str | None:
-        """Returns who sends it, and counts that until the asker says that it has it; None if all of them are busy."""
+        """Returns who sends it, and counts that until it is given back; None if all of them are busy."""
         with self._change:
             peers = self._peers.get(path, deque())
             if not asker:
-                if self._sending[path] < FANOUT:
-                    return self._sends(path, asker)
+                if self._load(path, "") < FANOUT:
+                    return self._taken(path, "")
                 peers.rotate(-1)
-                return peers[-1] if peers else None
-            by = self._by.setdefault(path, {})
-            by.pop(asker, None)  # it asks again
-            loads = Counter(by.values())
+                return self._taken(path, peers[-1]) if peers else None
             others = [peer for peer in peers if peer != asker] or [""]
-            least = min(others, key=lambda peer: loads[peer])
-            if loads[least] >= FANOUT:
-                return None
-            by[asker] = least
-            return least
+            least = min(others, key=lambda peer: self._load(path, peer))
+            return self._taken(path, least) if self._load(path, least) < FANOUT else None
 
-    def _sends(self, path: str, asker: str) -> str:
-        """Counts that this server itself sends it."""
-        if asker:
-            self._by.setdefault(path, {})[asker] = ""
-        else:
-            self._sending[path] += 1
-        return ""
+    def given_back(self, path: str, source: str) -> None:
+        """The source sends it no longer to one of those for whom it was counted."""
+        with self._change:
+            if self._load(path, source):
+                self._sending[path][source] -= 1
+            self._change.notify_all()
+
+    def _load(self, path: str, source: str) -> int:
+        return self._sending.get(path, Counter[str]())[source]
+
+    def _taken(self, path: str, source: str) -> str:
+        with self._change:
+            self._sending.setdefault(path, Counter())[source] += 1
+            return source

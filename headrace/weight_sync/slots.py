@@ -43,6 +43,17 @@ class WeightShelf(Protocol):
     def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None: ...
 
 
+class Shelves(WeightShelf, Protocol):
+    """A shelf of weights that also has their layouts."""
+
+    @property
+    def manifests(self) -> Manifests: ...
+
+
+LONGEST_MANIFEST = 1 << 26
+"""Bytes of a layout, for engines that were not prepared for it: 64 MiB are enough for a million tensors."""
+
+
 PIECE = 1 << 23
 """Bytes that are sent at a time."""
 

@@ -22,8 +22,8 @@ from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.weight_sync.fetching import SecuredTransport
 from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update
 from headrace.weight_sync.rank_digests import RankDigests
-from headrace.weight_sync.slots import Manifests, Part, Slots, WeightShelf, anonymous_memory
-from headrace.weight_sync.tcp_engine import RANGES, TcpReceiver, TcpSource
+from headrace.weight_sync.slots import Manifests, Part, Shelves, Slots, anonymous_memory
+from headrace.weight_sync.tcp_engine import LAYOUT, RANGES, TcpReceiver, TcpSource
 from headrace.weight_sync.tcp_server import Pieces, Question, TcpServer, piece_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class Tcp(SecuredTransport, frozen=True, tag="tcp"):
 
     words: ClassVar = "TCP"
     about: ClassVar = "they fetch from the trainer's process and from each other"
-    reaches: ClassVar = frozenset({"child", "joined", "rollout host"})
+    reaches: ClassVar = frozenset({"child", "joined", "rollout host", "fetching server"})
+    keeps_for_sleepers: ClassVar = frozenset({"fetching server"})
 
     @staticmethod
     def copies(engines: int, delta: bool = False) -> int:
@@ -51,15 +52,17 @@ class Tcp(SecuredTransport, frozen=True, tag="tcp"):
         server = self._server(offers)
 
         def where(name: str, offer: OfferedVersion) -> dict[str, Any]:
-            server.relays.forget(f"{name}/{offer.fingerprint}/", f"{name}/")
+            server.forget(f"{name}/{offer.fingerprint}/", f"{name}/")
             return server.where
 
         return OfferingSender(offers, where)
 
-    def _server(self, shelf: WeightShelf) -> TcpServer:
+    def _server(self, shelf: Shelves) -> TcpServer:
         """Raises OSError if it cannot listen at that address, ConfigError for a certificate that cannot be used."""
 
         def find(asked: Question) -> Pieces | None:
+            if asked.fingerprint == LAYOUT and asked.name in shelf.manifests:
+                return piece_of(memoryview(msgspec.msgpack.encode(shelf.manifests[asked.name])), asked)
             return piece_of(shelf.find(asked.name, asked.fingerprint, asked.part), asked)
 
         return TcpServer(find, self.host, self.token, self.tls.serving() if self.tls else None)
@@ -90,7 +93,7 @@ class TcpPartSender(WeightSender):
     """Protocol `WeightSender`, in every rank."""
 
     def __init__(self, transport: Tcp, manifests: Manifests, once: Collection[str], ranks: RankParts) -> None:
-        self._manifests, self._ranks = manifests, ranks
+        self.manifests, self._ranks = manifests, ranks
         self._own = ranks.ranges[ranks.rank]
         self._slots = Slots(anonymous_memory(), {name: _room(ranges) for name, ranges in self._own.items()}, once)
         self._labels = {name: [""] * self._slots.count(name) for name in manifests}
@@ -126,7 +129,7 @@ class TcpPartSender(WeightSender):
         self._labels[name][number] = ""
         self._fill(name, number)
         self._labels[name][number] = label
-        self._server.relays.forget(f"{name}/{label}/", f"{name}/")
+        self._server.forget(f"{name}/{label}/", f"{name}/")
         self._ranks.exchange(None)  # from here on every rank serves it
         seconds = time.perf_counter() - started
         if self._ranks.rank:
@@ -135,7 +138,7 @@ class TcpPartSender(WeightSender):
             version=version,
             kind="adapter" if adapter else "full",
             fingerprint=self._digests.fingerprint(name, label),
-            nbytes=self._manifests[name].payload,
+            nbytes=self.manifests[name].payload,
             seconds=seconds,
             where={"parts": [list(address) for address in self._addresses], "label": label},
             adapter=adapter,
@@ -145,7 +148,7 @@ class TcpPartSender(WeightSender):
         import torch
 
         room = torch.frombuffer(self._slots.buffer(name, number), dtype=torch.uint8)
-        dtypes = {spec.name: getattr(torch, spec.dtype) for spec in self._manifests[name].tensors}
+        dtypes = {spec.name: getattr(torch, spec.dtype) for spec in self.manifests[name].tensors}
         at = 0
         with torch.no_grad():
             for part in self._ranks.values(name):

@@ -1,7 +1,8 @@
 """An engine's end of weight sync over TCP: it fetches in pieces, from the trainer or from other engines, and sends each piece on as soon as it has it.
 
 Each engine begins at another piece, so that all of them soon have something that the others lack. What another engine sends is not
-trusted: the fingerprint is compared in the end, and if it differs, all is fetched again from the trainer alone.
+trusted: the trainer tells the hash of each piece that another one sends, and in the end the fingerprint is compared. A piece that differs is
+fetched from the trainer and passed on as the trainer has it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import msgspec
+import xxhash
 from msgspec.structs import replace
 
 from headrace.core.errors import IdentityError
+from headrace.core.printing import echo
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.weight_sync.fetching import RelayingReceiver
 from headrace.weight_sync.ranges import ByteRange, make_up
-from headrace.weight_sync.slots import Manifests
+from headrace.weight_sync.slots import LONGEST_MANIFEST, Manifests
 from headrace.weight_sync.sockets import INTRODUCTION, reach, read_message, receive_into, send_message
-from headrace.weight_sync.tcp_server import PATIENCE, Pieces, Question, TcpServer, WeightReply
+from headrace.weight_sync.tcp_server import PATIENCE, Pieces, PieceSaid, Question, TcpServer, WeightReply
 
 T = TypeVar("T")
 
@@ -33,13 +36,17 @@ OTHERS = 15.0
 CONNECT = 3.0
 """Seconds for a connection to another engine."""
 FAR = 3
-"""Engines that this one cannot reach, until it fetches from the trainer alone."""
+"""Engines in a row that are silent, or that this one cannot reach, until it fetches a version from the trainer alone."""
 TRIES = 3
 """Connections that an engine makes for a piece before it gives the update up."""
 RANGES = "ranges"
 """Asked for instead of a fingerprint: where the part of a rank lies in the packed buffer."""
 LONGEST_RANGES = 1 << 26
 """Bytes of that answer."""
+LAYOUT = "layout"
+"""Likewise: the layout of the whole."""
+HASHED = 1 << 20
+"""Bytes that are hashed at a time, while the processor's cache still has them."""
 MOST, SMALLEST = 64, 1 << 24
 """Pieces of a rank's part, and bytes of a piece where there would be more."""
 
@@ -54,6 +61,14 @@ class Arriving(NamedTuple):
     """Its pieces that have arrived: rank, and first byte in the part of that rank."""
 
 
+class PieceRoom(NamedTuple):
+    """The place of a piece in the packed buffer."""
+
+    views: Sequence[memoryview]
+    whole: int
+    """Bytes of the part that the piece belongs to."""
+
+
 class TcpSource:
     """Protocol `RelayedSource`."""
 
@@ -66,8 +81,10 @@ class TcpSource:
         """Ranges of each rank for what was fetched last, by name."""
         self._arriving: Arriving | None = None
         self._server: TcpServer | None = None
-        self._far: set[str] = set()
-        """Addresses of other engines to which no connection came about in time."""
+        self._avoided: set[str] = set()
+        """Addresses of other engines that were silent, or sent other bytes, since this version began."""
+        self._silent = 0
+        """Number of silent ones since another engine has sent something."""
         self.verified: Callable[[str, str], memoryview | None] = lambda name, fingerprint: None
         """Returns a version that this engine has, and has compared."""
         self.others = 0
@@ -75,26 +92,30 @@ class TcpSource:
 
     def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
         name, label = _name(update), str(update.where.get("label", update.fingerprint))
-        places = [(str(host), int(port)) for host, port in update.where.get("parts", ())]
-        whole = [[ByteRange(0, len(into))]]
-        self._parts[name] = ranges = self._ranges_at(update, manifest, places) if places else whole
+        places, split = _places(update), "parts" in update.where
+        self._parts[name] = ranges = self._ranges_at(update, manifest, places) if split else [[ByteRange(0, len(into))]]
         self._arriving = Arriving(name, update.fingerprint, into, set())
+        self._avoided, self._silent = set(), min(self._silent, FAR - 1)  # one is tried with every version
         wanted = [(rank, *piece) for rank, own in enumerate(ranges) for piece in _cut(_length(own), self._smallest)]
-        self._serve(places[0] if places else _place(update))
+        self._serve(places[0])
         start = random.randrange(len(wanted))  # all engines are told of a version at once
         for rank, first, nbytes in wanted[start:] + wanted[:start]:
-            place = places[rank] if places else _place(update)
             question = Question(self._token, name, label, "full", first=first, nbytes=nbytes, rank=rank)
-            self._piece(update, place, question, views(into, ranges[rank], first, nbytes), _length(ranges[rank]))
-            self._arriving.has.add((rank, first))
-            self._announce(place, question)
-        return manifest.payload if places else len(into)
+            room = PieceRoom(views(into, ranges[rank], first, nbytes), _length(ranges[rank]))
+            self._piece(update, places[rank], question, room)
+        return manifest.payload if split else len(into)
 
     def delta(self, update: WeightUpdate, limit: int) -> bytes:
         reading = functools.partial(_whole_answer, limit=limit, what=f"the delta of version {update.version}")
         return self._asked(
-            update, _place(update), Question(self._token, _name(update), update.fingerprint, "delta"), reading
+            update, _places(update)[0], Question(self._token, _name(update), update.fingerprint, "delta"), reading
         )
+
+    def manifest(self, update: WeightUpdate) -> Manifest:
+        """Returns the layout of an update that the engine was not prepared for."""
+        reading = functools.partial(_whole_answer, limit=LONGEST_MANIFEST, what="the layout of the weights")
+        question = Question(self._token, _name(update), LAYOUT, "full")
+        return msgspec.msgpack.decode(self._asked(update, _places(update)[0], question, reading), type=Manifest)
 
     def _pieces(self, asked: Question) -> Pieces | None:
         """Returns a piece for another engine."""
@@ -113,56 +134,62 @@ class TcpSource:
             with suppress(OSError), reach(place, INTRODUCTION, None) as connection:
                 self._server = TcpServer(self._pieces, connection.getsockname()[0], self._token, None)
 
-    def _piece(
-        self,
-        update: WeightUpdate,
-        place: tuple[str, int],
-        question: Question,
-        into: Sequence[memoryview],
-        whole: int,
-    ) -> None:
-        def read(connection: socket.socket, reply: WeightReply) -> str:
+    def _piece(self, update: WeightUpdate, place: tuple[str, int], question: Question, room: PieceRoom) -> None:
+        alone = self.direct or self._silent >= FAR
+        relay = self._server.address[1] if self._server and not alone else 0
+
+        def read(connection: socket.socket, reply: WeightReply) -> None:
+            there = replace(question, fingerprint=update.fingerprint)
+            if reply.elsewhere and not self._from(reply, there, room.views):
+                send_message(connection, PieceSaid(lost=True))
+                reply = _reply(connection)
             if not reply.elsewhere:
-                if (found := reply.whole or reply.nbytes) != whole:
-                    raise IdentityError(
-                        f"version {update.version} has {found} bytes, and this engine's weights {whole}"
-                    )
-                for view in into:
-                    receive_into(connection, view)
-            return reply.elsewhere
+                self._filled(connection, update, reply, room)
+            if self._arriving:
+                self._arriving.has.add((question.rank, question.first))
+            if relay:
+                with suppress(OSError):  # then nobody is sent here for it
+                    send_message(connection, PieceSaid(has=True))
 
-        alone = self.direct or len(self._far) >= FAR
-        asks = replace(question, relay=self._server.address[1] if self._server and not alone else 0)
-        other = self._asked(update, place, asks, read)
-        if other and not self._from(other, replace(question, fingerprint=update.fingerprint), into):
-            self._asked(update, place, replace(asks, lost=other), read)
+        self._asked(update, place, replace(question, relay=relay), read)
 
-    def _from(self, address: str, question: Question, into: Sequence[memoryview]) -> bool:
+    def _filled(self, connection: socket.socket, update: WeightUpdate, reply: WeightReply, room: PieceRoom) -> None:
+        """Reads the piece from the trainer."""
+        if reply.refused:
+            raise _refused(update, connection.getpeername()[:2], reply)
+        if (found := reply.whole or reply.nbytes) != room.whole:
+            raise IdentityError(f"version {update.version} has {found} bytes, and this engine's weights {room.whole}")
+        for view in room.views:
+            receive_into(connection, view)
+
+    def _from(self, named: WeightReply, question: Question, into: Sequence[memoryview]) -> bool:
         """Returns whether another engine has sent the piece."""
+        address = named.elsewhere
         host, _, port = address.rpartition(":")
-        if address in self._far:
+        if address in self._avoided:
             return False
         try:
-            connection = reach((host, int(port)), CONNECT, None)
-        except OSError as error:
-            self._far |= {address} if isinstance(error, TimeoutError) else set()
+            with reach((host, int(port)), CONNECT, None) as connection:
+                connection.settimeout(OTHERS)
+                send_message(connection, question)
+                if _reply(connection).nbytes != question.nbytes:
+                    return False
+                same = _hashed(connection, into) == named.digest
+        except TimeoutError:
+            self._avoided.add(address)
+            self._silent += 1
             return False
-        with suppress(OSError, ValueError), connection:
-            connection.settimeout(OTHERS)
-            send_message(connection, question)
-            if _reply(connection).nbytes == question.nbytes:
-                for view in into:
-                    receive_into(connection, view)
-                self.others += 1
-                return True
-        return False
-
-    def _announce(self, place: tuple[str, int], question: Question) -> None:
-        """Tells the trainer that this engine has the piece. If that fails, others fetch it elsewhere."""
-        if self._server:
-            with suppress(OSError, ValueError), reach(place, INTRODUCTION, self._tls) as connection:
-                send_message(connection, replace(question, relay=self._server.address[1], has=True))
-                _reply(connection)
+        except (OSError, ValueError):
+            return False
+        self._silent = 0
+        if same:
+            self.others += 1
+        else:
+            self._avoided.add(address)
+            echo(
+                f"the engine at {address} sent other bytes than were published: the trainer is asked for them", err=True
+            )
+        return same
 
     def _ranges_at(
         self, update: WeightUpdate, manifest: Manifest, places: list[tuple[str, int]]
@@ -198,10 +225,7 @@ class TcpSource:
                     reply = _reply(connection)
                     if not reply.refused:
                         return read(connection, reply)
-                    raise IdentityError(
-                        f"weights of version {update.version}, published with fingerprint {update.fingerprint}, cannot be fetched from "
-                        f"{host}:{port}: {reply.refused}. The engine keeps the version that it has"
-                    )
+                    raise _refused(update, place, reply)
             except (OSError, ValueError) as error:
                 if tried == TRIES:
                     raise IdentityError(
@@ -248,8 +272,28 @@ def _reply(connection: socket.socket) -> WeightReply:
     return reply
 
 
-def _place(update: WeightUpdate) -> tuple[str, int]:
-    return str(update.where["host"]), int(update.where["port"])
+def _refused(update: WeightUpdate, place: tuple[str, int], reply: WeightReply) -> IdentityError:
+    host, port = place
+    return IdentityError(
+        f"weights of version {update.version}, published with fingerprint {update.fingerprint}, cannot be fetched from "
+        f"{host}:{port}: {reply.refused}. The engine keeps the version that it has"
+    )
+
+
+def _hashed(connection: socket.socket, into: Sequence[memoryview]) -> bytes:
+    """Fills these views, and returns the hash of all of them (`digest_of`)."""
+    whole = xxhash.xxh3_128()
+    for view in into:
+        for start in range(0, len(view), HASHED):
+            receive_into(connection, some := view[start : start + HASHED])
+            whole.update(some)
+    return whole.digest()
+
+
+def _places(update: WeightUpdate) -> list[tuple[str, int]]:
+    """Returns the address of the trainer, or of each of its ranks."""
+    where = update.where
+    return [(str(host), int(port)) for host, port in where.get("parts") or [(where["host"], where["port"])]]
 
 
 def _name(update: WeightUpdate) -> str:

@@ -210,6 +210,8 @@ def test_groups_of_one_and_groups_without_contrast_are_trained():
         ({"name": "vapo", "lam": 0.95}, "set algo.critic.length_rate = 0"),
         ({"name": "grpo", "lam": 0.95}, 'set algo.name = "ppo"'),
         ({"name": "ppo", "loss": "ce"}, "remove algo.loss"),
+        ({"name": "ppo", "critic": {"model": "m", "trunk": 0.1}}, "another model, which gets all of it; remove one"),
+        ({"name": "ppo", "critic": {"model_learning_rate": 1e-5}}, "set that, or remove this one"),
         ({"name": "vapo", "kl": {"coef": 0.1, "place": "reward"}}, "or algo.critic.imitation = 0"),
     ],
 )
@@ -259,8 +261,35 @@ MINIMAL = {
             "set one of the two to 0",
             ["algo.name=vapo", "train.minutes=6", "algo.critic.alone_steps=0"],
         ),
+        (
+            ["algo.critic.model=c", "train.parallel.shard=2"],
+            "is trained beside the policy, by one rank; remove train.parallel",
+            ["train.parallel.shard=2"],
+        ),
+        (
+            ["algo.critic.model=c", "train.offload_optimizer=true"],
+            "keeps the policy's off it; remove one of the two",
+            ["algo.critic.model=c"],
+        ),
+        (
+            [
+                "algo.critic.model=c",
+                "task.kind=jsonl",
+                "task.name=''",
+                "task.path=r.jsonl",
+                "task.images=['image']",
+                "reward.function=e.py:f",
+            ],
+            "images are tokens of the policy's model alone; remove algo.critic.model",
+            ["task.kind=jsonl", "task.name=''", "task.path=r.jsonl", "task.images=['image']", "reward.function=e.py:f"],
+        ),
+        (
+            ["algo.critic.model=c", "lora.rank=4", "adapters=[{name = 'a', algo = {}}, {name = 'b', algo = {}}]"],
+            "trains a second model beside that of one policy; remove it",
+            ["algo.critic.model=c", "lora.rank=4"],
+        ),
     ],
-    ids=["pipeline", "forks", "steps", "minutes"],
+    ids=["pipeline", "forks", "steps", "minutes", "ranks", "offloaded", "images", "adapters"],
 )
 def test_a_run_in_which_a_critic_cannot_work_is_refused_and_its_remedy_is_not(given, message, remedy):
     with pytest.raises(ConfigError, match=message):

@@ -128,10 +128,34 @@ def test_ppo_of_verl_has_its_critic_here_too(tmp_path: Path, capsys: pytest.Capt
     said = " ".join(capsys.readouterr().out.split())
     (cold := tmp_path / "cold").mkdir()
     assert "critic" not in imported(cold, "ppo.yaml", text)[0]["algo"]
-    assert (
-        "the critic is a value head on the policy (algo.critic): critic.optim.lr" in said
-        and "algorithm.lam" not in said
-    )
+    assert "a critic has few settings (algo.critic): critic.optim.lr" in said and "algorithm.lam" not in said
+    (own := tmp_path / "own").mkdir()
+    tree, _ = imported(own, "ppo.yaml", text.replace("critic: {optim", f"critic: {{model: {{path: {tmp_path}}}, optim"))
+    assert tree["algo"]["critic"] == {"model": str(tmp_path), "model_learning_rate": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("loss_mode: dppo_tv", {"name": "dppo_tv", "delta": 0.28, "cap": 3.0, "aggregation": "seq_mean_token_mean"}),
+        ("loss_mode: dro, dro_beta: 0.3", {"name": "kimi", "advantage": "group_norm", "tau": 0.3, "aggregation": "seq_mean_token_mean"}),
+        ("loss_mode: gspo", {"name": "gspo_token", "aggregation": "seq_mean_token_mean"}),
+        ("loss_mode: sapo", {"name": "sapo"}),
+    ],
+)  # fmt: skip
+def test_losses_of_verl_have_its_constants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, expected: dict[str, Any]
+) -> None:
+    """`clip_ratio_c`, 3 unless set, is the cap of dppo's weights too."""
+    text = YAML.format(data=tmp_path / "rows.jsonl", model=tmp_path, reward=tmp_path / "theirs.py")
+    text = text.replace(", norm_adv_by_std_in_grpo: false", "")
+    text = text.replace("    clip_ratio_high", f"    policy_loss: {{{given}}}\n    clip_ratio_high")
+    assert imported(tmp_path, "ppo.yaml", text)[0]["algo"] == expected
+    assert ("verl's bound for bad tokens is another" in (tmp_path / "mine.toml").read_text()) == ("dppo" in given)
+    assert "if yours was the former" not in capsys.readouterr().out
+    (open_ := tmp_path / "open").mkdir()
+    imported(open_, "ppo.yaml", text.replace("    loss_agg_mode: seq-mean-token-mean\n", ""))
+    assert ("if yours was the former" in " ".join(capsys.readouterr().out.split())) == ("gspo" in given)
 
 
 def test_a_config_of_verl_starts_with_its_own_reward_function(

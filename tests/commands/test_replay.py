@@ -18,7 +18,7 @@ import headrace
 from headrace import cli
 from headrace.commands.replay import replay
 from headrace.commands.replay import rerun as rerun_module
-from headrace.commands.replay.replay import beyond, differing, outcome_of
+from headrace.commands.replay.replay import beyond, differing, is_exact, outcome_of, why_inexact
 from headrace.commands.replay.rerun import ReplayState, plan_rerun, rerun
 from headrace.commands.show import diff
 from headrace.core.errors import CheckpointError, ConfigError
@@ -40,6 +40,7 @@ from headrace.native.resources import available_cores
 from headrace.processes.health.family import Family, family
 from headrace.run.config import RunConfig, dump_config, load_config
 from headrace.run.run_directory import RunDirectory
+from headrace.trainer.config import TrainConfig
 from headrace.views.screen.console import Console
 from support.tiny_run import tiny_config, when_step
 
@@ -131,6 +132,15 @@ def test_a_replay_says_what_of_the_machine_differs(finished: Path, monkeypatch: 
     code, output = replayed(finished, 5)
     assert code == 0 and f"another machine (cpu was {cpu}, here Another 3000): means are compared" in output, output
     assert "GPU" not in output and "threads" not in output
+
+
+def test_a_step_of_other_kernels_is_compared_by_its_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual machines call processors with other instruction sets alike, and another version of headrace has other kernels."""
+    train = TrainConfig(path="auto")
+    here = machine_mark(())
+    assert is_exact(train, here) and is_exact(train, {name: here[name] for name in here if name != "kernels"})
+    monkeypatch.setenv("HEADRACE_INSTRUCTIONS", "x86-64-v2")
+    assert why_inexact(train, here).startswith(f"the run had another machine (kernels was {here['kernels']}, here ")
 
 
 def test_parts_with_other_cores_are_repeated_each_with_its_own_threads(

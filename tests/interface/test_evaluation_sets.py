@@ -21,7 +21,9 @@ from support.tiny_run import tiny_config
 
 def tiny(directory: Path, model: Path, *sets: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A run of rows, and beside them a file `hard.jsonl` of 12 rows of which one is trained as well."""
-    rows = [{"prompt": f"{i} * {i}?", "answer": str(i * i)} for i in range(11)] + [{"prompt": "3 + 3?", "answer": "6"}]
+    rows = [{"prompt": f"{i} times {i}?", "answer": str(i * i)} for i in range(11)] + [
+        {"prompt": "3 + 3?", "answer": "6"}
+    ]
     (directory / "hard.jsonl").write_text("\n".join(map(json.dumps, rows)))
     looks = {"prompts": 4, "samples": 2, "sets": list(sets), **more.pop("eval", {})}
     return tiny_config(directory, model, eval=looks, task={"held_out": 8, "shuffle": False}, **more)
@@ -64,7 +66,7 @@ def test_all_rows_of_its_file_are_measured_and_those_that_are_trained_too_are_to
     tmp_path: Path, tiny_llama: Path
 ) -> None:
     (hard,) = read(tmp_path, tiny_llama, at(tmp_path))
-    assert [prompt.text for prompt in hard.prompts] == [*(f"{i} * {i}?" for i in range(11)), "3 + 3?"]
+    assert [prompt.text for prompt in hard.prompts] == [*(f"{i} times {i}?" for i in range(11)), "3 + 3?"]
     assert hard.remarks == [
         "the evaluation set hard: 1 of 12 prompts are trained on, too: their reward does not say what the policy does with prompts that it "
         "has not seen"
@@ -102,6 +104,18 @@ def test_a_set_without_rows_has_the_held_out_prompts(tmp_path: Path, tiny_llama:
             ([{"name": "a", "prompts": 4}], {"eval": {"prompts": 4}}),
         ),
         (
+            [{"name": "a", "every": 20}],
+            {},
+            "a has every = 20, and with eval.every = 0 nothing is measured during training; set eval.every = 20",
+            ([{"name": "a", "every": 20}], {"eval": {"every": 20}}),
+        ),
+        (
+            [{"name": "a", "every": 25}],
+            {"eval": {"every": 10}},
+            "use a multiple of that, such as 30",
+            ([{"name": "a", "every": 30}], {"eval": {"every": 10}}),
+        ),
+        (
             [{"name": "a", "prompts": 9}],
             {},
             "the evaluation set a: eval.prompts = 9 asks for more than task.held_out = 8",
@@ -125,12 +139,6 @@ def test_a_set_without_rows_has_the_held_out_prompts(tmp_path: Path, tiny_llama:
             "task.images has to be that of the run",
             ([HARD], {}),
         ),
-        (
-            [HARD],
-            {"orchestration": {"bus": "jsonl:bus"}},
-            "eval.sets are measured by the run's own engines",
-            ([], {"orchestration": {"bus": "jsonl:bus"}}),
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_and_its_remedy_works(
@@ -153,12 +161,14 @@ def test_a_run_measures_all_sets_and_so_does_headrace_eval(
     """`letters` has a reward and a system message of its own: the share of another letter."""
     letters = at(tmp_path, name="letters", prompts=5, reward={"function": f"{tmp_path / 'reward.py'}:share_of_o"})
     letters["task"]["system"] = "Go."
-    sets = {"name": "greedy", "prompts": 4, "samples": 1, "temperature": 0.0}, at(tmp_path), letters
+    sets = {"name": "greedy", "prompts": 4, "samples": 1, "temperature": 0.0, "every": 4}, at(tmp_path), letters
     config = tiny(tmp_path, tiny_llama, *sets, eval={"every": 2, "name": "sums"}, train={"steps": 4})
     run = headrace.train(config)
     assert run.before and run.before.name == "sums" and not run.before.beside
     assert [(name, table["step"]) for name, table in run.sets.items()] == [
-        (name, [0, 2, 4]) for name in ("greedy", "hard", "letters")
+        ("greedy", [0, 4]),
+        ("hard", [0, 2, 4]),
+        ("letters", [0, 2, 4]),
     ]
     assert {name: table["prompts"][0] for name, table in run.sets.items()} == {"greedy": 4, "hard": 12, "letters": 5}
     seen = [look.text for look in run.state.sets["letters"][-1].looks]

@@ -22,7 +22,7 @@ from headrace.facts.health import then_and_now
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.verdicts import ends_of, gain_of
 from headrace.facts.waits import Waits
-from headrace.loop.evaluation import Evaluator, HeldOutSet, measure_of
+from headrace.loop.evaluation import Evaluator, HeldOutSet, Phase, measure_of
 from headrace.loop.loop_plan import LoopPlan
 from headrace.loop.own_groups import OwnGroups, PlayedGroup, Seen
 from headrace.loop.partial import Interrupts, PartialConfig
@@ -168,6 +168,30 @@ def test_further_sets_are_measured_beside_the_held_out_prompts_and_told_before_t
         assert {fact.name: fact.measure for fact in (*others, last)} == {"greedy": "a", "none": "", "sums": "b"}
         numbers = [number for number, _, _ in (*first.asked, *greedy.asked)]
         assert len(set(numbers)) == 2, "requests of two sets have two names"
+
+    virtual_time.run(case())
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "done", "measured"),
+    [
+        ("during", 20, 19, ["20", "always"]),
+        ("during", 30, 29, ["30", "always"]),
+        ("during", 50, 49, ["always"]),
+        ("during", 60, 59, ["20", "30", "always"]),
+        ("during", 47, 39, ["20", "always"]),
+        ("during", 63, 50, ["20", "30", "always"]),  # the evaluation of step 60 was lost with the process
+        ("before", 0, -1, ["20", "30", "always"]),
+        ("after", 61, -1, ["20", "30", "always"]),
+    ],
+)
+def test_a_set_is_measured_at_its_turn(phase: Phase, step: int, done: int, measured: list[str]) -> None:
+    async def case() -> None:
+        told, facts = telemetry()
+        named = {"20": 20, "30": 30, "always": 0}
+        sets = [HeldOutSet(name, Given([[1.0]]), PROMPTS[:1], every=every) for name, every in named.items()]  # type: ignore[arg-type]
+        await Evaluator(HeldOutSet("", Given([[1.0]]), PROMPTS[:1]), told, sets).measure(phase, step, done)  # type: ignore[arg-type]
+        assert sorted(fact.name for fact in facts.of(Evaluated) if fact.beside) == measured
 
     virtual_time.run(case())
 

@@ -91,7 +91,7 @@ def test_a_planted_server_is_known_everywhere(tiny_llama: Path) -> None:
     assert "Parrot has no setting like it" in found["own"]
     assert "a run starts no Owl server" in found["joined"]
     fetching, reading = found["delta"]
-    assert 'set weight_sync.kind = "http", or remove it' in fetching and "set weight_sync.kind" not in reading
+    assert 'set weight_sync.kind = "tcp", or remove it' in fetching and "set weight_sync.kind" not in reading
     assert found["untried"] == [[], ['engine.kind = "owl" never met the day']]
     assert {"parrot", "owl"} & set(found["starts"]) == {"parrot"}
     assert "no parrots_not_here: install it (pip install parrots)" in found["missing"]

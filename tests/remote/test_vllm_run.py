@@ -43,8 +43,8 @@ def test_an_adapter_is_trained(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["full", "delta"])
-def test_weights_are_fetched_over_http(encoding: str, tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "encoding"), [("tcp", "full"), ("tcp", "delta"), ("http", "delta")])
+def test_weights_are_fetched(kind: str, encoding: str, tiny_llama: Path, tmp_path: Path) -> None:
     """By headrace's transfer engine in vLLM, and by a new process of it too."""
     with serving(vllm(tiny_llama, fetches=True)) as server:
         run = tmp_path / "runs" / "tiny"
@@ -54,7 +54,7 @@ def test_weights_are_fetched_over_http(encoding: str, tiny_llama: Path, tmp_path
             server.start()
             until_noted(run, WorkerLost)
 
-        ways = {"weight_sync": {"kind": "http", "encoding": encoding}, "watch": {"identity_every": 1}}
+        ways = {"weight_sync": {"kind": kind, "encoding": encoding}, "watch": {"identity_every": 1}}
         config = config_for(tmp_path, tiny_llama, server, **ways)
         killer = at_steps(config, {2: kill_and_start_again})
         result = headrace.train(config)
@@ -65,16 +65,16 @@ def test_weights_are_fetched_over_http(encoding: str, tiny_llama: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_adapters_are_fetched_over_http(tiny_llama: Path, tmp_path: Path) -> None:
+def test_adapters_are_fetched(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(vllm(tiny_llama, fetches=True)) as server:
-        tables = {"lora": {"rank": 4}, "train": {"steps": 3, "learning_rate": 1e-2}, "weight_sync": {"kind": "http"}}
+        tables = {"lora": {"rank": 4}, "train": {"steps": 3, "learning_rate": 1e-2}, "weight_sync": {"kind": "tcp"}}
         assert headrace.train(config_for(tmp_path, tiny_llama, server, **tables)).step == 3
     checked_run(tmp_path / "runs" / "tiny", 3)
 
 
 def test_a_vllm_without_the_transfer_engine_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(vllm(tiny_llama)) as server, pytest.raises(ConfigError, match="install headrace in its environment"):
-        headrace.train(config_for(tmp_path, tiny_llama, server, weight_sync={"kind": "http"}))
+        headrace.train(config_for(tmp_path, tiny_llama, server, weight_sync={"kind": "tcp"}))
 
 
 PROBED = "does not compute the policy that is trained. Its server has not applied"

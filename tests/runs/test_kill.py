@@ -154,12 +154,14 @@ def _check(directory: Path, undisturbed: Path) -> None:
 
 
 def _trained(checkpoint: Path) -> dict[str, Any]:
-    """The weights, and those of a process reward."""
+    """The weights, and those of a critic or a process reward."""
     from safetensors.torch import load_file
 
     (weights,) = checkpoint.glob("*model.safetensors")
     beside = load_file(checkpoint / "optimizer.safetensors")
-    return load_file(weights) | {name: tensor for name, tensor in beside.items() if name.startswith("process/")}
+    return load_file(weights) | {
+        name: tensor for name, tensor in beside.items() if name.startswith(("critic/", "process/"))
+    }
 
 
 def _prompts(directory: Path) -> list[tuple[int, tuple[str, ...]]]:
@@ -193,8 +195,9 @@ def test_killed_anywhere_the_weights_come_out_bit_identical(
         {"algo": {"name": "dcpo"}},
         {"algo": {"experience": {"rollouts": 2}}},
         {"algo": {"name": "prime", "process": {"learning_rate": 0.02}}, "lora": {"rank": 4}},
+        {"algo": {"name": "ppo", "critic": {"model_learning_rate": 1e-3}}},
     ],
-    ids=["demonstrations", "compared", "updates", "memory", "experience", "process"],
+    ids=["demonstrations", "compared", "updates", "memory", "experience", "process", "critic"],
 )
 def test_so_do_those_of_steps_that_need_more_than_their_groups(
     tiny_llama: Path, tmp_path: Path, more: dict[str, Any]
@@ -206,6 +209,8 @@ def test_so_do_those_of_steps_that_need_more_than_their_groups(
         )
         path.write_text("".join(json.dumps({"prompt": prompt, "answer": "eee"}) + "\n" for prompt in asked))
         more = {**more, "demonstrations": {**more["demonstrations"], "path": str(path)}}
+    if critic := more.get("algo", {}).get("critic"):
+        more = {"algo": more["algo"] | {"critic": critic | {"model": str(tiny_llama)}}}
     if "experience" in more.get("algo", {}):  # prompts that come again and again
         rows = [{"prompt": f"{n} + {n}?", "answer": str(2 * n)} for n in range(6)]
         (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -221,6 +226,10 @@ def test_so_do_those_of_steps_that_need_more_than_their_groups(
             for name in _trained(tmp_path / "runs" / "killed" / "checkpoints" / f"step-{STEPS:06d}")
             if "process/" in name
         ]
+    if critic:
+        assert "critic/trunk.model.norm.weight" in _trained(
+            tmp_path / "runs" / "killed" / "checkpoints" / f"step-{STEPS:06d}"
+        )
     if "demonstrations" in more:
         assert all(step.demonstrations for step in read_steps(tmp_path / "runs" / "killed"))
 

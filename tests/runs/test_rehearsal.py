@@ -427,6 +427,19 @@ def test_a_second_adapter_that_gives_rewards_is_counted_with_the_copy_that_a_ski
     assert memory_needs.checkpoint_bytes(BILLION, plan) == 2 * 12 * 2 * 400
 
 
+def test_a_critic_s_own_model_is_counted_with_its_gradients_optimizer_and_activations():
+    plan, small = plan_of(), replace(BILLION, parameters=1000, layers=1)
+    own = plan._replace(critic=small)
+    (found,) = [need for need in needs(BILLION, own) if "algo.critic.model" in need.what]
+    assert (found.where, found.certain, found.bytes) == ("cpu", True, 16_000)
+    size = memory_needs.checkpoint_bytes
+    assert size(BILLION, own) - size(BILLION, plan) == 12_000
+    kept = [memory_needs.step_activations(BILLION, one) for one in (plan, own)]
+    assert kept[1] - kept[0] == memory_needs.token_activations(small, checkpointing=False) > 0
+    asleep = own._replace(shared=True, train_device="cuda")
+    assert sum(need.bytes for need in needs(BILLION, asleep) if "critic" in need.what and need.where == "cpu") == 12_000
+
+
 def test_an_adapter_has_rank_times_rows_and_columns_of_what_it_adapts():
     assert BILLION.adapter(LoraConfig(rank=2)) == 2 * (150 + 250)
     assert BILLION.adapter(LoraConfig(rank=2, targets=("q_proj",))) == 2 * 150

@@ -283,6 +283,29 @@ def test_rows_that_hold_control_tokens_are_counted_and_said(plain: Rows) -> None
     assert said.startswith("task.system or an example holds the text of special tokens (<|im_end|>)")
 
 
+def test_rows_with_characters_that_no_token_stands_for_are_counted_and_said(tiny_tokenizer: Path) -> None:
+    encoder = ChatEncoder(tiny_tokenizer)
+
+    def remarks(*rows: Any, **settings: Any) -> list[str]:
+        config = TaskConfig(kind="python", rows="x", held_out=0, shuffle=False, **settings)
+        return list(build_task(config, encoder, 0, list(rows)).remarks())
+
+    strange = {"prompt": [{"role": "user", "content": "3 × 4 ≈ 12?"}]}
+    told = "hold characters that the model's tokenizer has no token for ('×', '≈'): the model reads one unknown token in their place"
+    (said,) = remarks({"prompt": "3 + 4?"}, strange, {"prompt": "× ×"})
+    assert said.startswith(f"2 of 3 rows {told}")
+    assert (
+        encoder.unknown
+        in build_task(TaskConfig(kind="python", rows="x", held_out=0), encoder, 0, [strange]).draw().tokens
+    )
+    (said,) = remarks({"prompt": "3 ×≈ 4?"}, chat=False)
+    assert said.startswith(f"1 of 1 rows {told}")
+    (said,) = remarks({"prompt": "3 + 4?"}, {"prompt": "2?"}, system="×≈")
+    assert said.startswith(f"2 of 2 rows {told}")
+    assert remarks({"prompt": "3 + 4 = 7?"}) == [], "the remedy: written otherwise"
+    assert encoder.lacking("ab") == set() and encoder.lacking("aé") == {"é"}
+
+
 @pytest.mark.parametrize("answer", [2**64, -(2**63) - 1, [{"a": 10**30}]])
 def test_an_integer_that_would_become_a_text_is_refused(plain: Rows, answer: Any) -> None:
     """In some rows of a column, and a reward that compares numbers would be 0 for those."""

@@ -67,6 +67,9 @@ class LetterEncoder:
     def encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
+    def lacking(self, characters: Iterable[str]) -> set[str]:
+        return set()
+
 
 def read(prompt: Prompt) -> str:
     return "".join(map(chr, prompt.tokens))

@@ -32,6 +32,7 @@ from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
 from headrace.loop.world.surroundings import fixed, prompt_tokens
 from headrace.run.config import load_config
+from headrace.run.rehearsal.memory_needs import read_shape
 from headrace.testing.makers import request, update
 from headrace.trainer.config import TrainConfig
 
@@ -166,6 +167,13 @@ def test_a_trained_token_costs_what_is_forwarded_for_it():
     assert [passes_of(TrainConfig(), plain), passes_of(again, plain), passes_of(again, kl)] == [3, 4, 5]
     rates = [trainer_rates(GPUS["h100"], SHAPES["8b"], 8, 16_384, passes=passes).token for passes in (PASSES, 4, 5)]
     assert rates[1] / rates[0] == pytest.approx(4 / 3) and rates[2] / rates[0] == pytest.approx(5 / 3)
+
+
+def test_a_critic_s_own_model_costs_as_many_passes_as_it_has_parameters_of_the_policy_s(tiny_llama: Path) -> None:
+    critic = AlgoConfig("ppo", critic={"model": str(tiny_llama)})
+    policy = dataclasses.replace(SHAPES["8b"], active=2 * read_shape(tiny_llama).parameters)
+    assert passes_of(TrainConfig(), critic, policy) == pytest.approx(3 * 1.5)
+    assert passes_of(TrainConfig(), critic) == passes_of(TrainConfig(), AlgoConfig("ppo"), policy) == 3
 
 
 def test_mixtures_train_at_the_share_of_the_peak_that_was_measured_of_them():

@@ -31,7 +31,7 @@ from headrace.weight_sync.ranges import ByteRange
 from headrace.weight_sync.sockets import LONGEST, SendQueue, read_message, send_message
 from headrace.weight_sync.tcp import Tcp
 from headrace.weight_sync.tcp_engine import TcpSource
-from headrace.weight_sync.tcp_server import Question, WeightReply
+from headrace.weight_sync.tcp_server import PieceSaid, Question, WeightReply
 from headrace.weight_sync.transport import TRANSPORTS
 from support.runs.beside import Beside
 from support.tiny_run import tiny_config
@@ -279,8 +279,10 @@ class Relay:
         while True:
             here, _ = self._listening.accept()
             with here, socket.create_connection(self._to) as there:
-                question = read_message(here)
-                send_message(there, msgspec.msgpack.decode(question, type=Question))
+                question = msgspec.msgpack.decode(read_message(here), type=Question)
+                send_message(there, question)
+                if question.relay:
+                    send_message(there, PieceSaid(has=True))  # so that the trainer ends this connection
                 heard = b""
                 while more := there.recv(1 << 20):
                     heard += more

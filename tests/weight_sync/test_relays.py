@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.weight_sync import tcp_engine, tcp_server
 from headrace.weight_sync.packed import lay_out
@@ -27,8 +30,11 @@ from headrace.weight_sync.slots import send_all
 from headrace.weight_sync.sockets import ConnectionServer, read_message, send_message
 from headrace.weight_sync.tcp import Tcp, TcpPartSender
 from headrace.weight_sync.tcp_engine import TcpReceiver, TcpSource
-from headrace.weight_sync.tcp_server import Pieces, Question, WeightReply
+from headrace.weight_sync.tcp_server import Pieces, PieceSaid, Question, WeightReply
+from headrace.weight_sync.unprepared import UnpreparedReceiver
 from support.meeting import Meeting
+from support.relaying_engine import Given, RelayingEngine, engine_process
+from support.runs.beside import Beside
 
 ROWS = 64
 SHAPES = {"a": (ROWS, 96), "b": (7,), "c": (ROWS, 160)}
@@ -139,6 +145,26 @@ def test_engines_that_come_one_after_another_are_sent_nothing_by_the_trainer(mon
     assert sum(sent.by[port] for port in ports_of(update)) < 5 * 1024, "the ranges of each rank"
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_server_that_was_not_prepared_for_a_run_fetches_the_layout_too_and_passes_pieces_on(ranks: int) -> None:
+    """As `headrace serve` and vLLM do; the dialect adds the token to what they are told."""
+    trainer, servers = Trainer(ranks), [UnpreparedReceiver() for _ in range(3)]
+    for version in range(2):
+        update = trainer.send(version)
+        sent = msgspec.structs.replace(update, where={**update.where, **trainer.transport.access})
+        for server in servers:
+            found, wanted = server.receive(sent), weights(version)
+            assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in wanted.items())
+        with pytest.raises(IdentityError, match="could not be fetched"):
+            UnpreparedReceiver().receive(update)  # without the token
+    receivers = [server._receivers[""][1] for server in servers]
+    assert [bool(receiver.from_others) for receiver in receivers] == [False, True, True]
+    again = Trainer(ranks)
+    update = again.send(7)
+    servers[0].receive(msgspec.structs.replace(update, where={**update.where, **again.transport.access}))
+    assert servers[0]._receivers[""][1] is not receivers[0], "another run, whose layout may be another"
+
+
 # -- engines that do not send what they have announced ---------------------------------------------------------------------
 
 
@@ -215,6 +241,18 @@ def test_an_engine_that_fails_others_costs_them_no_byte(
     assert all(right(engine, trainer.send(1)) for engine in others), "and the next version"
 
 
+def test_other_bytes_are_found_with_their_piece_and_not_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(2)
+    update, liar = trainer.send(0), FaultyEngine(trainer, lies, healthy=2)
+    assert right(liar.receiver, update)
+    first, second = trainer.engine(), trainer.engine()
+    assert right(first, update) and first.received == MANIFEST.payload, "it fetched nothing twice"
+    assert first.from_others == 2, "after the first lie it asks the liar for nothing"
+    port = liar.address[1]
+    assert capsys.readouterr().err.count(f"the engine at 127.0.0.1:{port} sent other bytes") == 1
+    assert right(second, update) and second.received == MANIFEST.payload
+
+
 def test_an_engine_that_is_gone_is_not_waited_for() -> None:
     trainer = Trainer()
     update, gone = trainer.send(0), FaultyEngine(trainer, closes)
@@ -255,10 +293,12 @@ def test_an_engine_that_reaches_no_other_soon_asks_the_trainer_alone(monkeypatch
 def test_nobody_without_the_token_announces_anything() -> None:
     trainer = Trainer()
     update = trainer.send(0)
-    stranger = Question("0" * 32, "", update.fingerprint, "full", 0, SMALLEST, relay=9, has=True)
+    stranger = Question("0" * 32, "", update.fingerprint, "full", 0, SMALLEST, relay=9)
     with socket.create_connection((update.where["host"], update.where["port"])) as connection:
         send_message(connection, stranger)
-        assert connection.recv(1) == b""
+        with suppress(OSError):  # closed with our bytes unread
+            send_message(connection, PieceSaid(has=True))
+            assert connection.recv(1) == b""
     engine = trainer.engine()
     assert right(engine, update) and engine.from_others == 0
 
@@ -282,11 +322,75 @@ def test_whatever_engines_do_the_others_have_the_right_weights(
         assert all_right(order, update)
 
 
+# -- engines that are processes, and are killed or stopped --------------------------------------------------------------------
+
+
+def process_for(trainer: Trainer, smallest: int = SMALLEST, **until: int) -> AbstractContextManager[RelayingEngine]:
+    return engine_process(Given(trainer.transport.token, MANIFEST, smallest, **until))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_is_killed_while_it_sends_a_piece_costs_the_others_no_byte(ranks: int) -> None:
+    trainer = Trainer(ranks)
+    update = trainer.send(0)
+    with process_for(trainer, sends=3) as killed:
+        killed.fetch(update)
+        assert killed.heard() == "has it"
+        engines = [trainer.engine() for _ in range(3)]
+        fetching = Beside(lambda: all_right(engines, update) or pytest.fail("other weights"))
+        assert killed.heard() == "sends"
+        killed.signal(signal.SIGKILL)
+        fetching.join()
+    assert sum(engine.from_others for engine in engines) >= 3
+    assert all_right(engines, trainer.send(1)), "and the next version"
+
+
+def test_two_engines_that_are_killed_while_they_fetch_a_piece_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer sends it to no more than two. It is so small that the trainer has sent it when they are killed."""
+    monkeypatch.setattr(tcp_server, "STILL", 900.0)
+    trainer = Trainer()
+    update = trainer.send(0)
+    with (
+        process_for(trainer, MANIFEST.nbytes, fetches=0) as one,
+        process_for(trainer, MANIFEST.nbytes, fetches=0) as other,
+    ):
+        for killed in (one, other):
+            killed.fetch(update)
+        assert one.heard() == other.heard() == "fetches"
+        engine = TcpReceiver({"": MANIFEST}, TcpSource(trainer.transport.token, None, MANIFEST.nbytes))
+        fetching = Beside(lambda: right(engine, update) or pytest.fail("other weights"))
+        for killed in (one, other):
+            killed.signal(signal.SIGKILL)
+        fetching.join()
+
+
+def test_an_engine_that_is_stopped_is_waited_for_once_with_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, reached, reach = Trainer(), Counter[int](), tcp_engine.reach
+    monkeypatch.setattr(tcp_engine, "OTHERS", 0.2)
+
+    def counted(place: tuple[str, int], seconds: float, tls: Any) -> socket.socket:
+        reached[place[1]] += 1
+        return reach(place, seconds, tls)
+
+    monkeypatch.setattr(tcp_engine, "reach", counted)
+    for version in range(2):
+        update = trainer.send(version)
+        with process_for(trainer) as stopped:
+            stopped.fetch(update)
+            assert stopped.heard() == "has it"
+            stopped.signal(signal.SIGSTOP)
+            reached.clear()
+            engine = trainer.engine()
+            assert right(engine, update) and engine.from_others == 0
+            assert [times for port, times in reached.items() if port not in ports_of(update)] == [1]
+            assert right(later := trainer.engine(), update) and later.from_others, "the first one sends"
+
+
 # -- who sends to whom -----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps=st.lists(st.tuples(st.sampled_from(["ask", "has", "lost"]), st.integers(0, 6)), max_size=60))
+@given(steps=st.lists(st.tuples(st.sampled_from(["ask", "has", "lost", "dies"]), st.integers(0, 6)), max_size=60))
 def test_nobody_sends_to_more_than_two_and_the_trainer_to_none_once_another_has_it(
     steps: list[tuple[str, int]],
 ) -> None:
@@ -295,8 +399,7 @@ def test_nobody_sends_to_more_than_two_and_the_trainer_to_none_once_another_has_
     by, has = dict[str, str](), set[str]()
     for what, number in steps:
         engine = f"host:{number}"
-        if what == "ask" and engine not in has:
-            by.pop(engine, None)
+        if what == "ask" and engine not in has and engine not in by:
             source = relays.source(path, engine)
             loads = Counter(by.values())
             if source is None:
@@ -308,11 +411,13 @@ def test_nobody_sends_to_more_than_two_and_the_trainer_to_none_once_another_has_
                 by[engine] = source
         elif what == "has" and engine in by:
             relays.joined(path, engine)
-            by.pop(engine)
+            relays.given_back(path, by.pop(engine))
             has.add(engine)
         elif what == "lost" and engine in has:
-            relays.lost(path, engine, "host:9")
+            relays.lost(path, engine)
             has.discard(engine)
+        elif what == "dies" and engine in by:
+            relays.given_back(path, by.pop(engine))
 
 
 def test_what_is_forgotten_is_sent_by_the_trainer_again() -> None:

@@ -16,13 +16,14 @@ import torch
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.web.tls import TlsIdentity, first_certificate
-from headrace.weight_sync.http_ranges import Http, UnpreparedReceiver
+from headrace.weight_sync.http_ranges import Http
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.relays import FANOUT
 from headrace.weight_sync.sockets import send_message
 from headrace.weight_sync.tcp import Tcp
 from headrace.weight_sync.tcp_server import Question
+from headrace.weight_sync.unprepared import UnpreparedReceiver
 
 MANIFESTS = {"": lay_out([("w", torch.empty(70_000))], torch.bfloat16)}
 MARK = 1.234
@@ -145,12 +146,13 @@ def test_whoever_speaks_plainly_is_answered_nothing_of_the_weights(own: TlsIdent
         assert len(heard) < 100, "an alert of TLS at most"
 
 
+@MAKERS
 def test_a_server_that_was_started_before_the_run_trusts_the_certificate_that_it_is_sent(
-    own: TlsIdentity, other: TlsIdentity
+    make: Callable[[TlsIdentity], Tcp | Http], own: TlsIdentity, other: TlsIdentity
 ) -> None:
-    transport = http(own)
+    transport = make(own)
     update = transport.sender(MANIFESTS).send(0, weights(0))
-    assert update.where["url"].startswith("https://") and own.certificate not in str(update)
+    assert str(update.where.get("url", "https://")).startswith("https://") and own.certificate not in str(update)
     sent = msgspec.structs.replace(update, where={**update.where, **transport.access})
     assert torch.equal(UnpreparedReceiver().receive(sent)["w"], weights(0)[0][1].bfloat16())
     for certificate in (other.certificate, ""):

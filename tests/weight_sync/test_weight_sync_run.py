@@ -95,7 +95,7 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
         (server, "files: two versions (an engine behind HTTP reads what the trainer writes)"),
         (
             {**server, "weight_sync": {"host": "10.0.0.1"}},
-            "HTTP: full (the servers fetch from 10.0.0.1 (weight_sync.host))",
+            "TCP: full (the servers fetch from 10.0.0.1 (weight_sync.host))",
         ),
     ]
     for tables, said in cases:
@@ -141,8 +141,8 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
             'cannot be encrypted, and engines join over TLS .orchestration.cert.; use weight_sync.kind = "tcp"',
         ),
         (
-            {"weight_sync": {"kind": "tcp"}, "engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}},
-            'does not reach engine.kind = "headrace", which is a server; use weight_sync.kind = "files"',
+            {"weight_sync": {"kind": "tcp"}, "engine": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]}},
+            'does not reach engine.kind = "sglang", which is a server; use weight_sync.kind = "files"',
         ),
     ],
 )

@@ -153,7 +153,7 @@ class DPO(PairLoss):
 class IdentityPreference(PairLoss):
     """(h - 1/(2β))²: the margin has a target, so that a preference that is certain does not drive it for ever (IPO, arXiv 2310.12036, eq. 17).
 
-    Choice: h is a sum over tokens, as in the paper; TRL's `loss_type = "ipo"` takes means over tokens.
+    Choice: h is a sum over tokens, as in the paper; TRL's `loss_type = "ipo"` takes means over tokens, which it says the authors confirm.
     """
 
     name: ClassVar[str] = "ipo_pairs"

@@ -55,10 +55,15 @@ LOSSES = {
     "kl_cov": "kl_cov",
     "cispo": "cispo",
     "sapo": "sapo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    "dro": "kimi",
 }
 BOUNDED = ("vanilla", "geo_mean", "clip_cov", "cispo")
 """Losses whose bounds of the ratio mean the same here."""
-OF_SEQUENCES = ("gspo", "geo_mean", "sapo")
+REGIONS = ("dppo_tv", "dppo_kl")
+"""Losses that take these bounds for those of a divergence."""
+OF_SEQUENCES = ("geo_mean", "sapo")
 """Losses that verl takes the mean over sequences of, whatever loss_agg_mode says."""
 MEGATRON = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of all linear layers."""
@@ -241,9 +246,16 @@ def _algorithm(t: Translation) -> None:
         t.to_do["algo.loss"] = f"{mode} has no counterpart: docs/algorithms.md"
     if estimator == "grpo" and t.value("algorithm.norm_adv_by_std_in_grpo", default=True) is False:
         t.put("algo.advantage", "centred")
+    elif estimator == "grpo" and mode == "dro":
+        t.put("algo.advantage", "group_norm")
     said = t.word(f"{ACTOR}loss_agg_mode", default="token-mean")
     if said not in AGGREGATIONS:
         t.to_do["algo.aggregation"] = f"{said} has no counterpart: docs/algorithms.md"
+    elif mode == "gspo" and f"{ACTOR}loss_agg_mode" not in t.given:
+        t.also.append(
+            "verl 0.9.1 takes GSPO's mean over tokens where loss_agg_mode is not set, and earlier versions over sequences, as here: set algo.aggregation = "
+            '"token_mean" if yours was the former'
+        )
     elif mode not in OF_SEQUENCES:
         t.put("algo.aggregation", AGGREGATIONS[said])
     if estimator in ESTIMATORS or mode == "vanilla":
@@ -274,15 +286,23 @@ def _critic(t: Translation, per_batch: int) -> None:
         return
     if (alone := (t.number("trainer.critic_warmup", default=0) - 1) * per_batch) > 0:
         t.put("algo.critic.alone_steps", alone, "verl's first update of the policy is in batch critic_warmup")
+    if (path := t.value("critic.model.path")) is not None:
+        t.put("algo.critic.model", os.path.expanduser(str(path)))
+        t.put("algo.critic.model_learning_rate", t.number("critic.optim.lr", default=1e-5))
 
 
 def _bounds(t: Translation, mode: str) -> None:
     """Translates the constants of a loss."""
     names = [f"{ACTOR}clip_ratio{which}" for which in ("", "_low", "_high")]
-    if mode in BOUNDED:
+    if mode in BOUNDED or mode in REGIONS:
         both = t.value(names[0], default=0.2)
-        t.put("algo.clip_low", t.value(names[1], default=both))
-        t.put("algo.clip_high", t.value(names[2], default=both))
+        low, high = (t.value(name, default=both) for name in names[1:])
+        if mode in REGIONS:
+            t.put("algo.delta", high, "verl's bound for bad tokens is another" if low != high else "")
+            t.put("algo.cap", t.value(f"{ACTOR}clip_ratio_c", default=3.0), _whose(t, f"{ACTOR}clip_ratio_c"))
+        else:
+            t.put("algo.clip_low", low)
+            t.put("algo.clip_high", high)
         if both != 0.2 and any(t.given.get(name) is None for name in names[1:]):
             t.also.append(
                 f"verl's own clip_ratio_low and clip_ratio_high are 0.2 and go over clip_ratio, which is {both} and is translated: "
@@ -297,6 +317,8 @@ def _bounds(t: Translation, mode: str) -> None:
     if mode == "clip_cov":
         bounds = [f"{ACTOR}policy_loss.clip_cov_{which}" for which in ("lb", "ub")]
         t.leave("the tokens of the largest covariance are taken out, without a draw between bounds", *bounds)
+    if mode == "dro":
+        t.take("algo.tau", f"{ACTOR}policy_loss.dro_beta")
     if mode == "kl_cov":
         t.take("algo.penalty", f"{ACTOR}policy_loss.ppo_kl_coef")
 
@@ -442,7 +464,7 @@ def _lora(t: Translation) -> None:
 
 def _left_out(t: Translation) -> None:
     judged = t.word("algorithm.adv_estimator", default="gae") == "gae"
-    why = "the critic is a value head on the policy (algo.critic)" if judged else "this estimator has no critic"
+    why = "a critic has few settings (algo.critic)" if judged else "this estimator has no critic"
     t.leave_all(why, ("critic.", "trainer.critic_", "algorithm.lam"))
     t.leave_all(
         "columns with images are named in task.images (docs/vision.md)",

@@ -82,7 +82,7 @@ def alternating(
         change = (2 * MOVED + BFLOAT16) * model.parameters / (gpus * HOST_LINK)
         if rates.trainer.gpus:
             rates, replicas = (
-                _with_all(rates, chip, model, hardware.passes_of(train, algo), gpus=gpus, train=train),
+                _with_all(rates, chip, model, hardware.passes_of(train, algo, model), gpus=gpus, train=train),
                 gpus // rates.engine.gpus,
             )
     trainer = msgspec.structs.replace(rates.trainer, step=rates.trainer.step + (change or 0.0))
@@ -139,7 +139,7 @@ def lending(
 
 
 def _with_all(
-    rates: Rates, chip: hardware.Gpu, model: Architecture, passes: int, *, gpus: int, train: TrainConfig
+    rates: Rates, chip: hardware.Gpu, model: Architecture, passes: float, *, gpus: int, train: TrainConfig
 ) -> Rates:
     """The rates of a trainer that has all GPUs."""
     context = train.parallel.context

@@ -76,9 +76,10 @@ class PlanRequest:
     """Bytes per second between trainer and engines."""
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> float:
         """Forward passes that a trained token costs."""
-        return hardware.passes_of(self.config.train, self.config.algo)
+        model = shape_of(self.model) if self.model else None
+        return hardware.passes_of(self.config.train, self.config.algo, model)
 
     def travel(self, engines: int = 1, trainer: int = 1) -> Travel | None:
         """The way of new weights to all engines, if the size of the model is given. `trainer`: its GPUs."""

@@ -116,7 +116,7 @@ UNLABELLED = "default"
 
 _REACH = {
     "path": "both machines must see engine.shared_dir under the same path",
-    "url": "the server must reach the trainer at weight_sync.host",
+    **dict.fromkeys(("url", "parts", "host"), "the server must reach the trainer at weight_sync.host"),
     "handle": "server and trainer must be on one GPU; if they are not, leave weight_sync.kind out",
 }
 """The remedy, by what says in `WeightUpdate.where` how the server gets the weights."""
@@ -289,7 +289,11 @@ class LabelledDialect(ABC):
                 if not await self._is_refusal(connection, error, seconds):
                     raise
                 how = next(how for how in _REACH if how in update.where)
-                place = "the trainer's memory" if how == "handle" else update.where[how]
+                named = {
+                    "handle": "the trainer's memory",
+                    "host": f"{update.where.get('host')}:{update.where.get('port')}",
+                }
+                place = named.get(how, update.where[how])
                 raise ConfigError(
                     f"{self.kind} at {connection.url} could not load version {update.version} from {place}: {error}. Its log has the reason; "
                     f"{_REACH[how]}"

@@ -98,7 +98,7 @@ class ServerKind:
     untried: str = ""
     """The part of it that was never tried on the real thing, in words; a run that uses it says so."""
     fetches: bool = False
-    """Whether it can fetch weights over HTTP."""
+    """Whether it can fetch weights over the network."""
     swaps: bool = False
     """Whether it can keep the KV cache of running sequences when weights are swapped (`engine.swap`)."""
     copies_tied: bool = False

@@ -15,6 +15,7 @@ from headrace.core.protocols import Task
 from headrace.core.types import Prompt
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.conversations import Message, as_messages, last_user, with_images
+from headrace.models.control_tokens import texts_of
 from headrace.models.images import KnownImages
 
 RESERVED = ("prompts", "completions", "completion_tokens", "transcripts")
@@ -58,6 +59,8 @@ class Encoder(Protocol):
     ) -> tuple[str, tuple[int, ...]]: ...
 
     def encode_text(self, text: str) -> tuple[int, ...]: ...
+
+    def lacking(self, characters: Iterable[str]) -> set[str]: ...
 
     @property
     def images(self) -> KnownImages | None: ...
@@ -113,8 +116,11 @@ class PromptMaker:
 
     def remarks(self, questions: Iterable[tuple[str | list[Message], Mapping[str, Any]]] = ()) -> list[str]:
         """Returns sentences on prompts that are used in another way than one may expect. `questions`: with the columns of each."""
+        lacking = _Lacking(self._encoder)
         if not self._chat:
-            return []
+            for question, _ in questions:
+                lacking.read(question)
+            return [*lacking.remarks()]
         held, specials, begun, rows = set(self._encoder.specials_in(self._front)), 0, list[str](), 0
         for question, columns in questions:
             rows += 1
@@ -123,7 +129,34 @@ class PromptMaker:
             found = self._encoder.specials_in([*messages, beside])
             held, specials = held | found, specials + bool(found)
             begun += [messages[-1]["content"]] if begins_answer(messages) else []
-        return [*_of_specials(held, specials, rows), *_of_begun(begun, rows)]
+            said = [(message.get("content"), message.get("tool_calls")) for message in (*self._front, *messages)]
+            lacking.read([*said, beside["content"]])
+        return [*_of_specials(held, specials, rows), *_of_begun(begun, rows), *lacking.remarks()]
+
+
+class _Lacking:
+    """Counts the rows with characters that the model cannot tell apart."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._known, self._lacking = set[str](), set[str]()
+        self._rows = self._with = 0
+
+    def read(self, row: Any) -> None:
+        """`row`: all texts that its prompt is made of, within lists and mappings."""
+        characters = {one for text in texts_of(row) for one in text}
+        new = characters - self._known
+        self._lacking |= self._encoder.lacking(new)
+        self._known |= new
+        self._rows, self._with = self._rows + 1, self._with + (not self._lacking.isdisjoint(characters))
+
+    def remarks(self) -> Iterator[str]:
+        if self._with:
+            yield (
+                f"{self._with} of {self._rows} rows hold characters that the model's tokenizer has no token for "
+                f"({', '.join(map(repr, sorted(self._lacking)[:5]))}): the model reads one unknown token in their place; write them otherwise, or use a model "
+                "that knows them"
+            )
 
 
 def _of_specials(held: set[str], count: int, rows: int) -> Iterator[str]:

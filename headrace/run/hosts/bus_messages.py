@@ -62,6 +62,8 @@ class HeldOutErrand(Struct, frozen=True, tag="held out"):
     index: int
     prompt: Prompt
     at_least: int
+    of: str = ""
+    """The evaluation set (`eval.sets`); empty for the held-out prompts."""
 
 
 class RequestErrand(Struct, frozen=True, tag="request"):

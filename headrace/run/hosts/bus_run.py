@@ -17,6 +17,7 @@ Of an earlier process, versions count up to the one that this process began with
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ import msgspec
 
 from headrace.core.batches import Failure
 from headrace.core.errors import PoisonedRequest
+from headrace.core.protocols import EnvironmentKind, Scorer
 from headrace.core.reports import TOTALS, EngineStats
 from headrace.core.types import Prompt
 from headrace.facts.facts import EngineSample, FleetSample, MemberSample, WorkerJoined
@@ -50,6 +52,7 @@ from headrace.run.hosts.bus_messages import (
     SuspectsNotice,
     letter_of,
 )
+from headrace.settings.process_config import EvalConfig
 
 # --- The rollout hosts that the run knows of, and their sums
 # The rollout hosts that the run knows of, and their sums, which cost what changes: there may be a thousand hosts.
@@ -482,6 +485,15 @@ class BusGroups:
     def __init__(self, desk: BusDesk, session: str, waits: Waits, sizes: GroupSizes) -> None:
         self._desk, self._session, self._waits, self._sizes = desk, session, waits, sizes
         self._evaluations = itertools.count()
+        self._of = ""
+
+    def measuring(
+        self, evaluation: EvalConfig, environment: EnvironmentKind | None, scorer: Scorer | None
+    ) -> BusGroups:
+        """Hosts open what the set has of its own (`open_parts` of `rollout_hosting.py`)."""
+        found = copy.copy(self)  # its errands are counted with all others: their keys are the bus's
+        found._of, found._sizes = evaluation.name, self._sizes._replace(held_out=evaluation.samples)
+        return found
 
     async def trained(self, ticket: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         errand = GroupErrand(ticket, prompt, at_least=self._desk.newest)
@@ -491,7 +503,7 @@ class BusGroups:
 
     async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         key = f"held out {self._session} {next(self._evaluations)}"
-        errand = HeldOutErrand(number, index, prompt, at_least=self._desk.newest)
+        errand = HeldOutErrand(number, index, prompt, at_least=self._desk.newest, of=self._of)
         async with self._waits.named("evaluation", "a rollout host", advances=self.progress):
             group = await _played(self._desk.ask(key, errand), self._sizes.held_out)
         self._desk.forget(key)

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,8 @@ class HostParts:
     """The most errands that it has in hand, given the number of hosts."""
     close: Callable[[], Awaitable[None]]
     waits: Waits
+    sets: Mapping[str, GroupSource] = field(default_factory=dict)
+    """The sources of the further evaluation sets, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,9 +408,8 @@ class _Session:
                 self.parts.groups.forget(errand.ticket)
                 return ErrandReply(self.who, group)
             case HeldOutErrand():
-                group = await self.parts.groups.held_out(
-                    errand.number, errand.index, errand.prompt, lambda episodes: None
-                )
+                source = self.parts.sets[errand.of] if errand.of else self.parts.groups
+                group = await source.held_out(errand.number, errand.index, errand.prompt, lambda episodes: None)
                 return ErrandReply(self.who, group)
             case RequestErrand():
                 try:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from headrace.algo.config import AlgoConfig
 from headrace.algo.recipe_parts import Experience
 from headrace.algo.recipes import RECIPES
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
-from headrace.models.resolve import read_header, weight_files
+from headrace.models.resolve import read_header, resolve_model, weight_files
 from headrace.native.resources import GIB, gib
 from headrace.run.config import RunConfig
 from headrace.run.rehearsal.machine import Machine
@@ -178,6 +179,8 @@ class MemoryPlan(NamedTuple):
     adapters: int
     """Number of adapters that are trained; 0 trains all weights."""
     reference_in_loss: bool
+    critic: ModelShape | None = None
+    """The critic's own model (`algo.critic.model`)."""
     rewards: bool = False
     """Whether a second adapter is trained that gives the rewards of tokens (`algo.name = prime`)."""
     fetches: bool = False
@@ -213,6 +216,7 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lora=first.lora,
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
+        critic=critic_shape(config.algo),
         rewards=any(run.algo.trains_rewards for run in runs),
         fetches=not config.engine.is_server and way.transport.sends_bytes,
         published=way.transport.device_of_buffers,
@@ -223,6 +227,12 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         warm_reference=bool(config.warm_start.path) and RECIPES[config.warm_start.loss].loss.needs_reference,
         kept_tokens=sum(_kept_tokens(run.algo.recipe.experience, run.longest_rollout) for run in runs),
     )
+
+
+def critic_shape(algo: AlgoConfig) -> ModelShape | None:
+    """The shape of the critic's own model, if it has one. Raises ConfigError if it cannot be found."""
+    path = algo.recipe.critic.model if algo.has_critic else ""
+    return read_shape(resolve_model(path, setting="algo.critic.model")) if path else None
 
 
 def _kept_tokens(experience: Experience, longest: int) -> int:
@@ -340,15 +350,23 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
+    if plan.critic:
+        own = plan.critic.parameters
+        yield MemoryNeed("trainer", "critic, gradients, AdamW (algo.critic.model)", 16 * own, device, certain=True)
+        if (plan.shared or plan.lent) and device == "cuda":
+            yield MemoryNeed("trainer", "critic and AdamW while the engine has the GPU", 12 * own, "cpu", certain=True)
     if sums_once(train.parallel, shape.parameters, 0) and not plan.adapters:  # auto takes half of a GPU at most
         whole = 4 * shape.parameters / train.parallel.tensor * everyone
         yield MemoryNeed("trainer", "gradients of the whole model in each rank, until they are summed", whole, device)
     yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
-    yield MemoryNeed("trainer", ACTIVATIONS, _activations(shape, train, computing) * everyone, device)
+    kept = train.microbatch * step_activations(shape, plan) * computing
+    yield MemoryNeed("trainer", ACTIVATIONS, kept * everyone, device)
 
 
-def _activations(shape: Widths, train: TrainConfig, size: float) -> float:
-    return train.microbatch * token_activations(shape, train.gradient_checkpointing) * size
+def step_activations(shape: Widths, plan: MemoryPlan) -> int:
+    """Returns the elements that are kept of a token by the policy, and by the critic's own model, whose backward passes are one."""
+    models = [shape, *([plan.critic] if plan.critic else [])]
+    return sum(token_activations(model, plan.train.gradient_checkpointing) for model in models)
 
 
 def token_activations(shape: Widths, checkpointing: bool) -> int:
@@ -363,7 +381,8 @@ def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
     """Returns the bytes of a checkpoint: the trained weights and their AdamW state."""
     adapters = plan.adapters + plan.rewards
     trained = adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
-    return trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
+    critic = 12 * plan.critic.parameters if plan.critic else 0
+    return critic + trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
 
 
 # --- verdicts ----------------------------------------------------------------------------------------------------------
@@ -429,7 +448,7 @@ def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -
 def _given_back(need: MemoryNeed, who: str) -> bool:
     """Whether it is memory of the machine that a worker gives back while it sleeps."""
     kept = (
-        ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference", COPY)
+        ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference", "critic", COPY)
         if who == "trainer"
         else ("Python",)
     )

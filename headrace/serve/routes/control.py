@@ -21,6 +21,7 @@ from headrace.version import __version__
 from headrace.web.bodies import Abort, LoadAdapter, UnloadAdapter
 from headrace.web.errors import Refused
 from headrace.web.sending import json_response, read_body
+from headrace.weight_sync.unprepared import place_of
 
 T = TypeVar("T")
 MODES = ("keep", "wait", "abort")
@@ -64,11 +65,11 @@ async def state(request: HttpRequest) -> Response:
 async def load_weights(request: HttpRequest) -> Response:
     serving = of(request)
     update = await read_body(request, WeightUpdate, serving.limits)
-    if not any(isinstance(update.where.get(place), str) for place in ("path", "url")):
+    if not isinstance(update.where.get("path"), str) and not place_of(update):
         raise Refused(
             400,
-            "where.path must name the directory of the update (headrace/weight_sync/files.py), or where.url its trainer "
-            "(weight_sync/http_ranges.py)",
+            "where.path must name the directory of the update (headrace/weight_sync/files.py), or where.url, or where.host and where.port, its trainer "
+            "(weight_sync/unprepared.py)",
         )
     try:
         msgspec.msgpack.encode(update)

@@ -356,7 +356,7 @@ class Gradient:
     def _forwarded(self, pack: Pack) -> TokenScores:
         given = (pack, pack.temperature or self.temperature, self.dtype)
         critic = self.critic
-        return self.forward.logprobs(*given, critic) if critic else self.forward.logprobs(*given)
+        return critic.scored(self.forward, *given) if critic else self.forward.logprobs(*given)
 
     @contextmanager
     def _microbatch(self, pack: Pack, ahead: Ahead, at_once: bool) -> Iterator[Float[Tensor, ""]]:

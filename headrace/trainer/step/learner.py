@@ -119,7 +119,8 @@ class Learner:
         `step`: the step that the update belongs to, which is done with the first of its updates. `lr`: the learning rate. `unless_zero`: a
         gradient of zero updates nothing either (momentum and decay alone would move the weights).
         """
-        if not torch.isfinite(torch.tensor(loss)):
+        finite = self.critic is None or self.critic.bounded(self.config.max_grad_norm)
+        if not (finite and torch.isfinite(torch.tensor(loss))):
             self.forget()
             return Update(float("nan"), False)
         if self.trains_critic_alone:

@@ -29,7 +29,7 @@ from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScore
 from headrace.core.weights import AdapterSpec, trial_version
 from headrace.models.image_embedding import vocabulary_of
 from headrace.models.lora import LoraConfig
-from headrace.models.resolve import cache_dir
+from headrace.models.resolve import cache_dir, resolve_model
 from headrace.models.saved_buffers import saved_buffers
 from headrace.native.resources import available
 from headrace.trainer.config import TrainConfig, uncompiled
@@ -66,7 +66,7 @@ from headrace.trainer.step.learner import Assignment, Learner, Update
 from headrace.trainer.step.process_reward import ADAPTER, WITHOUT_ADAPTER, ProcessReward, Scoring
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
-from headrace.trainer.step.value_head import PREFIX, ValueHead
+from headrace.trainer.step.value_head import PREFIX, CriticModel, ValueHead
 from headrace.trainer.step.whole_step import StepPairs
 
 if TYPE_CHECKING:
@@ -220,6 +220,8 @@ class TorchTrainer:
 
     def _critic(self, algo: AlgoConfig, train: TrainConfig) -> ValueHead:
         """Raises ConfigError for a model whose hidden states are not to be had."""
+        if own := algo.recipe.critic.model:
+            return CriticModel(resolve_model(own, setting="algo.critic.model"), algo, train, self._device)
         if not self._forward.chunked_head:
             raise ConfigError(
                 f"algo.name = {algo.name} reads values from the last hidden states, and {type(self._model).__name__} shows its logits only; use an "

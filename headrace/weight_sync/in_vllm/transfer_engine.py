@@ -1,9 +1,9 @@
 """vLLM's end of weight sync, at its public extension point: a weight transfer engine (vLLM 0.32, `distributed/weight_transfer/base.py`).
 
-The run sends each update to `/update_weights`: with the trainer's address and token, or with handles of its memory on the same GPU. Every worker
-fetches the packed buffer, whole or as a difference, or opens it, compares the fingerprint (C3), and only then gives the tensors to the model's
-own `load_weights`, which divides them among ranks, fuses and quantises them. So an update whose bytes are refused leaves the weights as they
-are. An adapter is written into files, which `/v1/load_lora_adapter` loads afterwards.
+The run sends each update to `/update_weights`: with the trainer's address and token, or with handles of its memory on the same GPU. One worker
+of each machine fetches the packed buffer, whole or as a difference, and the others map it (`machine_memory.py`), or each opens the trainer's;
+every one compares the fingerprint (C3), and only then gives the tensors to the model's own `load_weights`, which divides them among ranks, fuses
+and quantises them. So an update whose bytes are refused leaves the weights as they are. An adapter is written into files, which `/v1/load_lora_adapter` loads afterwards.
 
 vLLM has an engine for such handles itself (its backend "ipc"). It takes a pickle over HTTP (`VLLM_ALLOW_INSECURE_SERIALIZATION`), and compares nothing.
 
@@ -105,7 +105,8 @@ class HeadraceTransferEngine(WeightTransferEngine):
         """Does nothing: `receive_weights` has done all."""
 
     def shutdown(self) -> None:
-        """Deletes the files of the adapters. Every connection was closed when its bytes had arrived."""
+        """Deletes the files of adapters, and of the memory that workers share. Every connection was closed when its bytes had arrived."""
+        self._receiving.close()
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
             with suppress(OSError):  # that of the run has other adapters

@@ -18,11 +18,13 @@ import torch
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.durable.journal import SteppedRecord, read_only
-from headrace.facts.facts import GroupEnded, RunEnded, Warned, Withdrawn, WorkerJoined
+from headrace.facts.facts import Evaluated, GroupEnded, RunEnded, Warned, WeightsLive, Withdrawn, WorkerJoined
 from headrace.run.starting import SILENT_BUS
+from support import fake_servers
 from support.bus.redis_server import a_redis_server
 from support.runs import preloaded_python
 from support.runs.beside import PATIENCE, until
+from support.server_processes import servers
 from support.tiny_run import (
     SYNCHRONOUS,
     at_steps,
@@ -73,11 +75,28 @@ def warned(run: Path) -> list[str]:
     return [fact.message for fact in of(run, Warned)]
 
 
+def measured(run: Path) -> dict[tuple[str, str], tuple[Any, ...]]:
+    found = {(one.phase, one.name): (one.prompts, one.reward_mean, one.looks) for one in of(run, Evaluated)}
+    assert {name for _, name in found} == {"", "once", "letters"} and len(found) == 6
+    return found
+
+
 @pytest.mark.whole
 def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llama: Path, tmp_path: Path) -> None:
-    headrace.train(tiny_config(tmp_path, tiny_llama, **SYNCHRONOUS, name="local"))
-    bus = f"jsonl:{tmp_path / 'bus'}"
-    config = on_bus(tmp_path, tiny_llama, bus, **SYNCHRONOUS, eval={"prompts": 4, "samples": 2}, name="bus")
+    """So are its measurements. One set has the held-out prompts, another prompts, a reward and a system message of its own."""
+    bus, rewards = f"jsonl:{tmp_path / 'bus'}", tmp_path / "rewards.py"
+    rewards.write_text(
+        "def letters(completions, **columns):\n    return [text.count('o') / 9 for text in completions]\n"
+    )
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "a?"}\n{"prompt": "b?"}\n{"prompt": "c?"}\n')
+    letters = {
+        "task": {"path": str(tmp_path / "hard.jsonl"), "system": "go"},
+        "reward": {"function": f"{rewards}:letters"},
+    }
+    sets = [{"name": "once", "samples": 1}, {"name": "letters", "prompts": 3, **letters}]
+    tables = {**SYNCHRONOUS, "eval": {"prompts": 4, "samples": 2, "sets": sets}}
+    headrace.train(tiny_config(tmp_path, tiny_llama, **tables, name="local"))
+    config = on_bus(tmp_path, tiny_llama, bus, **tables, name="bus")
     with hosts(bus, 1) as (host,):
         result = headrace.train(config)
         output = host.communicate(timeout=PATIENCE)[1]
@@ -87,6 +106,7 @@ def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llam
     finished(run, 3, groups=2)
     (joined,) = of(run, WorkerJoined)
     assert joined.who.startswith("rollout host ") and joined.pid == host.pid
+    assert measured(run) == measured(tmp_path / "runs" / "local")
     local, other = weights_of(tmp_path / "runs" / "local"), weights_of(run)
     assert local.keys() == other.keys() and all(torch.equal(local[name], other[name]) for name in local)
 
@@ -118,6 +138,35 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
         assert result.step == 12
         finished(run, 12)
         assert any("has left" in message for message in warned(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["headrace", "vllm"])
+def test_hosts_with_a_server_each_go_on_when_a_host_and_a_server_are_killed(
+    kind: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Each host starts its own, which fetches every version from the trainer. The server of a host that is killed ends with it."""
+    bus, run = f"jsonl:{tmp_path / 'bus'}", tmp_path / "runs" / "tiny"
+    engine: dict[str, Any] = {"kind": kind, "dtype": "float32", "context_length": 64}
+    if kind == "vllm":
+        python = fake_servers.interpreter(tmp_path)
+        subprocess.run([python, "-m", "pip", "install", str(Path(headrace.__file__).parents[1])], check=True)
+        engine |= {"python": str(python)}
+    config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 8}) | {"engine": engine}
+    with hosts(bus, 2) as (killed, loses):
+
+        def kill() -> None:
+            os.kill(next(iter(servers(loses.pid).values()))[0], signal.SIGKILL)
+            killed.kill()
+            until(lambda: not servers(killed.pid))
+
+        thread = at_steps(config, {2: kill})
+        result = headrace.train(config)
+        thread.join()
+        output = loses.communicate(timeout=PATIENCE)[1]
+    assert result.step == 8 and "it is started again" in output, output
+    finished(run, 8)
+    assert {update.where.get("port") for update in (live.update for live in of(run, WeightsLive))} != {None}, "over TCP"
 
 
 POISON = """

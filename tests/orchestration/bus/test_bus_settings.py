@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from headrace.run.hosts.bus.open_bus import open_bus
 from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.rollout_hosting import own_config
 from headrace.run.starting import name_on_bus
+from headrace.run.wording import placement
 from headrace.settings.extras import install
 from headrace.version import __version__
 from headrace.weight_sync.config import way_of
@@ -44,7 +46,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"orchestration": {"kind": "ray"}},
         'rollout hosts, and orchestration.kind = "ray" engines elsewhere; remove one',
     ),
-    "a server": ({"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}}, "is a server; remove one of them"),
+    "a server for all": (
+        {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}},
+        'every rollout host starts an engine.kind = "vllm" of its own; remove it',
+    ),
+    "a server that no run starts": (
+        {"engine": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]}},
+        "is a server that is running; remove one of them",
+    ),
     "a fleet": ({"engine": {"replicas": 2}}, "start as many rollout hosts as you like"),
     "cores": ({"engine": {"cores": [0]}}, "give headrace rollouts its own"),
     "shared memory": ({"weight_sync": {"kind": "shared_memory"}}, 'use weight_sync.kind = "tcp"'),
@@ -76,8 +85,10 @@ def test_it_is_refused_with_its_remedy(case: str, tmp_path: Path) -> None:
         load_config(config)
 
 
-@pytest.mark.parametrize("server", ["headrace", "vllm", "sglang"])
-@pytest.mark.parametrize("kind", ["join", "ray", "bus"])
+@pytest.mark.parametrize(
+    ("kind", "server"),
+    [*itertools.product(["join", "ray"], ["headrace", "vllm", "sglang"]), ("bus", "sglang")],
+)
 def test_a_server_beside_engines_elsewhere_is_refused_for_what_was_set(kind: str, server: str, tmp_path: Path) -> None:
     """`weight_sync.kind` was left out, and is not blamed. Each remedy works."""
     places: dict[str, dict[str, Any]] = {
@@ -104,6 +115,16 @@ def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
         )
 
 
+def test_servers_that_rollout_hosts_start_are_taken(tmp_path: Path) -> None:
+    for kind in ("headrace", "vllm"):
+        tables = {"engine": {"kind": kind}, "orchestration": {"bus": f"jsonl:{tmp_path}"}}
+        config = load_config(tiny_config(tmp_path, tmp_path) | tables)
+        assert config.way.kind == "tcp"
+        assert placement(config, "")["engine"].startswith(
+            f"rollout hosts on jsonl:{tmp_path} with a {kind} server each"
+        )
+
+
 def test_a_copy_of_a_run_has_another_name_on_the_bus(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -115,12 +136,16 @@ def test_a_copy_of_a_run_has_another_name_on_the_bus(tmp_path: Path) -> None:
     assert name_on_bus(run.rename(tmp_path / "moved"), "r") == name
 
 
-def noticed(place: Path) -> RunNotice:
+REWARDS = "def exact(completions):\n    return [1.0] * len(completions)\n"
+
+
+def noticed(place: Path, **tables: Any) -> RunNotice:
     """The notice of a run whose reward is in `place`."""
-    (place / "rewards.py").write_text("def exact(completions):\n    return [1.0] * len(completions)\n")
+    (place / "rewards.py").write_text(REWARDS)
     reward = {"function": f"{place / 'rewards.py'}:exact"}
-    config = load_config(tiny_config(place, place, reward=reward, orchestration={"bus": f"jsonl:{place}"}))
-    return RunNotice("s", __version__, config=dataclasses.asdict(config), contents=contents_of(config))
+    config = load_config(tiny_config(place, place, reward=reward, orchestration={"bus": f"jsonl:{place}"}, **tables))
+    contents = contents_of(config, of_sets=True)
+    return RunNotice("s", __version__, config=dataclasses.asdict(config), contents=contents)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +173,22 @@ def test_a_host_has_the_files_of_the_run_wherever_they_lie(tmp_path: Path) -> No
     (tmp_path / "rewards.py").write_text(there.read_text())
     with pytest.raises(ConfigError, match=r"the files of reward\.function are not the run's"):
         own_config(notice, [])
+
+
+def test_a_host_has_the_files_of_the_evaluation_sets(tmp_path: Path) -> None:
+    (tmp_path / "hard.py").write_text(REWARDS)
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "a"}\n')
+    hard = {"reward": {"function": f"{tmp_path / 'hard.py'}:exact"}, "task": {"path": str(tmp_path / "hard.jsonl")}}
+    notice = noticed(tmp_path, eval={"prompts": 4, "sets": [{"name": "hard", **hard}]})
+    (tmp_path / "hard.jsonl").unlink()
+    assert own_config(notice, []), "its rows come with the errands"
+    (tmp_path / "hard.py").write_text(REWARDS.replace("1.0", "2.0"))
+    with pytest.raises(ConfigError, match=r"the files of eval\.sets\.hard\.reward\.function are not the run's"):
+        own_config(notice, [])
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "hard.py").write_text(REWARDS)
+    there = f"eval.sets.hard.reward.function={tmp_path / 'there' / 'hard.py'}:exact"
+    assert own_config(notice, [there]), "the remedy"
 
 
 def test_redis_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,8 @@ def test_versions_from_memory_that_is_opened(tiny_tokenizer: Path, tmp_path: Pat
 
     async def case() -> list[Completion]:
         facts, clock = FactList(), asyncio.get_running_loop().time
-        host, way = starting._host(config, "", model, tmp_path), CudaIpc("cpu")
+        way = CudaIpc("cpu")
+        host = starting._host(config, "", model, tmp_path, way)
         sender = way.sender({"": manifest})
         engine = RemoteEngine(
             Connection(host.url, host.token),

@@ -53,8 +53,9 @@ def run(directory: Path, config: Config) -> list[WeightsLive]:
     return of(directory / "runs" / "tiny", WeightsLive)
 
 
-def test_full_copies_and_differences(model: Path, tmp_path: Path) -> None:
-    ways = {"kind": "http", "encoding": "delta", "anchor_every": 2}
+@pytest.mark.parametrize("kind", ["tcp", "http"])
+def test_full_copies_and_differences(model: Path, tmp_path: Path, kind: str) -> None:
+    ways = {"kind": kind, "encoding": "delta", "anchor_every": 2}
     live = run(tmp_path, config_for(tmp_path, model, weight_sync=ways, train={"learning_rate": 1e-5}))
     differs = ["base" in one.update.where for one in live]
     assert differs == [True, True, False, True, True], (
@@ -72,7 +73,7 @@ def test_each_kind_that_stays_is_named(tiny_tokenizer: Path, tmp_path: Path, dty
 
 def test_an_adapter_whose_files_are_deleted_when_the_server_ends(model: Path, tmp_path: Path) -> None:
     before = set(Path(tempfile.gettempdir()).iterdir())
-    tables = {"weight_sync": {"kind": "http"}, "lora": {"rank": 4}, "train": {"learning_rate": 1e-2}}
+    tables = {"weight_sync": {"kind": "tcp"}, "lora": {"rank": 4}, "train": {"learning_rate": 1e-2}}
     live = run(tmp_path, config_for(tmp_path, model, **tables))
     assert [one.update.kind for one in live] == ["full", *["adapter"] * 5]
     new = set(Path(tempfile.gettempdir()).iterdir()) - before

@@ -27,6 +27,7 @@ from headrace.commands.plan.rates.mesh import Heads, RankMemory, Traffic, rank_m
 from headrace.commands.plan.rates.rates import BFLOAT16, EngineRates, Rates, TrainerRates, Travel, whole
 from headrace.commands.plan.rates.shapes import Architecture
 from headrace.core.errors import ConfigError
+from headrace.run.rehearsal.memory_needs import critic_shape
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig, sums_once
 
@@ -137,9 +138,12 @@ def trains(model: Architecture) -> float:
     return TRAINS_MIXTURE if model.experts else TRAINS
 
 
-def passes_of(train: TrainConfig, algo: AlgoConfig) -> int:
-    """Returns the forward passes that a trained token costs under these settings."""
-    return PASSES + train.gradient_checkpointing + algo.reference_in_loss
+def passes_of(train: TrainConfig, algo: AlgoConfig, model: Architecture | None = None) -> float:
+    """Returns the forward passes of the policy that a trained token costs under these settings, those of a critic's own model by its size. `model`: the
+    policy's; None where its size is not known, and has no part in a rate that was measured."""
+    passes, critic = PASSES + train.gradient_checkpointing, critic_shape(algo) if model else None
+    of_critic = passes * critic.parameters / model.active if model and critic else 0
+    return passes + of_critic + algo.reference_in_loss
 
 
 def token_seconds(

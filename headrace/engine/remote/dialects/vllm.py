@@ -1,4 +1,4 @@
-"""The dialect of vLLM 0.32: token-in/token-out streams, weights by files or over HTTP, adapters by path.
+"""The dialect of vLLM 0.32: token-in/token-out streams, weights by files or over the network, adapters by path.
 
 Routes and fields are those of vLLM's own source: `entrypoints/scale_out/token_in_token_out` (generation, behind `--enable-scale-out`),
 `entrypoints/rl/online` and `entrypoints/serve/dev` (pause, weights, their label; with `VLLM_SERVER_DEV_MODE=1`), `entrypoints/serve/lora`
@@ -7,7 +7,7 @@ Routes and fields are those of vLLM's own source: `entrypoints/scale_out/token_i
 **Versions.** vLLM reports the label of the weights in the last event of a stream only. The pause before an update aborts what is left and
 clears the prefix cache.
 
-**Weights over HTTP, or in the trainer's GPU memory**, are fetched or opened by a transfer engine of ours in vLLM's processes
+**Weights over TCP or HTTP, or in the trainer's GPU memory**, are fetched or opened by a transfer engine of ours in vLLM's processes
 (`weight_sync/in_vllm/`), which compares the fingerprint.
 
 **Checksums.** Before new weights serve, those that vLLM reports of them are compared with the files', where there are files (`vllm.py`).

@@ -31,18 +31,18 @@ from headrace.facts.waits import Waits
 Vocabulary = Mapping[str, int]
 
 
-def vocabulary_problem(student: Vocabulary, teacher: Vocabulary) -> str:
-    """Describes the first difference; empty if every id is the same string in both."""
-    if student == teacher:
+def vocabulary_problem(student: Vocabulary, other: Vocabulary, who: str = "teacher") -> str:
+    """Describes the first difference; empty if every id is the same string in both. `who`: what the other model is to the student."""
+    if student == other:
         return ""
-    mine, theirs = {i: text for text, i in student.items()}, {i: text for text, i in teacher.items()}
+    mine, theirs = {i: text for text, i in student.items()}, {i: text for text, i in other.items()}
     differing = [i for i in sorted(mine.keys() | theirs.keys()) if mine.get(i) != theirs.get(i)]
     if not differing:  # one text has several ids in one of them
-        return f"{len(student)} entries against {len(teacher)}"
+        return f"{len(student)} entries against {len(other)}"
     first = differing[0]
     return (
         f"{len(differing)} of {max(len(mine), len(theirs))} ids differ, the first: {first} is {mine.get(first)!r} for the "
-        f"student and {theirs.get(first)!r} for the teacher"
+        f"student and {theirs.get(first)!r} for the {who}"
     )
 
 

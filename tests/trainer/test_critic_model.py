@@ -1,0 +1,173 @@
+"""A critic with a model of its own in the trainer: its gradient against one in float64, and what becomes of it in updates and checkpoints."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from headrace.algo.config import AlgoConfig
+from headrace.core.batches import Batch, Group
+from headrace.core.errors import CheckpointError
+from headrace.core.types import Prompt
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.step.trainer import TorchTrainer
+from headrace.trainer.step.value_head import CriticModel
+from support import plain_trainer, tiny_models
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma2"], ids=["packed trees", "row by row"])
+def own_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of another architecture than the policy's, with the file of a tokenizer, which is not read."""
+    directory = tmp_path_factory.mktemp(request.param) / "model"
+    shutil.copytree(tiny_models.saved(request.param), directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def made(own: Path | None, rate: float = 1e-3, **train: Any) -> TorchTrainer:
+    critic = {"model": str(own), "model_learning_rate": rate} if own else {}
+    given = {"device": "cpu", "dtype": "float32", "path": "torch", "learning_rate": 1e-3, "microbatch_tokens": 16}
+    algo = AlgoConfig("ppo", critic=critic)
+    return TorchTrainer(tiny_models.saved("llama"), TrainConfig(**(given | train)), algo, seed=0)
+
+
+def batch(step: int) -> Batch:
+    """Rollouts with a reward of 0 or 1 at their last token, by turns."""
+    rows = [
+        replace(row, advantages=(0.0,) * (len(row.tokens) - 1) + (float(number % 2),), turns=(0,))
+        for number, row in enumerate(plain_trainer.rows(random.Random(step), ((5, 3), (3, 2))))
+    ]
+    return Batch(step, (Group(0, Prompt("p", "", (1,)), (), tuple(rows)),))
+
+
+def critic_of(trainer: TorchTrainer) -> CriticModel:
+    critic = trainer._learners[""].critic
+    assert isinstance(critic, CriticModel)
+    return critic
+
+
+def kept(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    """All parameters of the critic and of the policy."""
+    found = dict(critic_of(trainer).named_parameters()) | dict(trainer.parameters())
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def test_the_gradient_is_that_of_the_value_loss_in_float64_and_the_policys_is_its_own_alone(own_model: Path) -> None:
+    """Rows by themselves through transformers' model; with λ = 1 and γ = 1 the target of every token is its rollout's reward."""
+    trainer, given = made(own_model), batch(0)
+    critic = critic_of(trainer)
+    generator = torch.Generator().manual_seed(3)
+    critic.weight.data.copy_(torch.randn(critic.weight.shape, generator=generator))
+    critic.bias.data += 0.5
+    (plan,) = trainer._plans(given)
+    assert len(plan.packs) > 1
+    trainer._gradient(1.0).fill(plan)
+
+    model = AutoModelForCausalLM.from_pretrained(own_model, dtype=torch.float64, attn_implementation="eager").eval()
+    weight, bias = (tensor.detach().double().requires_grad_() for tensor in (critic.weight, critic.bias))
+    errors = []
+    for number, row in enumerate(given.rows):
+        states = model.base_model(torch.tensor([row.prompt + row.tokens])).last_hidden_state[0]
+        places = [len(row.prompt) + place - 1 for place, counts in enumerate(row.mask) if counts]
+        own = states[places]
+        value = (own / own.norm(dim=1, keepdim=True) / own.shape[1] ** 0.5) @ weight + bias
+        errors.append((value - number % 2) ** 2 / 2)
+    torch.cat(errors).mean().backward()
+    expected = {"weight": weight.grad, "bias": bias.grad}
+    expected |= {f"trunk.{name}": tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
+    found = {name: tensor.grad for name, tensor in critic.named_parameters()}
+    assert found.keys() == expected.keys() and len(found) > 10, "the output head is no part of it"
+    for name, gradient in expected.items():
+        assert gradient is not None and gradient.abs().max() > 1e-6, name
+        np.testing.assert_allclose(found[name], gradient, rtol=2e-4, atol=2e-6, err_msg=name)
+
+    critic.bias.data += 3  # all values wrong by as much: a loss of another size, and the same whitened advantages
+    before = {
+        name: tensor.grad.clone() for name, tensor in trainer._model.named_parameters() if tensor.grad is not None
+    }
+    trainer._learners[""].forget()
+    trainer._gradient(1.0).fill(plan)
+    for name, gradient in before.items():
+        np.testing.assert_allclose(trainer._model.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "train", [{"gradient_checkpointing": True, "epochs": 2}, {"weights": "bfloat16", "dtype": "bfloat16"}]
+)
+def test_a_resumed_critic_goes_on_bit_for_bit_and_neither_export_nor_publish_knows_it(
+    own_model: Path, tmp_path: Path, train: dict[str, Any]
+) -> None:
+    one = made(own_model, **train)
+    first = kept(one)
+    reports = [one.step(batch(step)) for step in range(2)]
+    assert reports[0].critic.value_mean == 0 and reports[1].critic.value_mean != 0
+    changed = {name for name, tensor in kept(one).items() if not torch.equal(tensor, first[name])}
+    assert {name.partition(".")[0] for name in changed} == {"weight", "bias", "trunk", "model", "lm_head"}
+    assert {tensor.dtype for tensor in critic_of(one).parameters()} == {torch.float32}
+    one.save(tmp_path / "saved")
+    one.export(tmp_path / "exported", "float32")
+    one.sleep()
+    one.wake()
+    other = made(own_model, **train)
+    other.restore(tmp_path / "saved")
+    reports = []
+    for trainer in (one, other):
+        torch.manual_seed(0)  # of one process: weights in bfloat16 are rounded by chance
+        reports.append(trainer.step(batch(2)))
+    again, fresh = reports
+    assert repr(again.critic) == repr(fresh.critic) and again.loss == fresh.loss and again.grad_norm == fresh.grad_norm
+    for name, tensor in kept(one).items():
+        assert torch.equal(tensor, kept(other)[name]), name
+    names = load_file(tmp_path / "exported" / "model.safetensors").keys() | dict(one.parameters()).keys()
+    assert not [name for name in names if "trunk" in name or "critic" in name]
+
+
+def test_a_checkpoint_without_a_critic_begins_one_anew_and_one_of_another_kind_is_refused(
+    own_model: Path, tmp_path: Path
+) -> None:
+    plain = TorchTrainer(
+        tiny_models.saved("llama"), TrainConfig(device="cpu", dtype="float32"), AlgoConfig("reinforce"), 0
+    )
+    plain.save(tmp_path / "plain")
+    trainer, head = made(own_model), made(None)
+    first = kept(trainer)
+    for step in range(2):
+        trainer.step(batch(step))
+    trainer.save(tmp_path / "model")
+    head.save(tmp_path / "head")
+    before = kept(trainer)
+    with pytest.raises(CheckpointError, match="is a head on the policy, and this one is a model of its own"):
+        trainer.restore(tmp_path / "head")
+    with pytest.raises(CheckpointError, match="resume with the algo.critic.model it was written with"):
+        head.restore(tmp_path / "model")
+    assert all(torch.equal(tensor, kept(trainer)[name]) for name, tensor in before.items())
+    trainer.restore(tmp_path / "plain")
+    assert all(torch.equal(tensor, kept(trainer)[name]) for name, tensor in first.items())
+    assert trainer.step(batch(0)).critic.value_mean == 0
+
+
+def test_its_gradient_is_bounded_by_itself_and_one_that_is_not_finite_updates_nothing(own_model: Path) -> None:
+    trainer = made(own_model, max_grad_norm=1e-3)
+    critic = critic_of(trainer)
+    trainer.step(batch(0))  # after which the head is not 0
+    norms = []
+    critic.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in critic.trunk.parameters()])))
+    )
+    trainer.step(batch(1))
+    assert norms == pytest.approx([1e-3], rel=1e-3)
+    before = kept(trainer)
+    parameter = next(critic.trunk.parameters())
+    parameter.register_hook(lambda gradient: gradient * float("inf"))
+    report = trainer.step(batch(2))
+    assert report.skipped and len(norms) == 1
+    assert all(torch.equal(tensor, kept(trainer)[name]) for name, tensor in before.items())
