@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -154,6 +156,21 @@ def replace_file(path: Path, data: bytes, flush: bool = True) -> None:
     """Replaces `path` by `data`, as `replacing` does."""
     with replacing(path, flush) as write:
         write(data)
+
+
+_drawing = threading.Lock()
+
+
+def kept_id(path: Path) -> str:
+    """Returns 16 hexadecimal digits that are drawn once and kept in this file, with its place: whoever finds the file in a copy of its directory draws
+    others. Threads of one process that ask at once get the same."""
+    place = str(path.resolve())
+    with _drawing:
+        known, _, of = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ("", "", "")
+        if not known or of != place:
+            known = secrets.token_hex(8)
+            replace_file(path, f"{known}\n{place}".encode())
+    return known
 
 
 def sync_to_disk(path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Job, Launcher
 from headrace.core.weights import Manifest
-from headrace.durable.atomic_files import replace_file
+from headrace.durable.atomic_files import kept_id, replace_file
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.remote.connection import Connection
@@ -61,10 +61,17 @@ def transport_of(config: RunConfig, logs: Path) -> TransportKind:
         tls=TlsIdentity(first_certificate(Path(place.cert)), place.cert, place.key)
         if place.cert and transport.encrypts
         else None,
-        directory=(Path(shared) if shared else logs.absolute()) / f"{config.name}-weights",
+        directory=_files_of(config.name, shared, logs),
         repeat_tied=config.engine.is_server and server_kind(config.engine.kind).copies_tied,
     )
     return transport.open(opening)
+
+
+def _files_of(name: str, shared: str, logs: Path) -> Path:
+    """Returns the directory of a run's weights. Others that share `shared` may have its name: another run, or an evaluation of this one."""
+    if not shared:
+        return logs.absolute() / f"{name}-weights"
+    return Path(shared) / f"{name}-{kept_id(logs / 'shared_weights')}-weights"
 
 
 def start_engine(

@@ -97,7 +97,7 @@ def checked_run(directory: Path, steps: int, reason: str = "finished") -> None:
         assert live == list(range(len(live)))
     delivered = len(live or of(directory, WeightsLive)) - 1
     assert delivered == steps or (reason != "finished" and steps - 2 <= delivered < steps)
-    assert not list(directory.rglob("*.safetensors")) or not list(directory.glob("**/tiny-weights"))
+    assert not list(directory.rglob("*.safetensors")) or not list(directory.glob("**/tiny*-weights"))
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------------

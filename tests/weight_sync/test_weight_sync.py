@@ -72,6 +72,18 @@ def test_which_servers_are_sent_a_tied_parameter_under_each_name(tmp_path: Path,
     assert isinstance(way, Files) and way.repeat_tied is repeats
 
 
+def test_runs_of_one_name_have_weights_of_their_own_in_a_shared_directory(tmp_path: Path) -> None:
+    given = tiny_config(tmp_path, tmp_path)
+    given["engine"] = {"kind": "vllm", "urls": ["http://127.0.0.1:1"], "shared_dir": str(tmp_path)}
+    places = []
+    for logs in (tmp_path / "one", tmp_path / "two", tmp_path / "one"):
+        logs.mkdir(exist_ok=True)
+        way = transport_of(load_config(given), logs)
+        assert isinstance(way, Files) and Path(way.directory).parent == tmp_path
+        places.append(way.directory)
+    assert places[0] == places[2] != places[1], "a resumed run finds its own, and clears them"
+
+
 # --- every transport -------------------------------------------------------------------------------------------------------
 
 Ends = tuple[WeightSender, WeightReceiver]

@@ -4,7 +4,6 @@ then dropped, counted, and warned of."""
 from __future__ import annotations
 
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.durable.atomic_files import replace_file
+from headrace.durable.atomic_files import kept_id
 from headrace.facts.facts import RunStarted, WarmStarted
 from headrace.facts.number_tables import scalars, warm_scalars
 from headrace.facts.records import MetricsFact
@@ -26,8 +25,6 @@ PATIENCE = 60.0
 """Seconds for which the end of a run waits until a dashboard has everything."""
 LONGEST = 200
 """Characters of a dashboard's error."""
-_drawing = threading.Lock()
-"""Each dashboard has a thread, and all of them ask for the run's id."""
 
 
 class Dashboard(Protocol):
@@ -43,16 +40,9 @@ class Dashboard(Protocol):
 
 
 def id_on_dashboards(run_dir: Path) -> str:
-    """Returns the run's id on dashboards that others write to: 16 hexadecimal digits, drawn at its first start and kept in its directory. A place alone
-    would name another run too: the one that was there before and was deleted, or that of another machine with the same folders. So a copy of the
-    directory gets an id of its own."""
-    path, place = run_dir / "dashboard_id", str(run_dir.resolve())
-    with _drawing:
-        known, _, of = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ("", "", "")
-        if not known or of != place:
-            known = secrets.token_hex(8)
-            replace_file(path, f"{known}\n{place}".encode())
-    return known
+    """Returns the run's id on dashboards that others write to. Its place would name another run too: the one that was there before and was deleted, or
+    that of another machine with the same folders."""
+    return kept_id(run_dir / "dashboard_id")
 
 
 def described(fact: RunStarted) -> dict[str, Any]:
