@@ -53,7 +53,7 @@ ARENA = 32 * 2**20
 
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
-"""In the order of `Activation` of `src/decoder.h`."""
+"""Gated activations, in the order of `Activation` of `src/decoder.h`."""
 
 
 INT8_LEVELS = 127
