@@ -101,7 +101,9 @@ def taught(tmp_path: Path) -> Config:
 def test_a_start_names_the_commits_and_a_resume_takes_them_or_refuses(commit: Commit, tmp_path: Path) -> None:
     first, teacher = commit(FIRST), commit(FIRST, repo="org/teacher", branch="v1")
     config, directory = taught(tmp_path), tmp_path / "runs" / "hub"
-    begun = complete(rehearse(load_config(config))).config
+    found = complete(rehearse(load_config(config)))
+    begun = found.config
+    assert ("of the hub", f"org/teacher@{FIRST}, which a resume takes too") in found.sections["Run"]
     directory.mkdir(parents=True)
     (directory / "config.toml").write_text(dump_config(begun))
     assert begun.model.path == f"org/student@{FIRST}" and begun.teachers[0].path == f"org/teacher@{FIRST}"
