@@ -138,19 +138,25 @@ class RunConfig:
     @property
     def model_paths(self) -> dict[str, str]:
         """The models that the run loads: what names each, by the setting that does."""
+        critic = {"algo.critic.model": self.algo.critic.model} if self.algo.critic.model else {}
         teachers = {f"the teacher {teacher.name}: path": teacher.path for teacher in self.teachers}
-        found = {"model.path": self.model.path, "algo.critic.model": self.algo.critic.model or "", **teachers}
-        return {setting: path for setting, path in found.items() if path}
+        return {"model.path": self.model.path, **critic, **teachers}
 
     def with_commits(self, commits: Mapping[str, str]) -> RunConfig:
         """Returns these settings with the commits of the hub that the run begins with in the place of the names that stand for them. `commits`: by
         those names, as `chosen.models` keeps them."""
-        replace = dataclasses.replace
-        teachers = tuple(replace(teacher, path=commits.get(teacher.path, teacher.path)) for teacher in self.teachers)
-        model = replace(self.model, path=commits.get(self.model.path, self.model.path))
-        critic = replace(self.algo.critic, model=commits.get(self.algo.critic.model or "", self.algo.critic.model))
-        chosen = replace(self.chosen, models={**self.chosen.models, **commits})
-        return replace(self, model=model, teachers=teachers, algo=replace(self.algo, critic=critic), chosen=chosen)
+
+        def named(path: str) -> str:
+            return commits.get(path, path)
+
+        teachers = tuple(dataclasses.replace(teacher, path=named(teacher.path)) for teacher in self.teachers)
+        model = dataclasses.replace(self.model, path=named(self.model.path))
+        critic = self.algo.critic
+        algo = dataclasses.replace(
+            self.algo, critic=dataclasses.replace(critic, model=critic.model and named(critic.model))
+        )
+        chosen = dataclasses.replace(self.chosen, models={**self.chosen.models, **commits})
+        return dataclasses.replace(self, model=model, algo=algo, teachers=teachers, chosen=chosen)
 
     @property
     def run_dir(self) -> Path:

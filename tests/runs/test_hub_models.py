@@ -141,16 +141,12 @@ def test_a_whole_run_goes_on_with_what_it_began_with(commit: Commit, tmp_path: P
             headrace.train(config, resume=directory)
 
 
-def test_a_critic_s_own_model_keeps_its_commit_and_no_model_that_is_loaded_is_forgotten(
-    commit: Commit, tmp_path: Path
-) -> None:
-    commit(FIRST), commit(FIRST, repo="org/values")
+def test_no_model_that_is_loaded_by_its_name_is_forgotten(tmp_path: Path) -> None:
     algo = {"name": "ppo", "critic": {"model": "org/values"}}
-    begun = complete(rehearse(load_config(config_of(tmp_path, "org/student", algo=algo)))).config
-    assert begun.model_paths == {"model.path": f"org/student@{FIRST}", "algo.critic.model": f"org/values@{FIRST}"}
+    known = load_config(config_of(tmp_path, "org/student", algo=algo)).model_paths
     sources = "".join(path.read_text() for path in Path(headrace.__file__).parent.rglob("*.py"))
     named = set(re.findall(r"resolve_model\([^\n]*setting=\"([a-z_.]+)\"", sources))
-    assert named and named <= set(begun.model_paths)
+    assert named and named <= set(known)
 
 
 def test_a_run_that_recorded_no_commit_goes_on_and_says_so(commit: Commit, tmp_path: Path) -> None:
@@ -159,6 +155,18 @@ def test_a_run_that_recorded_no_commit_goes_on_and_says_so(commit: Commit, tmp_p
     found = complete(rehearse(config, resume=tmp_path / "runs" / "hub"))
     assert any("model.path = org/student: this run began with a version" in note for note in found.notes)
     assert found.config.model.path == "org/student"
+
+
+def test_a_critic_of_its_own_has_its_commit(commit: Commit, tmp_path: Path) -> None:
+    commit(FIRST), commit(SECOND, repo="org/critic")
+    config = load_config(config_of(tmp_path, "org/student", algo={"name": "ppo", "critic": {"model": "org/critic"}}))
+    begun = complete(rehearse(config)).config
+    assert begun.algo.critic.model == f"org/critic@{SECOND}" == begun.algo.recipe.critic.model
+    commit(FIRST, repo="org/critic")
+    again = config.with_commits(begun.chosen.models)
+    assert again.algo == begun.algo
+    found = complete(rehearse(config, resume=tmp_path / "runs" / "hub"))
+    assert any("algo.critic.model = org/critic: this run began with a version" in note for note in found.notes)
 
 
 def test_every_adapter_of_a_run_has_the_commit(commit: Commit, tmp_path: Path) -> None:
