@@ -404,13 +404,14 @@ def _from_hub(hub: HubModel, setting: str) -> Path:
     try:
         return Path(snapshot_download(hub.repo, revision=hub.revision or None, allow_patterns=HUB_FILES))
     except Exception as error:  # the hub client raises errors of many libraries
-        pinned = (
-            "; a run takes no other commit than the one that it began with: fetch this one again (hf download "
-            f"{hub.repo} --revision {hub.revision}), or bring back the hub's cache that held it (HF_HUB_CACHE)"
-        )
+        remedy = "check the id and the network (a gated model needs `hf auth login`), or download it elsewhere and name its directory"
+        if hub.is_pinned:
+            remedy = (
+                f"a run takes no other commit than the one that it began with: fetch this one again (hf download {hub.repo} --revision {hub.revision}), "
+                "or bring back the hub's cache that held it (HF_HUB_CACHE)"
+            )
         raise ConfigError(
-            f"{setting} = {named} is not a directory here, and the download from the hub failed ({_first_line(error)}); check the id "
-            f"and the network (a gated model needs `hf auth login`), or download it elsewhere and name its directory{pinned if hub.is_pinned else ''}"
+            f"{setting} = {named} is not a directory here, and the download from the hub failed ({_first_line(error)}); {remedy}"
         ) from None
 
 

@@ -126,6 +126,7 @@ def _run(config: RunConfig) -> Lines:
             f"{staleness.slots} tickets: no token is older than {staleness.lag_bound} optimizer step(s) when it is trained",
         ),
         ("directory", str(config.run_dir)),
+        *(("of the hub", f"{commit}, which a resume takes too") for commit in config.chosen.models.values()),
     ]
 
 
