@@ -138,9 +138,9 @@ class RunConfig:
     @property
     def model_paths(self) -> dict[str, str]:
         """The models that the run loads: what names each, by the setting that does."""
-        return {"model.path": self.model.path} | {
-            f"the teacher {teacher.name}: path": teacher.path for teacher in self.teachers
-        }
+        critic = {"algo.critic.model": self.algo.critic.model} if self.algo.critic.model else {}
+        teachers = {f"the teacher {teacher.name}: path": teacher.path for teacher in self.teachers}
+        return {"model.path": self.model.path, **critic, **teachers}
 
     def with_commits(self, commits: Mapping[str, str]) -> RunConfig:
         """Returns these settings with the commits of the hub that the run begins with in the place of the names that stand for them. `commits`: by
@@ -151,8 +151,12 @@ class RunConfig:
 
         teachers = tuple(dataclasses.replace(teacher, path=named(teacher.path)) for teacher in self.teachers)
         model = dataclasses.replace(self.model, path=named(self.model.path))
+        critic = self.algo.critic
+        algo = dataclasses.replace(
+            self.algo, critic=dataclasses.replace(critic, model=critic.model and named(critic.model))
+        )
         chosen = dataclasses.replace(self.chosen, models={**self.chosen.models, **commits})
-        return dataclasses.replace(self, model=model, teachers=teachers, chosen=chosen)
+        return dataclasses.replace(self, model=model, algo=algo, teachers=teachers, chosen=chosen)
 
     @property
     def run_dir(self) -> Path:
