@@ -128,7 +128,7 @@ class Run:
             model,
             name="killed",
             reward={"function": f"{place / 'letters.py'}:letters"},
-            train={"steps": 1_000_000, "parallel": {"shard": 2}, "max_deaths": 1000, "learning_rate": 1e-3},
+            train={"steps": 1_000_000, "parallel": {"shard": 2}, "max_deaths": 1000, "learning_rate": 1e-8},
             checkpoint={"every": 5},
             orchestration={"bus": self._bus},
             weight_sync={"host": NODES["hr0"]},
