@@ -29,6 +29,16 @@ def test_every_contract_holds_on_a_bad_day() -> None:
     assert bad.books.balance() == 0 and bad.books.in_checkpoint > 0
 
 
+@pytest.mark.parametrize(("beats", "lost"), [(5.0, 56), (600.0, 0)])
+def test_engines_of_one_gpu_behind_a_switch_that_is_silent_are_lost_as_in_real_runs(beats: float, lost: int) -> None:
+    """The seed has a switch that lets nothing pass for two minutes, after three."""
+    small = ClusterSize.of_one_gpu().on(64)
+    size = msgspec.structs.replace(small, beats=beats, trainer_boot=20.0, engine_boot=10.0)
+    day = run_day(size, 0.06, 292, 400.0)
+    assert size.engines == 56 and "network_flap" in {mishap.kind for mishap in day.mishaps}
+    assert day.deaths == lost and day.books.balance() == 0
+
+
 @pytest.mark.slow
 def test_every_contract_holds_over_a_bus() -> None:
     """Short completions, because a host looks at the bus every second."""

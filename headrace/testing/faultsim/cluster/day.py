@@ -4,6 +4,8 @@
 --seeds 0 1              days with other failures
 --harsher 1 30           days with so many times as many failures
 --bus                    engines belong to rollout hosts, over a bus
+--one-gpu                engines of one GPU each, for a model of 7.6B parameters
+--beats 5                seconds without a beat after which an engine counts as lost, as in real runs
 --say                    prints the warnings of the run too
 """
 
@@ -16,6 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from headrace.core.errors import HeadraceError
 from headrace.core.printing import echo
@@ -158,10 +162,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--harsher", type=float, nargs="+", default=[1.0])
     parser.add_argument("--bus", action="store_true")
+    parser.add_argument("--one-gpu", action="store_true")
+    parser.add_argument("--beats", type=float, default=ClusterSize().beats)
     parser.add_argument("--say", action="store_true")
     options = parser.parse_args()
+    size = ClusterSize.of_one_gpu() if options.one_gpu else ClusterSize()
     days(
-        ClusterSize().on(options.gpus),
+        replace(size.on(options.gpus), beats=options.beats),
         options.hours,
         seeds=options.seeds,
         harsher=options.harsher,
