@@ -157,6 +157,18 @@ def test_a_run_that_recorded_no_commit_goes_on_and_says_so(commit: Commit, tmp_p
     assert found.config.model.path == "org/student"
 
 
+def test_a_critic_of_its_own_has_its_commit(commit: Commit, tmp_path: Path) -> None:
+    commit(FIRST), commit(SECOND, repo="org/critic")
+    config = load_config(config_of(tmp_path, "org/student", algo={"name": "ppo", "critic": {"model": "org/critic"}}))
+    begun = complete(rehearse(config)).config
+    assert begun.algo.critic.model == f"org/critic@{SECOND}" == begun.algo.recipe.critic.model
+    commit(FIRST, repo="org/critic")
+    again = config.with_commits(begun.chosen.models)
+    assert again.algo == begun.algo
+    found = complete(rehearse(config, resume=tmp_path / "runs" / "hub"))
+    assert any("algo.critic.model = org/critic: this run began with a version" in note for note in found.notes)
+
+
 def test_every_adapter_of_a_run_has_the_commit(commit: Commit, tmp_path: Path) -> None:
     commit(FIRST)
     config = config_of(tmp_path, "org/student", lora={"rank": 2})
