@@ -20,7 +20,7 @@ def settled(directory: Path, family: str, **tables: Any) -> RunConfig:
     return settle_adapter(load_config({**TASK, "model": {"path": str(directory)}, **tables}), directory)
 
 
-@pytest.mark.parametrize(("family", "path"), [("gpt_oss", "auto"), ("qwen3_next", "cache"), ("llama", "hf")])
+@pytest.mark.parametrize(("family", "path"), [("glm4_moe", "auto"), ("qwen3_next", "cache"), ("llama", "hf")])
 def test_it_is_published_merged_where_transformers_computes(tmp_path: Path, family: str, path: str) -> None:
     found = settled(tmp_path, family, lora={"rank": 8}, engine={"path": path})
     assert found.lora.publish == "merged" and found.adapters_served == 0
@@ -34,10 +34,10 @@ def test_it_is_published_merged_where_transformers_computes(tmp_path: Path, fami
     ("family", "tables", "publish"),
     [
         ("llama", {"lora": {"rank": 8}}, "auto"),
-        ("gpt_oss", {"lora": {"rank": 8, "publish": "adapter"}}, "adapter"),
-        ("gpt_oss", {"lora": {"rank": 8}, "engine": {"urls": ["http://127.0.0.1:1"], "kind": "vllm"}}, "auto"),
-        ("gpt_oss", {"lora": {"rank": 8}, "adapters": [{"name": "a"}, {"name": "b"}]}, "auto"),
-        ("gpt_oss", {}, "auto"),
+        ("glm4_moe", {"lora": {"rank": 8, "publish": "adapter"}}, "adapter"),
+        ("glm4_moe", {"lora": {"rank": 8}, "engine": {"urls": ["http://127.0.0.1:1"], "kind": "vllm"}}, "auto"),
+        ("glm4_moe", {"lora": {"rank": 8}, "adapters": [{"name": "a"}, {"name": "b"}]}, "auto"),
+        ("glm4_moe", {}, "auto"),
     ],
 )
 def test_what_was_asked_for_stays_and_so_does_what_works(
@@ -49,11 +49,11 @@ def test_what_was_asked_for_stays_and_so_does_what_works(
 
 def test_settings_that_need_the_adapter_beside_the_model_get_it_or_are_refused(tmp_path: Path) -> None:
     tables = {"lora": {"rank": 8, "quantise": "int8"}, "algo": {"kl": {"coef": 0.1, "place": "reward"}}}
-    beside = settled(tmp_path, "gpt_oss", **tables)
+    beside = settled(tmp_path, "glm4_moe", **tables)
     assert beside.lora.publish == "auto" and beside.adapters_served == 1
     tables["lora"]["experts"] = True
-    why = r"serves no adapters of experts beside gpt_oss, and algo.kl.place = reward .* use algo"
+    why = r"serves no adapters of experts beside glm4_moe, and algo.kl.place = reward .* use algo"
     with pytest.raises(ConfigError, match=why):
-        settled(tmp_path, "gpt_oss", **tables)
+        settled(tmp_path, "glm4_moe", **tables)
     tables["algo"]["kl"]["place"] = "loss"
-    assert settled(tmp_path, "gpt_oss", **tables).lora.merged
+    assert settled(tmp_path, "glm4_moe", **tables).lora.merged

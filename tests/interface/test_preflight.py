@@ -128,12 +128,12 @@ def test_adapters_are_trained_and_served_beside_a_model_that_transformers_comput
 
 def test_adapters_of_experts_that_the_engine_cannot_serve_are_refused_with_a_remedy(tmp_path: Path) -> None:
     model = sound(tmp_path)
-    edit(model / "config.json", model_type="gpt_oss")
+    edit(model / "config.json", model_type="glm4_moe")
     asked = {"rank": 2, "experts": True, "publish": "adapter"}
     found = looked_at(model, lora=LoraConfig(**asked), several=True)["adapter"]
     assert found.verdict == "refused" and "train one at a time ([lora] instead of [[adapters]])" in found.text
     found = looked_at(model, lora=LoraConfig(**asked))["adapter"]
-    assert "serves no adapters of experts beside gpt_oss" in found.text and 'set lora.publish = "merged"' in found.text
+    assert "serves no adapters of experts beside glm4_moe" in found.text and 'set lora.publish = "merged"' in found.text
     for mended in ({"publish": "merged"}, {"experts": False}):
         assert looked_at(model, lora=LoraConfig(**asked | mended))["adapter"].verdict == "agrees"
 

@@ -555,7 +555,11 @@ def test_pairs_and_a_teacher_of_trl_train(tmp_path: Path, tiny_llama: Path) -> N
         (None, {}, "teacher_model= is missing"),
         (3, {}, "teacher_model= takes a name or a transformers model, not int"),
         ("t", {"teacher_model_init_kwargs": {"dtype": "float16"}}, r"teacher_model_init_kwargs\['dtype'\]='float16'"),
-        ("t", {"teacher_model_revision": "v2"}, "teacher_model_revision='v2' cannot be honoured: fetch the revision"),
+        (
+            "t",
+            {"teacher_model_revision": "v2"},
+            "teacher_model_revision='v2' cannot be honoured: write it into the name",
+        ),
         ("t", {"temperature": 0.9}, "temperature=0.9 cannot be honoured: a teacher's log-probs"),
         ("t", {"eval_strategy": "steps"}, "no reward that could be measured"),
     ],

@@ -17,7 +17,6 @@ import msgspec
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.weight_sync import tcp_engine, tcp_server
 from headrace.weight_sync.tcp_engine import TcpReceiver, TcpSource
-from support.runs.preloaded_python import Program
 
 
 class Given(msgspec.Struct):
@@ -35,6 +34,8 @@ class RelayingEngine:
     """The process, seen from the test."""
 
     def __init__(self, given: Given) -> None:
+        from support.runs.preloaded_python import Program  # the process itself need not find `support`
+
         words = [sys.executable, __file__, msgspec.json.encode(given).decode()]
         self.process = Program(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdin and self.process.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import socket
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +22,11 @@ from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.run.worker.rank_senders import FollowingSender, rank_sender
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.step.trainer import TorchTrainer
+from headrace.weight_sync import tcp_server
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import PackedBuffer, lay_out
 from headrace.weight_sync.ranges import ByteRange, ValueRange, make_up, parts_of
 from headrace.weight_sync.tcp import Tcp, TcpPartSender
-from headrace.weight_sync.tcp_engine import RANGES
 from support import tiny_models
 from support.meeting import Meeting
 
@@ -210,7 +212,15 @@ def test_each_rank_sends_its_part_to_the_first_engine_which_sends_it_to_the_next
     rows, engines = 64, 5
     manifests = {"": lay_out([("a", torch.empty(rows, 256))], torch.bfloat16)}
     whole = torch.randn(rows, 256)
-    sent, meeting, transport = [0] * ranks, Meeting(ranks), Tcp.open()
+    part, sent, meeting, transport = manifests[""].payload // ranks, Counter[int](), Meeting(ranks), Tcp.open()
+
+    def counted(connection: socket.socket, data: memoryview) -> None:
+        """Layouts of parts are smaller."""
+        sent[connection.getsockname()[1]] += len(data) if len(data) == part else 0
+        send_all(connection, data)
+
+    send_all = tcp_server.send_all
+    monkeypatch.setattr(tcp_server, "send_all", counted)
 
     def begin(rank: int) -> WeightUpdate:
         first = rank * rows // ranks
@@ -221,21 +231,12 @@ def test_each_rank_sends_its_part_to_the_first_engine_which_sends_it_to_the_next
 
         parts = parts_of(manifests, rank, values, lambda value: meeting.exchange(rank, value))
         assert parts
-        sender = TcpPartSender(transport, manifests, [], parts)
-        find = sender.find
-
-        def counted(name: str, fingerprint: str, part: Any) -> memoryview | None:
-            found = find(name, fingerprint, part)
-            sent[rank] += len(found) if found and fingerprint != RANGES else 0
-            return found
-
-        monkeypatch.setattr(sender, "find", counted)
-        return sender.send(0, [])
+        return TcpPartSender(transport, manifests, [], parts).send(0, [])
 
     with ThreadPoolExecutor(ranks) as pool:
         update = next(iter(pool.map(begin, range(ranks))))
-    sent[:] = [0] * ranks
-    for _ in range(engines):
-        assert torch.equal(transport.receiver(manifests).receive(update)["a"], whole.bfloat16())
-    part = manifests[""].payload // ranks
-    assert sent == [part] * ranks
+    receivers = [transport.receiver(manifests) for _ in range(engines)]  # an engine that is gone passes nothing on
+    for receiver in receivers:
+        assert torch.equal(receiver.receive(update)["a"], whole.bfloat16())
+    assert [sent[port] for _, port in update.where["parts"]] == [part] * ranks
+    assert sum(sent.values()) == engines * ranks * part, "others have it of each other"
