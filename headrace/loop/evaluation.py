@@ -58,29 +58,40 @@ class Evaluator:
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
         """Numbers for the measurements, because two may run at the same time."""
+        self._told: asyncio.Future[bool] | None = None
+        """Done when the measurement that was begun last is over: whether it was recorded."""
 
     async def measure(self, phase: Phase, step: int, done: int = -1) -> Evaluated | None:
-        """Measures the held-out prompts and the sets whose turn it is, and returns what the held-out prompts gave; None if the run has none. A
-        failed rollout is counted by reason, not scored as zero. During training it is a task beside the loops, and does not hold them up.
-        `done`: the last step whose sets were measured, or are being measured; before and after training all sets are.
+        """Measures the held-out prompts and the sets whose turn it is, and returns what the held-out prompts gave; None if the run has none, or if it is
+        ending during training and an earlier measurement was not recorded. A failed rollout is counted by reason, not scored as zero. During training it
+        is a task beside the loops, and does not hold them up. `done`: the last step whose sets were measured, or are being measured; before and after
+        training all sets are.
 
-        All facts are recorded when all were measured, that of the held-out prompts last: where a run has it, it has all of them.
+        All facts are recorded when all were measured, that of the held-out prompts last, and behind those of measurements that were begun before:
+        where a run has it, it has all of them, and the last one is that of the newest weights.
 
         Consumes: the held-out prompts; no ticket and no slot.
-        Waits for: their rollouts and rewards (`GroupSource.held_out`).
+        Waits for: their rollouts and rewards (`GroupSource.held_out`), and for the measurements before.
         Unblocked by: completions, results of environments, rewards. An interrupt of the run cancels the task.
         """
         if not self._first.prompts:
             return None
-        started = self._telemetry.clock()
+        started, before, recorded = self._telemetry.clock(), self._told, False
+        told = self._told = asyncio.get_running_loop().create_future()
         sets = [one for one in self._sets if phase != "during" or one.is_due(step, done)]
-        fact, *further = await asyncio.gather(*(self._measured(one, phase, step) for one in (self._first, *sets)))
-        now = self._telemetry.clock()
-        for other in further:
-            self._telemetry.record(structs.replace(other, t=now, beside=True))
-        fact = structs.replace(fact, t=now, seconds=now - started)
-        self._telemetry.record(fact)
-        return fact
+        try:
+            fact, *further = await asyncio.gather(*(self._measured(one, phase, step) for one in (self._first, *sets)))
+            if before and not await asyncio.shield(before) and phase == "during":
+                return None  # the run ends, and measures both when it goes on
+            now = self._telemetry.clock()
+            for other in further:
+                self._telemetry.record(structs.replace(other, t=now, beside=True))
+            fact = structs.replace(fact, t=now, seconds=now - started)
+            self._telemetry.record(fact)
+            recorded = True
+            return fact
+        finally:
+            told.set_result(recorded)
 
     async def _measured(self, one: HeldOutSet, phase: Phase, step: int) -> Evaluated:
         clock = self._telemetry.clock

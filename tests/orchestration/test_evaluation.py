@@ -196,6 +196,37 @@ def test_a_set_is_measured_at_its_turn(phase: Phase, step: int, done: int, measu
     virtual_time.run(case())
 
 
+class Slow(Given):
+    async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
+        await asyncio.sleep(100)
+        return await super().held_out(number, index, prompt, seen)
+
+
+def test_measurements_are_told_in_the_order_of_their_steps() -> None:
+    """A run that is killed begins at the last one that was told: a set that takes longer than the steps until the next measurement would be left out, and
+    the rewards of an older policy be the newest ones of the run."""
+
+    async def case() -> None:
+        told, facts = telemetry()
+        sets = [HeldOutSet("long", Slow([[1.0]]), PROMPTS[:1], every=4)]  # type: ignore[arg-type]
+        evaluator = Evaluator(HeldOutSet("", Given([[1.0]]), PROMPTS[:1]), told, sets)  # type: ignore[arg-type]
+        four = asyncio.ensure_future(evaluator.measure("during", 4, 3))
+        await asyncio.sleep(10)
+        six = asyncio.ensure_future(evaluator.measure("during", 6, 5))
+        await asyncio.sleep(80)
+        assert not facts.of(Evaluated)
+        await asyncio.gather(four, six)
+        assert [(fact.step, fact.name) for fact in facts.of(Evaluated)] == [(4, "long"), (4, ""), (6, "")]
+        eight = asyncio.ensure_future(evaluator.measure("during", 8, 7))
+        ten = asyncio.ensure_future(evaluator.measure("during", 10, 9))
+        await asyncio.sleep(10)
+        eight.cancel()
+        assert await ten is None, "else a run that goes on would take step 8 for measured"
+        assert await evaluator.measure("after", 11) and [fact.step for fact in facts.of(Evaluated)[3:]] == [11, 11]
+
+    virtual_time.run(case())
+
+
 def test_only_evaluations_that_measured_the_same_are_compared(tmp_path: Path) -> None:
     """A reward of 1 after a resume with another reward function is no gain over the 0.2 of the one before."""
 

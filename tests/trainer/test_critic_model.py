@@ -63,9 +63,13 @@ def kept(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def test_the_gradient_is_that_of_the_value_loss_in_float64_and_the_policys_is_its_own_alone(own_model: Path) -> None:
-    """Rows by themselves through transformers' model; with λ = 1 and γ = 1 the target of every token is its rollout's reward."""
-    trainer, given = made(own_model), batch(0)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_gradient_is_that_of_the_value_loss_in_float64_and_the_policys_is_its_own_alone(
+    own_model: Path, checkpointed: bool
+) -> None:
+    """Rows by themselves through transformers' model; with λ = 1 and γ = 1 the target of every token is its rollout's reward. No states are carried in a
+    model that is checkpointed, and what the policy could share in trees is then computed row by row."""
+    trainer, given = made(own_model, gradient_checkpointing=checkpointed), batch(0)
     critic = critic_of(trainer)
     generator = torch.Generator().manual_seed(3)
     critic.weight.data.copy_(torch.randn(critic.weight.shape, generator=generator))

@@ -265,8 +265,9 @@ class TorchTrainer:
 
     @property
     def packed(self) -> bool:
-        """Whether rows that begin alike share tokens."""
-        return self._forward.shares
+        """Whether rows that begin alike share tokens: each model that reads them must be able to."""
+        critics = [learner.critic for learner in self._learners.values() if learner.critic]
+        return self._forward.shares and all(critic.shares for critic in critics)
 
     def step(self, given: Batch | StepShare) -> TrainReport:
         """Makes one step, given the whole of its rows or this rank's share: one update, or several (`train.epochs`, `train.minibatches`). A

@@ -82,6 +82,11 @@ class ValueHead(torch.nn.Module):
         return policy.logprobs(pack, temperature, dtype, self)
 
     @property
+    def shares(self) -> bool:
+        """Whether it can read rows that share tokens, as far as the policy can."""
+        return True
+
+    @property
     def alone(self) -> bool:
         """Whether the next step trains the critic only. Its own updates count, so that one that begins in a resumed run has its first steps, too."""
         return self._steps < self._recipe.alone_steps - _PART
@@ -208,6 +213,10 @@ class CriticModel(ValueHead):
 
     def scored(self, policy: Forward, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         return policy.logprobs(pack, temperature, dtype)._replace(value=self.values(pack))
+
+    @property
+    def shares(self) -> bool:
+        return self._way.shares
 
     def values(self, pack: Pack) -> Float[Tensor, " M"]:
         """[M] what the tokens before each loss token are worth, with gradient."""
