@@ -304,6 +304,9 @@ class RelayingReceiver(FetchingReceiver):
         """Number of answers that other engines have sent it."""
         return self._relayed.others
 
+    def close(self) -> None:
+        """Serves other engines no longer, so that nothing keeps this receiver's memory: a server outlives the run that it fetches from."""
+
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         others = self._relayed.others
         try:

@@ -375,3 +375,8 @@ class HttpReceiver(RelayingReceiver):
             self._server = WeightServer(self, self._http.here, self._token)
         self._http.announce(update, self._server.port)
         return tensors
+
+    def close(self) -> None:
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()

@@ -26,13 +26,13 @@ import xxhash
 
 from headrace.core.printing import echo
 from headrace.core.weights import WeightUpdate
-from headrace.weight_sync.fetching import FetchingReceiver
+from headrace.weight_sync.fetching import RelayingReceiver
 from headrace.weight_sync.slots import Manifests, anonymous_memory
 
 if TYPE_CHECKING:
     import torch
 
-R = TypeVar("R", bound=FetchingReceiver)
+R = TypeVar("R", bound=RelayingReceiver)
 
 PATIENCE = 600.0
 """Seconds for which a worker waits for another one that fetches. Then it fetches for itself."""
@@ -76,7 +76,7 @@ class MachineMemory:
 class SharingReceiver:
     """Protocol `WeightReceiver`. The tensors of an update can be read until the next one is received."""
 
-    def __init__(self, receiver: FetchingReceiver, place: Path) -> None:
+    def __init__(self, receiver: RelayingReceiver, place: Path) -> None:
         """`place`: the path of the book, and the beginning of those of locks. Raises OSError if it cannot be written."""
         self._receiver, self._place = receiver, place
         self._book = _opened(place)
@@ -116,6 +116,7 @@ class SharingReceiver:
             _delete(self._place)
         for file in (self._book, *self._slots):
             os.close(file)
+        self._receiver.close()
 
     def _fetched(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         slot = self._slots[self._receiver.held.free]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -24,6 +25,9 @@ BACKLOG = 1024
 INTRODUCTION = 10.0
 """Seconds for a first message to arrive."""
 
+AGAIN = 0.1
+"""Seconds until it accepts again after it could not."""
+
 
 class ConnectionServer:
     """Listens at a free port of `host`, and serves each connection in a thread of its own, with INTRODUCTION as its first timeout."""
@@ -32,7 +36,7 @@ class ConnectionServer:
         """`serve`: closes the connection. `at_once`: connections at a time; more are closed. Raises OSError if it cannot listen there."""
         self._listening = socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
         self.address: tuple[str, int] = host, self._listening.getsockname()[1]
-        self._serve, self._places = serve, threading.BoundedSemaphore(at_once)
+        self._serve, self._places, self._closed = serve, threading.BoundedSemaphore(at_once), False
         threading.Thread(target=self._accept, name="weights", daemon=True).start()
 
     @property
@@ -40,9 +44,20 @@ class ConnectionServer:
         """The place, as an update names it."""
         return {"host": self.address[0], "port": self.address[1]}
 
+    def close(self) -> None:
+        """Ends the listening; connections that are served go on to their end. Nothing keeps then what `serve` belongs to."""
+        self._closed = True
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts; closing alone does not
+        self._listening.close()
+
     def _accept(self) -> None:
-        while True:
-            connection, _ = self._listening.accept()
+        while not self._closed:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # closed; or this process has too many files open for the moment
+                time.sleep(0 if self._closed else AGAIN)
+                continue
             if self._places.acquire(blocking=False):
                 threading.Thread(target=self._served, args=(connection,), daemon=True).start()
             else:

@@ -117,6 +117,11 @@ class TcpSource:
         question = Question(self._token, _name(update), LAYOUT, "full")
         return msgspec.msgpack.decode(self._asked(update, _places(update)[0], question, reading), type=Manifest)
 
+    def close(self) -> None:
+        """Sends other engines nothing more: they ask the trainer."""
+        if self._server:
+            self._server.close()
+
     def _pieces(self, asked: Question) -> Pieces | None:
         """Returns a piece for another engine."""
         found, arriving = self.verified(asked.name, asked.fingerprint), self._arriving
@@ -243,6 +248,10 @@ class TcpReceiver(RelayingReceiver):
     def __init__(self, manifests: Manifests, source: TcpSource) -> None:
         super().__init__(manifests, source)
         source.verified = functools.partial(self.find, part="full")
+        self._tcp = source
+
+    def close(self) -> None:
+        self._tcp.close()
 
 
 def views(into: memoryview, ranges: Sequence[ByteRange], first: int, nbytes: int) -> list[memoryview]:

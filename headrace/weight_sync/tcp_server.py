@@ -115,6 +115,10 @@ class TcpServer:
     def where(self) -> dict[str, Any]:
         return self._connections.where
 
+    def close(self) -> None:
+        """Answers no new question."""
+        self._connections.close()
+
     def forget(self, kept: str, of: str) -> None:
         """Forgets what is known of pieces whose paths begin with `of`, unless they begin with `kept`."""
         self.relays.forget(kept, of)

@@ -59,7 +59,7 @@ class UnpreparedReceiver:
 
     def _close(self, name: str) -> None:
         _, receiver = self._receivers.pop(name, ("", None))
-        if isinstance(receiver, SharingReceiver):
+        if receiver:
             receiver.close()
 
 

@@ -76,9 +76,11 @@ def resized(terminal: int, width: int, height: int) -> None:
 
 def read(terminal: int, until: str) -> str:
     sent, end = "", time.monotonic() + 60
+    ready = select.poll()  # not `select.select`, which knows the first 1,024 files of a process only
+    ready.register(terminal, select.POLLIN)
     while not re.search(until, sent):
         assert time.monotonic() < end, sent
-        if select.select([terminal], [], [], 0.1)[0]:
+        if ready.poll(100):
             sent += os.read(terminal, 1 << 16).decode()
     return sent
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,6 +102,23 @@ def test_what_a_worker_still_reads_is_not_written_to(tmp_path: Path) -> None:
         all_right(others, trainer.send(version))
     assert all(torch.equal(read[name], tensor.bfloat16()) for name, tensor in weights(0).items())
     assert right(slow, update := trainer.send(5)) and all_right(others, update) == 0, "they meet again"
+
+
+@pytest.mark.parametrize("kind", [Tcp, Http])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_server_keeps_nothing_of_the_run_before(kind: type[Tcp | Http], shared: bool, tmp_path: Path) -> None:
+    """Neither the memory of two versions nor an address at which others fetched them."""
+    server = UnpreparedReceiver(MachineMemory(tmp_path / "shared")) if shared else UnpreparedReceiver()
+    assert right(server, Trainer(kind).send(0))
+    first = server._receivers[""][1]
+    kept = weakref.ref(first._receiver if isinstance(first, SharingReceiver) else first)
+    del first
+    assert right(server, Trainer(kind).send(0))
+    end = time.monotonic() + 60
+    while kept() is not None:  # until the thread that accepts has noticed
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        gc.collect()
 
 
 def test_two_runs_and_two_adapters_share_nothing(tmp_path: Path) -> None:
