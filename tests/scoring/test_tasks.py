@@ -49,6 +49,7 @@ class LetterEncoder:
         return "".join(f"{name} is no argument of the template" for name in names if name != "enable_thinking")
 
     images = None
+    unknown = None
 
     def specials_in(self, messages: Sequence[Mapping[str, Any]]) -> set[str]:
         return {"<end>"} if "<end>" in str(messages) else set()

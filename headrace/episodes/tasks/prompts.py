@@ -60,6 +60,9 @@ class Encoder(Protocol):
 
     def encode_text(self, text: str) -> tuple[int, ...]: ...
 
+    @property
+    def unknown(self) -> int | None: ...
+
     def lacking(self, characters: Iterable[str]) -> set[str]: ...
 
     @property
@@ -144,6 +147,8 @@ class _Lacking:
 
     def read(self, row: Any) -> None:
         """`row`: all texts that its prompt is made of, within lists and mappings."""
+        if self._encoder.unknown is None:  # most tokenizers have a token for every byte
+            return
         characters = {one for text in texts_of(row) for one in text}
         new = characters - self._known
         self._lacking |= self._encoder.lacking(new)
