@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.request_book import scoring
 from headrace.testing.makers import request
-from support.fake_engine_model import ADAPTERS, POISON, CoreDriver, Reported, prompt
+from support.fake_engine_model import ADAPTERS, POISON, CoreDriver, RecurrentRunner, Reported, prompt
 from support.fake_own_cache import FakeOwnCache, Kind
 
 PROMPTS = [
@@ -36,10 +36,11 @@ class Chaos:
     }  # fmt: skip
 
     def __init__(self, seed: int, runner: Any = None, ahead: bool = False) -> None:
-        """`runner`: the one to try, which serves no adapters and no exactness; None: the fake one, which serves everything. `ahead`: passes are asked
-        for before the tokens of the one before are known."""
+        """`runner`: the one to try, which serves no adapters and no exactness where it is a model's own cache; None: the fake one, which serves everything.
+        `ahead`: passes are asked for before the tokens of the one before are known."""
         self.rng = rng = random.Random(seed)
-        self.adapters = () if runner else ADAPTERS
+        own_cache = isinstance(runner, FakeOwnCache)
+        self.adapters = () if own_cache else ADAPTERS
         self.swap_policy = rng.choice(["keep", "recompute"])
         self.tight = rng.random() < 0.5
         """Short prompts, long completions, few blocks: those that run push each other out."""
@@ -49,7 +50,7 @@ class Chaos:
             max_running=rng.randint(1, 6),
             prefill_chunk=rng.choice([5, 16, 64]),
             swap=self.swap_policy,
-            exact=rng.random() < 0.3 and not runner,
+            exact=rng.random() < 0.3 and not own_cache,
             max_adapters=len(self.adapters),
             runner=runner,
         )
@@ -245,6 +246,13 @@ def test_whatever_happens_each_request_samples_what_it_would_alone(seed: int) ->
 def test_whatever_happens_a_models_own_cache_samples_so_too(kind: Kind, memory: int | None, seed: int) -> None:
     """What spans say of the cache is true then as well, though states are lost and computed again, and sequences run together that come and go."""
     Chaos(seed, FakeOwnCache(kind, memory)).run(40)
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_happens_a_state_has_seen_what_the_blocks_of_its_sequence_hold(seed: int) -> None:
+    """Forked, shared, preempted, kept for others, and taken from those that nobody asked for again."""
+    Chaos(seed, RecurrentRunner()).run(60)
 
 
 @settings(max_examples=3)

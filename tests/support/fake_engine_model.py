@@ -19,7 +19,7 @@ from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.draws import Settings
-from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts, WithoutStates
 from headrace.engine.native.model_loading import GIB, ServableModel
 from headrace.engine.native.sampler import sample
 
@@ -42,7 +42,7 @@ def routing_of(token: int, position: int, version: int) -> np.ndarray:
     return (np.arange(LAYERS * K).reshape(LAYERS, K) * 5 + token + 3 * position + 7 * version) % 251
 
 
-class FakeRunner:
+class FakeRunner(WithoutStates):
     path, arithmetic, exact, keeps = "fake", "", True, False
     feeds = False
     """True: passes are asked for ahead, with tokens that the host has not seen."""
@@ -62,7 +62,7 @@ class FakeRunner:
         self.oldest: np.ndarray = np.zeros(0)
         """Of each row of the last pass: the oldest version among its entries."""
 
-    def allocate(self, blocks: int) -> None:
+    def allocate(self, blocks: int, states: int = 0) -> None:
         self.cache = np.zeros((blocks, BLOCK), dtype=ENTRY)
         self.cache["token"] = -1
 
@@ -155,6 +155,39 @@ class FakeRunner:
         segments, positions = batch.segments(), batch.positions()
         seen = [self._seen(batch, token, segments, positions)["nan"].any() for token in range(len(batch.tokens))]
         return np.where(seen, 1, -1)
+
+
+class RecurrentRunner(FakeRunner):
+    """One whose sequences have states too: all entries that a state has seen, which must be those of the blocks whenever somebody goes on from it."""
+
+    state_nbytes = 64
+
+    def allocate(self, blocks: int, states: int = 0) -> None:
+        super().allocate(blocks)
+        self.states = [np.full(1, POISON, dtype=ENTRY)] * states
+
+    def copy_state(self, source: int, target: int) -> None:
+        self.states[target] = self.states[source]
+
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        assert batch.states is not None
+        kept = np.zeros((0, 3), np.int32) if batch.kept is None else batch.kept
+        written = [*batch.states.tolist(), *kept[:, 2].tolist()]
+        assert len(set(written)) == len(written) and min(written) >= 0, "no two write to one slot"
+        tables = [self.cache[table].reshape(-1) for table in batch.tables]
+        for state, context, there in zip(batch.states, batch.context, tables, strict=True):
+            assert not context or np.array_equal(self.states[state], there[:context]), (
+                "a state has seen what the blocks hold"
+            )
+        output = super().forward(batch)
+        whole = [self.cache[table].reshape(-1) for table in batch.tables]
+        ends = batch.context + np.diff(batch.starts)
+        for segment, tokens, slot in kept.tolist():
+            assert batch.context[segment] < tokens <= ends[segment]
+            self.states[slot] = whole[segment][:tokens].copy()
+        for state, end, there in zip(batch.states, ends, whole, strict=True):
+            self.states[state] = there[:end].copy()
+        return output
 
 
 @dataclass

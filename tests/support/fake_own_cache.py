@@ -134,7 +134,7 @@ class FakeOwnCache(OwnCacheRunner):
         self.oldest = np.zeros(0)
         """Of each row of the last pass: the oldest version among its entries."""
 
-    def allocate(self, blocks: int) -> None:
+    def allocate(self, blocks: int, states: int = 0) -> None:
         super().allocate(blocks)
         if self._memory is not None:
             self._states = States(self._memory)

@@ -28,7 +28,7 @@ from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Guide, Guides, Stopper
 from headrace.engine.native.kv_cache import Blocks, RecordedRouting
 from headrace.engine.native.live_weights import Served
-from headrace.engine.native.model_loading import ServableModel, count_blocks, read_model
+from headrace.engine.native.model_loading import ServableModel, read_model, room_in_cache
 from headrace.engine.native.scheduler import Forks, Scheduler
 from headrace.engine.native.sequences import EngineSequence, Planner, Running, SeesAhead
 from headrace.engine.native.stepping import Stepper
@@ -235,7 +235,7 @@ class Sleeping:
         """Numbers and content of the blocks that are on the host."""
         self.asleep = asleep
         if not asleep:
-            runner.allocate(schedule.blocks.count)
+            runner.allocate(schedule.blocks.count, schedule.states.count)
 
     @torch.no_grad()
     def begin(self, keep: bool) -> SleepReport:
@@ -259,7 +259,7 @@ class Sleeping:
         if not self.asleep:
             return SleepReport()
         started, before, moved = time.perf_counter(), held(self._device), 0
-        self._runner.allocate(self._schedule.blocks.count)
+        self._runner.allocate(self._schedule.blocks.count, self._schedule.states.count)
         if self._kept:
             self._runner.put_back(*self._kept)
             moved, self._kept = self._kept[1].nbytes, None
@@ -290,10 +290,11 @@ class Core:
         """`asleep`: it takes no memory of the device before `wake`. Raises ConfigError for a KV budget that holds no sequence."""
         self._model, self._runner, self._config = model, model.runner, config
         sizes = model.sizes or config.sizes
-        blocks = Blocks(count_blocks(model, sizes.kv_gib))
-        running = Running(sizes.max_running, model.context_length, model.moves, model.ahead)
+        room = room_in_cache(model, sizes.kv_gib, sizes.max_running)
+        blocks = Blocks(room.blocks)
+        running = Running(room.rows, model.context_length, model.moves, model.ahead)
         self._served = Served(config.max_adapters)
-        self._schedule = Scheduler(blocks, running, self._served)
+        self._schedule = Scheduler(blocks, running, self._served, room.states)
         self._sleeping = Sleeping(self._runner, self._schedule, model.device, asleep)
         self._forks = Forks(self._schedule, running, blocks)
         routing = _routing(model, config, blocks.count)
@@ -308,7 +309,7 @@ class Core:
         guides = Guides(_grammars(model), model.decode, model.vocabulary, model.ends)
         self._compiling = Compiling(guides)
         ends = np.isin(np.arange(model.vocabulary), list(model.ends))
-        planner = Planner(sizes.max_running, sizes.prefill_chunk, config.exact, config.routing)
+        planner = Planner(room.rows, sizes.prefill_chunk, config.exact, config.routing)
         self._step = Stepper(
             runner=self._runner,
             schedule=self._schedule,
@@ -333,7 +334,7 @@ class Core:
             constraints=model.tokenizer is not None,
             exact=self._runner.exact,
             arithmetic=self._runner.arithmetic,
-            rows=sizes.max_running,
+            rows=room.rows,
             kv_tokens=blocks.count * BLOCK,
         )
 

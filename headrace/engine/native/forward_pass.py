@@ -6,6 +6,9 @@ Each segment is a stretch of one sequence over that sequence's blocks of KV cach
 at positions [context, context + n) attend, causally, to the context in the cache and to themselves. The input is plain
 numpy: runners move the arrays that they need to their device.
 
+Layers that follow a recurrence (a delta rule) keep a state of each sequence, which every token changes. States lie in slots beside the blocks: a segment
+goes on from the one in its sequence's slot, which then has seen the segment's tokens too.
+
 Legend: N tokens of the pass, S segments, R rows whose logits are needed, W width of the block tables.
 """
 
@@ -52,6 +55,11 @@ class ForwardInput:
     """[N] int64: by how many places each token has moved up, by images before it (`models/image_axes.py`); None where places are positions."""
     ahead: np.ndarray | None = None
     """[N] int64: how many of the tokens behind it in its segment each token sees, those of its image (`models/image_blocks.py`); None where all are 0."""
+    states: np.ndarray | None = None
+    """[S] int32: the slot of each sequence's state; what is in the slot of a sequence without context does not count. None for runners without states."""
+    kept: np.ndarray | None = None
+    """[K, 3] int32: states that others may want, each a segment, a number of its sequence's first tokens, and the slot that their state is copied to
+    on the way. None: there are none."""
     fed: torch.Tensor | None = None
     """[N] int64 on the runner's device: the tokens, where the host does not know them yet. For runners with `feeds`."""
 
@@ -119,6 +127,15 @@ class PassCounts:
         self.eager[reason] += 1
 
 
+class WithoutStates:
+    """The part of a runner whose sequences leave nothing but entries in blocks."""
+
+    state_nbytes = 0
+
+    def copy_state(self, source: int, target: int) -> None:
+        raise AssertionError("there are no states to copy")
+
+
 class Runner(Protocol):
     """A model's forward pass over a batch, and the KV cache that it keeps in a layout of its own."""
 
@@ -126,6 +143,8 @@ class Runner(Protocol):
     """The path in words, for people: `kernels llama`, `fused qwen3`, `hugging face gpt_neox`."""
     block_nbytes: int
     """Bytes of one block of KV cache, all layers."""
+    state_nbytes: int
+    """Bytes of one state of a sequence, all layers; 0 for runners without states."""
     exact: bool
     """Whether the logits of a token depend, bit for bit, on its sequence alone: not on the batch, or on how it was cut into chunks."""
     arithmetic: str
@@ -140,8 +159,9 @@ class Runner(Protocol):
     """Whether a pass may be asked for before the tokens of the one before are known (`ForwardInput.fed`), and forgotten afterwards: nothing of it
     stays but cache entries behind what is known. Its logits are not written over by the next pass."""
 
-    def allocate(self, blocks: int) -> None:
-        """Allocates this many blocks, which hold zeros. Called before anything else, and again after `free`."""
+    def allocate(self, blocks: int, states: int = 0) -> None:
+        """Allocates this many blocks, which hold zeros, and this many slots of states, 0 for a runner without. Called before anything else, and again
+        after `free`."""
 
     def free(self) -> None:
         """Gives the weights and the cache back. `allocate` and `use` come before the next pass; adapters stay."""
@@ -154,6 +174,9 @@ class Runner(Protocol):
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copies block source[i] to block target[i], all layers."""
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies the state in one slot to another. For runners with states."""
 
     def clear_blocks(self, blocks: np.ndarray) -> None:
         """Zeroes blocks of a sequence that may have left NaN in them, so that no later sequence reads it."""

@@ -186,6 +186,12 @@ class PrefixNode:
         shared, key = max(near, default=(0, ()))
         return (self.children[key], shared) if shared else (None, 0)
 
+    def tails(self, tokens: Tokens) -> Iterator[tuple[PrefixNode, int]]:
+        """Yields every child that is there and begins as `tokens` do, and how many of them it shares."""
+        for key, child in self.children.items():
+            if child.owner is None and (shared := _common(key, tokens)):
+                yield child, shared
+
     def remove(self, blocks: Blocks) -> None:
         """Removes the node and all its descendants from the cache."""
         if self.block < 0:
@@ -222,6 +228,19 @@ class Match:
     @property
     def tokens(self) -> int:
         return len(self.blocks) * BLOCK + self.shared
+
+    @property
+    def found(self) -> list[int]:
+        """All blocks that match, the last one in part where it is to be copied."""
+        return [*self.blocks, self.tail.block] if self.tail else self.blocks
+
+    def cut(self, tokens: int) -> Match:
+        """Returns the match of the first `tokens` tokens alone, without what is to be copied."""
+        node, whole = self.node, tokens // BLOCK
+        while node.depth > whole:
+            assert node.parent is not None
+            node = node.parent
+        return Match(node, self.blocks[:whole])
 
 
 class Prefixes:

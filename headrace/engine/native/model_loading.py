@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -207,15 +207,44 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
     return next(path for path, refusal in refusals.items() if not refusal())
 
 
-def count_blocks(model: ServableModel, kv_gib: float) -> int:
-    """Raises ConfigError when not even one sequence fits."""
-    block, needed = model.runner.block_nbytes, -(-model.context_length // BLOCK)
-    if (fit := int(kv_gib * GIB // block)) < needed:
+class CacheRoom(NamedTuple):
+    """What a KV cache has room for."""
+
+    blocks: int
+    states: int
+    """Slots of states; 0 for a model without."""
+    rows: int
+    """Sequences that may run at once."""
+
+
+STATES_A_ROW = 2
+"""Its own, and one that is kept for others."""
+
+
+def room_in_cache(model: ServableModel, kv_gib: float, max_running: int) -> CacheRoom:
+    """Raises ConfigError when not even one sequence fits. States take half of the cache at most, and fewer sequences run where that is not enough."""
+    block, state, needed = model.runner.block_nbytes, model.runner.state_nbytes, -(-model.context_length // BLOCK)
+    least, all_of_it = needed * block + STATES_A_ROW * state, int(kv_gib * GIB)
+    if all_of_it < least:
         raise ConfigError(
             f"engine.kv_gib = {kv_gib} does not hold one sequence of engine.context_length = {model.context_length}, which "
-            f"takes {needed * block / GIB:.3g} GiB for this model; raise engine.kv_gib or lower engine.context_length"
+            f"takes {least / GIB:.3g} GiB for this model; raise engine.kv_gib or lower engine.context_length"
         )
-    return fit
+    if not state:
+        return CacheRoom(all_of_it // block, 0, max_running)
+    most = max(STATES_A_ROW, min(all_of_it // 2, all_of_it - needed * block) // state)
+    rows = min(max_running, most // STATES_A_ROW)
+    if rows < max_running:
+        log.warning(
+            "engine.max_running = %d is lowered to %d: each sequence has a state of %.3g MiB beside its keys and values, and engine.kv_gib = %g is for "
+            "both; raise it for more",
+            max_running,
+            rows,
+            state / 2**20,
+            kv_gib,
+        )
+    states = STATES_A_ROW * rows
+    return CacheRoom((all_of_it - states * state) // block, states, rows)
 
 
 def _tokenizer(model_dir: Path) -> Any:

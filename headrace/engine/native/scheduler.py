@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from headrace.core.types import Fork
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kv_cache import Blocks, Match, Prefixes
 from headrace.engine.native.live_weights import Served
-from headrace.engine.native.sequences import EngineSequence, Pinned, Running
+from headrace.engine.native.sequences import EngineSequence, Pinned, Plan, Running
+from headrace.engine.native.state_slots import StateSlots
 
 # --- The sequences that wait for a row: by priority, then in order of arrival.
 
@@ -121,8 +122,8 @@ class Lifetimes:
 
 
 class Sharing:
-    def __init__(self, blocks: Blocks, running: Running, served: Served) -> None:
-        self._blocks, self._running, self._served = blocks, running, served
+    def __init__(self, blocks: Blocks, running: Running, served: Served, states: StateSlots) -> None:
+        self._blocks, self._running, self._served, self._states = blocks, running, served, states
         self._prefixes = Prefixes(blocks)
 
     def find(self, sequence: EngineSequence) -> Match:
@@ -131,7 +132,16 @@ class Sharing:
         root = self._served.root(sequence.adapter)
         if sequence.pinned is not None or sequence.scored:
             return self._prefixes.nothing(root)
-        return self._prefixes.find(root, sequence.tokens)
+        match = self._prefixes.find(root, sequence.tokens)
+        return match if match.awaits is not None else self._with_state(match, sequence.tokens[:-1])
+
+    def _with_state(self, match: Match, tokens: tuple[int, ...]) -> Match:
+        """Several blocks may begin with what follows the full ones: that of the longest state is chosen, if there is one."""
+        rest = tokens[len(match.blocks) * BLOCK :][:BLOCK]
+        tails = match.node.tails(rest) if self._states.count and rest else ()
+        states = [(self._states.within(tail.block, shared), tail) for tail, shared in tails]
+        seen, tail = max(states, key=lambda found: found[0], default=(0, None))
+        return replace(match, tail=tail, shared=seen) if seen else match
 
     def promise(self, sequence: EngineSequence, match: Match, table: list[int]) -> None:
         """Announces the blocks that a sequence with a new row will compute."""
@@ -226,9 +236,11 @@ LOST = "its KV cache had to make room for others before there was a place for it
 
 
 class Scheduler:
-    def __init__(self, blocks: Blocks, running: Running, served: Served) -> None:
+    def __init__(self, blocks: Blocks, running: Running, served: Served, states: int = 0) -> None:
+        """`states`: slots of states, 0 for a model without; else no fewer than rows."""
         self.blocks, self.running = blocks, running
-        self.queue, self.sharing = Queue(), Sharing(blocks, running, served)
+        self.states = StateSlots(states, blocks)
+        self.queue, self.sharing = Queue(), Sharing(blocks, running, served, self.states)
         self._served = served
         self.lost: list[EngineSequence] = []
         """Forks whose cache entries had to go before they had a row."""
@@ -286,29 +298,62 @@ class Scheduler:
         """Gives it a row and its blocks, unless those that run are expected to need them. Alone, it may have them all."""
         pinned = sequence.pinned
         if pinned is None:
-            shared, computed = match.blocks, match.tokens
-            copied = [match.tail.block] if match.tail else []
-            kv_version = self._served.version(sequence.adapter) if computed else -1
+            found, there, kv_version = match.found, match.tokens, self._served.version(sequence.adapter)
         else:
-            shared, computed, kv_version = pinned.blocks[: pinned.whole], pinned.computed, pinned.kv_version
-            copied = pinned.blocks[pinned.whole :]
+            found, there, kv_version = pinned.blocks, pinned.computed, pinned.kv_version
+        computed = self.states.nearest(found, there)
+        whole = computed // BLOCK
+        shared, copied = found[:whole], found[whole : -(-computed // BLOCK)]
         new = -(-len(sequence.tokens) // BLOCK) - len(shared)
+        serials = [self.blocks.serials[block] for block in found]
         self.blocks.hold([*shared, *copied])
         if self.blocks.free < self._needed(sequence, new):
             self.blocks.release([*shared, *copied])
             return False
         table = shared + [self.blocks.take() for _ in range(new)]
         self._copies += [(block, table[len(shared)]) for block in copied]
-        self.running.add(sequence, table, computed, kv_version, self._served.slot(sequence.adapter))
-        sequence.verified = len(shared)
+        self.running.add(
+            sequence,
+            table,
+            computed,
+            kv_version=kv_version if computed else -1,
+            adapter=self._served.slot(sequence.adapter),
+            state=self.states.start(found, computed),
+        )
+        sequence.verified, sequence.again = len(shared), there
         if pinned is not None:
             self._unpin(sequence)
             if kv_version == self._served.version(sequence.adapter):
                 self.sharing.follow(sequence, computed, table)
         elif not sequence.scored:
-            self.sharing.promise(sequence, match, table)
+            self.sharing.promise(sequence, match.cut(computed), table)
+            self._keep_states(sequence, list(zip(found, serials, strict=True)), there, table)
         self._count(sequence, computed)
         return True
+
+    def _keep_states(
+        self, sequence: EngineSequence, cached: list[tuple[int, int]], there: int, table: list[int]
+    ) -> None:
+        """Notes where states are to be kept on its way: before the last token of its prompt, where siblings begin, and where it parts from a cached prefix
+        at the end of a block, as others may. `cached`: blocks, and their serial numbers, of its first `there` tokens: others find these."""
+        if not self.states.count or sequence.begun:
+            return
+        end, computed = len(sequence.tokens) - 1, int(self.running.columns["computed"][sequence.row])
+        own = [(block, self.blocks.serials[block]) for block in table]
+        places = {there // BLOCK * BLOCK: cached, end: cached if there == end else own}
+        sequence.keeps = [(at, *blocks[(at - 1) // BLOCK]) for at, blocks in places.items() if at > computed]
+
+    def kept(self, plan: Plan) -> np.ndarray | None:
+        """Returns `ForwardInput.kept` of a pass."""
+        found: dict[int, tuple[int, int, int]] = {}
+        """By slot: where few are free, a state may take that of one before it in the same pass."""
+        for segment, chunk in enumerate(plan.chunks, len(plan.decoding)):
+            for tokens, block, serial in self.running.sequences[chunk.row].keeps:
+                if chunk.start < tokens <= chunk.stop:
+                    slot = self.states.keep(block, serial, (tokens - 1) % BLOCK + 1)
+                    found[slot] = segment, tokens, slot
+        found.pop(-1, None)
+        return np.array(list(found.values()), dtype=np.int32) if found else None
 
     def _needed(self, sequence: EngineSequence, new: int) -> float:
         """Blocks that must be free for it to be let in."""
@@ -397,6 +442,7 @@ class Scheduler:
         sequence.gone = True
         if poisoned:
             self.blocks.taint(self.running.table(sequence.row))
+            sequence.verified = 0
         if sequence.row >= 0:
             self._vacate(sequence)
         self._unpin(sequence)
@@ -406,7 +452,10 @@ class Scheduler:
 
     def _vacate(self, sequence: EngineSequence) -> None:
         """Gives its row and its blocks back."""
-        table = self.running.table(sequence.row)
+        table, columns = self.running.table(sequence.row), self.running.columns[sequence.row]
+        finite = sequence.verified >= len(table)
+        self.states.leave(int(columns["state"]), table, int(columns["computed"]) if finite else 0)
+        sequence.keeps = []
         self.sharing.leave(sequence, table)
         self.running.remove(sequence.row)
         self.blocks.release(table)
@@ -422,6 +471,7 @@ class Scheduler:
             self._unfollow(sequence)  # the prefix that it waits for would be of the earlier weights
             if adapter is not None and sequence.adapter != adapter:
                 continue
+            sequence.keeps = []  # they would be kept for blocks of the earlier weights
             # An adapter's version does not identify the base weights under it: never keep such entries. And log-probs of a
             # prompt are all of one version.
             if recompute or (adapter is None and sequence.adapter) or sequence.scored:
@@ -437,7 +487,9 @@ class Scheduler:
             self.queue.push(sequence)
 
     def fall_asleep(self, keep: bool) -> None:
-        """The cache goes. `keep`: the blocks that sequences hold will be there again; else running sequences compute theirs anew."""
+        """The cache goes. `keep`: the blocks that sequences hold will be there again; else running sequences compute theirs anew. So do those of a model
+        with states, which are not taken along."""
+        keep = keep and not self.states.count
         self.sharing.cut()
         for sequence in list(self._all.values()):
             self._unfollow(sequence)
@@ -447,6 +499,7 @@ class Scheduler:
                 self.preempt(sequence)
             else:
                 self._unpin(sequence)
+        self.states.clear()
         self.blocks.lose_idle()
 
     def integrity(self) -> None:
@@ -462,6 +515,7 @@ class Scheduler:
         tables = [running.table(sequence.row) for sequence in running.sequences]
         pins = [sequence.pinned.blocks for sequence in self._all.values() if sequence.pinned]
         self.blocks.integrity(block for blocks in [*tables, *pins] for block in blocks)
+        self.states.integrity(slot for slot in running.column("state").tolist() if slot >= 0)
         self.sharing.integrity()
         written = [int(table[row["computed"] // BLOCK]) if row["computed"] < len(table) * BLOCK else -1
                    for table, row in zip(tables, running.columns, strict=False)]  # fmt: skip
@@ -555,5 +609,8 @@ class Forks:
                 f"the KV cache of request {fork.of} has made room for others; give its tokens as the prompt of a new request "
                 "(which computes them anew), or raise engine.kv_gib"
             )
+        source = self._schedule.get(fork.of)
+        if source is not None and needed == past.computed:
+            self._schedule.states.keep_copy(int(self._running.columns["state"][source.row]), blocks, needed)
         self._blocks.hold(blocks)
         return Pinned(blocks, needed, past.kv_version if needed else -1)

@@ -24,6 +24,7 @@ ROW = np.dtype(
         ("computed", np.int32),  # tokens in the cache
         ("known", np.int32),  # tokens there are: computed + 1 while decoding
         ("blocks", np.int32),  # in the table
+        ("state", np.int32),  # the slot of its state; -1 without
         ("counter", np.int64),  # tokens of the completion so far, those of a re-issued prefix included
         ("limit", np.int64),  # max_tokens
         ("kv_version", np.int64),  # oldest weights among the cache entries; -1 before there are any
@@ -87,6 +88,10 @@ class EngineSequence:
     tail: PrefixNode | None = None
     """The node of the next, partly filled block, if it is in the prefix cache."""
     promised: list[PrefixNode] = field(default_factory=list)
+    keeps: list[tuple[int, int, int]] = field(default_factory=list)
+    """States to be kept for others when it comes by: numbers of its first tokens, and the block and its serial number that each is kept for."""
+    again: int = 0
+    """The number of its first tokens whose entries were there, as it began: what it computes of them is computed again."""
     verified: int = 0
     """Blocks whose entries finite logits have vouched for."""
 
@@ -105,14 +110,9 @@ class Pinned:
     """Blocks that are held for a sequence that has no row yet."""
 
     blocks: list[int]
-    """The last one is to be copied when it is not used to its end."""
+    """The last one is copied where it is not used to its end."""
     computed: int
     kv_version: int
-
-    @property
-    def whole(self) -> int:
-        """Blocks that can be shared as they are."""
-        return self.computed // BLOCK
 
 
 class Running:
@@ -136,7 +136,9 @@ class Running:
         """A view of one column over the rows in use."""
         return self.columns[name][: len(self.sequences)]
 
-    def add(self, sequence: EngineSequence, table: list[int], computed: int, kv_version: int, adapter: int) -> None:
+    def add(
+        self, sequence: EngineSequence, table: list[int], computed: int, *, kv_version: int, adapter: int, state: int
+    ) -> None:
         row, request, tokens = len(self.sequences), sequence.request, sequence.tokens
         assert row < self.slots and computed < len(tokens), "admission goes by free rows; one token is always forwarded"
         sampling = request.sampling
@@ -145,6 +147,7 @@ class Running:
             computed,
             len(tokens),
             len(table),
+            state,
             len(tokens) - sequence.prompt,
             sampling.max_tokens,
             kv_version,
@@ -284,6 +287,7 @@ class Planner:
             rows=rows,
             adapters=columns["adapter"].copy(),
             routing=self._routing,
+            states=columns["state"].copy(),
             moved=running.moved(rows.tolist(), columns["computed"].tolist(), (columns["computed"] + 1).tolist()),
         )
         return Plan(batch, rows, [], rows, None)
@@ -309,6 +313,7 @@ class Planner:
             rows=np.array(wanted, dtype=np.int64),
             adapters=columns["adapter"][rows],
             routing=self._routing,
+            states=columns["state"][rows],
             moved=running.moved(rows.tolist(), context.tolist(), (context + np.diff(starts)).tolist()),
             ahead=running.ahead(rows.tolist(), context.tolist(), (context + np.diff(starts)).tolist()),
         )

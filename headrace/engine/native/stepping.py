@@ -4,7 +4,7 @@ and counters updated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -172,7 +172,12 @@ class Stepper:
                 self._routing.copy(source, target)
         self._schedule.grow()
         self._clear()
-        return self._planner.plan(self._running)
+        plan = self._planner.plan(self._running)
+        if plan is not None and (kept := self._schedule.kept(plan)) is not None:
+            plan = replace(plan, batch=replace(plan.batch, kept=kept))
+        for slot, other in self._schedule.states.copies():
+            self._runner.copy_state(slot, other)
+        return plan
 
     def _clear(self) -> None:
         if dirty := self._schedule.blocks.dirty():
@@ -268,10 +273,10 @@ class Stepper:
         columns["computed"][plan.decoding] += 1
         for chunk in plan.chunks:
             columns["computed"][chunk.row] = chunk.stop
-            if self._running.sequences[chunk.row].begun:
-                self.counters.recomputed += chunk.stop - chunk.start
-            else:
-                self.counters.prompt += chunk.stop - chunk.start
+            sequence = self._running.sequences[chunk.row]
+            again = chunk.stop if sequence.begun else min(max(sequence.again, chunk.start), chunk.stop)
+            self.counters.recomputed += again - chunk.start
+            self.counters.prompt += chunk.stop - again
         columns = columns[: len(self._running)]
         unset = np.flatnonzero((columns["kv_version"] < 0) & (columns["computed"] > 0))
         if len(unset):

@@ -119,7 +119,7 @@ def _engine_pass(candidate: Candidate, directory: Path) -> Callable[[], Any]:
     model = read_model(directory, EngineConfig(device="cpu", context_length=4 * BLOCK, **settings))
     tensors = {name: torch.randn(shape, dtype=torch.float32).mul_(0.02) for name, shape in model.shapes.items()}
     blocks = -(-(CONTEXT + 1) // BLOCK)
-    model.runner.allocate(ROWS * blocks)
+    model.runner.allocate(ROWS * blocks, states=ROWS if model.runner.state_nbytes else 0)
     model.runner.use(model.prepare({name: tensor.to(model.dtype) for name, tensor in tensors.items()}))
     batch = ForwardInput(
         tokens=np.arange(ROWS, dtype=np.int64) % model.vocabulary,
@@ -128,6 +128,7 @@ def _engine_pass(candidate: Candidate, directory: Path) -> Callable[[], Any]:
         tables=np.arange(ROWS * blocks, dtype=np.int32).reshape(ROWS, blocks),
         rows=np.arange(ROWS, dtype=np.int64),
         adapters=np.full(ROWS, -1, dtype=np.int32),
+        states=np.arange(ROWS, dtype=np.int32),
     )
 
     def forward() -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headrace.core.weights import AdapterSpec
-from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts, WithoutStates
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.drawing import LogitRows
 from headrace.engine.native.runners import skeleton
@@ -185,7 +185,7 @@ class PackedAdapter:
     keep: Packer
 
 
-class KernelRunner:
+class KernelRunner(WithoutStates):
     exact, keeps, feeds = True, False, False
 
     def __init__(
@@ -235,7 +235,7 @@ class KernelRunner:
 
     # -- the cache ----------------------------------------------------------------------------------------------------------
 
-    def allocate(self, blocks: int) -> None:
+    def allocate(self, blocks: int, states: int = 0) -> None:
         self._cache = [
             zeros(layers * blocks * each, self.dtype).view(layers, blocks, each)
             for layers, each in self._parts

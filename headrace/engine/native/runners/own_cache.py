@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts, WithoutStates
 from headrace.engine.native.runners.model_call import TOKEN, ModelCall
 from headrace.engine.native.runners.module_adapters import NONE, blamed_in_slots, in_slots
 from headrace.engine.native.runners.module_weights import LayerWatch, ModuleRunner, decoder_layers
@@ -38,7 +38,7 @@ SMALLEST_BLOCK = 4096
 """Bytes that a block counts at least, so that a state of fixed size does not make millions of them."""
 
 
-class OwnCacheRunner(ModuleRunner):
+class OwnCacheRunner(WithoutStates, ModuleRunner):
     """Raises ConfigError for exactness, which it does not support."""
 
     arithmetic = ""
@@ -89,7 +89,7 @@ class OwnCacheRunner(ModuleRunner):
 
     # -- memory -------------------------------------------------------------------------------------------------------------
 
-    def allocate(self, blocks: int) -> None:
+    def allocate(self, blocks: int, states: int = 0) -> None:
         self._blocks, self._states = MarkedBlocks(blocks), States(blocks * self.block_nbytes)
 
     def free(self) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from torch.nn.functional import pad as pad_tensor
 
 from headrace.core.errors import ConfigError
-from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput, PassCounts
+from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput, PassCounts, WithoutStates
 from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
 from headrace.native.uploads import uploaded
 
@@ -112,7 +112,7 @@ def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
 # The cache of blocks, and exactness by cutting every pass into pieces of one size.
 
 
-class PagedRunner(ABC):
+class PagedRunner(WithoutStates, ABC):
     """Half of a `Runner`; the other half is `_forward` and the weights."""
 
     arithmetic = ""
@@ -131,7 +131,7 @@ class PagedRunner(ABC):
         self.passes = PassCounts()
         self._cache = PagedCache(geometry, dtype, device, exact)
 
-    def allocate(self, blocks: int) -> None:
+    def allocate(self, blocks: int, states: int = 0) -> None:
         self._cache.allocate(blocks)
 
     def free(self) -> None:
