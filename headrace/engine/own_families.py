@@ -36,6 +36,13 @@ class Names:
     """Part of a layer that convolves, where the next two are in the places of `qkv` and `out`."""
     into_convolution: str = "conv.in_proj"
     out_of_convolution: str = "conv.out_proj"
+    into_delta: tuple[str, ...] = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    """Parts of a layer with a delta rule, in the place of `qkv`: queries, keys and values; gates; what each head takes of a correction; its steps."""
+    out_of_delta: str = "linear_attn.out_proj"
+    delta_convolution: str = "linear_attn.conv1d"
+    delta_norm: str = "linear_attn.norm"
+    decay: str = "linear_attn.A_log"
+    step_bias: str = "linear_attn.dt_bias"
     norm: str = "model.norm"
 
 
@@ -57,6 +64,38 @@ class Clamp:
 
     alpha: float
     limit: float
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """A gated delta rule (arXiv:2412.06464): a matrix [key_width, value_width] for each head of values, which every token changes."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    kernel: int
+    """Tokens over which queries, keys and values are convolved before."""
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        """Numbers of all values of a token."""
+        return self.value_heads * self.value_width
+
+    @property
+    def convolved(self) -> int:
+        """Numbers of all queries, keys and values of a token."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state(self) -> int:
+        """Numbers that a layer keeps of a sequence: inputs of the convolution, and the matrices."""
+        return (self.kernel - 1) * self.convolved + self.key_width * self.values
 
 
 @dataclass(frozen=True)
@@ -95,6 +134,10 @@ def _no_experts(of: Any) -> Routing | None:
     return None
 
 
+def _no_delta(of: Any, layer: int) -> DeltaRule | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnFamily:
     names: Names = Names()
@@ -123,6 +166,11 @@ class OwnFamily:
     """Activation of the feed-forward part, where a config does not name it."""
     convolves: Callable[[Any, int], bool] = _never
     """Whether a layer has a gated short convolution (LFM2) in the place of attention. Only the C++ kernels have it."""
+    delta: Callable[[Any, int], DeltaRule | None] = _no_delta
+    """The delta rule that a layer has in the place of attention. Only the C++ kernels have it."""
+    gated: bool = False
+    """Whether what attention gives is multiplied by the sigmoids of gates, which follow each head's queries in the rows of their product. Only the C++
+    kernels do so."""
     sure: bool = True
     """Whether a decoder of ours serves all models of the family wherever it runs."""
 
@@ -192,6 +240,18 @@ def _qwen3_moe(of: Any) -> Routing:
     return Routing(of.num_experts, of.num_experts_per_tok, of.norm_topk_prob)
 
 
+def _qwen3_5_delta(of: Any, layer: int) -> DeltaRule | None:
+    if of.layer_types[layer] != "linear_attention":
+        return None
+    return DeltaRule(
+        key_heads=of.linear_num_key_heads,
+        value_heads=of.linear_num_value_heads,
+        key_width=of.linear_key_head_dim,
+        value_width=of.linear_value_head_dim,
+        kernel=of.linear_conv_kernel_dim,
+    )
+
+
 FAMILIES: Mapping[str, OwnFamily] = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -230,6 +290,7 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "lfm2": OwnFamily(
         names=LFM2, activation="silu", convolves=lambda c, layer: c.layer_types[layer] == "conv", sure=False
     ),
+    "qwen3_5_text": OwnFamily(norm_offset=1.0, delta=_qwen3_5_delta, gated=True, sure=False),
     "cohere": COHERE,
     "cohere2": replace(
         COHERE, turned=lambda c, layer: bool(c.sliding_window) and c.layer_types[layer] == "sliding_attention"

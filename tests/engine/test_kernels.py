@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
     },
     "gpt_oss": {"hidden_size": 96, "head_dim": 32, "num_local_experts": 5},
+    "qwen3_5_text": {
+        "head_dim": 32,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 48,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "attention_bias": True,
+    },
     "qwen3": {"head_dim": 64, "num_key_value_heads": 1},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20},
     "smollm3": {"head_dim": 16},
@@ -267,11 +276,12 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
         ("phi3", BF16),
         ("lfm2", BF16),
         ("gpt_oss", torch.float32),
+        ("qwen3_5_text", torch.float32),
         pytest.param("cohere2", BF16, marks=pytest.mark.slow),
     ],
 )
 def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
-    """Of a mixture in float32, because in bfloat16 experts may nearly tie."""
+    """Of a mixture in float32, because in bfloat16 experts may nearly tie; of a delta rule, because what it normalises may be small."""
     ours, texts = driver(name, adapters=3, dtype=dtype), prompts(40, 25, 61)
     made = [_adapter(name, seed, rank) for seed, rank in ((1, 4), (2, 40))]
     for slot, (rank, tensors) in enumerate(made):
@@ -291,7 +301,7 @@ def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
 def _adapter(name: str, seed: int, rank: int) -> tuple[int, dict[str, torch.Tensor]]:
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for key, weight in parameters(name).items():
-        if key.endswith("_proj.weight"):
+        if re.search(r"_proj(_\w+)?\.weight$", key):
             module = f"{PREFIX}{key.removesuffix('.weight')}"
             tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator) * 0.1
             tensors[f"{module}.lora_B.weight"] = torch.randn(len(weight), rank, generator=generator) * 0.1

@@ -185,10 +185,20 @@ def forward_with_cache(model, tokens, cache: DynamicCache) -> torch.Tensor:
     return out.logits[0, -1].float().log_softmax(-1)
 
 
-CONVOLVES = pytest.param("lfm2", marks=pytest.mark.skipif(binding.library() is None, reason="the kernels serve it"))
+KERNELS = pytest.mark.skipif(binding.library() is None, reason="the kernels serve it")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt_oss", CONVOLVES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "qwen3",
+        "gemma3_text",
+        "gpt_oss",
+        pytest.param("lfm2", marks=KERNELS),
+        pytest.param("qwen3_5_text", marks=KERNELS),
+    ],
+)
 def test_tokens_after_a_swap_come_from_the_new_weights_over_the_kept_cache(name, saved):
     old, new = reference(saved(name)), reference(saved(name, 1))
     engine = make_engine(saved(name))
@@ -466,7 +476,7 @@ def test_exactly_the_same_bits_alone_in_a_crowd_and_after_making_room(saved):
         assert together[request.id].logprobs == alone[request.id].logprobs, "to the last bit"
 
 
-@pytest.mark.skipif(binding.library() is None, reason="the kernels serve it")
+@KERNELS
 def test_a_model_that_convolves_loses_nothing_in_a_crowd_that_makes_room(saved):
     """Siblings share a prompt, whose inputs of convolutions lie in its blocks, and sequences are pushed out and begin again."""
     texts = prompts(21, 30, 40)

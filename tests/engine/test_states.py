@@ -1,12 +1,34 @@
-"""States that sequences keep beside their blocks: found, shared, forked, moved on, and computed again."""
+"""States that sequences keep beside their blocks (a gated delta rule, in the C++ kernels): found, shared, forked, moved on, and computed again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.core.errors import ConfigError
+from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.native.forward_pass import BLOCK
+from headrace.engine.native.kernels import binding
+from headrace.engine.native.kernels.runner import KernelRunner
 from headrace.engine.native.kv_cache import Blocks
 from headrace.engine.native.state_slots import StateSlots
 from headrace.testing.makers import request
 from support.fake_engine_model import CoreDriver, RecurrentRunner, prompt
+from support.few import few
+from support.native_calls import Answer, drawn, greedy, make_engine, put, reference, run, saved, step, teacher_forced
+from support.native_calls import prompts as texts
+from support.tiny_models import RunnerDriver, Stretch, parameters, prompts, skeleton
+
+__all__ = ["saved"]
+NAME = "qwen3_5_text"
+TOLERANCE = 3e-5
+"""Of these models transformers itself is as far from sums in float64: what a state says may be small before it is normalised."""
+
+native = pytest.mark.skipif(binding.library() is None, reason="the kernels serve it")
+
 
 # --- slots -------------------------------------------------------------------------------------------------------------
 
@@ -79,3 +101,206 @@ def test_two_states_of_one_pass_for_which_there_is_one_slot():
     engine.run(*(request(f"r{i}", text, 4, seed=i) for i, text in enumerate(asked)))
     for i in range(3):
         engine.check(f"r{i}")
+
+
+# --- the kernels -------------------------------------------------------------------------------------------------------
+
+
+def driver() -> RunnerDriver:
+    runner = KernelRunner(skeleton(NAME), 256, dtype=torch.float32, device=torch.device("cpu"))
+    return RunnerDriver(runner, parameters(NAME))
+
+
+def fork(ours: RunnerDriver, source: Stretch, tokens: list[int], cut: int, state: int) -> Stretch:
+    """A sequence that shares the first `cut` tokens of another, and goes on from a state of them."""
+    whole, other = cut // BLOCK, ours.sequence(tokens)
+    other.blocks, other.cached, other.state = [*source.blocks[:whole]], cut, state
+    if cut % BLOCK:
+        other.blocks.append(ours.free.pop())
+        ours.runner.copy_blocks(np.array([source.blocks[whole]]), np.array([other.blocks[whole]]))
+    return other
+
+
+@native
+@pytest.mark.parametrize("cut", few([40, 1, 2, 3, 31, 32, 69], keep=2))
+def test_a_state_that_is_kept_on_the_way_is_that_of_its_tokens_to_the_last_bit(cut):
+    """In chunks whose borders lie before it, behind it, and so near that its convolution sees over them."""
+    text, tail = prompts(70, 9)
+    ours = driver()
+    expected = driver().logprobs(text[:cut] + tail)
+    for chunk in (70, 17, 2):
+        source, kept = ours.sequence(text), ours.states.pop()
+        while source.cached < len(text):
+            count = min(chunk, len(text) - source.cached)
+            here = source.cached < cut <= source.cached + count
+            batch = ours.batch([(source, count)])
+            ours.runner.forward(replace(batch, kept=np.array([[0, cut, kept]], np.int32) if here else None))
+            source.cached += count
+        other = fork(ours, source, text[:cut] + tail, cut, kept)
+        told = ours.step([(other, len(tail))], rows=range(len(tail))).logits.log_softmax(-1)
+        assert torch.equal(told, expected[cut:])
+
+
+@native
+def test_a_slot_holds_nothing_of_who_had_it_before_and_a_copy_goes_its_own_way():
+    first, second, tail = prompts(40, 25, 9)
+    ours, other = driver(), driver()
+    source = ours.sequence(first)
+    ours.step([(source, 40)])
+    copy = ours.states.pop()
+    ours.runner.copy_state(source.state, copy)
+    branch = fork(ours, source, first + tail, 40, copy)
+    source.tokens = first + tail[::-1]
+    for _ in range(9):  # side by side
+        told = ours.step([(source, 1), (branch, 1)]).logits.log_softmax(-1)
+    for sequence, row in zip((source, branch), told, strict=True):
+        assert torch.equal(row, other.logprobs(sequence.tokens)[-1])
+    late = ours.sequence(second)
+    late.state = source.state
+    for _ in range(25):  # one token in the first pass: what a convolution remembers is nobody's either
+        told = ours.step([(late, 1)]).logits.log_softmax(-1)
+    assert torch.equal(told[0], other.logprobs(second)[-1])
+
+
+# --- the engine --------------------------------------------------------------------------------------------------------
+
+
+def assert_own(model, asked: Request, answer: Answer) -> None:
+    """The tokens are the model's greedy ones, with its log-probs."""
+    told = teacher_forced(model, asked.prompt, answer.tokens)
+    assert answer.tokens == told.argmax(-1).tolist()
+    assert torch.tensor(answer.logprobs).sub(told.max(-1).values).abs().max() < TOLERANCE
+
+
+@native
+def test_a_group_shares_its_prompt_and_a_conversation_what_it_has(saved):
+    engine, model = make_engine(saved(NAME)), reference(saved(NAME))
+    assert engine.capabilities.path == f"kernels {NAME}" and engine.capabilities.exact
+    text = texts(40)[0]
+    group = [greedy("first", text, 6), *(drawn(str(i), text, seed=i, tokens=5) for i in range(4))]
+    answers = run(engine, group)
+    assert_own(model, group[0], answers["first"])
+    assert engine.stats().prompt_tokens == 40 + 4, "the last token is forwarded for each, for its logits"
+    turn = greedy("next", (*text, *answers["first"].tokens, 9), 5)
+    answers |= run(engine, [turn])
+    assert_own(model, turn, answers["next"])
+    assert engine.stats().recomputed_tokens == 0 and engine.stats().prompt_tokens == 40 + 4 + 2
+
+
+@native
+def test_forks_go_on_from_a_copy_where_their_source_is_and_compute_again_from_the_nearest(saved):
+    engine, model = make_engine(saved(NAME), context_length=128), reference(saved(NAME))
+    source, answers = greedy("source", texts(20)[0], 12), dict[str, Answer]()
+    engine.add(source)
+    while len(answers.get("source", Answer()).tokens) < 8:
+        step(engine, answers)
+    said = list(answers["source"].tokens)
+
+    def forked(name: str, at: int) -> Request:
+        asked = Request(name, (), Sampling(max_tokens=6, temperature=0.0, ignore_eos=True), fork=Fork("source", at))
+        engine.add(asked)
+        return Request(name, (*source.prompt, *said[:at]), asked.sampling)
+
+    asked = [forked("here", 8)]
+    run(engine, (), answers)
+    assert engine.stats().recomputed_tokens == 0, "from a copy of the source's state as it was then"
+    asked.append(forked("before", 5))
+    run(engine, (), answers)
+    assert engine.stats().recomputed_tokens == 5, "from the state before the last token of the prompt"
+    for one in asked:
+        assert_own(model, one, answers[one.id])
+
+
+@native
+@pytest.mark.parametrize("swap", ["keep", "recompute"])
+def test_a_swap_in_the_middle_of_a_completion_keeps_or_recomputes_its_state(swap, saved):
+    old, new = saved(NAME), saved(NAME, 1)
+    engine, asked, answers = make_engine(old, swap=swap), greedy("r", texts(20)[0], 12), dict[str, Answer]()
+    engine.add(asked)
+    while len(answers.get("r", Answer()).tokens) < 5:
+        step(engine, answers)
+    put(engine, new, 1)
+    late = greedy("late", asked.prompt, 6)  # what older weights kept is not for it
+    run(engine, [late], answers)
+    assert_own(reference(new), late, answers["late"])
+    answer = answers["r"]
+    assert answer.versions == [0] * 5 + [1] * 7
+    assert_own(reference(old), asked, replace(answer, tokens=answer.tokens[:5], logprobs=answer.logprobs[:5]))
+    after = Request("rest", (*asked.prompt, *answer.tokens[:5]), asked.sampling)
+    rest = Answer(answer.tokens[5:], answer.logprobs[5:])
+    if swap == "recompute":
+        assert answer.kv_versions == answer.versions and engine.stats().recomputed_tokens >= 24
+        assert_own(reference(new), after, rest)
+    else:
+        assert answer.kv_versions == [0] * 12 and engine.stats().recomputed_tokens == 0
+        with pytest.raises(AssertionError):
+            assert_own(reference(new), after, rest)
+
+
+@native
+def test_asleep_it_keeps_its_requests_and_computes_their_states_again(saved):
+    engine, asked, answers = make_engine(saved(NAME)), greedy("r", texts(20)[0], 10), dict[str, Answer]()
+    engine.add(asked)
+    while len(answers.get("r", Answer()).tokens) < 4:
+        step(engine, answers)
+    engine.sleep(keep=True)
+    engine.wake()
+    put(engine, saved(NAME, 1), 1)
+    run(engine, (), answers)
+    answer = answers["r"]
+    assert answer.kv_versions == answer.versions == [0] * 4 + [1] * 6 and engine.stats().recomputed_tokens == 24
+    after = Request("rest", (*asked.prompt, *answer.tokens[:4]), asked.sampling)
+    assert_own(reference(saved(NAME, 1)), after, Answer(answer.tokens[4:], answer.logprobs[4:]))
+
+
+@native
+def test_exactly_the_same_bits_alone_and_in_a_crowd_that_makes_room(saved):
+    """Siblings share a prompt, sequences are pushed out and begin again, some from a state that was kept and some without."""
+    shared = texts(21, 30, 40)
+    requests = [drawn(str(i), shared[i // 2], seed=i, tokens=45) for i in range(6)]
+    alone = {}
+    for one in requests:
+        alone |= run(make_engine(saved(NAME)), [one])
+    runner = KernelRunner(skeleton(NAME), 96, dtype=torch.float32, device=torch.device("cpu"))
+    crowd = make_engine(
+        saved(NAME),
+        exact=True,
+        max_running=6,
+        kv_gib=(10 * runner.block_nbytes + 12 * runner.state_nbytes) / 2**30,
+    )
+    assert crowd.capabilities.rows == 6
+    short = Sampling(max_tokens=90, stop_token_ids=tuple(range(260)))
+    run(crowd, [Request(f"short {i}", (i + 1,), short) for i in range(40)])  # so it lets in more than have room
+    together = run(crowd, requests)
+    assert crowd.stats().preemptions > 0
+    for one in requests:
+        assert together[one.id].tokens == alone[one.id].tokens
+        assert together[one.id].logprobs == alone[one.id].logprobs, "to the last bit"
+
+
+@native
+def test_states_have_their_part_of_the_cache_and_fewer_sequences_run_where_it_is_small(saved):
+    runner = KernelRunner(skeleton(NAME), 96, dtype=torch.float32, device=torch.device("cpu"))
+    three = (3 * runner.block_nbytes + 2 * runner.state_nbytes) / 2**30
+    engine = make_engine(saved(NAME), kv_gib=three)
+    assert engine.capabilities.rows == 1
+    assert run(engine, [greedy(str(i), text, 60) for i, text in enumerate(texts(30, 9))])["1"].stop == "length"
+    with pytest.raises(ConfigError, match=r"does not hold one sequence .*raise engine\.kv_gib"):
+        make_engine(saved(NAME), kv_gib=0.9 * three)
+
+
+@native
+def test_what_is_issued_again_goes_on_from_its_prefix(saved):
+    engine, model, text = make_engine(saved(NAME)), reference(saved(NAME)), texts(35)[0]
+    whole = run(engine, [greedy("whole", text, 12)])["whole"]
+    engine.add(greedy("cut", text, 12))
+    answers: dict[str, Answer] = {}
+    while len(answers.get("cut", Answer()).tokens) < 7:
+        step(engine, answers)
+    engine.abort()
+    run(engine, (), answers)
+    again = greedy("again", text, 12, prefix=tuple(answers["cut"].tokens))
+    answers |= run(engine, [again])
+    assert [*answers["cut"].tokens, *answers["again"].tokens] == whole.tokens
+    assert [*answers["cut"].logprobs, *answers["again"].logprobs] == whole.logprobs
+    assert_own(model, greedy("whole", text, 12), whole)

@@ -193,6 +193,17 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_bias": True,
         },
     ),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        {
+            "head_dim": 16,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
 }
 """Layers that only the kernels have beside transformers."""
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -250,6 +261,8 @@ class Stretch:
     adapter: int = -1
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
+    state: int = -1
+    """The slot of its state."""
 
 
 class RunnerDriver:
@@ -257,7 +270,9 @@ class RunnerDriver:
 
     def __init__(self, runner: Any, weights: Mapping[str, torch.Tensor] | None = None, blocks: int = 64) -> None:
         self.runner = runner
-        runner.allocate(blocks)
+        runner.allocate(blocks, blocks if runner.state_nbytes else 0)
+        self.states = list(range(blocks))
+        """Slots of states that no sequence has."""
         self.free = np.random.default_rng(0).permutation(blocks).tolist()
         if weights is not None:
             runner.use(runner.prepare(weights))
@@ -270,6 +285,8 @@ class RunnerDriver:
     ) -> ForwardInput:
         """The next tokens of each sequence. `rows`: the last of every segment unless said otherwise."""
         for sequence, count in segments:
+            if sequence.state < 0:
+                sequence.state = self.states.pop()
             while len(sequence.blocks) * BLOCK < sequence.cached + count:
                 sequence.blocks.append(self.free.pop())
         width = max(len(sequence.blocks) for sequence, _ in segments)
@@ -284,6 +301,7 @@ class RunnerDriver:
             rows=np.array(starts[1:] - 1 if rows is None else rows, dtype=np.int64),
             adapters=np.array([sequence.adapter for sequence, _ in segments], dtype=np.int32),
             routing=routing,
+            states=np.array([sequence.state for sequence, _ in segments], dtype=np.int32),
         )
 
     def step(self, segments: Sequence[tuple[Stretch, int]], **options: Any) -> ForwardOutput:

@@ -54,6 +54,8 @@ class LayerStruct(Structure):
         *((name, c_void_p) for name in ("router", "router_bias")),
         *((name, c_void_p) for name in ("convolution", "convolution_bias")),
         *((name, c_int32) for name in ("kernel", "place")),
+        *((name, c_void_p) for name in ("decay", "step_bias", "delta_norm")),
+        *((name, c_int32) for name in ("key_heads", "value_heads", "key_width", "value_width", "gated")),
     ]
 
 
@@ -80,7 +82,12 @@ class ModelStruct(Structure):
 
 
 class Cache(Structure):
-    _fields_ = [("data", c_void_p), ("inputs", c_void_p), ("blocks", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "inputs")),
+        ("blocks", c_int64),
+        ("states", c_void_p),
+        ("state_size", c_int64),
+    ]
 
 
 class PassStruct(Structure):
@@ -91,6 +98,8 @@ class PassStruct(Structure):
         ("logits", c_void_p),
         ("routing", c_void_p),
         ("broken", c_void_p),
+        *((name, c_void_p) for name in ("states", "kept")),
+        ("kept_count", c_int32),
         ("stream", c_void_p),
     ]
 

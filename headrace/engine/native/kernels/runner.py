@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headrace.core.weights import AdapterSpec
-from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts, WithoutStates
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput, PassCounts
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.drawing import LogitRows
 from headrace.engine.native.runners import skeleton
@@ -28,6 +28,7 @@ from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
     LayerWeights,
+    Spec,
     Tensors,
     query_factors,
     read_spec,
@@ -161,6 +162,9 @@ def refusal(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> str
         return f"its convolutions are over {spec.hidden} numbers (hidden_size), and that must be a multiple of 16"
     if any(layer.kernel > LONGEST_CONVOLUTION for layer in spec.layers):
         return f"its convolutions are over more than {LONGEST_CONVOLUTION} tokens"
+    for delta in {layer.delta for layer in spec.layers if layer.delta}:
+        if odd := [width for width in (delta.key_width, delta.value_width) if width % 16]:
+            return f"its delta rule has heads that are {odd[0]} wide (linear_key_head_dim, linear_value_head_dim), and that must be a multiple of 16"
     if spec.head_dim % 16 or spec.head_dim > WIDEST_HEAD:
         return f"its heads are {spec.head_dim} wide (head_dim), and that must be a multiple of 16 up to {WIDEST_HEAD}"
     if odd := [layer.inner for layer in spec.layers if layer.inner % 16]:
@@ -185,7 +189,7 @@ class PackedAdapter:
     keep: Packer
 
 
-class KernelRunner(WithoutStates):
+class KernelRunner:
     exact, keeps, feeds = True, False, False
 
     def __init__(
@@ -215,6 +219,8 @@ class KernelRunner(WithoutStates):
         )  # no trainer has quantised weights, or caps logits as we do
         self.dtype, self._levels = dtype, levels
         self._convolutions = sum(layer.kernel > 0 for layer in spec.layers)
+        self._state = sum(layer.delta.state for layer in spec.layers if layer.delta)
+        self.state_nbytes = self._state * torch.float32.itemsize
         self.block_nbytes = sum(count * each for count, each in self._parts) * dtype.itemsize
         self._tables = _rotary(model, context_length)
         self._query_factors = query_factors(spec, context_length, device)
@@ -229,7 +235,7 @@ class KernelRunner(WithoutStates):
     @property
     def _parts(self) -> tuple[tuple[int, int], ...]:
         """(layers, elements of one block in one of them): keys and values of attention, and inputs of convolutions."""
-        attention = len(self.spec.layers) - self._convolutions
+        attention = sum(layer.attends for layer in self.spec.layers)
         keys_and_values = self.spec.kv_heads * 2 * padded(self.spec.head_dim) * BLOCK
         return (attention, keys_and_values), (self._convolutions, padded(self.spec.hidden) * BLOCK)
 
@@ -242,7 +248,14 @@ class KernelRunner(WithoutStates):
             if layers
         ]
         inputs = self._cache[-1] if self._convolutions else None
-        cache = binding.Cache(address(self._cache[0]), address(inputs), blocks)
+        self._states = zeros(states * self._state, torch.float32).view(-1, self._state) if self._state else None
+        cache = binding.Cache(
+            data=address(self._cache[0]),
+            inputs=address(inputs),
+            blocks=blocks,
+            states=address(self._states),
+            state_size=self._state,
+        )
         self._decoder = self._library.headrace_open(ctypes.byref(cache), torch.get_num_threads())
 
     def __del__(self) -> None:
@@ -255,7 +268,7 @@ class KernelRunner(WithoutStates):
 
     def free(self) -> None:
         self._close()
-        self._live, self._cache = None, []
+        self._live, self._cache, self._states = None, [], None
         self._logits, self._logits_at = torch.zeros(0, 0), 0
         self._views.clear()
 
@@ -280,6 +293,10 @@ class KernelRunner(WithoutStates):
             for part in self._cache:
                 part[:, other] = part[:, one]
 
+    def copy_state(self, source: int, target: int) -> None:
+        assert self._states is not None, "a model without states has none to copy"
+        self._states[target] = self._states[source]
+
     def clear_blocks(self, blocks: np.ndarray) -> None:
         for block in blocks.tolist():
             for part in self._cache:
@@ -293,8 +310,9 @@ class KernelRunner(WithoutStates):
         packer = Packer(self._library, self.dtype, self._levels)
         layers = (binding.LayerStruct * len(spec.layers))()
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
-            _fill(into, layer, part, packer)
-            into.place = sum((before.kernel > 0) == (layer.kernel > 0) for before in spec.layers[:index])
+            _fill(into, layer, part, packer, attention_order(spec) if spec.gated else None)
+            into.place = sum(_kind(before) == _kind(layer) for before in spec.layers[:index])
+            into.gated = spec.gated
             into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
             if isinstance(part.mlp, Experts):
                 assert spec.routing is not None
@@ -351,7 +369,10 @@ class KernelRunner(WithoutStates):
             for place, name in enumerate(PARTS):
                 if pair := layer.linears.get(name):
                     a = packer.linear((pair.a, None))
-                    b = packer.linear((pair.b, None), gate_up_order(shape.inner) if name == "gate_up" else None)
+                    order = gate_up_order(shape.inner) if name == "gate_up" else None
+                    if name == "qkv" and self.spec.gated and shape.attends:
+                        order = attention_order(self.spec)
+                    b = packer.linear((pair.b, None), order)
                     low_rank[index * len(PARTS) + place] = binding.LowRank(a.packed, b.packed, len(pair.a))
         return PackedAdapter(low_rank, packer)
 
@@ -370,6 +391,9 @@ class KernelRunner(WithoutStates):
         assert self._live is not None, "forward before the first weights"
         wide = [contiguous(array, np.int64) for array in (batch.tokens, batch.rows)]
         narrow = [contiguous(array, np.int32) for array in (batch.starts, batch.context, batch.tables, batch.adapters)]
+        assert not self._state or batch.states is not None, "a model with states is told where they are"
+        states = None if batch.states is None else contiguous(batch.states, np.int32)
+        kept = None if batch.kept is None else contiguous(batch.kept, np.int32)
         self._broken = np.empty(len(batch.tokens), np.int32)
         routing = np.empty((len(batch.tokens), *self.experts), np.uint16) if batch.routing and self.experts[0] else None
         what = binding.PassStruct(
@@ -388,6 +412,9 @@ class KernelRunner(WithoutStates):
             logits=self._room(len(batch.rows)),
             routing=address(routing),
             broken=address(self._broken),
+            states=address(states),
+            kept=address(kept),
+            kept_count=0 if kept is None else len(kept),
             stream=address(stream),
         )
         self._library.headrace_forward(self._decoder, ctypes.byref(what))
@@ -428,9 +455,23 @@ def _rotary(model: Skeleton, length: int) -> dict[str, tuple[torch.Tensor, torch
     return {kind: (half(cos), half(sin)) for kind, (cos, sin) in tables.items()}
 
 
-def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, packer: Packer) -> None:
+def attention_order(spec: Spec) -> np.ndarray:
+    """Rows of q with each head's gates behind its queries, k and v, so that all gates follow the values."""
+    d, q = spec.head_dim, 2 * spec.heads * spec.head_dim
+    queries, gates = np.arange(q, dtype=np.int32).reshape(spec.heads, 2, d).swapaxes(0, 1).reshape(2, -1)
+    return np.concatenate([queries, np.arange(q, q + 2 * spec.kv_heads * d, dtype=np.int32), gates])
+
+
+def _kind(layer: LayerSpec) -> tuple[bool, bool]:
+    return layer.kernel > 0, layer.delta is not None
+
+
+def _fill(
+    into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, packer: Packer, order: np.ndarray | None
+) -> None:
+    """`order`: the rows of queries, keys and values of attention."""
     mlp = weights.mlp
-    into.qkv, into.out = packer.linear(weights.qkv), packer.linear(weights.out)
+    into.qkv, into.out = packer.linear(weights.qkv, order if spec.attends else None), packer.linear(weights.out)
     if isinstance(mlp, Experts):
         order = gate_up_order(spec.inner, mlp.alternating)
         into.gate_up = packer.experts(mlp.gate_up, mlp.gate_up_bias, order)
@@ -448,6 +489,12 @@ def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, pac
             packer.wide(weights.convolution.weight),
             packer.wide(weights.convolution.bias),
         )
+    if spec.delta and weights.delta:
+        into.kernel, into.convolution = spec.delta.kernel, packer.wide(weights.delta.convolution)
+        into.decay, into.step_bias = packer.wide(weights.delta.decay), packer.wide(weights.delta.step_bias)
+        into.delta_norm = packer.wide(weights.delta.norm)
+        into.key_heads, into.value_heads = spec.delta.key_heads, spec.delta.value_heads
+        into.key_width, into.value_width = spec.delta.key_width, spec.delta.value_width
 
 
 # --- The residual stream of one sequence through the kernels
@@ -473,7 +520,7 @@ class ServedWeights:
         model = skeleton.read(self.model_dir, self.dtype, torch.device("cpu"))
         slots = int(self.adapter is not None)
         runner = KernelRunner(model, length, dtype=self.dtype, device=torch.device("cpu"), max_adapters=slots)
-        runner.allocate(-(-length // BLOCK))
+        runner.allocate(-(-length // BLOCK), states=1)
         runner.use(runner.prepare(self._published(self.parameters)))
         if self.adapter is not None:
             spec, tensors = self.adapter
@@ -495,6 +542,7 @@ def residual_stream(weights: ServedWeights, tokens: Sequence[int]) -> tuple[Tens
         tables=np.arange(-(-count // BLOCK), dtype=np.int32)[None],
         rows=np.array([count - 1], np.int64),
         adapters=np.full(1, 0 if weights.adapter else -1, np.int32),
+        states=np.zeros(1, np.int32),
     )
     stream = torch.empty(len(runner.spec.layers) + 1, count, runner.spec.hidden)
     forward = runner.forward(batch, stream)

@@ -96,7 +96,12 @@ def refusal(skeleton: Skeleton) -> str:
     """Empty if the decoder serves the model; else the reason why not, a whole clause."""
     if reason := family_refusal(skeleton):
         return reason
-    convolves = any(layer.kernel for layer in read_spec(skeleton).layers)
+    spec = read_spec(skeleton)
+    if any(layer.delta for layer in spec.layers):
+        return "its delta rule is computed by the C++ kernels alone"
+    if spec.gated:
+        return "gates of what attention gives are computed by the C++ kernels alone"
+    convolves = any(layer.kernel for layer in spec.layers)
     return "its convolutions are computed by the C++ kernels alone" if convolves else ""
 
 

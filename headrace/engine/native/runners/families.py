@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.engine.native.runners.skeleton import Skeleton, fuse
-from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Clamp, Names, QueryGrowth, Routing
+from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Clamp, DeltaRule, Names, QueryGrowth, Routing
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]
@@ -42,7 +42,13 @@ class LayerSpec:
     """Width of the feed-forward part, of one expert's in a mixture."""
     experts: bool
     kernel: int = 0
-    """Tokens of a gated short convolution, which the layer has in the place of attention; 0 for attention."""
+    """Tokens of a gated short convolution, which the layer has in the place of attention; 0 for others."""
+    delta: DeltaRule | None = None
+    """The delta rule that the layer has in the place of attention."""
+
+    @property
+    def attends(self) -> bool:
+        return not self.kernel and self.delta is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,7 @@ class Spec:
     norm_offset: float
     centred: bool
     parallel: bool
+    gated: bool
     neighbours: bool
     embed_scale: float
     residual_scale: float
@@ -81,7 +88,7 @@ class Spec:
     """Bound of the logits, as `LayerSpec.cap` is that of scores."""
     grows: QueryGrowth | None
     clamp: Clamp | None
-    """The ten facts up to here are those of `OwnFamily`."""
+    """The eleven facts up to here are those of `OwnFamily`."""
     routing: Routing | None
 
 
@@ -118,14 +125,30 @@ class Convolution:
     """[H]"""
 
 
+@dataclass(frozen=True)
+class Delta:
+    """What a layer with a delta rule has beside its products, in float32."""
+
+    convolution: torch.Tensor
+    """[tokens, C], the current token last."""
+    decay: torch.Tensor
+    """[value heads]: a state fades by exp(-decay * step)."""
+    step_bias: torch.Tensor
+    """[value heads]"""
+    norm: torch.Tensor
+    """[value width]"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """Weights of norms are float32 with the offset added; the others are views into the update where that is possible."""
 
     attention_norm: torch.Tensor | None
     qkv: Linear
-    """Rows of q, then k, then v; of a convolution the factor of its input, that of its result, and its input."""
+    """Rows of q, then k, then v, and where it is `gated` each head's gates behind its queries; of a convolution the factor of its input, that of its result,
+    and its input; of a delta rule its four parts (`Names.into_delta`)."""
     convolution: Convolution | None
+    delta: Delta | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
@@ -154,8 +177,12 @@ def refusal(skeleton: Skeleton) -> str:
     config = skeleton.config
     if config.model_type not in OWN_FAMILIES:
         return f"{config.model_type} is none of the families that have a decoder of ours ({', '.join(OWN_FAMILIES)})"
-    convolves = FAMILIES[config.model_type].convolves
-    layers = [layer for layer in range(config.num_hidden_layers) if not convolves(config, layer)]
+    family = FAMILIES[config.model_type]
+    layers = [
+        layer
+        for layer in range(config.num_hidden_layers)
+        if not family.convolves(config, layer) and family.delta(config, layer) is None
+    ]
     if skeleton.attention is None or list(skeleton.attention.layers) != layers:
         return skeleton.objection
     if _activation(config) not in _ACTIVATIONS:
@@ -221,6 +248,7 @@ def read_spec(skeleton: Skeleton) -> Spec:
         norm_offset=family.norm_offset,
         centred=family.centred,
         parallel=family.parallel,
+        gated=family.gated,
         neighbours=family.neighbours,
         embed_scale=family.embed_scale(config),
         residual_scale=family.residual_scale(config),
@@ -254,6 +282,7 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         inner=down[-1],
         experts=experts is not None,
         kernel=shapes.get(f"{prefix}{family.names.convolution}.weight", (0,))[-1],
+        delta=family.delta(config, index),
     )
 
 
@@ -331,15 +360,20 @@ def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
     attention = {"qkv": names.qkv, "out": (names.out,)}
     if layer.kernel:
         attention = {"qkv": (names.into_convolution,), "out": (names.out_of_convolution,)}
+    if layer.delta:
+        attention = {"qkv": names.into_delta, "out": (names.out_of_delta,)}
     return attention if layer.experts else attention | {"gate_up": names.gate_up, "down": (names.down,)}
 
 
 def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """The layer's linear modules, experts aside: (out, in) by the name within the layer."""
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    first: tuple[int, ...] = (2 * q if spec.gated else q, kv, kv)
     if layer.kernel:
-        q = kv = spec.hidden
-    outputs = {"qkv": (q, kv, kv), "out": (spec.hidden,), "gate_up": (layer.inner, layer.inner), "down": (spec.hidden,)}
+        q, first = spec.hidden, (spec.hidden,) * 3
+    if delta := layer.delta:
+        q, first = delta.values, (delta.convolved, delta.values, delta.value_heads, delta.value_heads)
+    outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.inner, layer.inner), "down": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.inner}
     shapes: dict[str, tuple[int, int]] = {}
     for product, modules in products(spec, layer).items():
@@ -385,6 +419,10 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
         shapes[f"{spec.names.convolution}.weight"] = (spec.hidden, 1, layer.kernel)
         if spec.conv_bias:
             shapes[f"{spec.names.convolution}.bias"] = (spec.hidden,)
+    elif delta := layer.delta:
+        shapes[f"{spec.names.delta_convolution}.weight"] = (delta.convolved, 1, delta.kernel)
+        shapes[spec.names.decay] = shapes[spec.names.step_bias] = (delta.value_heads,)
+        shapes[f"{spec.names.delta_norm}.weight"] = (delta.value_width,)
     elif spec.qk_norm:
         whole = spec.qk_norm == "projection"
         for name, heads in ((spec.names.q_norm, spec.heads), (spec.names.k_norm, spec.kv_heads)):
@@ -395,6 +433,8 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
 def _has_bias(spec: Spec, name: str) -> bool:
     if name in (spec.names.into_convolution, spec.names.out_of_convolution):
         return spec.conv_bias
+    if name in (*spec.names.into_delta, spec.names.out_of_delta):
+        return False
     if name in spec.names.qkv:
         return spec.qkv_bias
     return spec.out_bias if name == spec.names.out else spec.mlp_bias
@@ -431,11 +471,12 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
     def of(which: str) -> torch.Tensor | None:
         return norm(getattr(spec.names, which)) if which in spec.norms else None
 
-    inside, normed = products(spec, layer), spec.qk_norm and not layer.kernel
+    inside, normed = products(spec, layer), spec.qk_norm and layer.attends
     return LayerWeights(
         attention_norm=of("before_attention"),
         qkv=tensors.linear(inside["qkv"], _has_bias(spec, inside["qkv"][0])),
         convolution=_convolution(spec, tensors) if layer.kernel else None,
+        delta=_delta(spec, tensors) if layer.delta else None,
         q_norm=norm(spec.names.q_norm) if normed else None,
         k_norm=norm(spec.names.k_norm) if normed else None,
         sinks=tensors[spec.names.sinks].float() if layer.sinks else None,
@@ -451,6 +492,16 @@ def _convolution(spec: Spec, tensors: _Layer) -> Convolution:
     name = spec.names.convolution
     weight = tensors[f"{name}.weight"].float()[:, 0].T.contiguous()
     return Convolution(weight, tensors[f"{name}.bias"].float() if spec.conv_bias else None)
+
+
+def _delta(spec: Spec, tensors: _Layer) -> Delta:
+    names = spec.names
+    return Delta(
+        convolution=tensors[f"{names.delta_convolution}.weight"].float()[:, 0].T.contiguous(),
+        decay=tensors[names.decay].float().exp(),
+        step_bias=tensors[names.step_bias].float(),
+        norm=tensors[f"{names.delta_norm}.weight"].float(),
+    )
 
 
 def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense | Experts:

@@ -2,7 +2,7 @@
 //
 //   embed | norm  qkv  rotate+store  attend  out(+=)  norm  gate_up*act  down(+=) | ... | norm  head
 //
-// In a layer that convolves, two phases stand in the place of those between qkv and out (convolution.h).
+// In a layer that convolves, or follows a delta rule, other phases stand in the place of those between qkv and out (convolution.h, delta.h).
 //
 // Each word is a phase: its items are distributed over the threads, and the next phase begins when all are done (team.h). The
 // functions below list all phases before the first begins. The residual stream is float32 and lies in the blocks of packing.h, so
@@ -50,7 +50,8 @@ struct Decoder : Mixture {
         int n = p.tokens_count;
         normalise(n, l.input_norm, nullptr, p.broken, index - 1);
         product<false>(p, index, 0, l.qkv, h, qkv);
-        if (l.kernel) convolve(p, index, l);
+        if (l.value_heads) follow(p, index, l);
+        else if (l.kernel) convolve(p, index, l);
         else rotate(p, index, l), attend(p, index, l);
         add(p, index, 1, l.out, mixed, l.after_attention);
         if (!m.parallel) normalise(n, l.mlp_norm, nullptr, p.broken, index);

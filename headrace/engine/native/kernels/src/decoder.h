@@ -35,6 +35,11 @@ struct Layer {
     // current token last, and a bias or null. place: number of layers of the same kind before this one.
     const float *convolution, *convolution_bias;
     int32_t kernel, place;
+    // The gated delta rule (delta.h) over heads of keys and of values (0: none), with qkv for queries, keys, values, gates, and for each head what is
+    // taken and its step: [value_heads], [value_heads], [value_width]. Its convolution is over queries, keys and values.
+    const float *decay, *step_bias, *delta_norm;
+    int32_t key_heads, value_heads, key_width, value_width;
+    int32_t gated;  // whether a gate for each number that attention gives follows in qkv behind the values
 };
 struct LowRank {
     const stored *a, *b;  // A [rank, k] and B [n, rank] scale included, packed as the linear's weights; null: no adapter
@@ -59,6 +64,8 @@ struct Cache {
     stored* data;    // [layers with attention][blocks][kv_heads][2][dim up to 32, 32]
     stored* inputs;  // [layers with convolutions][blocks][32][hidden up to 32]: what each token of a block brings to them
     int64_t blocks;
+    float* states;       // [slots, state_size]: of a sequence each, for all layers with a delta rule one after the other
+    int64_t state_size;
 };
 struct Pass {
     int32_t tokens_count, segments, width, rows_count, slots;
@@ -72,5 +79,8 @@ struct Pass {
     float* logits;            // [R up to 32, vocabulary up to 32]
     uint16_t* routing;        // [N, mixtures, chosen] out, or null
     int32_t* broken;          // [N] out: first layer after which a hidden state was not finite, -1 if none
+    const int32_t* states;    // [S]: slot of each sequence's state, if the model has any; what is in it counts from the first token of context on
+    const int32_t* kept;      // [kept_count, 3]: segment, tokens that a state has seen, and the slot that it is copied to
+    int32_t kept_count;
     float* stream;            // [layers + 1, N, hidden] out: the residual stream before the first layer and after each; or null
 };

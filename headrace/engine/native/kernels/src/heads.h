@@ -125,8 +125,12 @@ struct Heads : Dense {
         a.to[r] = position[row] + 1;
         a.from[r] = window ? std::max(0, a.to[r] - window) : 0;
     }
-    void give(const Queries<taken>& a, int r, int row, int head) {
-        for (int c = 0; c < m.head_dim; c += 16) write(mixed.at(row, head * m.head_dim + c), load(a.out + r * dim + c) * (1.f / a.total[r]));
+    void give(const Queries<taken>& a, const Layer& l, int r, int row, int head) {
+        const int first = head * m.head_dim, gates = (m.heads + 2 * m.kv_heads) * m.head_dim;
+        for (int c = 0; c < m.head_dim; c += 16) {
+            const f16x given = load(a.out + r * dim + c) * (1.f / a.total[r]);
+            write(mixed.at(row, first + c), l.gated ? given * sigmoid(load(qkv.at(row, gates + first + c))) : given);
+        }
     }
     // Blocks [begin, end) of a sequence, and the one before if the first is the second of a pair. `fresh`: the token whose key and value
     // belong into the last one and are not stored yet, -1 if there is none. While blocks are read, the next ones are prefetched.
@@ -151,7 +155,7 @@ struct Heads : Dense {
         begin(rows, item.tokens, l);
         const bool single = p.starts[item.place + 1] - p.starts[item.place] == 1;
         look_at(rows, p, index, item.place, rows.first[0].from[0] / SIDE, up(position[first + item.tokens - 1] + 1), single ? first : -1);
-        each_row(rows, item.tokens, [&](Queries<taken>& a, int r, int token, int head) { give(a, r, first + token, head); });
+        each_row(rows, item.tokens, [&](Queries<taken>& a, int r, int token, int head) { give(a, l, r, first + token, head); });
     }
 
     // Attends with several sequences to the blocks that they share, then with each to its own.
@@ -169,7 +173,7 @@ struct Heads : Dense {
                 for (int t = 0; t < own.tiles; t++)
                     own.first[h * own.tiles + t].split(rows.first[h * rows.tiles + t], i * group, std::min(ROWS, group - t * ROWS));
             look_at(own, p, index, s, std::max(item.shared, own.first[0].from[0] / SIDE), up(own.first[0].to[0]), p.starts[s]);
-            each_row(own, 1, [&](Queries<taken>& a, int r, int, int head) { give(a, r, p.starts[s], head); });
+            each_row(own, 1, [&](Queries<taken>& a, int r, int, int head) { give(a, l, r, p.starts[s], head); });
         }
     }
 };

@@ -1,10 +1,10 @@
 // A mixture of experts: the router's choice, and the products of each expert with the rows that chose it.
 #pragma once
-#include "convolution.h"
+#include "delta.h"
 #include "routing.h"
 
-struct Mixture : Convolutions {
-    using Convolutions::Convolutions;
+struct Mixture : Delta {
+    using Delta::Delta;
 
     std::vector<int> chosen;         // [N, K], best first
     std::vector<float> weights;      // [N, K]
