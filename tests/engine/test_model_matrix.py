@@ -21,9 +21,9 @@ from support.native_calls import greedy, make_engine, run, teacher_forced
 from support.tiny_models import SMALL
 
 MADE = runpy.run_path(str(PAGE.parent / "make_models.py"))
-SHORT = ("qwen2", "gpt_bigcode", "gemma2", "openai-gpt", "falcon_mamba", "lfm2", "granitemoe", "bert")
-"""One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, convolutions and a mixture in kernels, and
-one that is refused."""
+SHORT = ("qwen2", "gpt_bigcode", "gemma2", "openai-gpt", "falcon_mamba", "lfm2", "qwen3_5_text", "granitemoe", "bert")
+"""One of each way: kernels, our attention in transformers' layers, softcaps, one that keeps nothing, a recurrent one, convolutions, a delta rule and a
+mixture in kernels, and one that is refused."""
 
 
 def test_every_architecture_of_this_transformers_is_on_the_page():

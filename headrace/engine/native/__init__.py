@@ -7,6 +7,7 @@ ahead.py          a pass that is asked for before the tokens of the one before a
 sequences.py      the sequences in the engine, and the content of the next pass
 scheduler.py      which sequences run and which wait; forks; blocks that sequences share
 kv_cache.py       the blocks of the KV cache, the cached prefixes, and the recorded experts
+state_slots.py    the states of sequences beside the blocks: whose each is, and which are kept for others
 live_weights.py   the weights that serve: the base model's, and adapters'
 draws.py          what a draw is asked for and what it gives: filters, masks, log-probs
 sampler.py        tokens from logits, in PyTorch where the runner does not draw itself

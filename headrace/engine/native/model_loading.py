@@ -208,7 +208,7 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
 
 
 class CacheRoom(NamedTuple):
-    """What a KV cache has room for."""
+    """Numbers of blocks, states and sequences for which there is room in a KV cache."""
 
     blocks: int
     states: int
@@ -218,7 +218,7 @@ class CacheRoom(NamedTuple):
 
 
 STATES_A_ROW = 2
-"""Its own, and one that is kept for others."""
+"""Slots for each sequence that runs: its own, and one that is kept for others."""
 
 
 def room_in_cache(model: ServableModel, kv_gib: float, max_running: int) -> CacheRoom:

@@ -346,7 +346,7 @@ class Scheduler:
     def kept(self, plan: Plan) -> np.ndarray | None:
         """Returns `ForwardInput.kept` of a pass."""
         found: dict[int, tuple[int, int, int]] = {}
-        """By slot: where few are free, a state may take that of one before it in the same pass."""
+        """The states to keep, by slot: where few are free, one may take that of another in the same pass."""
         for segment, chunk in enumerate(plan.chunks, len(plan.decoding)):
             for tokens, block, serial in self.running.sequences[chunk.row].keeps:
                 if chunk.start < tokens <= chunk.stop:

@@ -127,7 +127,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a layer with a delta rule has beside its products, in float32."""
+    """Weights of a layer with a delta rule beside its products, in float32."""
 
     convolution: torch.Tensor
     """[tokens, C], the current token last."""
