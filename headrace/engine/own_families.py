@@ -32,6 +32,11 @@ class Names:
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    """Parts of an expert that serves every token beside the chosen ones, if there is one."""
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+    """A product with one output, whose sigmoid is the factor of that expert."""
     convolution: str = "conv.conv"
     """Part of a layer that convolves, where the next two are in the places of `qkv` and `out`."""
     into_convolution: str = "conv.in_proj"
@@ -76,6 +81,9 @@ class DeltaRule:
     value_width: int
     kernel: int
     """Tokens over which queries, keys and values are convolved before."""
+    by_key_head: bool = False
+    """Whether the rows of its products lie by heads of keys (Qwen3-Next): queries, keys, values and gates of one head, then those of the next; and so for
+    what is taken, and steps."""
 
     @property
     def keys(self) -> int:
@@ -249,8 +257,15 @@ def _qwen3_5_delta(of: Any, layer: int) -> DeltaRule | None:
         key_width=of.linear_key_head_dim,
         value_width=of.linear_value_head_dim,
         kernel=of.linear_conv_kernel_dim,
+        by_key_head=of.model_type == "qwen3_next",
     )
 
+
+def _qwen3_5_moe(of: Any) -> Routing:
+    return Routing(of.num_experts, of.num_experts_per_tok, normalise=True)
+
+
+QWEN3_5 = OwnFamily(norm_offset=1.0, delta=_qwen3_5_delta, gated=True, sure=False)
 
 FAMILIES: Mapping[str, OwnFamily] = {
     "llama": LLAMA,
@@ -275,6 +290,17 @@ FAMILIES: Mapping[str, OwnFamily] = {
         names=Names(router="block_sparse_moe.router", experts="block_sparse_moe.experts"),
         routing=_granitemoe,
     ),
+    "granitemoeshared": replace(
+        GRANITE,
+        names=Names(
+            router="block_sparse_moe.router",
+            experts="block_sparse_moe.experts",
+            shared_gate_up=("shared_mlp.input_linear",),
+            shared_down="shared_mlp.output_linear",
+        ),
+        routing=_granitemoe,
+        sure=False,
+    ),
     "granitemoehybrid": replace(
         GRANITE,
         names=Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
@@ -290,7 +316,14 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "lfm2": OwnFamily(
         names=LFM2, activation="silu", convolves=lambda c, layer: c.layer_types[layer] == "conv", sure=False
     ),
-    "qwen3_5_text": OwnFamily(norm_offset=1.0, delta=_qwen3_5_delta, gated=True, sure=False),
+    "qwen2_moe": replace(LLAMA, routing=_qwen3_moe, sure=False),
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(QWEN3_5, routing=_qwen3_5_moe),
+    "qwen3_next": replace(
+        QWEN3_5,
+        names=Names(into_delta=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+        routing=_qwen3_moe,
+    ),
     "cohere": COHERE,
     "cohere2": replace(
         COHERE, turned=lambda c, layer: bool(c.sliding_window) and c.layer_types[layer] == "sliding_attention"

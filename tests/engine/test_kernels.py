@@ -61,6 +61,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "attention_bias": True,
     },
+    "qwen2_moe": {"hidden_size": 96, "num_attention_heads": 6, "moe_intermediate_size": 48},
+    "qwen3_next": {
+        "hidden_size": 96,
+        "head_dim": 32,
+        "linear_key_head_dim": 48,
+        "linear_value_head_dim": 32,
+        "num_experts": 6,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+    },
     "qwen3": {"head_dim": 64, "num_key_value_heads": 1},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20},
     "smollm3": {"head_dim": 16},
@@ -76,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1},
 }
 NAMES = list(MODELS)
-MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe", "gpt_oss"]
+MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe", "gpt_oss", "qwen3_next"]
 
 native = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler here: the engine runs in PyTorch")
 pytestmark = native
@@ -276,7 +286,7 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
         ("phi3", BF16),
         ("lfm2", BF16),
         ("gpt_oss", torch.float32),
-        ("qwen3_5_text", torch.float32),
+        ("qwen3_next", torch.float32),
         pytest.param("cohere2", BF16, marks=pytest.mark.slow),
     ],
 )

@@ -204,6 +204,10 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**QWEN3_MOE, "head_dim": 16, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
+    ),
 }
 """Layers that only the kernels have beside transformers."""
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -202,7 +202,7 @@ def choose_path(model: skeleton.Skeleton, config: EngineConfig, dtype: torch.dty
                 f'engine.path = "{config.path}" does not serve {model.model_type} here: {reason}; use "auto"'
             )
         return config.path
-    if config.max_adapters and families.mixes(model):
+    if config.max_adapters and families.mixes(model) and not refusals["fused"]():
         return "fused"  # adapters of experts are served there only
     return next(path for path, refusal in refusals.items() if not refusal())
 

@@ -56,6 +56,8 @@ class LayerStruct(Structure):
         *((name, c_int32) for name in ("kernel", "place")),
         *((name, c_void_p) for name in ("decay", "step_bias", "delta_norm")),
         *((name, c_int32) for name in ("key_heads", "value_heads", "key_width", "value_width", "gated")),
+        *((name, Linear) for name in ("shared_gate_up", "shared_down")),
+        ("shared_gate", c_void_p),
     ]
 
 

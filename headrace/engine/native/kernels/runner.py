@@ -39,6 +39,7 @@ from headrace.engine.native.runners.families import refusal as family_refusal
 from headrace.engine.native.runners.layers import PARTS
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.sampler import score
+from headrace.engine.own_families import DeltaRule
 from headrace.native.arithmetic import arithmetic
 from headrace.native.memory import address, contiguous, zeros
 
@@ -167,7 +168,7 @@ def refusal(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> str
             return f"its delta rule has heads that are {odd[0]} wide (linear_key_head_dim, linear_value_head_dim), and that must be a multiple of 16"
     if spec.head_dim % 16 or spec.head_dim > WIDEST_HEAD:
         return f"its heads are {spec.head_dim} wide (head_dim), and that must be a multiple of 16 up to {WIDEST_HEAD}"
-    if odd := [layer.inner for layer in spec.layers if layer.inner % 16]:
+    if odd := [width for layer in spec.layers for width in (layer.inner, layer.shared) if width % 16]:
         return f"its feed-forward part is {odd[0]} wide (intermediate_size), and that must be a multiple of 16"
     if binding.library(dtype=DTYPES[dtype]) is None:
         return "they could not be built on this machine (`headrace doctor` tells of the compiler)"
@@ -310,7 +311,7 @@ class KernelRunner:
         packer = Packer(self._library, self.dtype, self._levels)
         layers = (binding.LayerStruct * len(spec.layers))()
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
-            _fill(into, layer, part, packer, attention_order(spec) if spec.gated else None)
+            _fill(into, layer, part, packer, _order(spec, layer))
             into.place = sum(_kind(before) == _kind(layer) for before in spec.layers[:index])
             into.gated = spec.gated
             into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
@@ -326,7 +327,7 @@ class KernelRunner:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
-            inter=max((layer.inner for layer in spec.layers if not layer.experts), default=0),
+            inter=max(layer.dense for layer in spec.layers),
             vocabulary=spec.vocabulary,
             activation=ACTIVATIONS.index("clamped" if spec.clamp else spec.activation),
             mixtures=self.experts[0],
@@ -361,7 +362,8 @@ class KernelRunner:
         adapter = read_adapter(self.spec, spec, tensors=tensors, dtype=self.dtype, device=torch.device("cpu"))
         if any(layer.experts for layer in adapter.layers):
             raise ValueError(
-                f'the adapter {spec.name} adapts experts, which the C++ kernels do not serve; start the engine with engine.path = "fused"'
+                f"the adapter {spec.name} adapts experts, which the C++ kernels do not serve; start the engine with "
+                'engine.path = "fused" where that serves the model, or publish it merged (lora.publish = "merged")'
             )
         packer = Packer(self._library, self.dtype)
         low_rank = (binding.LowRank * (len(adapter.layers) * len(PARTS)))()
@@ -369,10 +371,8 @@ class KernelRunner:
             for place, name in enumerate(PARTS):
                 if pair := layer.linears.get(name):
                     a = packer.linear((pair.a, None))
-                    order = gate_up_order(shape.inner) if name == "gate_up" else None
-                    if name == "qkv" and self.spec.gated and shape.attends:
-                        order = attention_order(self.spec)
-                    b = packer.linear((pair.b, None), order)
+                    orders = {"qkv": _order(self.spec, shape), "gate_up": gate_up_order(shape.dense)}
+                    b = packer.linear((pair.b, None), orders.get(name))
                     low_rank[index * len(PARTS) + place] = binding.LowRank(a.packed, b.packed, len(pair.a))
         return PackedAdapter(low_rank, packer)
 
@@ -462,6 +462,23 @@ def attention_order(spec: Spec) -> np.ndarray:
     return np.concatenate([queries, np.arange(q, q + 2 * spec.kv_heads * d, dtype=np.int32), gates])
 
 
+def delta_order(delta: DeltaRule) -> np.ndarray:
+    """Rows that lie by heads of keys, so that all queries come first, then all keys, values, gates, what is taken, and steps."""
+    each, values = delta.value_heads // delta.key_heads, delta.values // delta.key_heads
+    sizes = [delta.key_width, delta.key_width, values, values]
+    first = np.arange(delta.key_heads * sum(sizes), dtype=np.int32).reshape(delta.key_heads, -1)
+    rest = np.arange(first.size, first.size + 2 * delta.value_heads, dtype=np.int32).reshape(delta.key_heads, -1)
+    parts = [*np.split(first, np.cumsum(sizes)[:-1], 1), *np.split(rest, [each], 1)]
+    return np.concatenate([part.ravel() for part in parts])
+
+
+def _order(spec: Spec, layer: LayerSpec) -> np.ndarray | None:
+    """Rows of a layer's first product as the kernels want them; None: as they are."""
+    if layer.delta is not None:
+        return delta_order(layer.delta) if layer.delta.by_key_head else None
+    return attention_order(spec) if spec.gated and layer.attends else None
+
+
 def _kind(layer: LayerSpec) -> tuple[bool, bool]:
     return layer.kernel > 0, layer.delta is not None
 
@@ -469,14 +486,17 @@ def _kind(layer: LayerSpec) -> tuple[bool, bool]:
 def _fill(
     into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, packer: Packer, order: np.ndarray | None
 ) -> None:
-    """`order`: the rows of queries, keys and values of attention."""
+    """`order`: the rows of the first product."""
     mlp = weights.mlp
-    into.qkv, into.out = packer.linear(weights.qkv, order if spec.attends else None), packer.linear(weights.out)
+    into.qkv, into.out = packer.linear(weights.qkv, order), packer.linear(weights.out)
     if isinstance(mlp, Experts):
         order = gate_up_order(spec.inner, mlp.alternating)
         into.gate_up = packer.experts(mlp.gate_up, mlp.gate_up_bias, order)
         into.down = packer.experts(mlp.down, mlp.down_bias)
         into.router, into.router_bias = packer.wide(mlp.router), packer.wide(mlp.router_bias)
+        if mlp.shared is not None:
+            into.shared_gate_up = packer.linear(mlp.shared.gate_up, gate_up_order(spec.shared))
+            into.shared_down, into.shared_gate = packer.linear(mlp.shared.down), packer.wide(mlp.shared_gate)
     else:
         into.gate_up, into.down = packer.linear(mlp.gate_up, gate_up_order(spec.inner)), packer.linear(mlp.down)
     into.input_norm, into.mlp_norm = packer.wide(weights.attention_norm), packer.wide(weights.mlp_norm)

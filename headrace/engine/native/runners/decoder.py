@@ -101,6 +101,8 @@ def refusal(skeleton: Skeleton) -> str:
         return "its delta rule is computed by the C++ kernels alone"
     if spec.gated:
         return "gates of what attention gives are computed by the C++ kernels alone"
+    if any(layer.shared for layer in spec.layers):
+        return "experts that serve every token are computed by the C++ kernels alone"
     convolves = any(layer.kernel for layer in spec.layers)
     return "its convolutions are computed by the C++ kernels alone" if convolves else ""
 

@@ -41,10 +41,17 @@ class LayerSpec:
     inner: int
     """Width of the feed-forward part, of one expert's in a mixture."""
     experts: bool
+    shared: int = 0
+    """Width of the expert of a mixture that serves every token; 0: there is none."""
     kernel: int = 0
     """Tokens of a gated short convolution, which the layer has in the place of attention; 0 for others."""
     delta: DeltaRule | None = None
     """The delta rule that the layer has in the place of attention."""
+
+    @property
+    def dense(self) -> int:
+        """Width of the feed-forward part that serves every token; 0: there is none."""
+        return self.shared if self.experts else self.inner
 
     @property
     def attends(self) -> bool:
@@ -69,6 +76,8 @@ class Spec:
     conv_bias: bool
     expert_bias: bool
     """Whether experts and their router have biases."""
+    shared_gate: bool
+    """Whether the expert that serves every token has a factor of its own for each."""
     tied: bool
     """The head is the embedding."""
     qk_norm: Literal["", "head", "projection"]
@@ -115,6 +124,10 @@ class Experts:
     """[E, H]"""
     alternating: bool
     """Whether rows of gate and up follow each other in turns, and not all those of the gate first."""
+    shared: Dense | None
+    """The expert that serves every token."""
+    shared_gate: torch.Tensor | None
+    """[H] float32: the product with it is, after a sigmoid, the factor of that expert; None: 1."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +255,7 @@ def read_spec(skeleton: Skeleton) -> Spec:
         mlp_bias=f"{first}{names.gate_up[0]}.bias" in shapes,
         conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes),
         expert_bias=any(name.endswith(f".{names.router}.bias") for name in shapes),
+        shared_gate=any(name.endswith(f".{names.shared_gate}.weight") for name in shapes),
         tied="lm_head.weight" not in shapes,
         qk_norm="" if norm is None else "head" if norm == (geometry.head_dim,) else "projection",
         norms=frozenset(which for which in NORMS if f"{first}{getattr(names, which)}.weight" in shapes),
@@ -281,6 +295,7 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         rotary=kind if family.turned(config, index) else UNTURNED,
         inner=down[-1],
         experts=experts is not None,
+        shared=shapes.get(f"{prefix}{family.names.shared_down}.weight", (0,))[-1] if experts else 0,
         kernel=shapes.get(f"{prefix}{family.names.convolution}.weight", (0,))[-1],
         delta=family.delta(config, index),
     )
@@ -362,7 +377,10 @@ def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
         attention = {"qkv": (names.into_convolution,), "out": (names.out_of_convolution,)}
     if layer.delta:
         attention = {"qkv": names.into_delta, "out": (names.out_of_delta,)}
-    return attention if layer.experts else attention | {"gate_up": names.gate_up, "down": (names.down,)}
+    if layer.experts:
+        shared = {"gate_up": names.shared_gate_up, "down": (names.shared_down,)}
+        return attention | shared if layer.shared else attention
+    return attention | {"gate_up": names.gate_up, "down": (names.down,)}
 
 
 def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
@@ -373,8 +391,10 @@ def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
         q, first = spec.hidden, (spec.hidden,) * 3
     if delta := layer.delta:
         q, first = delta.values, (delta.convolved, delta.values, delta.value_heads, delta.value_heads)
-    outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.inner, layer.inner), "down": (spec.hidden,)}
-    inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.inner}
+        if delta.by_key_head:
+            first = delta.convolved + delta.values, 2 * delta.value_heads
+    outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.dense, layer.dense), "down": (spec.hidden,)}
+    inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.dense}
     shapes: dict[str, tuple[int, int]] = {}
     for product, modules in products(spec, layer).items():
         rows = outputs[product] if len(modules) > 1 else (sum(outputs[product]),)
@@ -412,6 +432,8 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
         if _has_bias(spec, name):
             shapes[f"{name}.bias"] = shape[:1]
     shapes |= _stored_experts(spec, layer)
+    if layer.shared and spec.shared_gate:
+        shapes[f"{spec.names.shared_gate}.weight"] = (1, spec.hidden)
     if layer.sinks:
         shapes[spec.names.sinks] = (spec.heads,)
     shapes |= {f"{getattr(spec.names, which)}.weight": (spec.hidden,) for which in spec.norms}
@@ -518,5 +540,14 @@ def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense | Experts:
             gate_up_bias=tensors[f"{names.experts}.gate_up_proj_bias"] if spec.expert_bias else None,
             down_bias=tensors[f"{names.experts}.down_proj_bias"] if spec.expert_bias else None,
             alternating=turned,
+            shared=_dense(spec, layer, tensors) if layer.shared else None,
+            shared_gate=tensors[f"{names.shared_gate}.weight"].float()[0]
+            if layer.shared and spec.shared_gate
+            else None,
         )
-    return Dense(tensors.linear(names.gate_up, spec.mlp_bias), tensors.linear((names.down,), spec.mlp_bias))
+    return _dense(spec, layer, tensors)
+
+
+def _dense(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense:
+    inside = products(spec, layer)
+    return Dense(tensors.linear(inside["gate_up"], spec.mlp_bias), tensors.linear(inside["down"], spec.mlp_bias))

@@ -55,7 +55,9 @@ struct Decoder : Mixture {
         else rotate(p, index, l), attend(p, index, l);
         add(p, index, 1, l.out, mixed, l.after_attention);
         if (!m.parallel) normalise(n, l.mlp_norm, nullptr, p.broken, index);
-        if (l.experts) return mix(p, l);
+        if (l.experts) mix(p, l);
+        if (l.experts && l.shared_down.n) share(p, index, l);
+        if (l.experts) return;
         gate(p, index, l.gate_up);
         add(p, index, 3, l.down, act, l.after_mlp);
     }

@@ -40,6 +40,8 @@ struct Layer {
     const float *decay, *step_bias, *delta_norm;
     int32_t key_heads, value_heads, key_width, value_width;
     int32_t gated;  // whether a gate for each number that attention gives follows in qkv behind the values
+    Linear shared_gate_up, shared_down;  // of an expert that serves every token beside the chosen ones; no outputs: there is none
+    const float* shared_gate;            // [hidden up to 32]: the sigmoid of its product with a token is the factor of that expert; null: 1
 };
 struct LowRank {
     const stored *a, *b;  // A [rank, k] and B [n, rank] scale included, packed as the linear's weights; null: no adapter

@@ -111,10 +111,13 @@ struct Dense : State {
             for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) + load(w.bias + panel * SIDE + j));
     }
 
+    // Inputs of the second product of the feed-forward part that serves every token.
+    static int dense_inputs(const Layer& l) { return l.shared_down.n ? l.shared_down.k : l.down.k; }
+
     // thin = A x for the rows of each adapter, zero for the others.
     void shrink(const Pass& p, int index, int which, Blocks<taken>& from) {
         if (!p.slots) return;
-        int blocks = up(p.tokens_count), steps = up(which == 0 || which == 2 ? m.hidden : which == 1 ? m.layer[index].out.k : m.layer[index].down.k);
+        int blocks = up(p.tokens_count), steps = up(which == 0 || which == 2 ? m.hidden : which == 1 ? m.layer[index].out.k : dense_inputs(m.layer[index]));
         plan.each(p.slots * blocks, [=, &p, &from](int item) {
             int slot = item / blocks, b = item % blocks;
             const LowRank& l = p.low_rank[((size_t)slot * m.layers + index) * 4 + which];

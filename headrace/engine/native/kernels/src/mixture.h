@@ -38,6 +38,18 @@ struct Mixture : Delta {
         });
     }
 
+    // The expert that serves every token, added to x.
+    void share(const Pass& p, int index, const Layer& l) {
+        gate(p, index, l.shared_gate_up);
+        product<false>(p, index, 3, l.shared_down, act, side);
+        plan.each(p.tokens_count, [=, &l](int row) {
+            f16x told = {};
+            for (int c = 0; l.shared_gate && c < up(m.hidden) * SIDE; c += 16) told += read(h.at(row, c)) * load(l.shared_gate + c);
+            const float by = m.residual_scale * (l.shared_gate ? sigmoid(splat(sum(told)))[0] : 1);
+            for (int c = 0; c < m.hidden; c += 16) store(x.at(row, c), load(x.at(row, c)) + load(side.at(row, c)) * by);
+        });
+    }
+
     void choose(const Pass& p, const Layer& l, int row) {
         const int k = l.chosen;
         float score[MOST_EXPERTS];
