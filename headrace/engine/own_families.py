@@ -32,6 +32,8 @@ class Names:
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    choice_bias: str = "mlp.expert_bias"
+    """A buffer with what is added to the weights of experts where these are chosen, and not where they serve."""
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     """Parts of an expert that serves every token beside the chosen ones, if there is one."""
     shared_down: str = "mlp.shared_expert.down_proj"
@@ -49,11 +51,13 @@ class Names:
     decay: str = "linear_attn.A_log"
     step_bias: str = "linear_attn.dt_bias"
     norm: str = "model.norm"
+    rotary: str = "rotary_emb"
+    """The module of the inner model that knows the angles of positions."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """A mixture of experts (Shazeer et al., arXiv:1701.06538): a softmax over all experts, of which the best serve."""
+    """A mixture of experts (Shazeer et al., arXiv:1701.06538): a softmax over all experts, of which the best serve; or a sigmoid of each."""
 
     experts: int
     chosen: int
@@ -61,6 +65,10 @@ class Routing:
     """Whether the chosen experts' weights are made to add up to one."""
     transposed: bool = False
     """Whether experts are stored as [in, out], with the outputs of gate and up alternating (GPT-OSS)."""
+    sigmoid: bool = False
+    """Whether each expert's weight is the sigmoid of its score, and experts are chosen by it plus a bias (`Names.choice_bias`). Only the C++ kernels do so."""
+    scale: float = 1.0
+    """The factor of sigmoids, after they were made to add up to one."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,9 @@ GATE_UP = Names(gate_up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, behind_attention="post_self_attn_layernorm", behind_mlp="post_mlp_layernorm")
 
 LLAMA = OwnFamily()
+CONVOLVING = OwnFamily(
+    names=LFM2, activation="silu", convolves=lambda c, layer: c.layer_types[layer] == "conv", sure=False
+)
 GEMMA = OwnFamily(norm_offset=1.0, embed_scale=lambda config: config.hidden_size**0.5)
 GEMMA2 = replace(GEMMA, names=SANDWICH, logit_cap=lambda config: config.final_logit_softcapping or 0.0)
 OLMO = OwnFamily(names=BEHIND)
@@ -265,6 +276,12 @@ def _qwen3_5_moe(of: Any) -> Routing:
     return Routing(of.num_experts, of.num_experts_per_tok, normalise=True)
 
 
+def _lfm2_moe(of: Any) -> Routing:
+    return Routing(
+        of.num_experts, of.num_experts_per_tok, of.norm_topk_prob, sigmoid=True, scale=of.routed_scaling_factor
+    )
+
+
 QWEN3_5 = OwnFamily(norm_offset=1.0, delta=_qwen3_5_delta, gated=True, sure=False)
 
 FAMILIES: Mapping[str, OwnFamily] = {
@@ -313,8 +330,17 @@ FAMILIES: Mapping[str, OwnFamily] = {
         logit_scale=lambda config: config.logits_scaling,
     ),
     "phi3": OwnFamily(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",)), sure=False),
-    "lfm2": OwnFamily(
-        names=LFM2, activation="silu", convolves=lambda c, layer: c.layer_types[layer] == "conv", sure=False
+    "lfm2": CONVOLVING,
+    "lfm2_moe": replace(
+        CONVOLVING,
+        names=replace(
+            LFM2,
+            router="feed_forward.gate",
+            experts="feed_forward.experts",
+            choice_bias="feed_forward.expert_bias",
+            rotary="pos_emb",
+        ),
+        routing=_lfm2_moe,
     ),
     "qwen2_moe": replace(LLAMA, routing=_qwen3_moe, sure=False),
     "qwen3_5_text": QWEN3_5,

@@ -29,6 +29,7 @@ from headrace.engine.native.kernels.runner import KernelRunner, Packer, gate_up_
 from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampler import draw, sample
+from headrace.models.saved_buffers import saved_buffers
 from support.few import few
 from support.sampling import same
 from support.tiny_models import LONGROPE, RunnerDriver, make, prompts
@@ -60,6 +61,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "attention_bias": True,
+    },
+    "lfm2_moe": {
+        "hidden_size": 96,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
     },
     "qwen2_moe": {"hidden_size": 96, "num_attention_heads": 6, "moe_intermediate_size": 48},
     "qwen3_next": {
@@ -98,13 +110,17 @@ def saved(name: str) -> Path:
     directory = Path(mkdtemp(prefix=f"headrace-kernels-{name}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     model = make(name, **{**ODD, **MODELS[name]})
+    for buffer in saved_buffers(model).values():  # biases that decide which experts are chosen
+        buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
     model.to(BF16).float().save_pretrained(directory)
     return directory
 
 
 @cache
 def parameters(name: str) -> dict[str, torch.Tensor]:
-    return {key: value.detach().to(BF16) for key, value in reference(name).named_parameters()}
+    model = reference(name)
+    tensors = (*model.named_parameters(), *saved_buffers(model).items())
+    return {key: value.detach().to(BF16) for key, value in tensors}
 
 
 def reference(name: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -57,7 +57,9 @@ class LayerStruct(Structure):
         *((name, c_void_p) for name in ("decay", "step_bias", "delta_norm")),
         *((name, c_int32) for name in ("key_heads", "value_heads", "key_width", "value_width", "gated")),
         *((name, Linear) for name in ("shared_gate_up", "shared_down")),
-        ("shared_gate", c_void_p),
+        *((name, c_void_p) for name in ("shared_gate", "choice_bias")),
+        ("sigmoid", c_int32),
+        ("chosen_scale", c_float),
     ]
 
 

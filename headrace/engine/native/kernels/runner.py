@@ -319,6 +319,7 @@ class KernelRunner:
                 assert spec.routing is not None
                 routing = spec.routing
                 into.experts, into.chosen, into.normalise_chosen = routing.experts, routing.chosen, routing.normalise
+                into.sigmoid, into.chosen_scale = routing.sigmoid, routing.scale
                 into.mixture = sum(before.experts for before in spec.layers[:index])
         embed = packer.copy(weights.embed)
         model = binding.ModelStruct(
@@ -494,6 +495,7 @@ def _fill(
         into.gate_up = packer.experts(mlp.gate_up, mlp.gate_up_bias, order)
         into.down = packer.experts(mlp.down, mlp.down_bias)
         into.router, into.router_bias = packer.wide(mlp.router), packer.wide(mlp.router_bias)
+        into.choice_bias = packer.wide(mlp.choice_bias)
         if mlp.shared is not None:
             into.shared_gate_up = packer.linear(mlp.shared.gate_up, gate_up_order(spec.shared))
             into.shared_down, into.shared_gate = packer.linear(mlp.shared.down), packer.wide(mlp.shared_gate)

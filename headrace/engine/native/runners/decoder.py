@@ -103,6 +103,8 @@ def refusal(skeleton: Skeleton) -> str:
         return "gates of what attention gives are computed by the C++ kernels alone"
     if any(layer.shared for layer in spec.layers):
         return "experts that serve every token are computed by the C++ kernels alone"
+    if spec.routing and spec.routing.sigmoid:
+        return "experts that are chosen by sigmoids are served by the C++ kernels alone"
     convolves = any(layer.kernel for layer in spec.layers)
     return "its convolutions are computed by the C++ kernels alone" if convolves else ""
 

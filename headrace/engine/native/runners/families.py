@@ -76,6 +76,8 @@ class Spec:
     conv_bias: bool
     expert_bias: bool
     """Whether experts and their router have biases."""
+    choice_bias: bool
+    """Whether experts are chosen with a bias beside their weights."""
     shared_gate: bool
     """Whether the expert that serves every token has a factor of its own for each."""
     tied: bool
@@ -124,6 +126,8 @@ class Experts:
     """[E, H]"""
     alternating: bool
     """Whether rows of gate and up follow each other in turns, and not all those of the gate first."""
+    choice_bias: torch.Tensor | None
+    """[E] float32: added to weights where experts are chosen by them."""
     shared: Dense | None
     """The expert that serves every token."""
     shared_gate: torch.Tensor | None
@@ -255,6 +259,7 @@ def read_spec(skeleton: Skeleton) -> Spec:
         mlp_bias=f"{first}{names.gate_up[0]}.bias" in shapes,
         conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes),
         expert_bias=any(name.endswith(f".{names.router}.bias") for name in shapes),
+        choice_bias=any(name.endswith(f".{names.choice_bias}") for name in shapes),
         shared_gate=any(name.endswith(f".{names.shared_gate}.weight") for name in shapes),
         tied="lm_head.weight" not in shapes,
         qk_norm="" if norm is None else "head" if norm == (geometry.head_dim,) else "projection",
@@ -326,11 +331,11 @@ def rotary_tables(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module. D is less than a head where a part of it
     has no positions."""
-    rotary, config = skeleton.model.model.rotary_emb, skeleton.config
+    family, config = FAMILIES[skeleton.model_type], skeleton.config
+    rotary = getattr(skeleton.model.model, family.names.rotary)
     kinds = [] if rotary is None else sorted(set(config.layer_types)) if _by_kind(config) else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
     made = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}
-    family = FAMILIES[skeleton.model_type]
     tables = {kind: (_twice(cos[0], family.angles), _twice(sin[0], family.angles)) for kind, (cos, sin) in made.items()}
     turned = family.turned
     if not all(turned(config, layer) for layer in range(config.num_hidden_layers)):
@@ -432,6 +437,8 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
         if _has_bias(spec, name):
             shapes[f"{name}.bias"] = shape[:1]
     shapes |= _stored_experts(spec, layer)
+    if layer.experts and spec.choice_bias and spec.routing:
+        shapes[spec.names.choice_bias] = (spec.routing.experts,)
     if layer.shared and spec.shared_gate:
         shapes[f"{spec.names.shared_gate}.weight"] = (1, spec.hidden)
     if layer.sinks:
@@ -540,6 +547,7 @@ def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense | Experts:
             gate_up_bias=tensors[f"{names.experts}.gate_up_proj_bias"] if spec.expert_bias else None,
             down_bias=tensors[f"{names.experts}.down_proj_bias"] if spec.expert_bias else None,
             alternating=turned,
+            choice_bias=tensors[names.choice_bias].float() if spec.choice_bias else None,
             shared=_dense(spec, layer, tensors) if layer.shared else None,
             shared_gate=tensors[f"{names.shared_gate}.weight"].float()[0]
             if layer.shared and spec.shared_gate

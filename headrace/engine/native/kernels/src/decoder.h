@@ -42,6 +42,9 @@ struct Layer {
     int32_t gated;  // whether a gate for each number that attention gives follows in qkv behind the values
     Linear shared_gate_up, shared_down;  // of an expert that serves every token beside the chosen ones; no outputs: there is none
     const float* shared_gate;            // [hidden up to 32]: the sigmoid of its product with a token is the factor of that expert; null: 1
+    const float* choice_bias;            // [experts]: added to sigmoids where experts are chosen by them, or null
+    int32_t sigmoid;                     // whether an expert's weight is the sigmoid of its score, and not a part of a softmax
+    float chosen_scale;                  // factor of these weights
 };
 struct LowRank {
     const stored *a, *b;  // A [rank, k] and B [n, rank] scale included, packed as the linear's weights; null: no adapter

@@ -55,8 +55,25 @@ struct Mixture : Delta {
         float score[MOST_EXPERTS];
         score_experts([&](int c) { return read(h.at(row, c)); }, l.router, up(m.hidden) * SIDE, l.experts, score);
         for (int e = 0; l.router_bias && e < l.experts; e++) score[e] += l.router_bias[e];
-        choose_experts(score, l.experts, k, l.normalise_chosen, false, &chosen[row * k], &weights[row * k]);
+        if (l.sigmoid) choose_by_sigmoid(l, score, &chosen[row * k], &weights[row * k]);
+        else choose_experts(score, l.experts, k, l.normalise_chosen, false, &chosen[row * k], &weights[row * k]);
         for (int i = 0; p.routing && i < k; i++) p.routing[((size_t)row * m.mixtures + l.mixture) * k + i] = chosen[row * k + i];
+    }
+
+    // Experts with the largest sigmoids, a bias of each added for the choice alone; best first, and the first among equals.
+    static void choose_by_sigmoid(const Layer& l, float* score, int* which, float* by) {
+        float total = 1e-6f;
+        bool taken[MOST_EXPERTS] = {};
+        for (int e = 0; e < l.experts; e++) score[e] = 1.f / (1.f + std::exp(-score[e]));
+        for (int i = 0; i < l.chosen; i++) {
+            int best = -1;
+            const auto rank = [&](int e) { return score[e] + (l.choice_bias ? l.choice_bias[e] : 0); };
+            for (int e = 0; e < l.experts; e++)
+                if (!taken[e] && (best < 0 || rank(e) > rank(best))) best = e;
+            taken[best] = true, which[i] = best;
+            total += by[i] = score[best];
+        }
+        for (int i = 0; i < l.chosen; i++) by[i] *= (l.normalise_chosen ? 1 / total : 1) * l.chosen_scale;
     }
 
     // Gives every assignment a row, expert by expert; each expert begins a new block.
