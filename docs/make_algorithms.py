@@ -32,8 +32,9 @@ def recipes() -> Iterator[str]:
 
 
 def _sources(name: str, recipe: Recipe) -> str:
-    """Returns the recipe's papers, and what its tests compute a second time if that is not the paper as it stands."""
-    other = "" if REFERENCES[name] in ("paper", "papers") else REFERENCES[name]
+    """Returns the recipe's papers, and what its tests compute a second time if that is not the paper as it stands. `REFERENCES` has the functions as well."""
+    other = re.sub(r", `[^`]*`(?: and `[^`]*`)*", "", REFERENCES[name])
+    other = "" if other in ("paper", "papers") else other
     papers = [_paper(one) for one in recipe.papers if not other.startswith(one)]
     return "; ".join(part for part in (", ".join(papers), other) if part)
 
