@@ -44,6 +44,8 @@ def losses() -> Iterator[str]:
     for name, loss in LOSSES.items():
         constants = ", ".join(f"{one} {value:g}" for one, value in loss().constants().items())
         text = " ".join((inspect.getdoc(loss) or "").split()).replace("|", "\\|")
+        for paper in RECIPES[name].papers if name in RECIPES else ():
+            text = text.replace(f", arXiv {paper}", "")  # the recipe's row links to it
         yield f"| `{name}` | {text} | {constants} |"
 
 
