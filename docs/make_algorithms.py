@@ -18,7 +18,7 @@ TARGET = Path(__file__).with_name("algorithms.md")
 
 
 def recipes() -> Iterator[str]:
-    yield "| `algo.name` | advantage | loss | aggregation | what is special | paper; what it is tested against, if not that |\n|---|---|---|---|---|---|"
+    yield "| `algo.name` | advantage | loss | aggregation | what is special | source |\n|---|---|---|---|---|---|"
     usual = RECIPES[AlgoConfig().name]
     for name, recipe in RECIPES.items():
         cells = (
@@ -32,11 +32,8 @@ def recipes() -> Iterator[str]:
 
 
 def _sources(name: str, recipe: Recipe) -> str:
-    """Returns the recipe's papers, and what its tests compute a second time if that is not the paper as it stands. `REFERENCES` has the functions as well."""
-    other = re.sub(r", `[^`]*`(?: and `[^`]*`)*", "", REFERENCES[name])
-    other = "" if other in ("paper", "papers") else other
-    papers = [_paper(one) for one in recipe.papers if not other.startswith(one)]
-    return "; ".join(part for part in (", ".join(papers), other) if part)
+    """Returns the recipe's papers, or the code that is its source if it has none."""
+    return ", ".join(_paper(one) for one in recipe.papers) or re.sub(r", `[^`]*`", "", REFERENCES[name])
 
 
 def losses() -> Iterator[str]:
