@@ -67,7 +67,7 @@ class EnvironmentConfig:
     tool_characters: int = Field(default=8000, gt=0)
     """Characters of a tool's result shown to the model."""
     tools: ToolPlace = "template"
-    """Where tools are described. template: by the chat template, in its format of calls. hermes: in the system
+    """The place where tools are described. template: the chat template, in its format of calls. hermes: the system
     message, for templates that know no tools."""
     resumes: Resumes | Literal["auto"] = "auto"
     """How a rollout goes on after a kill (docs/environments.md). exported: from the state of its last turn; gym and
