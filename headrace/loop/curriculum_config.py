@@ -25,9 +25,9 @@ class CurriculumConfig:
     back: several epochs, or a family with few problems."""
 
     kind: Literal["uniform", "pools", "contrast"] = "uniform"
-    """uniform: the task's order. pools: that order, but a prompt whose last group had no contrast rests, for `rest`
-    draws if solved, for `wait` if hopeless, each time twice as long. contrast: the first prompt whose group is
-    expected to have contrast with a probability of `least_chance` (docs/curriculum.md)."""
+    """uniform: the task's order. pools: that order, but a prompt whose last group had no contrast rests. contrast:
+    the first prompt whose group is expected to have contrast with a probability of `least_chance`
+    (docs/curriculum.md)."""
     candidates: int = Field(default=_OF_CHOICE["candidates"], gt=1)
     """pools, contrast: the most prompts that a draw looks at before it takes the best. No known prompt is drawn more
     than this many times as often as the task yields it."""

@@ -51,7 +51,7 @@ class OrchestrationConfig:
     token_file: str = ""
     """File, readable by its owner only, with the token of workers that join. Ray: a run makes its own."""
     cert: str = ""
-    """Certificate file (PEM), which switches TLS on; workers that join check it with `--ca`."""
+    """Certificate file (PEM), for TLS; workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
     placement: Literal["apart", "shared"] = "apart"

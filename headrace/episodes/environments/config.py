@@ -70,10 +70,8 @@ class EnvironmentConfig:
     """The place where tools are described. template: the chat template, in its format of calls. hermes: the system
     message, for templates that know no tools."""
     resumes: Resumes | Literal["auto"] = "auto"
-    """How a rollout goes on after a kill (docs/environments.md). exported: from the state of its last turn; gym and
-    openenv are given the same replies again. stateless: as exported, for a class without state. replayed: the
-    function is called again, and should ask for the same turns. restarted: it may ask for others. auto: exported for
-    a class with `export_state` and `restore`, reasoning_gym and textarena; else replayed."""
+    """How a rollout goes on after a kill (docs/environments.md). auto: exported for a class with `export_state` and
+    `restore`, reasoning_gym and textarena; else replayed."""
     workers: int = Field(default=2, gt=0)
     """Processes that play rollouts, each many at once: async functions in one event loop, others in a thread each."""
     memory_gib: float = Field(default=4.0, ge=0)
