@@ -55,7 +55,7 @@ class Names:
     """The module of the inner model that knows the angles of positions."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Routing:
     """A mixture of experts (Shazeer et al., arXiv:1701.06538): a softmax over all experts, of which the best serve; or a sigmoid of each."""
 
@@ -79,7 +79,7 @@ class Clamp:
     limit: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeltaRule:
     """A gated delta rule (arXiv:2412.06464): a matrix [key_width, value_width] for each head of values, which every token changes."""
 
@@ -243,20 +243,20 @@ def _ministral3(of: Any) -> QueryGrowth:
 
 
 def _mixtral(of: Any) -> Routing:
-    return Routing(of.num_local_experts, of.num_experts_per_tok, normalise=True)
+    return Routing(experts=of.num_local_experts, chosen=of.num_experts_per_tok, normalise=True)
 
 
 def _granitemoe(of: Any) -> Routing:
     """A softmax over the scores of the best, which is that of all scores made to add up to one."""
-    return Routing(of.num_local_experts, of.num_experts_per_tok, normalise=True)
+    return Routing(experts=of.num_local_experts, chosen=of.num_experts_per_tok, normalise=True)
 
 
 def _gpt_oss(of: Any) -> Routing:
-    return Routing(of.num_local_experts, of.num_experts_per_tok, normalise=True, transposed=True)
+    return Routing(experts=of.num_local_experts, chosen=of.num_experts_per_tok, normalise=True, transposed=True)
 
 
 def _qwen3_moe(of: Any) -> Routing:
-    return Routing(of.num_experts, of.num_experts_per_tok, of.norm_topk_prob)
+    return Routing(experts=of.num_experts, chosen=of.num_experts_per_tok, normalise=of.norm_topk_prob)
 
 
 def _qwen3_5_delta(of: Any, layer: int) -> DeltaRule | None:
@@ -273,12 +273,16 @@ def _qwen3_5_delta(of: Any, layer: int) -> DeltaRule | None:
 
 
 def _qwen3_5_moe(of: Any) -> Routing:
-    return Routing(of.num_experts, of.num_experts_per_tok, normalise=True)
+    return Routing(experts=of.num_experts, chosen=of.num_experts_per_tok, normalise=True)
 
 
 def _lfm2_moe(of: Any) -> Routing:
     return Routing(
-        of.num_experts, of.num_experts_per_tok, of.norm_topk_prob, sigmoid=True, scale=of.routed_scaling_factor
+        experts=of.num_experts,
+        chosen=of.num_experts_per_tok,
+        normalise=of.norm_topk_prob,
+        sigmoid=True,
+        scale=of.routed_scaling_factor,
     )
 
 
