@@ -248,7 +248,7 @@ def test_whatever_happens_a_models_own_cache_samples_so_too(kind: Kind, memory: 
     Chaos(seed, FakeOwnCache(kind, memory)).run(40)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_a_state_has_seen_what_the_blocks_of_its_sequence_hold(seed: int) -> None:
     """Forked, shared, preempted, kept for others, and taken from those that nobody asked for again."""
