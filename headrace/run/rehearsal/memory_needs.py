@@ -350,17 +350,30 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
-    if plan.critic:
-        own = plan.critic.parameters
-        yield MemoryNeed("trainer", "critic, gradients, AdamW (algo.critic.model)", 16 * own, device, certain=True)
-        if (plan.shared or plan.lent) and device == "cuda":
-            yield MemoryNeed("trainer", "critic and AdamW while the engine has the GPU", 12 * own, "cpu", certain=True)
-    if sums_once(train.parallel, shape.parameters, 0) and not plan.adapters:  # auto takes half of a GPU at most
-        whole = 4 * shape.parameters / train.parallel.tensor * everyone
+    yield from _critic(plan)
+    trained = (0 if plan.adapters else shape.parameters) + (plan.critic.parameters if plan.critic else 0)
+    if trained and sums_once(train.parallel, trained, 0):  # auto takes half of a GPU at most
+        whole = 4 * trained / train.parallel.tensor * everyone
         yield MemoryNeed("trainer", "gradients of the whole model in each rank, until they are summed", whole, device)
     yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
     kept = train.microbatch * step_activations(shape, plan) * computing
     yield MemoryNeed("trainer", ACTIVATIONS, kept * everyone, device)
+
+
+def _critic(plan: MemoryPlan) -> Iterator[MemoryNeed]:
+    """Yields the memory of the critic's own model, which lies on the ranks as the policy's weights do, in float32."""
+    if plan.critic is None:
+        return
+    train, device = plan.train, plan.train_device
+    own = plan.critic.parameters / train.parallel.split * (train.parallel.ranks if device == "cpu" else 1)
+    if train.offload_optimizer:
+        yield MemoryNeed("trainer", "critic, gradients (algo.critic.model)", 8 * own, device, certain=True)
+        yield MemoryNeed("trainer", "critic's AdamW and masters (algo.critic.model)", 12 * own, "cpu", certain=True)
+    else:
+        yield MemoryNeed("trainer", "critic, gradients, AdamW (algo.critic.model)", 16 * own, device, certain=True)
+    if (plan.shared or plan.lent) and device == "cuda":
+        away, what = (4, "critic") if train.offload_optimizer else (12, "critic and AdamW")
+        yield MemoryNeed("trainer", f"{what} while the engine has the GPU", away * own, "cpu", certain=True)
 
 
 def step_activations(shape: Widths, plan: MemoryPlan) -> int:

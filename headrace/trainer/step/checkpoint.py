@@ -170,10 +170,9 @@ def entropy_of(directory: Path) -> tuple[float, float] | None:
     return None if saved is None else (float(saved[0]), float(saved[1]))
 
 
-def beside_of(directory: Path, prefix: str) -> dict[str, Tensor]:
-    """Returns the tensors beside the model whose names begin so; none in a checkpoint without any. Raises CheckpointError."""
-    saved = _saved(directory, OPTIMIZER, _read_facts(directory))
-    return {name: saved.read(name) for name in saved if name.startswith(prefix)}
+def beside_of(directory: Path) -> SavedTensors:
+    """Returns the file in which the tensors beside the model lie, among others. Raises CheckpointError."""
+    return _saved(directory, OPTIMIZER, _read_facts(directory))
 
 
 def all_weights(model: Any) -> Contents:

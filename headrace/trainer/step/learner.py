@@ -96,7 +96,7 @@ class Learner:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.optimizer, *([self.critic.optimizer] if self.critic else [])]
+        return [self.optimizer, *(self.critic.optimizers if self.critic else [])]
 
     @property
     def trains_critic_alone(self) -> bool:

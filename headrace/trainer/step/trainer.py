@@ -36,7 +36,7 @@ from headrace.trainer.config import TrainConfig, uncompiled
 from headrace.trainer.dealing.deal import dealing_of
 from headrace.trainer.dealing.share import StepShare, dealt_of
 from headrace.trainer.forward.compiled import Compilation, compiled
-from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
+from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
 from headrace.trainer.forward.image_places import images_ahead
@@ -54,9 +54,9 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
-from headrace.trainer.model.outline import is_outline, outline, sample
+from headrace.trainer.model.outline import is_outline, outline
 from headrace.trainer.packing import DealtRows, Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
-from headrace.trainer.placement.port import Keep, Placement, Single, T, on_host, own_values_of
+from headrace.trainer.placement.port import Keep, Placement, Single, chosen_forward, on_host, own_values_of, tried
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents, all_weights, weights_of
@@ -66,7 +66,7 @@ from headrace.trainer.step.learner import Assignment, Learner, Update
 from headrace.trainer.step.process_reward import ADAPTER, WITHOUT_ADAPTER, ProcessReward, Scoring
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
-from headrace.trainer.step.value_head import PREFIX, CriticModel, ValueHead
+from headrace.trainer.step.value_head import CriticModel, ValueHead
 from headrace.trainer.step.whole_step import StepPairs
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class TorchTrainer:
         self.tied = tied_names(self._model)
         self.kept = frozenset(saved_buffers(self._model))
         """Names of published tensors that keep their own dtype."""
-        self._forward = together(self._chosen_forward(), self._placement.context)
+        self._forward = chosen_forward(self._placement, self._model, checkpointed=config.gradient_checkpointing)
         self._fused = self._fuse()
         self.arithmetic = self._shared_arithmetic(loras)
         replay_of = self._replays() if keep_routing else (lambda _: no_replay)  # before adapters: an outline is tried
@@ -147,29 +147,12 @@ class TorchTrainer:
         there = self._placement
         return Adapters(self._model, loras, self._dtype, self._model_dir, whole=there.whole, of_leader=there.of_leader)
 
-    def _tried(self, trial: Callable[[Any], T]) -> T:
-        """Returns what a trial of the model finds out; of an outline, a trial that one rank makes with its first layers."""
-        model = self._model
-        if not is_outline(model):
-            return trial(model)
-
-        def alone() -> T:
-            with sample(model):
-                return trial(model)
-
-        return self._placement.of_leader(alone)
-
-    def _chosen_forward(self) -> Forward:
-        # transformers keeps no cache in layers that are checkpointed, and a rank must call each layer as often as the others
-        may_carry = self._placement.plain and not self._config.gradient_checkpointing
-        return forward_of(self._model, self._tried(lambda model: way_of(model, may_carry)))
-
     def _replays(self) -> Callable[[Forward], RoutingReplay]:
         """Makes what forces recorded experts in a model. Raises ConfigError where they cannot be forced."""
         if not is_outline(self._model):
             return lambda forward: RoutingReplay(forward, self._dtype)
         way = ForwardWay(self._forward.packed, self._forward.chunked_head, self._forward.carried)
-        kinds = self._tried(lambda model: RoutingReplay(forward_of(model, way), self._dtype).kinds)
+        kinds = tried(self._placement, self._model, lambda one: RoutingReplay(forward_of(one, way), self._dtype).kinds)
         return lambda forward: RoutingReplay(forward, self._dtype, kinds)
 
     def _lowered_once(self) -> StepCopies:
@@ -221,7 +204,8 @@ class TorchTrainer:
     def _critic(self, algo: AlgoConfig, train: TrainConfig) -> ValueHead:
         """Raises ConfigError for a model whose hidden states are not to be had."""
         if own := algo.recipe.critic.model:
-            return CriticModel(resolve_model(own, setting="algo.critic.model"), algo, train, self._device)
+            directory = resolve_model(own, setting="algo.critic.model")
+            return CriticModel(directory, algo, train, self._device, placement=self._placement)
         if not self._forward.chunked_head:
             raise ConfigError(
                 f"algo.name = {algo.name} reads values from the last hidden states, and {type(self._model).__name__} shows its logits only; use an "
@@ -464,12 +448,12 @@ class TorchTrainer:
     def restore(self, directory: Path, adapter: str = "") -> None:
         """Raises CheckpointError, with nothing changed."""
         learner, contents = self._learners[adapter], self._contents(adapter)
-        critic = checkpoint.beside_of(directory, PREFIX) if learner.critic else {}
-        if learner.critic:
-            learner.critic.check(critic, directory.name)
-        process = checkpoint.beside_of(directory, self._process.prefix) if self._process else {}
-        if self._process:
-            self._process.check(process, directory.name)
+        critic = (
+            learner.critic.read(checkpoint.beside_of(directory), directory.name, self._placement)
+            if learner.critic
+            else {}
+        )
+        process = self._process.read(checkpoint.beside_of(directory), directory.name) if self._process else {}
         learner.version = checkpoint.restore(directory, contents, learner.optimizer, self._placement)
         if learner.critic:
             learner.critic.restore(critic)
