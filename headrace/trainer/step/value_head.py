@@ -43,7 +43,7 @@ _STEPS = f"{PREFIX}steps"
 """Its steps so far. A checkpoint of an earlier version has its updates alone."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _BETAS = {"beta1": 0.9, "beta2": 0.999}
-"""AdamW's usual decays, for head and model alike: returns change more slowly than what the policy's gradient makes of them."""
+"""AdamW's usual decays, which the head has too."""
 _PART = 1e-6
 """Below every part of a step, and above what rounding leaves of their sum."""
 
@@ -234,11 +234,11 @@ class CriticModel(ValueHead):
         super().__init__(width, algo, device, train.updates)
         self.trunk, self._way, self._directory, self._placement = way.model, way, directory, placement
         settings = replace(train, learning_rate=algo.recipe.critic.model_learning_rate, weight_decay=0.0, **_BETAS)
-        self._of_model = placement.optimizer(self.trunk.named_parameters(), settings)
+        self._model_optimizer = placement.optimizer(self.trunk.named_parameters(), settings)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.optimizer, self._of_model]
+        return [self.optimizer, self._model_optimizer]
 
     def scored(self, policy: Forward, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         scores = policy.logprobs(pack, temperature, dtype)

@@ -14,6 +14,7 @@ import pytest
 from test_joining import telemetry_of
 from test_joining_run import joining
 
+from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, WorkerDied
 from headrace.core.reports import TrainReport
@@ -31,7 +32,7 @@ from headrace.run.clients.process_trainer import TOGETHER, RankGroup
 from headrace.run.config import load_config
 from headrace.run.seats import ranks_of, threads_of_rank
 from headrace.run.worker import step_messages
-from headrace.run.worker.build import _served_here
+from headrace.run.worker.build import _served_here, loaded_models
 from headrace.run.worker.step_messages import ROWS, UNDER_WAY, ReceivedRows
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.testing.fake_arrivals import FakeArrivals
@@ -475,6 +476,21 @@ def test_weights_are_served_at_the_rank_s_own_address() -> None:
     assert _served_here(child).transport == Tcp("t")
     elsewhere = msgspec.structs.replace(child, door="10.0.0.7:55")
     assert _served_here(elsewhere).transport == Tcp("t", host="10.0.0.7")
+
+
+def test_ranks_compare_the_files_of_the_critic_too(tiny_llama: Path) -> None:
+    """Those of its own model, which each rank finds by its setting."""
+    own = {"model": str(tiny_llama)}
+    for algo, found in (
+        (
+            AlgoConfig("ppo", critic=own),
+            {"the files of weights": Path("m"), "the critic's files of weights": tiny_llama},
+        ),
+        (AlgoConfig("ppo"), {"the files of weights": Path("m")}),
+    ):
+        assert loaded_models("m", algo) == found
+    with pytest.raises(ConfigError, match="algo.critic.model = /nowhere is not a directory"):
+        loaded_models("m", AlgoConfig("ppo", critic={"model": "/nowhere"}))
 
 
 def test_a_machine_that_does_not_see_the_run_s_directory_is_refused(tmp_path: Path) -> None:

@@ -118,8 +118,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_on_its_mesh_and_equally_on_another(
     name: str, two: RankProcesses, tmp_path: Path
 ) -> None:
     case = CASES[name]
-    also = [Case(case, parallel=TENSOR)] if name == "FSDP2" else []
-    resume(two, case, tmp_path, also=also)
+    resume(two, case, tmp_path, also=[Case(case, parallel={"shard": 2})] if name == "TP, tied" else [])
 
 
 @pytest.mark.slow
@@ -165,7 +164,9 @@ def test_ranks_begin_a_critic_anew_and_refuse_one_of_another_kind(
 
 def test_a_model_that_cannot_lie_on_the_ranks_is_refused_by_its_setting(two: RankProcesses) -> None:
     cases = {
-        "its num_attention_heads = 9": Case(model="llama", critic="nine-heads", algo=PPO, parallel=TENSOR),
+        "does not divide the model's num_attention_heads = 9": Case(
+            model="llama", critic="nine-heads", algo=PPO, parallel=TENSOR
+        ),
         "spreads packed trees over ranks, and Gemma2ForCausalLM": Case(
             model="llama", critic="gemma2", algo=PPO, **TOGETHER
         ),
