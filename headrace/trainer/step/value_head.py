@@ -42,8 +42,6 @@ PREFIX = "critic/"
 _STEPS = f"{PREFIX}steps"
 """Its steps so far. A checkpoint of an earlier version has its updates alone."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-_BETAS = {"beta1": 0.9, "beta2": 0.999}
-"""AdamW's usual decays, which the head has too."""
 _PART = 1e-6
 """Below every part of a step, and above what rounding leaves of their sum."""
 
@@ -233,7 +231,8 @@ class CriticModel(ValueHead):
             raise ConfigError(f"algo.critic.model = {directory}: {error}") from error
         super().__init__(width, algo, device, train.updates)
         self.trunk, self._way, self._directory, self._placement = way.model, way, directory, placement
-        settings = replace(train, learning_rate=algo.recipe.critic.model_learning_rate, weight_decay=0.0, **_BETAS)
+        rate = algo.recipe.critic.model_learning_rate
+        settings = replace(train, learning_rate=rate, weight_decay=0.0, beta1=0.9, beta2=0.999)  # the head's decays
         self._model_optimizer = placement.optimizer(self.trunk.named_parameters(), settings)
 
     @property
