@@ -649,6 +649,13 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield "algo.kl.unbiased is for algo.kl.place = loss: a reward has no gradient to correct; remove it"
     if kl.unbiased and kl.estimator != "k3":
         yield f"algo.kl.unbiased corrects k3, not algo.kl.estimator = {kl.estimator}; use k3, or remove it"
+    if kl.place == "reward" and kl.target:
+        yield (
+            "algo.kl.target moves the factor of a divergence in the loss, and rewards are given before the trainer knows it; set algo.kl.place = "
+            '"loss", or remove algo.kl.target'
+        )
+    if "change" in _given(config.kl) and not kl.target:
+        yield "algo.kl.change needs algo.kl.target, in nats; set it, or remove algo.kl.change"
     if not kl.coef and _given(config.kl).keys() - {"coef"}:
         yield "algo.kl needs algo.kl.coef > 0 (1e-3 is usual); set it, or remove the other settings of algo.kl"
     if distill.kind == "none" and given.keys() - {"kind"}:

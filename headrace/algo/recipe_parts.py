@@ -162,6 +162,8 @@ class KL:
     estimator: Estimator = "k3"
     place: Literal["loss", "reward"] = "loss"
     unbiased: bool = False
+    target: float = 0.0
+    change: float = 0.1
 
 
 @settings_dataclass(frozen=True, config=STRICT)
@@ -177,6 +179,12 @@ class KLConfig:
     subtracted from the reward."""
     unbiased: bool | None = None
     """loss: multiply by the ratio to the sampler, which is exact for tokens that older weights sampled."""
+    target: float | None = Field(default=None, gt=0)
+    """loss: the mean divergence of a token aimed at, in nats (arXiv 1909.08593): `coef` is the first step's factor,
+    which grows after a step above it and shrinks after one below."""
+    change: float | None = Field(default=None, gt=0, lt=5)
+    """target: the factor's relative change per step is this times how far off the last mean was, at most 20 % of the
+    target; 0.1 if not given."""
 
 
 @dataclasses.dataclass(frozen=True)

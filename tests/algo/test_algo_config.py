@@ -286,6 +286,12 @@ def test_bad_settings_are_refused(wrong):
         ({"kl": {"coef": 0.1, "place": "reward", "unbiased": True}}, "remove it"),
         ({"kl": {"coef": 0.1, "estimator": "k2", "unbiased": True}}, "use k3"),
         ({"kl": {"estimator": "k2"}}, "algo.kl.coef > 0"),
+        ({"kl": {"target": 0.1}}, "algo.kl.coef > 0"),
+        ({"kl": {"coef": 0.1, "change": 0.2}}, "needs algo.kl.target"),
+        (
+            {"kl": {"coef": 0.1, "place": "reward", "target": 0.1}},
+            'set algo.kl.place = "loss", or remove algo.kl.target',
+        ),
         ({"distill": {"coef": 2.0}}, "needs algo.distill.kind"),
         ({"name": "opd", "distill": {"k": 4}}, "forward, reverse or jsd"),
         ({"name": "opd_topk", "distill": {"beta": 0.1}}, "needs algo.distill.kind = jsd"),

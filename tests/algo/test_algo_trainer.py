@@ -243,3 +243,35 @@ def test_the_factor_of_an_adaptive_entropy_moves_and_is_part_of_a_checkpoint(mod
     other = TorchTrainer(model_dir, config, algo, seed=0)
     other.restore(tmp_path / "checkpoint")
     assert (other._learners[""].entropy.coef, other._learners[""].entropy.mean) == (factor.coef, 2.9)
+
+
+def test_the_factor_of_an_adaptive_divergence_moves_and_is_part_of_a_checkpoint(model_dir, tmp_path):
+    """Ziegler's rule, written down; and a step under the factor that it came to is the step of a run that has this factor from its beginning."""
+    algo = AlgoConfig(kl={"coef": 0.5, "target": 0.1})
+    config = TrainConfig(device="cpu", dtype="float32", learning_rate=1e-2, microbatch_tokens=32)
+
+    def batch(number: int) -> Batch:
+        rng = random.Random(number)
+        rollouts = tuple(scored(rng, reward) for reward in (1.0, 0.0, 0.25, 0.0))
+        return Batch(number, (Group(0, PROMPT, rollouts, algorithm_of(algo, 8).rows(PROMPT, rollouts)),))
+
+    trainer = TorchTrainer(model_dir, config, algo, seed=0)
+    factor, expected = trainer._learners[""].kl, 0.5
+    for mean, times in ((0.11, 1.01), (5.0, 1.02), (0.0, 0.98), (0.1, 1.0)):
+        factor.after(mean)
+        expected *= times
+        assert factor.coef == pytest.approx(expected)
+    first = trainer.step(batch(0))
+    expected *= 0.98
+    assert first.reference_kl == 0 and factor.coef == pytest.approx(expected)
+    trainer.save(tmp_path / "checkpoint")
+    adaptive, fixed, later = (
+        TorchTrainer(model_dir, config, AlgoConfig(kl=kl), seed=0)
+        for kl in ({"coef": 0.1, "target": 0.1}, {"coef": expected}, {"coef": 0.1})
+    )
+    for other in (adaptive, fixed, later):
+        other.restore(tmp_path / "checkpoint")
+    assert adaptive._learners[""].kl.coef == factor.coef and later._learners[""].kl.coef == 0.1, "a fixed one is set"
+    found = [other.step(batch(1)) for other in (adaptive, fixed, later)]
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6) and found[0].reference_kl > 0
+    assert found[0].grad_norm == pytest.approx(found[1].grad_norm, rel=1e-6) != found[2].grad_norm

@@ -7,7 +7,7 @@
                             moments, critic/exp_avg/weight, ..., and those of its own model, critic/trunk.<name>, if it has one (a checkpoint without
                             them begins a critic anew); of a process reward process/<name>
                             and its moments
-    trainer.json            format, version, seed; the entropy's factor and last mean; for an adapter, the fingerprint of the base it
+    trainer.json            format, version, seed; the entropy's factor and last mean; the divergence's factor; for an adapter, the fingerprint of the base it
                             belongs to; the ranks that wrote files, where several did
 
 Ranks that hold parts of tensors write these parts, each into files of its own (`checkpoint_files.py`): `model-00001-of-00002.safetensors`. Ranks that read them, however many and
@@ -79,6 +79,7 @@ def capture(
     version: int,
     seed: int,
     entropy: tuple[float, float] = (0.0, math.nan),
+    kl: float = 0.0,
     keep: Keep = on_host,
 ) -> Callable[[Path], None]:
     """Takes all that this rank writes of a checkpoint, and returns the rest of `save`, which needs no other rank. `keep`: makes copies, if the model is
@@ -92,7 +93,14 @@ def capture(
     writers = [number for number, (count,) in enumerate(counts.tolist()) if count or not number]
     if placement.leads:
         kept[1] |= {name: TensorPiece(state) for name, state in _rng(generators.flatten()).items()}
-    facts = {"format": FORMAT, "version": version, "seed": seed, "base": contents.base, "entropy": list(entropy)}
+    facts = {
+        "format": FORMAT,
+        "version": version,
+        "seed": seed,
+        "base": contents.base,
+        "entropy": list(entropy),
+        "kl": kl,
+    }
     if len(writers) > 1:
         facts |= {"format": FORMAT_OF_PARTS, "ranks": len(counts), "writers": writers}
     text = json.dumps(facts)
@@ -168,6 +176,11 @@ def entropy_of(directory: Path) -> tuple[float, float] | None:
     """Returns the factor of the entropy and its last mean (`objective.EntropyFactor`); None in a checkpoint of an earlier version."""
     saved = json.loads((directory / TRAINER).read_text()).get("entropy")
     return None if saved is None else (float(saved[0]), float(saved[1]))
+
+
+def kl_of(directory: Path) -> float:
+    """Returns the factor of the divergence in the loss (`objective.KLFactor`); 0 without one, and in a checkpoint of an earlier version."""
+    return float(json.loads((directory / TRAINER).read_text()).get("kl", 0.0))
 
 
 def beside_of(directory: Path) -> SavedTensors:

@@ -278,8 +278,9 @@ class TorchTrainer:
             if self._process:
                 self._process.restore(before)
             raise
-        if learner.version > batch.step and not policy_waits:  # its entropy follows from nothing that the factor did
+        if learner.version > batch.step and not policy_waits:  # what it is follows from nothing that the factors did
             learner.entropy.after(sums.entropy / sums.tokens)
+            learner.kl.after(sums.reference_kl / sums.tokens)
         norms = [update.norm for update in updates if update.made] or [updates[-1].norm]
         skipped = "" if learner.version > batch.step else "all_rejected" if norms[0] == 0 else "nonfinite_gradient"
         if self._process and skipped:
@@ -432,6 +433,7 @@ class TorchTrainer:
             version=learner.version,
             seed=self._seed,
             entropy=(learner.entropy.coef, learner.entropy.mean),
+            kl=learner.kl.coef,
             keep=keep,
         )
 
@@ -459,6 +461,8 @@ class TorchTrainer:
             learner.critic.restore(critic)
         if self._process:
             self._process.restore(process)
+        if learner.kl.rule.target:
+            learner.kl.coef = checkpoint.kl_of(directory) or learner.kl.coef
         if saved := checkpoint.entropy_of(directory):
             learner.entropy.coef, learner.entropy.mean = (
                 saved if learner.entropy.rule.target else (learner.entropy.coef, saved[1])
