@@ -114,13 +114,12 @@ class Forward:
 
     def values(self, pack: Pack, critic: Values) -> Tensor:
         """[M] a critic's values of what the pack's loss tokens are predicted from, with gradient. The model's own head is not called."""
-        hidden, context, predictor = self.hidden(pack), self.context, pack.predictor
-        if context is not None:
-            predictor = predictor[context.places(predictor)] // context.size
-        found = _values(hidden, predictor, critic)
-        return (
-            found if context is None else context.collected(found, context.places(pack.predictor), len(pack.predictor))
-        )
+        hidden, context = self.hidden(pack), self.context
+        if context is None:
+            return _values(hidden, pack.predictor, critic)
+        places = context.places(pack.predictor)
+        found = _values(hidden, pack.predictor[places] // context.size, critic)
+        return context.collected(found, places, len(pack.predictor))
 
     def _chunked_logprobs(
         self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Values | None

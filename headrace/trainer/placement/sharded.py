@@ -99,9 +99,7 @@ class Sharded:
 
     def _divide(self, model: Any) -> None:
         config, experts, summed = self.parallel, set[str](), list[str]()
-        if config.expert > 1 and (
-            has_experts(model) or not self._spread
-        ):  # beside a mixture there may be a dense critic
+        if config.expert > 1 and (has_experts(model) or not self._spread):  # a critic beside it may be dense
             experts = split_experts(model, self._all_experts(), self._tensor)
         if config.tensor > 1:
             summed = split_by_plan(model, self._tensor, without=experts)
