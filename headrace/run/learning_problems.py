@@ -99,6 +99,11 @@ def learning_problems(
             f"model before lora.quantise = {lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
             'lora.publish = "adapter"'
         )
+    if lora.rank and algo.recipe.kl.every:
+        yield (
+            f"algo.kl.every = {algo.recipe.kl.every} moves the reference, and an adapter's is its base, which stays; remove it, or train all weights "
+            "(lora.rank = 0)"
+        )
     if algo.recipe.credit == "segment" and not reward.segmented:
         yield (
             'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '

@@ -166,7 +166,7 @@ def test_settings_replace_the_values_of_the_recipe():
     recipe = AlgoConfig("rloo", clip_high=0.28, aggregation="token_mean").recipe
     assert recipe == dataclasses.replace(RECIPES["rloo"], loss=PPOClip(clip_high=0.28), aggregation="token_mean")
     nested = AlgoConfig("icepop", correction={"high": 3.0}, kl={"coef": 0.01}).recipe
-    assert nested.correction == Correction(mode="mask", level="token", low=0.5, high=3.0) and nested.kl == KL(0.01)
+    assert nested.correction == Correction(mode="mask", level="token", low=0.5, high=3.0) and nested.kl == KL(coef=0.01)
     assert dataclasses.replace(nested, correction=RECIPES["icepop"].correction, kl=KL()) == RECIPES["icepop"]
 
 
@@ -287,6 +287,7 @@ def test_bad_settings_are_refused(wrong):
         ({"kl": {"coef": 0.1, "estimator": "k2", "unbiased": True}}, "use k3"),
         ({"kl": {"estimator": "k2"}}, "algo.kl.coef > 0"),
         ({"kl": {"target": 0.1}}, "algo.kl.coef > 0"),
+        ({"kl": {"coef": 0.1, "place": "reward", "every": 4}}, 'set algo.kl.place = "loss", or remove algo.kl.every'),
         ({"kl": {"coef": 0.1, "change": 0.2}}, "needs algo.kl.target"),
         (
             {"kl": {"coef": 0.1, "place": "reward", "target": 0.1}},

@@ -179,6 +179,8 @@ class MemoryPlan(NamedTuple):
     adapters: int
     """Number of adapters that are trained; 0 trains all weights."""
     reference_in_loss: bool
+    reference_moves: bool = False
+    """Whether the reference is a part of each checkpoint (`algo.kl.every`)."""
     critic: ModelShape | None = None
     """The critic's own model (`algo.critic.model`)."""
     rewards: bool = False
@@ -216,6 +218,7 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lora=first.lora,
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
+        reference_moves=config.algo.recipe.kl.every > 0,
         critic=critic_shape(config.algo),
         rewards=any(run.algo.trains_rewards for run in runs),
         fetches=not config.engine.is_server and way.transport.sends_bytes,
@@ -394,8 +397,9 @@ def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
     """Returns the bytes of a checkpoint: the trained weights and their AdamW state."""
     adapters = plan.adapters + plan.rewards
     trained = adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
-    critic = 12 * plan.critic.parameters if plan.critic else 0
-    return critic + trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
+    beside = 12 * plan.critic.parameters if plan.critic else 0
+    beside += BYTES[plan.train_dtype] * shape.parameters if plan.reference_moves else 0
+    return beside + trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
 
 
 # --- verdicts ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
     optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>; of a critic critic/weight, critic/bias and their
                             moments, critic/exp_avg/weight, ..., and those of its own model, critic/trunk.<name>, if it has one (a checkpoint without
                             them begins a critic anew); of a process reward process/<name>
-                            and its moments
+                            and its moments; of a reference that moves reference/<name>
     trainer.json            format, version, seed; the entropy's factor and last mean; the divergence's factor; for an adapter, the fingerprint of the base it
                             belongs to; the ranks that wrote files, where several did
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 
 FORMAT, FORMAT_OF_PARTS = 1, 2
+_BESIDE = ("rng/", "critic/", "process/", "reference/")
+"""Beginnings of the names of what is no state of the policy's optimizer."""
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
 
@@ -55,7 +57,7 @@ class Contents:
     base: str = ""
     """Fingerprint of the frozen weights that they were trained with."""
     beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of a critic or a process reward, which are no part of the model: they lie with the optimizer's state."""
+    """Tensors of a critic, a process reward or a reference that moves, which are no part of the model: they lie with the optimizer's state."""
 
 
 def save(
@@ -234,7 +236,7 @@ def _optimizer_state(
         if found:  # `step` is a scalar, and every rank has it
             moments = {key: placement.part(partial(rest.read, f"{key}/{name}"), like=parameter) for key in found[:2]}
             state[number] = {**moments, "step": rest.read(f"step/{name}")}
-    strangers = [name for name in rest if name not in known and not name.startswith(("rng/", "critic/", "process/"))]
+    strangers = [name for name in rest if name not in known and not name.startswith(_BESIDE)]
     if strangers:
         raise _foreign(directory, f"{OPTIMIZER} holds {strangers[0]}, which the model does not have")
     return state

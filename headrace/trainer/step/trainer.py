@@ -64,7 +64,7 @@ from headrace.trainer.step.gradient import Gradient, Replay, Sums, make_updates
 from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner, Update
 from headrace.trainer.step.process_reward import ADAPTER, WITHOUT_ADAPTER, ProcessReward, Scoring
-from headrace.trainer.step.reference import reference_of
+from headrace.trainer.step.reference import Reference, reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
 from headrace.trainer.step.value_head import CriticModel, ValueHead
 from headrace.trainer.step.whole_step import StepPairs
@@ -111,7 +111,8 @@ class TorchTrainer:
         algos = [assignment.algo for assignment in self._assignments.values()]
         asked = any(one.reference_in_loss or one.trains_rewards for one in algos)
         # made before a checkpoint is restored, so that it stays the model that the run began with
-        self._reference = reference_of(self._forward, self._dtype, replay_of) if asked else None
+        moves = any(one.recipe.kl.every for one in algos)
+        self._reference = reference_of(self._forward, self._dtype, replay_of, moves=moves) if asked else None
         if config.gradient_checkpointing:
             contexts = self._replay.checkpoint_contexts if isinstance(self._replay, RoutingReplay) else None
             enable_checkpointing(self._model, contexts)
@@ -221,6 +222,11 @@ class TorchTrainer:
         models = Scoring(self._forward, self._reference, self._replay, self._dtype, self._device)
         return ProcessReward(name, policy, self._adapters, models=models, placement=self._placement)
 
+    @property
+    def _moving(self) -> Reference | None:
+        """The reference, if it moves."""
+        return self._reference if self._reference and self._reference.moves else None
+
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         of_learners = [one for learner in self._learners.values() for one in learner.optimizers]
         return [*of_learners, *([self._process.optimizer] if self._process else [])]
@@ -281,6 +287,8 @@ class TorchTrainer:
         if learner.version > batch.step and not policy_waits:  # what it is follows from nothing that the factors did
             learner.entropy.after(sums.entropy / sums.tokens)
             learner.kl.after(sums.reference_kl / sums.tokens)
+        if self._moving and learner.version > batch.step and learner.version % learner.algo.recipe.kl.every == 0:
+            self._moving.follow(self._model, self._placement)
         norms = [update.norm for update in updates if update.made] or [updates[-1].norm]
         skipped = "" if learner.version > batch.step else "all_rejected" if norms[0] == 0 else "nonfinite_gradient"
         if self._process and skipped:
@@ -456,11 +464,14 @@ class TorchTrainer:
             else {}
         )
         process = self._process.read(checkpoint.beside_of(directory), directory.name) if self._process else {}
+        reference = self._moving.read(checkpoint.beside_of(directory), self._placement) if self._moving else {}
         learner.version = checkpoint.restore(directory, contents, learner.optimizer, self._placement)
         if learner.critic:
             learner.critic.restore(critic)
         if self._process:
             self._process.restore(process)
+        if self._moving:
+            self._moving.restore(reference)
         if learner.kl.rule.target:
             learner.kl.coef = checkpoint.kl_of(directory) or learner.kl.coef
         if saved := checkpoint.entropy_of(directory):
@@ -472,6 +483,7 @@ class TorchTrainer:
         learner = self._learners[adapter]
         beside = learner.critic.state() if learner.critic else {}
         beside |= self._process.state() if self._process else {}
+        beside |= self._moving.state() if self._moving else {}
         if self._adapters is None:
             return dataclasses.replace(checkpoint.all_weights(self._model), beside=beside)
         state, base = self._adapters.state(adapter), self._adapters.base_mark

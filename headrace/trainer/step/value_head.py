@@ -27,7 +27,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.model.causal_lm import enable_checkpointing, load_model
 from headrace.trainer.model.low_memory import MixedAdamW
-from headrace.trainer.model.outline import Region, cut
+from headrace.trainer.model.outline import cut
 from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Placement, chosen_forward
 from headrace.trainer.step.checkpoint_files import SavedTensors
@@ -263,7 +263,7 @@ class CriticModel(ValueHead):
         if self._steps:
             first = dict(load_model(self._directory, torch.device("cpu")).named_parameters())
             for name, parameter in self.trunk.named_parameters():
-                parameter.copy_(self._placement.part(partial(_region_of, first[name]), like=parameter.detach()))
+                parameter.copy_(self._placement.part(partial(cut, first[name].detach()), like=parameter.detach()))
 
 
 def _placed(directory: Path, train: TrainConfig, device: torch.device, placement: Placement) -> tuple[Forward, int]:
@@ -281,10 +281,6 @@ def _placed(directory: Path, train: TrainConfig, device: torch.device, placement
         enable_checkpointing(trunk)
     placement.spread(trunk.requires_grad_())
     return way, head.shape[1]
-
-
-def _region_of(whole: Tensor, region: Region | None) -> Tensor:
-    return whole.detach() if region is None else cut(whole.detach(), region)
 
 
 def _described(kept: Mapping[str, Any]) -> str:
