@@ -374,3 +374,12 @@ def test_a_reward_by_which_rollouts_are_clean_must_be_there_when_a_run_begins():
 def test_a_constant_without_bounds_is_a_setting_too():
     assert optional(float) == float | None
     assert optional(Cap) == Annotated[float | None, *get_args(Cap)[1:]]
+
+
+def test_the_reference_of_an_adapter_does_not_move():
+    moving = ["algo.kl.coef=0.1", "algo.kl.every=4"]
+    with pytest.raises(
+        ConfigError, match=r"an adapter's is its base, which stays; remove it, or train all weights \(lora.rank = 0\)"
+    ):
+        load_config(MINIMAL, [*moving, "lora.rank=4"])
+    assert load_config(MINIMAL, moving).algo.recipe.kl.every == 4

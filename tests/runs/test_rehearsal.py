@@ -453,6 +453,11 @@ def test_a_critic_s_own_model_is_counted_with_its_gradients_optimizer_and_activa
     assert critic(own._replace(train=split)) == {"cuda": 0, "cpu": 32_000}, "of all ranks"
 
 
+def test_a_reference_that_moves_is_counted_in_a_checkpoint():
+    plan, size = plan_of(reference=True), memory_needs.checkpoint_bytes
+    assert size(BILLION, plan._replace(reference_moves=True)) - size(BILLION, plan) == 2 * BILLION.parameters
+
+
 def test_gradients_that_are_summed_once_a_step_are_those_of_policy_and_critic():
     once = ParallelConfig(shard=2, reduce="step")
     plan = plan_of()._replace(critic=replace(BILLION, parameters=1000))

@@ -398,7 +398,7 @@ def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
     adapters = plan.adapters + plan.rewards
     trained = adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
     beside = 12 * plan.critic.parameters if plan.critic else 0
-    beside += BYTES[plan.train_dtype] * shape.parameters if plan.reference_moves else 0
+    beside += int(BYTES[plan.train_dtype]) * shape.parameters if plan.reference_moves else 0
     return beside + trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
 
 
