@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_value_loss_in_float64_and_the_policys_is_it
     [
         {"gradient_checkpointing": True, "epochs": 2},
         {"weights": "bfloat16", "dtype": "bfloat16"},
-        {"offload_optimizer": True},
+        pytest.param({"offload_optimizer": True}, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_critic_goes_on_bit_for_bit_and_neither_export_nor_publish_knows_it(

@@ -162,6 +162,7 @@ def test_ranks_begin_a_critic_anew_and_refuse_one_of_another_kind(
         assert first.keys() == again.keys() and all(torch.equal(tensor, again[key]) for key, tensor in first.items())
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_lie_on_the_ranks_is_refused_by_its_setting(two: RankProcesses) -> None:
     cases = {
         "does not divide the model's num_attention_heads = 9": Case(
