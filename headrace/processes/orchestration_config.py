@@ -72,8 +72,8 @@ class OrchestrationConfig:
     (`KillWait`) kill after 30 s, systemd after 90 s."""
     bus: str = ""
     """The bus over which rollout hosts (`headrace rollouts`) get tickets and return groups, instead of an engine of the
-    run's own (docs/bus.md): redis://HOST:PORT (rediss:// with TLS; `token_file` holds the password), or
-    jsonl:DIRECTORY, which all machines share."""
+    run's own (docs/bus.md): redis://HOST:PORT (rediss:// with TLS; `token_file` holds the password, which is then the
+    token of ranks that join too), or jsonl:DIRECTORY, which all machines share."""
     bus_forgets: bool = False
     """Accept a Redis server without an append-only file; after its restart, unconsumed rollouts are sampled again."""
 
@@ -100,9 +100,15 @@ class OrchestrationConfig:
             raise ValueError(
                 "orchestration.bus brings rollout hosts, which score and play their own rollouts; remove orchestration.scorers and environments"
             )
-        if self.kind != "local":
+        if self.place.elsewhere and self.trains_here:
             raise ValueError(
-                f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines elsewhere; remove one of the two'
+                f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines elsewhere; remove one of the two, or set '
+                'orchestration.trainer = "elsewhere", and only the trainer\'s ranks come from there'
+            )
+        if self.gpus:
+            raise ValueError(
+                "orchestration.gpus are those of engines that Ray places, and with orchestration.bus rollout hosts start the engines; remove it "
+                "(orchestration.rank_gpus are the ranks')"
             )
         return self
 
@@ -149,15 +155,12 @@ class OrchestrationConfig:
     def at_home(self) -> OrchestrationConfig:
         """These settings without a bus and without turns, with a trainer, scorers and environments of this process: for an engine of
         this process that is always awake."""
-        listens = (
-            {} if self.place.joins or not self.hosts else {name: getattr(OrchestrationConfig, name) for name in _JOINED}
-        )
-        user = {"scorers": 0, "environments": 0, "also_here": False, **listens}
-        usual = OrchestrationConfig.give_way
-        awake = replace(
-            self, placement="apart", kv="host", lend=False, give_way=usual, trainer="local", rank_gpus=0, **user
-        )
-        return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
+        usual = {name: getattr(OrchestrationConfig, name) for name in _AWAY}
+        if self.bus or (self.hosts and not self.place.joins):
+            usual |= {name: getattr(OrchestrationConfig, name) for name in _JOINED}
+        if self.bus:
+            usual |= {"kind": "local", "address": OrchestrationConfig.address}
+        return replace(self, **usual)
 
     @property
     def place(self) -> WorkerPlace:
@@ -171,7 +174,12 @@ class OrchestrationConfig:
     @property
     def elsewhere(self) -> bool:
         """Whether the engines are no children of the run's process."""
-        return self.place.elsewhere
+        return self.place.elsewhere and not self.bus
+
+    @property
+    def takes_workers(self) -> bool:
+        """Whether workers of any kind that the run's process does not start have seats in it. Rollout hosts have none."""
+        return self.place.elsewhere or bool(self.hosts)
 
     @property
     def hosts(self) -> dict[Literal["scorer", "environment"], tuple[str, ...]]:
@@ -211,6 +219,10 @@ class OrchestrationConfig:
 
 
 _JOINED = ("token_file", "cert", "key", "reconnect", "listen")
+_AWAY = (
+    *("placement", "kv", "lend", "give_way", "trainer", "rank_gpus"),
+    *("scorers", "environments", "also_here", "bus", "bus_forgets"),
+)
 
 
 def trainer_problems(config: OrchestrationConfig, cores: Collection[int], host: str, *, itself: bool) -> Iterator[str]:

@@ -256,7 +256,7 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 for lane in lanes.values():
                     for fact in [*_warm_facts(lane), *rehearsed.facts(lane.storage.seconds)]:
                         lane.storage.recorder.record(fact)
-                with _watchdog(config.watch, directory, writes=not resume) as watchdog:
+                with _watchdog(config.watch, directory, writes=call.begun or not resume) as watchdog:
                     running = _RunningLanes(call, config, directory, lanes, watchdog)
                     call.run_loop(partial(running.run, rehearsed.tried), lanes.values())
             except HeadraceError as error:

@@ -115,7 +115,7 @@ def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
 
 def check_seats(config: OrchestrationConfig) -> None:
     """Raises ConfigError for what a run can know before it listens anywhere."""
-    if config.elsewhere or config.hosts:
+    if config.takes_workers:
         config.seating.check(config)
 
 
@@ -156,7 +156,7 @@ async def open_seats(
     """The launchers of the run's workers: `local`, or such whose workers come from elsewhere. Raises ConfigError if it cannot listen there, or if
     no cluster can place them."""
     place, engine, train = config.orchestration, config.engine, config.train
-    if not place.elsewhere and not place.hosts:
+    if not place.takes_workers:
         yield Seats(local, local, local)
         return
     check_seats(place)

@@ -195,7 +195,7 @@ Findings = list[DoctorFinding]
 def examine_cluster(config: RunConfig) -> int:
     """Prints a table for every machine. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
     place = config.orchestration
-    if not place.elsewhere and not place.hosts:
+    if not place.takes_workers:
         others = sorted((kind.name for kind in PLACES.values() if kind.elsewhere), key=lambda name: PLACES[name].joins)
         raise ConfigError(
             f'--cluster looks at other machines, and orchestration.kind = "{place.kind}" has none; set it to {quoted(others)}, or scorers or '
