@@ -132,7 +132,13 @@ class Run:
             model,
             name="killed",
             reward={"function": f"{place / 'letters.py'}:letters"},
-            train={"steps": 1_000_000, "parallel": {"shard": 2}, "max_deaths": 1000, "learning_rate": 1e-8, "threads": 1},
+            train={
+                "steps": 1_000_000,
+                "parallel": {"shard": 2},
+                "max_deaths": 1000,
+                "learning_rate": 1e-8,
+                "threads": 1,
+            },
             checkpoint={"every": 5},
             orchestration={
                 "bus": self._bus,
@@ -224,7 +230,17 @@ def wait_for(true: Callable[[], bool]) -> float:
 
 def survive(run: Run, minutes: float, chance: random.Random) -> dict[str, list[float]]:
     """Returns the seconds until two further steps, by what was killed."""
-    kinds = ["engine", "rank", "raylet", "a host's node", "a rank's node", "redis", "controller", "a host's link", "a rank's link"]
+    kinds = [
+        "engine",
+        "rank",
+        "raylet",
+        "a host's node",
+        "a rank's node",
+        "redis",
+        "controller",
+        "a host's link",
+        "a rank's link",
+    ]
     took: dict[str, list[float]] = {kind: [] for kind in kinds}
     left: list[str] = []
     until = time.monotonic() + 60 * minutes
