@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -38,6 +38,13 @@ class OrchestrationConfig:
     """GPUs that Ray gives each engine, beside `engine.threads` CPUs."""
     rank_gpus: int = Field(default=0, ge=0)
     """GPUs (0 or 1 are of use) that Ray gives each rank of a trainer elsewhere, beside `train.threads` CPUs."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """What else Ray gives each engine, by Ray's names: {"accelerator_type:H100" = 0.001} is a GPU of that type."""
+    rank_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """What else Ray gives each rank of a trainer elsewhere."""
+    grows: bool = False
+    """Whether the Ray cluster adds nodes on demand. A run then waits for nodes that are not there yet, until
+    `watch.stop_after`; otherwise a cluster that is too small is refused."""
     scorers: int = Field(default=0, ge=0)
     """Workers elsewhere (`headrace worker --offers scorer`) that run `reward.functions`, each in `reward.workers`
     processes; they connect to `listen`. 0: this machine does it."""
@@ -105,10 +112,10 @@ class OrchestrationConfig:
                 f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines elsewhere; remove one of the two, or set '
                 'orchestration.trainer = "elsewhere", and only the trainer\'s ranks come from there'
             )
-        if self.gpus:
+        if self.gpus or self.resources:
             raise ValueError(
-                "orchestration.gpus are those of engines that Ray places, and with orchestration.bus rollout hosts start the engines; remove it "
-                "(orchestration.rank_gpus are the ranks')"
+                "orchestration.gpus and resources are those of engines that Ray places, and with orchestration.bus rollout hosts start the engines; "
+                "remove them (orchestration.rank_gpus and rank_resources are the ranks')"
             )
         return self
 
@@ -123,7 +130,7 @@ class OrchestrationConfig:
                 continue
             if self.hosts and any(place.joins for place in having) and name != "trainer":
                 continue
-            if self.place not in having and getattr(self, name) != getattr(OrchestrationConfig, name):
+            if self.place not in having and getattr(self, name) != _default(name):
                 wanted = quoted(place.name for place in having)
                 raise ValueError(f"orchestration.{name} is for orchestration.kind = {wanted}; set that, or remove it")
         if self.hosts and self.place.refuses_hosts:
@@ -155,11 +162,11 @@ class OrchestrationConfig:
     def at_home(self) -> OrchestrationConfig:
         """These settings without a bus and without turns, with a trainer, scorers and environments of this process: for an engine of
         this process that is always awake."""
-        usual = {name: getattr(OrchestrationConfig, name) for name in _AWAY}
+        usual = {name: _default(name) for name in _AWAY}
         if self.bus or (self.hosts and not self.place.joins):
-            usual |= {name: getattr(OrchestrationConfig, name) for name in _JOINED}
+            usual |= {name: _default(name) for name in _JOINED}
         if self.bus:
-            usual |= {"kind": "local", "address": OrchestrationConfig.address}
+            usual |= {"kind": "local", "address": _default("address")}
         return replace(self, **usual)
 
     @property
@@ -225,12 +232,18 @@ _AWAY = (
 )
 
 
+def _default(name: str) -> Any:
+    known = OrchestrationConfig.__pydantic_fields__  # type: ignore[attr-defined]
+    return known[name].get_default(call_default_factory=True)
+
+
 def trainer_problems(config: OrchestrationConfig, cores: Collection[int], host: str, *, itself: bool) -> Iterator[str]:
     """Yields a sentence for each setting that does not go with a trainer elsewhere. `cores`: `train.cores`; `host`: `weight_sync.host`;
     `itself`: whether a teacher is the student's older self."""
     if config.trains_here:
-        if config.rank_gpus:
-            yield 'orchestration.rank_gpus is for orchestration.trainer = "elsewhere"; set that, or remove it'
+        for name in ("rank_gpus", "rank_resources"):
+            if getattr(config, name):
+                yield f'orchestration.{name} is for orchestration.trainer = "elsewhere"; set that, or remove it'
         return
     asks = 'orchestration.trainer = "elsewhere"'
     if config.cert:

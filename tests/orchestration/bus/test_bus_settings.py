@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "GPUs of engines that hosts start": (
         {"orchestration": {"kind": "ray", "trainer": "elsewhere", "gpus": 1}},
-        "remove it .orchestration.rank_gpus are the ranks'",
+        "remove them .orchestration.rank_gpus and rank_resources are the ranks'",
     ),
     "an address of the trainer, which is elsewhere": (
         {"orchestration": {"kind": "ray", "trainer": "elsewhere"}, "weight_sync": {"host": "10.0.0.5"}},
