@@ -39,9 +39,9 @@ class OrchestrationConfig:
     rank_gpus: int = Field(default=0, ge=0)
     """GPUs (0 or 1 are of use) that Ray gives each rank of a trainer elsewhere, beside `train.threads` CPUs."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """What else Ray gives each engine, by Ray's names: {"accelerator_type:H100" = 0.001} is a GPU of that type."""
+    """Further resources that Ray gives each engine, by its names: {"accelerator_type:H100" = 0.001} is a GPU of that type."""
     rank_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """What else Ray gives each rank of a trainer elsewhere."""
+    """Further resources that Ray gives each rank of a trainer elsewhere."""
     grows: bool = False
     """Whether the Ray cluster adds nodes on demand. A run then waits for nodes that are not there yet, until
     `watch.stop_after`; otherwise a cluster that is too small is refused."""

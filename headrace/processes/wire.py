@@ -45,6 +45,11 @@ VERDICT = 5.0
 """Seconds in which the end of a lost process is explained."""
 
 
+def noticed_after(silence: float, away: float) -> float:
+    """Returns the seconds after which the loss of a worker elsewhere is known at the latest. `silence`, `away`: as for `Channel`."""
+    return silence / BEATS * (BEATS + 1) + away + VERDICT
+
+
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the first message to a trainer's rank that is known once the rank is connected."""
 
@@ -227,7 +232,7 @@ class Channel:
     @property
     def late(self) -> float:
         """Seconds after which the loss of the other end is known at the latest. Of a process of this machine the kernel reports it at once."""
-        return self._interval * (BEATS + 1) + self._away + VERDICT if self.silence else 0.0
+        return noticed_after(self.silence, self._away) if self.silence else 0.0
 
     @property
     def _interval(self) -> float:

@@ -41,7 +41,7 @@ class NodeShare(NamedTuple):
     cpus: float
     gpus: float = 0
     others: Mapping[str, float] = {}
-    """What else it takes, as the cluster's software names it, such as GPUs of one type."""
+    """Further resources by the names that the cluster's software has for them, such as GPUs of one type."""
 
     @property
     def amounts(self) -> dict[str, float]:
