@@ -339,7 +339,9 @@ def test_a_sampler_whose_answer_was_lost_is_asked_for_again_under_another_number
         first = await caller.post("save_weights_for_sampler", asked)
         again = await caller.post("save_weights_for_sampler", {**asked, "sampling_session_seq_id": 1})
         assert first.status_code == again.status_code == 200 and again.json() == first.json(), again.text
-        other = await caller.post("save_weights_for_sampler", {**asked, "sampling_session_seq_id": 2, "kind": "inflight"})
+        other = await caller.post(
+            "save_weights_for_sampler", {**asked, "sampling_session_seq_id": 2, "kind": "inflight"}
+        )
         assert other.status_code == 400 and other.json()["error"]["code"] == "number_used", other.text
 
     talk(tmp_path, case)
