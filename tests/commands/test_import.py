@@ -556,6 +556,8 @@ def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> No
     found = read_given(path)
     assert (found["a.c"], found["a.d"], found["a.h"]) == (3, "3/3", 1e-3)
     assert found["a.e"] is UNKNOWN is found["a.f"] and found["a.g"] is UNKNOWN
+    path.write_text("a: {b: '${oc.select:q.r,${a.c}}', c: 5, d: ['${a.c}', 'x/${a.c}', 2], e: ['${oc.env:X}']}")
+    assert read_given(path) == {"a.b": 5, "a.c": 5, "a.d": [5, "x/5", 2], "a.e": UNKNOWN}
 
 
 @pytest.mark.parametrize(
@@ -566,6 +568,12 @@ def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> No
         ("a.yaml", "- a", "has no settings"),
         ("a.yaml", "a: " + "[" * 600 + "]" * 600, "lie in one another without end"),
         ("a.toml", "a = " + "[" * 3000 + "]" * 3000, "lie in one another without end"),
+        (
+            "a.yaml",
+            "a0: &a0 {x: 1}\n"
+            + "".join(f"a{n}: &a{n} {{{', '.join(f'{x}: *a{n - 1}' for x in 'bcdefghij')}}}\n" for n in range(1, 9)),
+            "more than 100000 settings",
+        ),
         ("a.yaml", "beta: !!python/object/apply:os.system ['touch pwned']", "is no YAML"),
         ("a.toml", "a = ", "is no TOML"),
         ("a.sh", "echo hello", "has no settings such as"),

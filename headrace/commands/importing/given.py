@@ -68,6 +68,8 @@ _KEY = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w.-]+):(?=\S)""")
 """A key of a mapping as Hydra writes one, without the space that YAML wants behind it; or a text in quotes, which stays what it is."""
 _ROOMS = ("trainer", "orchestrator", "inference")
 """Tables of prime-rl that are there whether they are named or not."""
+MOST = 100_000
+"""Settings of a config; the largest of verl has about a thousand."""
 DEEPEST = 20
 """References that lead to others are followed so far: there may be a circle."""
 
@@ -103,6 +105,8 @@ def _yaml(text: str, path: Path) -> dict[str, Any]:
     for name, value in _flat(tree):
         if name in found:
             raise ConfigError(f"{path} gives {name} twice, with a dot and as a mapping; leave one of them")
+        if len(found) == MOST:
+            raise ConfigError(f"{path} has more than {MOST} settings: its anchors are repeated within each other")
         found[name] = value
     return found
 
@@ -348,7 +352,7 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
 
     def follow(name: str, value: Any, depth: int) -> Any:
         if isinstance(value, list):
-            found = [follow(name, one, depth) for one in value]
+            found = [follow(name, one, depth) if isinstance(one, str) else one for one in value]
             return UNKNOWN if any(one is UNKNOWN for one in found) else found
         if not isinstance(value, str) or "${" not in value:
             return value
