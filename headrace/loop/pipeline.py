@@ -437,8 +437,8 @@ async def _sentinel(watch: Callable[[], Awaitable[None]]) -> None:
 
 
 def _turns(every: int, done: int, step: int) -> Sequence[int]:
-    """The multiples of `every` up to `step` whose work was not done. `done`: the step of the last work."""
-    return range((done // every + 1) * every, step + 1, every) if every else ()
+    """The multiples of `every` up to `step` whose work was not done. `done`: the step of the last work; below 0 if there was none."""
+    return range(every * max(1, done // every + 1), step + 1, every) if every else ()
 
 
 # --- From a prompt to a group
