@@ -10,7 +10,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.core.errors import ConfigError
 
@@ -21,6 +21,8 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:(:?)-([^${}]*))?\}|(\w+))")
 """A variable of a shell, and what stands for it where it is not set, or, with a colon, where it is empty."""
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
 _HIDDEN, _SHOWN = str.maketrans("()#", "\x01\x02\x03"), str.maketrans("\x01\x02\x03", "()#")
+_DOLLAR = "\x04"
+"""Stands for a dollar sign that names no variable: one in single quotes or behind a backslash, or in the value of a variable."""
 _SIGNS = ";&|()\n"
 _CONTINUED = re.compile(r"^((?:(?!(?<!\S)#).)*)\\\n", re.MULTILINE)
 """A line that goes on in the next one. A comment does not."""
@@ -62,8 +64,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 _WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.-]+)=(.*)", re.DOTALL)
 """An override of Hydra: `name.with.dots=value`, with plus signs for a new name."""
 _OTHER = re.compile(r"(~[A-Za-z_][\w./@-]*|\+{0,2}[A-Za-z_][\w./@-]*(?==))(?:=(.*))?", re.DOTALL)
-"""What else Hydra takes for one: `~name` takes a setting away, and `group=choice` has another file's."""
+"""Other words that Hydra takes: `~name` takes a setting away, and `group=choice` has another file's."""
 _VARIABLE_ALONE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+"""All words of an array."""
 _KEY = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w.-]+):(?=\S)""")
 """A key of a mapping as Hydra writes one, without the space that YAML wants behind it; or a text in quotes, which stays what it is."""
 _ROOMS = ("trainer", "orchestrator", "inference")
@@ -160,36 +164,60 @@ def _script(text: str, path: Path) -> dict[str, Any]:
     return script.given()
 
 
+class _ArrayWord(NamedTuple):
+    text: str
+    """The word with the values of its variables; a backtick stands for what is not known."""
+    maybe: bool
+    """Whether its line may have been left out."""
+
+
 class _Script:
-    """What the words of a shell script that were read so far have set."""
+    """The variables, arrays and settings of a shell script, as far as its words were read."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self._variables: dict[str, str | None] = {"HOME": os.path.expanduser("~")}
+        self._partly: dict[str, str] = {}
+        """The texts of variables of which a part is not known, with a backtick in its place."""
+        self._arrays: dict[str, list[_ArrayWord]] = {}
+        self._used: set[str] = set()
+        """The arrays whose words a command has."""
         self._commands: dict[str, int] = {}
-        """The number of the command, or of the array of words for one, that a setting is from."""
+        """The number of the command that a setting is from."""
         self._unknown: dict[str, int] = {}
         """Words of which nobody knows here what they are, and the command that they are from."""
-        self._partly: dict[str, str] = {}
-        """The texts of variables of which a part is not known, with that part's name in its place."""
         self._command = self._depth = self._brackets = 0
-        self._joined, self._begins = False, True
+        self._joined, self._begins, self._maybe = False, True, False
+        self._array = ""
+        """The array whose words are being read."""
 
     def given(self) -> dict[str, Any]:
         """Returns the settings, and the words of their commands that may be others."""
         numbers = set(self._commands.values())
-        return self.found | {word: UNKNOWN for word, number in self._unknown.items() if number in numbers}
+        unused = [word for name, words in self._arrays.items() if name not in self._used for word in words]
+        names = [override[1] for word in unused if (override := _WORD.fullmatch(word.text))]
+        others = [*names, *(word for word, number in self._unknown.items() if number in numbers)]
+        return self.found | {name: UNKNOWN for name in others if name not in self.found}
 
     def read(self, word: str, following: str) -> None:
         self._depth = max(0, self._depth + (word in _OPENS) - (word in _CLOSES))
         if not word.strip(_SIGNS):
             self._brackets = max(0, self._brackets + word.count("(") - word.count(")"))
+            if self._array and self._brackets:
+                return
+            self._array = ""
             self._command += not self._brackets
             self._joined, self._begins = word.strip("\n") in ("&&", "||"), True
+        elif self._array:
+            self._arrays[self._array] += self._for_array(word)
         elif override := _WORD.fullmatch(word):
             self._override(override[1], override[2])
         elif (variable := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", word, re.DOTALL)) and self._sets_variables:
-            self._set(variable[1], variable[3], more=bool(variable[2]))
+            if following.startswith("(") and not variable[3]:
+                self._array = variable[1]
+                self._arrays[self._array] = [*self._arrays.get(self._array, ())] if variable[2] else []
+            else:
+                self._set(variable[1], variable[3], more=bool(variable[2]))
         else:
             self._argument(word, following)
 
@@ -205,10 +233,9 @@ class _Script:
     def _override(self, name: str, text: str) -> None:
         value = _read(_expanded(text, self._variables))
         for inner, one in _flat({name: value}):
-            other = self._may_be_skipped or (
-                not self._brackets and self._commands.get(inner, self._command) != self._command
-            )
-            self.found[inner] = UNKNOWN if other and self.found.get(inner, one) != one else one
+            other = self._may_be_skipped or self._commands.get(inner, self._command) != self._command
+            before = self.found.get(inner, None if self._maybe else one)
+            self.found[inner] = UNKNOWN if (other or self._maybe) and before != one else one
             self._commands[inner] = self._command
 
     def _set(self, name: str, text: str, more: bool) -> None:
@@ -224,44 +251,95 @@ class _Script:
 
     def _part(self, found: re.Match[str]) -> str:
         known = _known(found, self._variables)
-        return self._partly.get(found[1] or found[4], found[0]) if known is None else known
+        if known is None:
+            return self._partly.get(found[1] or found[4], "`")
+        return known.replace("$", _DOLLAR)
+
+    def _for_array(self, word: str) -> list[_ArrayWord]:
+        """Returns the words that a word between the brackets of an array stands for."""
+        if whole := _ARRAY.fullmatch(word):
+            self._used.add(whole[1])
+            return [one._replace(maybe=one.maybe or self._may_be_skipped) for one in self._arrays.get(whole[1], ())]
+        if alone := _VARIABLE_ALONE.fullmatch(word):
+            words = self._split(alone[1] or alone[2])
+            return [one for part in words for one in self._for_array(part)]
+        known = _expanded(word, self._variables)
+        text = f"{word.partition('=')[0]}=`" if known is None else known.replace("$", _DOLLAR)
+        return [_ArrayWord(text, self._may_be_skipped)]
 
     def _argument(self, word: str, following: str) -> None:
         option, equals, said = word.partition("=")
         if option in _OPTIONS:
             said = said if equals else following
             self.found[_OPTIONS[option]] = _expanded(said, self._variables) or said
+        elif whole := _ARRAY.fullmatch(word):
+            self._words_of_array(whole[1], word)
         elif not self._sets_variables:
             if alone := _VARIABLE_ALONE.fullmatch(word):
-                self._words_of(alone[1] or alone[2], word)
+                for one in self._split(alone[1] or alone[2]):
+                    self._read_word(one, "", word)
             elif other := _OTHER.fullmatch(word):
                 self._unknown[word if other[1].startswith("~") else other[1]] = self._command
         self._begins = self._begins and (word in _BEFORE or word.startswith("-"))
 
-    def _words_of(self, name: str, word: str) -> None:
-        """A variable that stands for words of a command."""
-        text = self._variables.get(name)
-        text = self._partly.get(name) if text is None else text
-        try:
-            words = shlex.split(text) if text is not None else None
-        except ValueError:
-            words = None
-        if words is None:
+    def _words_of_array(self, name: str, word: str) -> None:
+        self._used.add(name)
+        if name not in self._arrays:
             self._unknown[word] = self._command
-        for one in words or []:
-            if not _VARIABLE_ALONE.fullmatch(one):
-                self.read(one, "")
+        self._begins = False
+        words = self._arrays.get(name, [])
+        for place, one in enumerate(words):
+            self._maybe = one.maybe
+            self._read_word(one.text, words[place + 1].text if place + 1 < len(words) else "", word)
+        self._maybe = False
+
+    def _read_word(self, one: str, following: str, of: str) -> None:
+        """Reads a word of those that `of` stands for."""
+        if one.strip("=") == "`":
+            self._unknown[of] = self._command
+        else:
+            self.read(one, following)
+
+    def _split(self, name: str) -> list[str]:
+        """Returns the words of a command that a variable stands for; a backtick for some that are not known."""
+        text = self._variables.get(name)
+        text = self._partly.get(name, "`") if text is None else text.replace("$", _DOLLAR)
+        try:
+            return [one for one in shlex.split(text) if not _VARIABLE_ALONE.fullmatch(one)]
+        except ValueError:
+            return ["`"]
 
 
 def _words(text: str) -> Iterator[str]:
     """Yields words and the signs between commands. Brackets of arithmetic, and `#` within words, are no signs."""
-    text = _CONTINUED.sub(r"\1", text.replace("\r\n", "\n"))
+    text = "".join(_plain_dollars(_CONTINUED.sub(r"\1", text.replace("\r\n", "\n"))))
     text = _ARITHMETIC.sub(lambda found: "".join(found[0].split()).translate(_HIDDEN), text)
     text = re.sub(r"(?<=\S)#", "#".translate(_HIDDEN), text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_SIGNS)
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     for word in lexer:
         yield word.translate(_SHOWN)
+
+
+def _plain_dollars(text: str) -> Iterator[str]:
+    """Yields the text in pieces, with `_DOLLAR` where a dollar sign names no variable."""
+    quote, begins, place = "", True, 0
+    while place < len(text):
+        sign, following = text[place], text[place + 1 : place + 2]
+        if sign == "#" and begins and not quote:  # a comment, whose quotes are none
+            end = text.find("\n", place)
+            place = len(text) if end < 0 else end
+            continue
+        if sign == "\\" and quote != "'":
+            yield _DOLLAR if following == "$" else sign + following
+            place, begins = place + 2, False
+            continue
+        yield _DOLLAR if sign == "$" and quote == "'" else sign
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        place, begins = place + 1, not quote and (sign.isspace() or sign in _SIGNS)
 
 
 _WHOLE = re.compile(r"[-+]?(?:0|[1-9][\d_]*)")
@@ -299,19 +377,21 @@ def _expanded(text: str, variables: Mapping[str, str | None]) -> str | None:
         nonlocal missing
         known = _known(found, variables)
         missing = missing or known is None
-        return known or ""
+        return (known or "").replace("$", _DOLLAR)
 
     for _ in range(DEEPEST):  # a default may name other variables
         text, before = _VARIABLE.sub(value, text), text
         if missing or text == before:
             break
-    return None if missing else text
+    return None if missing else text.replace(_DOLLAR, "$")
 
 
 def _known(found: re.Match[str], variables: Mapping[str, str | None]) -> str | None:
     """Returns the value of a variable that is named, or what stands for it; None where it is not known."""
-    known, default = variables.get(found[1] or found[4]), found[3]
-    return default if known is None or (known == "" and found[2]) else known
+    name, default = found[1] or found[4], found[3]
+    if name not in variables:
+        return default
+    return default if variables[name] == "" and found[2] else variables[name]
 
 
 def _computed(text: str, variables: Mapping[str, str | None]) -> str:
