@@ -22,6 +22,7 @@ from docs.gallery import CURVE, FOLDER, LANGUAGES, block, gallery, pages
 from headrace.cli import GROUPS
 
 ROOT = Path(__file__).parent.parent
+ROW, CODE = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"`[^`]+`")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 RECIPE = re.compile(r"recipes/(\w+)/([\w.]+)")
 WIDTH = "84"
@@ -56,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Points links at files outside docs/ to the pages that show them."""
+    """Points links at files outside docs/ to the pages that show them, and writes tables as the site reads them."""
     here = page.file.src_uri
     if here in WIDE:
         page.meta["hide"] = ["toc"]
@@ -70,7 +71,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         within = f"#{slug(recipe[2], '-')})" if recipe and Path(target).suffix in LANGUAGES else match[3]
         return f"{match[1]}{relpath(_page_of(target), dirname(here) or '.')}{within}"
 
-    return LINK.sub(point, markdown)
+    return plain_pipes(LINK.sub(point, markdown))
+
+
+def plain_pipes(markdown: str) -> str:
+    """The text with pipes in the code of tables as they are: GitHub takes them with a backslash, which the site would show."""
+    return ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
 
 
 def _target(file: str, link: str) -> str | None:

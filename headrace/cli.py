@@ -38,7 +38,7 @@ from headrace.commands.training import train_command
 from headrace.commands.training.init_command import add_init
 from headrace.commands.training.sweep_command import add_sweep
 from headrace.core.errors import ConfigError, HeadraceError, RunPaused
-from headrace.core.printing import echo, guard_streams, say
+from headrace.core.printing import echo, fitted, guard_streams, say
 
 FAILED, BAD_INPUT, PAUSED = 1, 2, 4
 
@@ -78,18 +78,8 @@ def exit_code(work: Callable[[], int]) -> int:
 
 def _complain(error: Exception, code: int) -> int:
     text = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
-    echo("\n".join(line for paragraph in text.splitlines() for line in _fitted(f"headrace: {paragraph}")), err=True)
+    echo("\n".join(line for paragraph in text.splitlines() for line in fitted(f"headrace: {paragraph}")), err=True)
     return code
-
-
-def _fitted(line: str) -> list[str]:
-    """The line, wrapped for a terminal. For a file or a pipe it stays whole, so that it can be searched."""
-    if not sys.stderr.isatty():
-        return [line]
-    width = shutil.get_terminal_size().columns
-    indent = " " * len("headrace: ")
-    lines = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return lines or [line]
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -121,7 +111,8 @@ class _Front(Parser):
         for title, names in GROUPS.items():
             lines += ["", title]
             for name in names:
-                lines += textwrap.wrap(f"  {name:<12}{summaries[name]}", width, subsequent_indent=" " * 14)
+                summary = f"  {name:<12}{summaries[name]}"
+                lines += textwrap.wrap(summary, width, subsequent_indent=" " * 14, break_on_hyphens=False)
         lines += ["", *EXAMPLES, ""]
         return "\n".join(lines)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn, TypeAlias
+
+from headrace.core.printing import fitted
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 INTERRUPTED = 130
@@ -15,14 +18,15 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that names the command or the option that a mistyped one is nearest to."""
+    """A parser that names the command or the option that a mistyped one is nearest to, in lines that fit the terminal."""
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"invalid choice: '([^']*)'", message):
             known = [name for action in self._actions for name in map(str, action.choices or ())]
             nearest = _nearest(unknown[1], known)
             message = f"there is no {unknown[1]}{nearest or ': it is one of ' + ', '.join(known)}"
-        super().error(message)
+        self.print_usage(sys.stderr)
+        self.exit(2, "\n".join(fitted(f"{self.prog}: error: {message}")) + "\n")
 
     def refuse(self, unknown: list[str]) -> NoReturn:
         """Ends the program for words of a line that no option and no place of the command takes."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import codecs
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 from typing import Any
 
@@ -62,6 +64,16 @@ def echo(text: object = "", *, err: bool = False) -> None:
 def say(message: object) -> None:
     """Prints a message of headrace itself on standard error."""
     echo(f"headrace: {message}", err=True)
+
+
+def fitted(line: str) -> list[str]:
+    """Wraps a line of standard error for a terminal. For a file or a pipe it stays whole, so that it can be searched."""
+    if not sys.stderr.isatty():
+        return [line]
+    width, indent = shutil.get_terminal_size().columns, " " * len("headrace: ")
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
+        line
+    ]
 
 
 def say_from_handler(message: str) -> None:

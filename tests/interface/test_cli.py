@@ -18,6 +18,7 @@ from headrace.commands.installed import doctor
 from headrace.commands.running import demo_command as starting
 from headrace.core.errors import CheckpointError, ConfigError, TrainingError, WorkerDied
 from headrace.run.config import load_config
+from support.pseudo_terminal import in_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,10 +130,19 @@ def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(line, meant, ca
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
+def test_refusals_fit_a_terminal_of_eighty_columns_and_break_no_word(tmp_path):
+    for words in (["frobnicate"], ["report", "a-" * 20 + "b " + "c-" * 20]):
+        code, out = in_terminal([sys.executable, "-m", "headrace", *words], tmp_path, {"PYTHONPATH": str(ROOT)})
+        lines = out.replace("\r\n", "\n").splitlines()
+        assert code == 2 and len(lines) > 1 and max(map(len, lines)) <= 80
+        assert not any(line.endswith("-") for line in lines)
+
+
 def test_the_bare_command_lists_every_command_by_what_it_is_for(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([]) == 0
     listed = capsys.readouterr().out
+    assert not any(line.endswith("-") for line in listed.splitlines())
     with pytest.raises(SystemExit):
         cli.main(["frobnicate"])
     known = capsys.readouterr().err.partition("it is one of ")[2].strip().split(", ")

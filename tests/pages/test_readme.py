@@ -7,9 +7,10 @@ import re
 import shlex
 from pathlib import Path
 
+import markdown
 import pytest
 
-from docs.site_pages import slug
+from docs.site_pages import plain_pipes, slug
 from headrace import cli
 from headrace.algo.recipes import RECIPES
 
@@ -29,6 +30,14 @@ def test_the_number_of_recipes_is_told_as_it_is() -> None:
         f"[{len(RECIPES)} recipes of one table]" in status.read_text()
         and f"{len(RECIPES)} recipes" in picture.read_text()
     )
+
+
+def test_the_site_shows_no_backslash_before_a_pipe_in_the_code_of_a_table() -> None:
+    html = markdown.markdown(
+        plain_pipes("| a | b |\n|---|---|\n| `int \\| None` | the largest \\|r\\| |"), extensions=["tables"]
+    )
+    assert "<td><code>int | None</code></td>\n<td>the largest |r|</td>" in html
+    assert plain_pipes("`a \\| b`") == "`a \\| b`"  # no table
 
 
 def test_the_readme_is_read_in_a_minute() -> None:

@@ -335,13 +335,15 @@ def test_lanes_of_dropped_groups_lead_to_their_outcome(browser: Headless, place:
 @pytest.mark.parametrize(
     "tab", ["curves", "overview", "samples", "pools", "lanes", "drawn", "accounting", "warnings", "setup"]
 )
-def test_nothing_is_wider_than_a_phone(browser: Headless, place: str, tab: str):
+def test_nothing_is_wider_than_a_phone_and_the_chosen_tab_is_in_sight(browser: Headless, place: str, tab: str):
     browser.size(390, 800, phone=True)
     opened(browser, place, f"run=first&runs=first&runs=second&tab={tab}")
     browser.wait(
         "!document.querySelector('#view .empty') || document.querySelector('#view .empty').innerText != 'Reading …'"
     )
     assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    chosen = "document.querySelector('#tabs [aria-selected=true]').getBoundingClientRect()"
+    assert 0 <= browser.evaluate(f"{chosen}.left") < browser.evaluate(f"{chosen}.right") <= 390
 
 
 def test_what_a_model_writes_runs_no_script(browser: Headless, place: str, runs: Path):

@@ -69,6 +69,11 @@ function drawTabs() {
     name, tab === "warnings" && warned ? element("span", { class: "count" }, String(warned)) : null)));
 }
 
+function showChosenTab() {  // a phone shows four of the nine
+  const strip = at("tabs"), chosen = strip.querySelector("[aria-selected=true]").getBoundingClientRect(), seen = strip.getBoundingClientRect();
+  strip.scrollLeft += (chosen.left + chosen.right - seen.left - seen.right) / 2;
+}
+
 function drawTitle() {
   const one = runs.find((each) => each.name === view.run);
   at("title").textContent = view.tab === "curves" && view.runs.length > 1 ? `${view.runs.length} runs` : view.run;
@@ -82,6 +87,7 @@ function drawTitle() {
 async function draw() {
   drawList();
   drawTabs();
+  showChosenTab();
   drawTitle();
   listen();
   at("newer").hidden = true;
