@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
-from headrace.episodes.sandbox.use import use_settings
+from headrace.episodes.sandbox.sandbox_limits import SandboxSettings, use_settings
 from headrace.episodes.scoring.config import HANDED, RewardConfig, RewardSpec, distinct
 from headrace.episodes.scoring.extract import Extractor
 from headrace.episodes.scoring.job import Ask, Effort, LoadedReward, ScoringJob, Values, is_async, signature_problem

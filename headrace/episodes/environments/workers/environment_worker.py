@@ -23,8 +23,7 @@ from headrace.episodes.environments.workers.episode_frames import Beat, FromCont
 from headrace.episodes.environments.workers.loading import load_player
 from headrace.episodes.environments.workers.player import Player, ToolLimits
 from headrace.episodes.environments.workers.step_driver import exports, exports_if_set, is_stepped
-from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
-from headrace.episodes.sandbox.use import check_if_imported, use_settings
+from headrace.episodes.sandbox.sandbox_limits import SandboxSettings, check_if_imported, use_settings
 from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.processes.health.patience import Patience
 from headrace.processes.health.stacks import answer_signals

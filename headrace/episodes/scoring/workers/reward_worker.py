@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
-from headrace.episodes.sandbox.use import check_if_imported, use_settings
+from headrace.episodes.sandbox.sandbox_limits import SandboxSettings, check_if_imported, use_settings
 from headrace.episodes.scoring.job import LoadedReward, call, call_async, is_async
 from headrace.episodes.scoring.workers.load import load_functions
 from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack, read_call
