@@ -572,7 +572,6 @@ MAY_BE_SMALL = {
     "engine.servers.server_guard": "a program of its own",
     "episodes.environments.agents.agent_reaper": "a program of its own",
     "episodes.scoring.workers": "runs in the processes of rewards",
-    "episodes.tasks.python_rows": "rows that a program passes, which no kind of file has",
     "run.worker": "torch is loaded in a worker only",
     "testing": "a fake, for tests",
     "views.build": "opens the views that the settings name",

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from headrace.episodes.scoring.config import ENDPOINTS
-from headrace.episodes.tasks.row_images import images_in
+from headrace.episodes.tasks.rows import images_in
 from headrace.run.config import RunConfig, set_runs
 from headrace.run.resume_rules import rule_of, settings_of
 from headrace.settings.user_code import code_behind

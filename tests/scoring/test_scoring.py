@@ -29,7 +29,7 @@ from headrace.episodes.scoring.config import OverlongConfig, RewardConfig, Rewar
 from headrace.episodes.scoring.extract import answer_tag
 from headrace.episodes.scoring.job import Effort, read_values
 from headrace.episodes.scoring.reward_scorer import RewardScorer, punished, soft_overlong_punishment
-from headrace.episodes.scoring.workers.load import load_functions
+from headrace.episodes.scoring.workers.reward_worker import load_functions
 from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.loop.world import virtual_time
 from headrace.processes.health.user_prints import LOG, SCREEN

@@ -25,9 +25,7 @@ from headrace.core.errors import ConfigError
 from headrace.durable.journal import ReadyRecord
 from headrace.engine.native.runners.skeleton import _build
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.python_rows import fingerprint, rows_of
-from headrace.episodes.tasks.row_images import images_in, images_of_row
-from headrace.episodes.tasks.rows import RowsTask
+from headrace.episodes.tasks.rows import RowsTask, fingerprint, images_in, images_of_row, rows_of
 from headrace.facts.recorder import Recorder
 from headrace.models.chat import ChatEncoder
 from headrace.models.images import REFUSED, TEXT_TOO, ImageFile, KnownImages, image_of, with_images

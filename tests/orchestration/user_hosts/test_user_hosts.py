@@ -25,10 +25,10 @@ from headrace.episodes.environments.workers.episode_frames import (
     RolloutDone,
 )
 from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
+from headrace.episodes.scoring.functions import LIVES, SpreadPool
 from headrace.episodes.scoring.job import ScoringJob, Values
 from headrace.episodes.scoring.workers.processes import PrivatePool, SharedProcess
 from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack
-from headrace.episodes.scoring.workers.spread import LIVES, SpreadPool
 from headrace.facts.facts import Warned, WorkerJoined, WorkerLost
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
