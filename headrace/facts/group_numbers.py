@@ -13,7 +13,7 @@ from msgspec import field
 
 from headrace.core.batches import OUTAGES
 from headrace.facts.facts import Accounting, Books, GroupEnded, PromptChosen, TicketDrawn
-from headrace.facts.run_sums import RunSums, counter
+from headrace.facts.run_totals import RunSums, counter
 
 # --- The state of every ticket, counted from the facts alone (C2).
 

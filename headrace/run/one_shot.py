@@ -11,7 +11,6 @@ from typing import Literal
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, nearest
 from headrace.core.printing import echo
-from headrace.durable.named_logs import temporary_logs
 from headrace.facts.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.facts.records import steps_done
 from headrace.facts.texts import plural
@@ -27,7 +26,7 @@ from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.hosting import complete
 from headrace.run.pools import open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
-from headrace.run.run_directory import held
+from headrace.run.run_directory import held, temporary_logs
 from headrace.run.teaching import for_reading, open_teaching
 
 

@@ -30,14 +30,13 @@ from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import LentProcess, ProcessEngine
 from headrace.run.config import RunConfig
-from headrace.run.contents import contents_of
 from headrace.run.fleets.core_shares import settings_of_lent
 from headrace.run.fleets.fleet_start import LENT, Starting, come, start_fleet
 from headrace.run.hosts.bus.bus_port import Bus
 from headrace.run.hosts.bus.open_bus import open_for_run
 from headrace.run.hosts.bus_messages import GroupSizes, RunNotice
 from headrace.run.rehearsal.memory_needs import read_shape
-from headrace.run.resume_rules import mark_of, meaning
+from headrace.run.resume_rules import contents_of, mark_of, meaning
 from headrace.run.seats import threads_elsewhere
 from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.secrets import read_token

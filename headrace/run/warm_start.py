@@ -40,10 +40,10 @@ from headrace.models.resolve import ModelConfig, short_name
 from headrace.run.build import LoadedFiles, open_telemetry
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, dump_config
-from headrace.run.contents import contents_of, written
 from headrace.run.hosting import complete
 from headrace.run.pools import trainer_start
 from headrace.run.rehearsal.words import Lines
+from headrace.run.resume_rules import contents_of, written
 from headrace.run.run_directory import RunDirectory
 from headrace.run.session import run_clock
 from headrace.run.worker.build import open_launcher

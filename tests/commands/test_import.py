@@ -18,7 +18,7 @@ from headrace.commands.importing.given import UNKNOWN, read_given
 from headrace.commands.importing.import_command import config_text, libraries, translated
 from headrace.commands.importing.translation import Library, Translation
 from headrace.run.config import RunConfig, read_config
-from headrace.run.contents import contents_of
+from headrace.run.resume_rules import contents_of
 from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 

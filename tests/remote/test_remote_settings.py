@@ -12,7 +12,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
 from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.run.config import load_config
-from headrace.run.teacher_settings import teacher_engine
+from headrace.run.learning_problems import teacher_engine
 
 URL = "http://127.0.0.1:8000"
 SERVER = EngineConfig(kind="headrace", urls=(URL,))

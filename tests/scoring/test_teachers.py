@@ -25,7 +25,7 @@ from headrace.episodes.scoring.teacher.text_teacher import TextScorer, TextTeach
 from headrace.facts.facts import Waited
 from headrace.facts.waits import Waits
 from headrace.run.config import load_config
-from headrace.run.teacher_settings import teacher_engine
+from headrace.run.learning_problems import teacher_engine
 from headrace.run.teaching import messages_of
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer

@@ -31,9 +31,8 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.images import REFUSED, TEXT_TOO, ImageFile, KnownImages, image_of, with_images
 from headrace.models.lora import LoraConfig
 from headrace.run.config import load_config
-from headrace.run.contents import contents_of
 from headrace.run.rehearse import rehearse
-from headrace.run.resume_rules import check_resumable, meaning
+from headrace.run.resume_rules import check_resumable, contents_of, meaning
 from headrace.run.seeing import model_of
 from headrace.views.report import write_report
 from support import tiny_seeing

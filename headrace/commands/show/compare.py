@@ -12,8 +12,8 @@ import msgspec
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo, printable_json
 from headrace.durable.atomic_files import replace_file
-from headrace.facts.costs import dollars
 from headrace.facts.records import METRICS
+from headrace.facts.run_totals import dollars
 from headrace.facts.texts import clip, duration, number, sparkline
 from headrace.processes.health.live_status import judge, read_live
 from headrace.run.run_directory import held

@@ -119,8 +119,7 @@ def _check_same(wanted: RunConfig, directory: Path) -> None:
     from headrace.facts.kept_settings import contents_in
     from headrace.run.choosing import resumed_settings
     from headrace.run.config import config_of_run, read_config
-    from headrace.run.contents import contents_of
-    from headrace.run.resume_rules import rule_of, settings_of
+    from headrace.run.resume_rules import contents_of, rule_of, settings_of
     from headrace.run.warm_start import begins_with
 
     if not (directory / "config.toml").exists():
