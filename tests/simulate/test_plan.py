@@ -34,9 +34,8 @@ from headrace.commands.plan.rates.hardware import (
 )
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.commands.plan.rates.shapes import SHAPES, shape_of
-from headrace.commands.plan.reasons import bias, bottleneck
 from headrace.commands.plan.scenario import Scenario
-from headrace.commands.plan.sweep import Option, recommended, sweep
+from headrace.commands.plan.sweep import Option, bias, bottleneck, recommended, sweep
 from headrace.core.batches import Batch, Group
 from headrace.core.errors import ConfigError
 from headrace.core.reports import EngineStats, LoadReport, TrainReport

@@ -7,8 +7,7 @@ from html import escape
 from pathlib import Path
 
 from headrace.commands.plan.answer import Answer
-from headrace.commands.plan.reasons import bottleneck, recommendation
-from headrace.commands.plan.sweep import Option
+from headrace.commands.plan.sweep import Option, bottleneck, recommendation
 from headrace.facts.texts import number, short_time
 from headrace.views import report as report_package
 from headrace.views.report.plots import lag_class

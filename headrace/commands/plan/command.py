@@ -12,11 +12,18 @@ import msgspec
 from headrace.commands.plan.answer import Answer, PlanRequest, answer, unused_memory, with_sizes
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.mesh import Traffic, in_flight, pipeline_memory, sent, waiting
-from headrace.commands.plan.rates.rates import BFLOAT16, Travel, changed_share, difference, pays_below, whole
+from headrace.commands.plan.rates.rates import (
+    BFLOAT16,
+    StepSizes,
+    Travel,
+    changed_share,
+    difference,
+    pays_below,
+    step_sizes,
+    whole,
+)
 from headrace.commands.plan.rates.shapes import shape_of
-from headrace.commands.plan.reasons import bias, bottleneck, recommendation
-from headrace.commands.plan.step_sizes import StepSizes, step_sizes
-from headrace.commands.plan.sweep import Option
+from headrace.commands.plan.sweep import Option, bias, bottleneck, recommendation
 from headrace.core.printing import echo
 from headrace.facts.texts import number, short_time
 from headrace.run.rehearsal.memory_needs import token_activations

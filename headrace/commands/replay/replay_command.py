@@ -6,8 +6,7 @@ import argparse
 import zipfile
 from pathlib import Path
 
-from headrace.commands.arguments import Commands, add_command, add_run, positive
-from headrace.commands.finding import run_directory
+from headrace.commands.arguments import Commands, add_command, add_run, positive, run_directory
 from headrace.core.errors import ConfigError
 
 

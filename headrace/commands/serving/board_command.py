@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.commands.arguments import Commands, add_command
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.settings.extras import install, is_installed
@@ -22,7 +23,8 @@ ENDING = 5.0
 """Seconds that the board of a run gets to end."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_board(commands: Commands) -> None:
+    parser = add_command(commands, "board", board, "a live page of all runs, in the browser")
     parser.add_argument(
         "directory", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_DIR", help="default: %(default)s"
     )

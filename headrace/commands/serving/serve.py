@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.commands.arguments import Commands, add_command
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.settings.extras import install, is_installed
@@ -18,7 +19,8 @@ SAMPLED_AT_ONCE = 8
 """Adapters that the engine holds at once where clients train them and --adapters says nothing."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_serve(commands: Commands) -> None:
+    parser = add_command(commands, "serve", serve, "the native engine behind HTTP, and new weights into it")
     parser.add_argument("model", metavar="MODEL", help="a directory, a known name, or a hub id")
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, which only this machine reaches")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")

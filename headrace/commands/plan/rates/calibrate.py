@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.algo.training_rows import algorithm_of
-from headrace.commands.plan.rates.fits import alike, line, newly_computed, rotated
+from headrace.commands.plan.rates.from_run import alike, line, newly_computed, rotated
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.core.batches import Batch, Failure, Group
 from headrace.core.errors import ConfigError
