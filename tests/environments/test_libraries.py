@@ -19,7 +19,7 @@ from headrace.episodes.environments.kinds import ENVIRONMENTS, LIBRARIES
 from headrace.episodes.environments.libraries.attempts import open_reasoning_gym
 from headrace.episodes.environments.libraries.games import Game, open_textarena
 from headrace.episodes.environments.libraries.gym import open_gym
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.episodes import Played
 from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.models.chat import ChatEncoder

@@ -22,7 +22,7 @@ from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.libraries.openenv import open_openenv
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.talk import AgentReply
 from headrace.episodes.episodes import Played
 from headrace.models.chat import ChatEncoder

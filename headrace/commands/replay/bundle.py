@@ -64,7 +64,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     """Versions by the name of the package."""
     machine: dict[str, str]
-    """The mark of the machine that did the step (`facts/machine_mark.py`); empty if it was not recorded."""
+    """The mark of the machine that did the step (`native/arithmetic.py`); empty if it was not recorded."""
     model: str
     """A known name, or a hub id with its commit; for a model that was a directory, the directory's own name."""
     local: bool

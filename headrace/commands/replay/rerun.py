@@ -164,7 +164,7 @@ def _by_settings(course: RerunPlan) -> Iterator[tuple[RunConfig, int]]:
 
 
 def machines_of(run_dir: Path) -> dict[int, Mapping[str, str]]:
-    """Returns the mark of the machine that did each step (`facts/machine_mark.py`); steps are counted from 1."""
+    """Returns the mark of the machine that did each step (`native/arithmetic.py`); steps are counted from 1."""
     machine: Mapping[str, str] = {}
     machines: dict[int, Mapping[str, str]] = {}
     for fact in read_metrics(run_dir):

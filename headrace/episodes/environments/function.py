@@ -30,7 +30,7 @@ from headrace.episodes.environments.workers.episode_frames import (
     RolloutDone,
     ToolAnswered,
 )
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.episodes.tasks.conversations import as_messages, with_files

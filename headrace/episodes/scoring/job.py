@@ -68,7 +68,7 @@ class ScoringJob(Struct, frozen=True):
     rivals: tuple[str, ...] = ()
     """The completion that each of `completions` is compared with, in a comparison (`scoring/parts.py`)."""
     segments: tuple[tuple[str, ...], ...] = ()
-    """The steps of each completion, if each of them gets a score (`scoring/segmenting.py`)."""
+    """The steps of each completion, if each of them gets a score (`scoring/extract.py`)."""
 
 
 @dataclass

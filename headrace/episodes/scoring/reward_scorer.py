@@ -18,11 +18,10 @@ from headrace.core.rewards import usable
 from headrace.core.types import Episode, Prompt, Scored
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.episodes.scoring.config import PUNISHMENT, OverlongConfig, RewardConfig
-from headrace.episodes.scoring.extract import Extractor
+from headrace.episodes.scoring.extract import Decode, Extractor, graded, returns_of
 from headrace.episodes.scoring.functions import FunctionPools, ThreadPool
 from headrace.episodes.scoring.job import LoadedReward
 from headrace.episodes.scoring.parts import PartCaller, RewardPart, ScoreLog, compared
-from headrace.episodes.scoring.segmenting import Decode, graded, returns_of
 from headrace.episodes.scoring.services.config import check_client
 from headrace.episodes.scoring.services.endpoint import HttpPoster, HttpService, Poster
 from headrace.episodes.scoring.services.judge import Judge

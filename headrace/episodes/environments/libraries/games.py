@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.libraries.options import Replies, near, not_installed
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import LibraryRollout
 from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent
 

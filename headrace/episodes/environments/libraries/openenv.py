@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.libraries.options import Replies, known_options, not_installed
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import LibraryRollout
 from headrace.episodes.environments.workers.talk import AgentReply, AsyncAgent
 

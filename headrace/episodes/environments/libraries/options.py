@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.settings.extras import install
 
 

@@ -20,8 +20,7 @@ from typing import Any, BinaryIO
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.workers.episode_frames import Beat, FromController, FunctionLoaded, pack, read_order
-from headrace.episodes.environments.workers.loading import load_player
-from headrace.episodes.environments.workers.player import Player, ToolLimits
+from headrace.episodes.environments.workers.player import Player, ToolLimits, load_player
 from headrace.episodes.environments.workers.step_driver import exports, exports_if_set, is_stepped
 from headrace.episodes.sandbox.sandbox_limits import SandboxSettings, check_if_imported, use_settings
 from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned

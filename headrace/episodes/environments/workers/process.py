@@ -31,7 +31,7 @@ from headrace.episodes.environments.workers.episode_frames import (
     decode_report,
     pack,
 )
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT
 from headrace.processes.asked_process import OWN_SITE, AskedProcess, Site, SiteLost
 from headrace.processes.frames import receive_frame

@@ -14,8 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.scoring.extract import Extract
-from headrace.episodes.scoring.segmenting import Form
+from headrace.episodes.scoring.extract import Extract, Form
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.settings.secrets import check_token, read_token
 from headrace.settings.strict import LONGEST_NAME, STRICT
