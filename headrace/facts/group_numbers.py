@@ -170,7 +170,7 @@ class Recent(Tally):
     window: int = WINDOW
     prompts: int = PROMPTS
     held: list[GroupEnded] = []
-    """These groups, the oldest first: a few dozen."""
+    """The groups that are remembered, the oldest first: a few dozen."""
 
     def add(self, group: GroupEnded) -> None:
         super().add(group)

@@ -494,14 +494,3 @@ class Costs(RunSums):
     @property
     def total(self) -> float:
         return sum(self.spent.values())
-
-
-def dollars(value: float) -> str:
-    """Formats dollars: `$1,240`, `$12.40`, `$0.0031`.
-
-    >>> dollars(1240.4), dollars(12.4), dollars(0.00312), dollars(0)
-    ('$1,240', '$12.40', '$0.0031', '$0')
-    """
-    if value >= 1000:
-        return f"${value:,.0f}"
-    return f"${value:.2f}" if value >= 0.1 else f"${value:.2g}"

@@ -13,8 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.printing import echo, printable_json
 from headrace.durable.atomic_files import replace_file
 from headrace.facts.records import METRICS
-from headrace.facts.run_totals import dollars
-from headrace.facts.texts import clip, duration, number, sparkline
+from headrace.facts.texts import clip, dollars, duration, number, sparkline
 from headrace.processes.health.live_status import judge, read_live
 from headrace.run.run_directory import held
 from headrace.views.board.followed_run import RunLine, RunList

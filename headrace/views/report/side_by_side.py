@@ -14,8 +14,7 @@ from typing import NamedTuple
 from headrace.facts import run_state
 from headrace.facts.kept_settings import CONTENTS, NOT_SET, settings_over
 from headrace.facts.records import StepRow
-from headrace.facts.run_totals import dollars
-from headrace.facts.texts import clip, duration, number, percent, reward_text
+from headrace.facts.texts import clip, dollars, duration, number, percent, reward_text
 from headrace.facts.verdicts import gain_of
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.page import THEME, document

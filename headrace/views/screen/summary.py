@@ -13,11 +13,11 @@ from headrace.facts import run_state
 from headrace.facts.group_numbers import DISCARDED
 from headrace.facts.health import health
 from headrace.facts.run_state import RunState
-from headrace.facts.run_totals import dollars
 from headrace.facts.texts import (
     bar,
     clip,
     counted,
+    dollars,
     duration,
     number,
     percent,

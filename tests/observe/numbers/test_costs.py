@@ -18,7 +18,7 @@ from headrace.facts.number_tables import scalars
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, StepRow, summarise
 from headrace.facts.run_state import RunState
-from headrace.facts.run_totals import dollars
+from headrace.facts.texts import dollars
 from headrace.run.config import load_config
 from headrace.views.board.followed_run import RunList
 from headrace.views.config import ObserveConfig

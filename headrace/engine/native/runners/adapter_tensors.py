@@ -21,7 +21,7 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Matrices:
-    """One module's, float32: a [E, r, in] and b [E, out, r] with the scale in it. A plain module is one of one expert."""
+    """The matrices of an adapter in one module, float32: a [E, r, in] and b [E, out, r] with the scale in it. A plain module is one of one expert."""
 
     a: torch.Tensor
     b: torch.Tensor
