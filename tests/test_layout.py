@@ -573,13 +573,11 @@ MAY_BE_SMALL = {
     "commands": "a command, or what it prints, is loaded when it is asked for",
     "engine.servers.server_guard": "a program of its own",
     "episodes.environments.agents.agent_reaper": "a program of its own",
-    "episodes.scoring.workers": "runs in the processes of rewards",
     "run.worker": "torch is loaded in a worker only",
     "testing": "a fake, for tests",
     "views.build": "opens the views that the settings name",
     "views.screen": "one part of the screen each",
     "views.sinks": "a sink is its file, and loads its library",
-    "weight_sync.device_memory": "the only part that knows CUDA's handles",
     "weight_sync.in_vllm": "runs in vLLM's processes",
 }
 """Modules, or folders of such, below `SMALL` lines that fewer than two others import, and why they are files."""

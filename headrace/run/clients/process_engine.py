@@ -198,7 +198,7 @@ class ProcessEngine:
     async def close(self) -> None:
         await self._keeper.close()
 
-    # -- for the keeper (protocol `Ward`) -----------------------------------------------------------------------------------
+    # -- for the keeper (protocol `WorkerOwner`) -----------------------------------------------------------------------------------
 
     async def begin(self, worker: Worker) -> None:
         self.capabilities = await worker.call("start", self._start, Capabilities)

@@ -137,8 +137,6 @@ def load_rates(path: Path) -> Rates:
 BFLOAT16 = 2
 CHANGE = 0.6
 """Bytes of the difference between two values, compressed."""
-INDEX_AND_VALUE = 6
-"""Bytes of a change as other libraries send it: four of its place, two of its value."""
 COMPARES, APPLIES = 1.6e9, 7e9
 """Bytes of weights a second that one core compares and compresses, and that it brings forward (AMD EPYC Zen 5, docs/benchmarks.md)."""
 CHANGED = ((1e-6, 0.0064), (1e-5, 0.0208), (1e-4, 0.123))
