@@ -290,8 +290,8 @@ def algorithm_of(
     """
     found: dict[tuple[int, ...], dict[Demonstration, None]] = {}
     if algo.given_answers == "compared":
-        for one in answers:
-            found.setdefault(one.prompt, {})[replace(one, advantage=1.0)] = (
+        for answer in answers:
+            found.setdefault(answer.prompt, {})[replace(answer, advantage=1.0)] = (
                 None  # an answer that is given twice counts once
             )
     return Algorithm(algo, advantage_of(algo.recipe.advantage), longest, weights or {}, found)

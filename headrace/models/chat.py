@@ -327,7 +327,7 @@ class ChatEncoder:
         """Returns those characters that no token stands for but the unknown one: a model reads them all alike."""
         if (unknown := self.unknown) is None:
             return set()
-        return {one for one in characters if unknown in self._tokens(one, add_special_tokens=False)}
+        return {character for character in characters if unknown in self._tokens(character, add_special_tokens=False)}
 
     @cached_property
     def endings(self) -> Endings:

@@ -208,7 +208,7 @@ def course_lines(algo: AlgoConfig, steps: int, course: AnswerCourse, encoder: Ch
     of_rows = f"{course.rows_per_step} of them in each step: each comes {times:.3g} times"
     of_loss = f"{rule.kind}, whose share of the loss is {rule.weight:g}{ends} (algo.demonstrations)"
     if rule.kind == "compared":
-        of_rows = f"of {len({one.prompt for one in course.rows}):,} questions; each is trained in the steps that have rollouts of its question"
+        of_rows = f"of {len({row.prompt for row in course.rows}):,} questions; each is trained in the steps that have rollouts of its question"
         of_loss = f"compared with the rollouts of its question, with a reward of {rule.reward:g} (algo.demonstrations)"
     return [
         ("rows", f"{len(course.rows):,}, {of_rows}"),

@@ -136,11 +136,11 @@ def _led_to_by(path: Path, root: Path) -> set[Path]:
     for node in nodes if "site-packages" not in root.parts else ():
         match node:
             case ast.Import(names=names):
-                named |= {file for one in names for file in _files_of(root, one.name.split("."))}
+                named |= {file for alias in names for file in _files_of(root, alias.name.split("."))}
             case ast.ImportFrom(module=module, names=names, level=level):
                 base = path.parents[level - 1] if 0 < level <= len(path.parents) else root
                 parts = module.split(".") if module else []
-                named |= {file for one in names for file in _files_of(base, [*parts, one.name])}
+                named |= {file for alias in names for file in _files_of(base, [*parts, alias.name])}
     return named
 
 

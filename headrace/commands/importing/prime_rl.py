@@ -197,7 +197,7 @@ def _left_out(t: Translation) -> None:
         "groups without contrast are left out always, and prompts are drawn by difficulty as docs/curriculum.md says",
         ("orchestrator.buffer", "buffer."),
     )
-    filters = {str(one.get("type")) for one in t.tables("orchestrator.filters") if one.get("enforce", True)}
+    filters = {str(table.get("type")) for table in t.tables("orchestrator.filters") if table.get("enforce", True)}
     if others := sorted(filters - {"zero_advantage"}):
         t.also.append(f"prime-rl's filters ({', '.join(others)}) took rollouts out of training, and nothing does here")
     t.take("rollout.keep_routing", "trainer.enable_router_replay")
