@@ -116,7 +116,7 @@ class ChatEncoder:
             return ""
         known = f"it reads {', '.join(sorted(self.variables))}" if self.variables else "it reads none"
         return (
-            f"{unknown[0]} is no argument of the chat template of {self.directory}{nearest(unknown[0], self.variables)}; {known}. "
+            f"{unknown[0]} is not an argument of the chat template of {self.directory}{nearest(unknown[0], self.variables)}; {known}. "
             "Others would change nothing: remove it"
         )
 

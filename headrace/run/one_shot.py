@@ -72,7 +72,7 @@ def evaluate(
         raise ConfigError('there is no reward to measure: set reward.function = "path/to/file.py:name"')
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
-        raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
+        raise ConfigError(f"{count} held-out prompts were requested; there are {config.task.held_out} (task.held_out)")
     known = [one.name for one in config.eval.sets]
     if of and of not in known:
         raise ConfigError(

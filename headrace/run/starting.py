@@ -53,7 +53,7 @@ def transport_of(config: RunConfig, logs: Path) -> TransportKind:
     place = place if place.cert else config.weight_sync
     shared = config.engine.shared_dir
     if transport.writes_files and shared and not Path(shared).is_dir():
-        raise ConfigError(f"engine.shared_dir = {shared} is no directory here; make it, or leave it out")
+        raise ConfigError(f"engine.shared_dir = {shared} is not a directory here; make it, or leave it out")
     opening = Opening(
         form=config.weight_sync.form,
         host=reached_at(config.weight_sync, config.ends),

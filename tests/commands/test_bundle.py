@@ -301,9 +301,9 @@ def test_a_state_that_another_machine_made_anew_can_be_done_again(
         (["RUN", "--step", "2", "--to", "3", "--export", "x.zip"], "a bundle holds one step"),
         (["RUN", "--step", "2", "--include", "code"], "name its file with --export"),
         (["RUN", "--step", "2", "--export", "x.zip", "--include", "adapter"], "the run trained all weights"),
-        (["RUN", "--step", "2", "--trust"], "is no bundle"),
+        (["RUN", "--step", "2", "--trust"], "is not a bundle"),
         (["WHOLE", "--step", "2"], "is a bundle of one step"),
-        (["text.zip"], "is no bundle of headrace replay --export"),
+        (["text.zip"], "is not a bundle of headrace replay --export"),
         (["strange.zip"], "it holds ../outside"),
     ],
 )

@@ -189,7 +189,7 @@ def test_what_cannot_be_reached_is_refused(countdown: Countdown) -> None:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     for name, options, words in (
         ("", {}, "environment.name is missing"),
-        ("here", {}, "environment.name = here is no URL"),
+        ("here", {}, "environment.name = here is not a URL"),
         (nobody, {}, "no session could be opened there"),
         (countdown.url, {"observation": "promt"}, "has no field promt; there are: prompt, left"),
         (countdown.url, {"actin": "a"}, "did you mean action?"),

@@ -318,7 +318,7 @@ def test_nobody_listens():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"url": "service/score"}, "is no address"),
+        ({"url": "service/score"}, "is not an address"),
         ({"url": "http://me:secret@service"}, "token_file or token_env"),
         ({"token_file": "a", "token_env": "B"}, "keep one"),
         ({"timeout": 10.0, "deadline": 5.0}, "ends before one attempt"),

@@ -54,7 +54,7 @@ def _rollouts(t: Translation) -> None:
     t.put("rollout.group_size", group)
     if batch >= 1 and size >= 1:
         groups = max(1, int(batch // size))
-        rest = "" if groups * size == batch else f", of {batch} there, which are no whole groups"
+        rest = "" if groups * size == batch else f", of {batch} there, which are not whole groups"
         t.put("staleness.groups_per_step", groups, f"{groups * size} rollouts a step{rest}")
     else:
         t.to_do["staleness.groups_per_step"] = (

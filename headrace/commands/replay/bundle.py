@@ -148,7 +148,7 @@ def read_bundle(file: Path, folder: Path) -> Bundle:
         OSError,
         RuntimeError,
     ) as error:  # RuntimeError: encrypted
-        raise ConfigError(f"{file} is no bundle of headrace replay --export: {error}") from None
+        raise ConfigError(f"{file} is not a bundle of headrace replay --export: {error}") from None
     try:
         bundle = _decoder.decode(facts)
     except msgspec.MsgspecError as error:
@@ -169,7 +169,7 @@ def _members(file: Path, archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
         if member.filename != FACTS and not (
             len(parts) == 2 and parts[0] in (CODE, STATE) and parts[1] not in ("..", ".")
         ):
-            raise ConfigError(f"{file} is no bundle of headrace replay --export: it holds {member.filename}")
+            raise ConfigError(f"{file} is not a bundle of headrace replay --export: it holds {member.filename}")
     if sum(member.file_size for member in members) > LARGEST:
         raise ConfigError(f"{file} would unpack to more than {LARGEST >> 30} GiB, which is refused")
     return members

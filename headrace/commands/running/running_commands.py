@@ -59,7 +59,7 @@ def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:
     if at_once < 1:
         raise ConfigError(f"--at-once {at_once} plays nothing; choose 1 or more")
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]} is no program that can be run here; install it, or write its whole path")
+        raise ConfigError(f"{command[0]} is not a program that can be run here; install it, or write its whole path")
     import asyncio
 
     from headrace.episodes.environments.agents.outside_agents import OutsideAgents
@@ -108,7 +108,7 @@ def change_pool(run_dir: Path, change: str, member: str) -> int:
     if (change == "show") == bool(member):
         raise ConfigError(f"headrace pool RUN {change} takes {'no address' if member else 'the address of a server'}")
     if change == "add" and not re.fullmatch(r"https?://[^/\s?#@]+/?", member):
-        raise ConfigError(f"{member} is no address of a server; write it as http://HOST:PORT")
+        raise ConfigError(f"{member} is not the address of a server; write it as http://HOST:PORT")
     answer = ask(run_dir, PoolQuestion(change, member), ANSWERS)  # type: ignore[arg-type]
     console = Console(soft_wrap=True)
     for line in table(answer.members):

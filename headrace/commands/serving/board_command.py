@@ -43,7 +43,7 @@ def board(arguments: argparse.Namespace) -> int:
     directory: Path = arguments.directory
     if not directory.is_dir():
         raise ConfigError(
-            f"{directory} is no directory: name the one that holds your runs, such as runs/ (headrace train makes it)"
+            f"{directory} is not a directory: name the one that holds your runs, such as runs/ (headrace train makes it)"
         )
     token = read_token(arguments.token_file, "--token-file") if arguments.token_file else ""
     check_address(arguments.host, arguments.port, token, "read the prompts and completions of all runs")

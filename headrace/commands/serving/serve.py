@@ -57,7 +57,7 @@ def serve(arguments: argparse.Namespace) -> int:
     tree = parse_sets(arguments.set)
     if strange := sorted(set(tree) - {"engine", *(["train"] if arguments.train else [])}):
         raise ConfigError(
-            f"--set {strange[0]}... is no setting of the server; those of the engine are: --set engine.kv_gib=4"
+            f"--set {strange[0]}... is not a setting of the server; those of the engine are: --set engine.kv_gib=4"
         )
     adapters = arguments.adapters or (SAMPLED_AT_ONCE if arguments.train else 0)
     engine = build(EngineConfig, merge({"max_adapters": adapters}, tree.get("engine", {})))

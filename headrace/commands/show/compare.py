@@ -55,7 +55,7 @@ def list_runs(directory: Path, as_json: bool = False, console: Console | None = 
     console = console or Console()
     if not directory.is_dir():
         raise ConfigError(
-            f"{directory} is no directory; runs are kept in runs/ unless out says otherwise (headrace train makes it)"
+            f"{directory} is not a directory; runs are kept in runs/ unless out says otherwise (headrace train makes it)"
         )
     lines = RunList(directory, held).lines()
     if as_json:

@@ -96,7 +96,7 @@ def _pairs(spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight", name)
         if match is None:
             raise ValueError(
-                f"the adapter {spec.name} holds {name}, which is no LoRA matrix; publish those that peft names "
+                f"the adapter {spec.name} holds {name}, which is not a LoRA matrix; publish those that peft names "
                 f"{PREFIX}<module>.lora_A.weight and lora_B.weight, and nothing else"
             )
         names.append(match[1])

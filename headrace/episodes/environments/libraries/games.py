@@ -166,7 +166,7 @@ def _made_by(settings: LibrarySettings) -> tuple[Callable[[], Any], int, float |
         raise not_installed(KIND, "textarena", "textarena") from None
     if settings.name not in ENV_REGISTRY:
         what = (
-            f"environment.name = {settings.name} is no game of textarena"
+            f"environment.name = {settings.name} is not a game of textarena"
             if settings.name
             else "environment.name is missing"
         )

@@ -157,7 +157,7 @@ def _registered(name: str) -> Callable[..., Any]:
         raise not_installed(KIND, "gym", "skyrl-gym") from None
     if name not in skyrl_gym.registry:
         raise ConfigError(
-            f"environment.name = {name} is no environment of skyrl-gym{near(name, skyrl_gym.registry)}; name one that is not "
+            f"environment.name = {name} is not an environment of skyrl-gym{near(name, skyrl_gym.registry)}; name one that is not "
             "registered by path/to/file.py:Class or package.module:Class"
         )
 

@@ -196,11 +196,11 @@ async def _try(address: str, field: str) -> None:
 
 
 def socket_address(url: str) -> str:
-    """Returns the address of the sessions, such as ws://127.0.0.1:8000/ws. Raises ConfigError for what is no URL of a server."""
+    """Returns the address of the sessions, such as ws://127.0.0.1:8000/ws. Raises ConfigError for what is not a URL of a server."""
     parts = urlsplit(url)
     scheme = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}.get(parts.scheme)
     if scheme is None or not parts.hostname:
-        what = f"environment.name = {url} is no URL" if url else "environment.name is missing"
+        what = f"environment.name = {url} is not a URL" if url else "environment.name is missing"
         raise ConfigError(
             f'{what}; environment.kind = "{KIND}" needs the one of a server, such as http://127.0.0.1:8000'
         )

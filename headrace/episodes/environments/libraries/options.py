@@ -20,7 +20,7 @@ def known_options(settings: LibrarySettings, kind: str, defaults: dict[str, Any]
     for name, value in settings.options.items():
         if name not in defaults:
             raise ConfigError(
-                f'environment.options.{name} is no option of environment.kind = "{kind}"{near(name, defaults)}'
+                f'environment.options.{name} is not an option of environment.kind = "{kind}"{near(name, defaults)}'
             )
         wanted = (int, float) if isinstance(defaults[name], float) else type(defaults[name])
         if not isinstance(value, wanted) or isinstance(value, bool):

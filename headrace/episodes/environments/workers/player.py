@@ -218,7 +218,7 @@ def arguments(function: Callable[..., Any], offered: Mapping[str, Any], *, agent
         name for name in missing if name in {parameter.name for parameter in parameters if _named(parameter)}
     ]:
         raise TypeError(
-            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}"
+            f"it needs {', '.join(missing)}, which is not a column of the task; there are: {', '.join(offered)}"
         )
     return given
 

@@ -51,7 +51,7 @@ class EndpointConfig:
     def _is_http(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f'url = "{url}" is no address; write http://host:port/path or https://host/path')
+            raise ValueError(f'url = "{url}" is not an address; write http://host:port/path or https://host/path')
         if parts.username or parts.password:
             raise ValueError(
                 "url holds a name or a password, which would stand in journals; use token_file or token_env"
