@@ -347,7 +347,7 @@ def _answer(step: int, rewards: Sequence[float], text: str) -> str:
 
 
 def marked(then: str, now: str) -> tuple[str, str]:
-    """Returns two texts as HTML, in which words are marked that the other one has not; unmarked where they have little in common. What lies
+    """Returns two texts as HTML, in which words are marked that the other one lacks; unmarked where they have little in common. What lies
     between their common begin and their common end is marked as a whole where words repeat so often that comparing them would take seconds."""
     old, new = WORDS.findall(then), WORDS.findall(now)
     begin = _common(old, new)
