@@ -568,7 +568,6 @@ IMPORTS_MORE = {
 MAY_BE_SMALL = {
     "engine.native.runners.fp8_kernels": "imports triton, which is not everywhere",
     "__main__": "Python opens it by this name",
-    "algo.caveats": "refuses nothing, unlike the settings' own rules",
     "algo.policy": "a loss is its file",
     "commands": "a command, or what it prints, is loaded when it is asked for",
     "engine.servers.server_guard": "a program of its own",

@@ -3,7 +3,6 @@
 recipe_parts.py    the parts of an algorithm, and the settings that replace their values
 recipes.py         the table of algorithms
 config.py          the settings that replace a recipe's values
-caveats.py         warnings about settings that work
 earlier.py         settings of older runs
 policy/            the policy losses, each a value
 rules.py           the rules by which a correction takes tokens out, each a value
