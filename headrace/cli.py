@@ -34,8 +34,7 @@ from headrace.commands.publishing.export_command import add_export
 from headrace.commands.replay.replay_command import add_replay
 from headrace.commands.running import running_commands
 from headrace.commands.running.demo_command import add_demo, add_recipes
-from headrace.commands.serving.board_command import add_board
-from headrace.commands.serving.serve import add_serve
+from headrace.commands.serving.serving_commands import add_board, add_serve
 from headrace.commands.show import show_commands
 from headrace.commands.show.show_commands import add_preflight
 from headrace.commands.training import train_command

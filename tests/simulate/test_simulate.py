@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
-from headrace.commands.plan.measure import planned_world, predict
+from headrace.commands.plan.measure import Scenario, planned_world, predict
 from headrace.commands.plan.parts.engine import Shared, SimulatedEngine
 from headrace.commands.plan.parts.pool import Replicas
 from headrace.commands.plan.rates import from_run
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates
-from headrace.commands.plan.scenario import Scenario
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.reports import EngineStats
 from headrace.core.steps import StepOutput, Transcript, write_down

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from headrace.commands.plan.alternation import Alternation, Lending, alternating, lending
+from headrace.commands.plan.measure import Scenario
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.hardware import NETWORK, Gpu
 from headrace.commands.plan.rates.own_runs import how_far, known, with_own_runs
 from headrace.commands.plan.rates.rates import Rates, Travel, load_rates, save_rates, travel_of
 from headrace.commands.plan.rates.shapes import Architecture, shape_of
-from headrace.commands.plan.scenario import Scenario
 from headrace.commands.plan.sweep import BUSY, Option, Split, recommended, sweep, try_out
 from headrace.core.errors import ConfigError
 from headrace.engine.native.served_how import served_how

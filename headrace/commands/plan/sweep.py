@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace.commands.plan.measure import Prediction, margins, predict
-from headrace.commands.plan.scenario import Scenario
+from headrace.commands.plan.measure import Prediction, Scenario, margins, predict
 from headrace.loop.staleness import StalenessConfig
 
 LAGS = (0, 1, 2, 4)

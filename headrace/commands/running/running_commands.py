@@ -159,7 +159,7 @@ def add_worker(commands: Commands) -> None:
 
 def worker(arguments: argparse.Namespace) -> int:
     """Becomes the worker: the process keeps its id, unless it is to offer itself again. Raises ConfigError."""
-    from headrace.processes.health import orphans
+    from headrace.processes.health import family
     from headrace.processes.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN, USER_CODE
     from headrace.processes.launch.local import PROGRAM, environment
 
@@ -180,7 +180,7 @@ def worker(arguments: argparse.Namespace) -> int:
     words = [sys.executable, "-m", PROGRAM, arguments.offers, "--join", arguments.connect]
     if not arguments.again:
         os.execve(sys.executable, words, environment(()) | given)
-    return _again_and_again(words, environment(()) | orphans.of_this_process() | given)
+    return _again_and_again(words, environment(()) | family.parent_variables() | given)
 
 
 def _again_and_again(words: list[str], variables: dict[str, str]) -> int:

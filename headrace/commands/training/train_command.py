@@ -19,7 +19,7 @@ from headrace.commands.arguments import (
     positive,
     run_directory,
 )
-from headrace.commands.serving import board_command as boarding
+from headrace.commands.serving import serving_commands as boarding
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 

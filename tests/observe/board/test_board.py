@@ -17,7 +17,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace import cli
-from headrace.commands.serving.board_command import beside
+from headrace.commands.serving.serving_commands import beside
 from headrace.core.batches import Group
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.durable.journal import KINDS, JournalReader, ReadyRecord, read_journal, read_only
