@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.function import open_function
-from headrace.episodes.environments.workers import process as processes
+from headrace.episodes.environments.workers import environment_pool as processes
 from headrace.episodes.environments.workers import tools
 from headrace.episodes.episodes import Played, roll_out
 from headrace.models.chat import ChatEncoder

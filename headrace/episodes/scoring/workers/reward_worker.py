@@ -21,7 +21,7 @@ from headrace.episodes.sandbox.sandbox_limits import SandboxSettings, check_if_i
 from headrace.episodes.scoring.builtin import load_reasoning_gym, load_unit_tests
 from headrace.episodes.scoring.job import LoadedReward, call, call_async, is_async, signature_problem
 from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack, read_call
-from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
+from headrace.processes.health.family import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.processes.health.stacks import answer_signals
 from headrace.processes.health.user_prints import LOG
 from headrace.processes.obeying import FrameSender, obey_until_end, run_to_end, take_pipes
