@@ -59,7 +59,7 @@ class Recipe:
     credit: Credit = "rollout"
     gamma: float = 1.0
     shown: Literal["", "more", "sibling"] = ""
-    """The thing that its teacher is shown beside the policy's prompt (`episodes/scoring/teacher/text_teacher.py`)."""
+    """The thing that its teacher is shown beside the policy's prompt (`episodes/scoring/teacher/own_prompt.py`)."""
     about: str = field(default="", compare=False)
     """The special feature of the recipe, for docs/algorithms.md."""
     papers: tuple[str, ...] = field(default=(), compare=False)

@@ -308,7 +308,7 @@ def test_what_cannot_be_read_as_text_is_a_failure():
     several = Episode((*TREE.turns[:2],))
     empty, turns = run(scorer, PROMPT, [single(5, text="", stop="length"), several])
     assert empty == Failure("teacher_refused", "critic: the completion has no text to score")
-    assert turns.reason == "teacher_refused" and "no conversation of messages" in turns.detail
+    assert turns.reason == "teacher_refused" and "not a conversation of messages" in turns.detail
     (inner,) = run(TextScorer(FakeScorer(failure_rate=1.0), [text_teacher(engine())], waits()), PROMPT, [single(1)])
     assert inner.reason == "reward_raised"
     broken = engine()
