@@ -18,7 +18,7 @@ TARGET = Path(__file__).with_name("algorithms.md")
 
 
 def recipes() -> Iterator[str]:
-    yield "| `algo.name` | advantage | loss | aggregation | what is special | paper; what it is tested against, if not that |\n|---|---|---|---|---|---|"
+    yield "| `algo.name` | advantage | loss | aggregation | what is special | source |\n|---|---|---|---|---|---|"
     usual = RECIPES[AlgoConfig().name]
     for name, recipe in RECIPES.items():
         cells = (
@@ -32,10 +32,8 @@ def recipes() -> Iterator[str]:
 
 
 def _sources(name: str, recipe: Recipe) -> str:
-    """Returns the recipe's papers, and what its tests compute a second time if that is not the paper as it stands."""
-    other = "" if REFERENCES[name] in ("paper", "papers") else REFERENCES[name]
-    papers = [_paper(one) for one in recipe.papers if not other.startswith(one)]
-    return "; ".join(part for part in (", ".join(papers), other) if part)
+    """Returns the recipe's papers, or the code that is its source if it has none."""
+    return ", ".join(_paper(one) for one in recipe.papers) or re.sub(r", `[^`]*`", "", REFERENCES[name])
 
 
 def losses() -> Iterator[str]:
@@ -43,6 +41,8 @@ def losses() -> Iterator[str]:
     for name, loss in LOSSES.items():
         constants = ", ".join(f"{one} {value:g}" for one, value in loss().constants().items())
         text = " ".join((inspect.getdoc(loss) or "").split()).replace("|", "\\|")
+        for paper in RECIPES[name].papers if name in RECIPES else ():
+            text = text.replace(f", arXiv {paper}", "")  # the recipe's row links to it
         yield f"| `{name}` | {text} | {constants} |"
 
 

@@ -51,16 +51,28 @@ def _table(entry: Entry, results: list[Result]) -> Iterator[str]:
         for result in results
     ]
     heads = ["figure", f"predicted: {'; '.join(key.upper() for key in PREDICTED)}", *cards, "by"]
-    yield f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
     written_out: dict[str, str] = {}
-    for line in entry.lines:
+    unasked = [
+        line for line in entry.lines if line.unit == "check" and not any(one.figure(line.name) for one in results)
+    ]
+    if shown := [line for line in entry.lines if line not in unasked]:
+        yield f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
+    for line in shown:
         found = [_cell(line, result) for result in results]
         formula = _formula(line.formula, written_out)
         yield f"| {' | '.join([line.name, _predicted(line), *found, formula])} |"
         written_out.setdefault(line.formula, line.name)
     for result in results:
-        if result.ended != "finished":
+        if result.ended not in ("finished", BASIS):
             yield f"\n{chip_of(result.card).upper() or result.card}: {result.ended}."
+    if unasked:
+        yield f"\nRight or wrong, on no card yet: {'; '.join(_checks(unasked))}."
+
+
+def _checks(lines: list[Line]) -> Iterator[str]:
+    """Names of checks, with what is to be seen once for all that share it."""
+    for formula in dict.fromkeys(line.formula for line in lines):
+        yield f"{', '.join(f'*{line.name}*' for line in lines if line.formula == formula)} ({formula})"
 
 
 def _formula(formula: str, written_out: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ from headrace.compat.trl.trl_settings import FIELDS, Fate, TrlField
 
 TARGET = Path(__file__).with_name("from_trl.md")
 HEADS: dict[Fate, str] = {
-    "honoured": "| honoured | TRL's default | here |",
+    "honoured": "| honoured | here |",
     "no meaning": "| without a meaning here, because | arguments |",
     "refused": "| refused, unless it has its default | TRL's default | because |",
 }
@@ -19,7 +19,13 @@ HEADS: dict[Fate, str] = {
 def tables() -> Iterator[str]:
     for fate, head in HEADS.items():
         yield f"{head}\n{'|---' * (head.count('|') - 1)}|"
-        yield from _by_reason(FIELDS) if fate == "no meaning" else _by_name(FIELDS, fate)
+        match fate:
+            case "honoured":
+                yield from (f"| `{name}` | {_cell(one.words)} |" for name, one in FIELDS.items() if one.fate == fate)
+            case "no meaning":
+                yield from _by_reason(FIELDS)
+            case "refused":
+                yield from _by_name(FIELDS, fate)
         yield ""
 
 

@@ -60,8 +60,7 @@ class AlgoConfig:
     """How the losses of the step's tokens become one number."""
     denominator: Denominator = "all"
     """Whether tokens that a rule takes out (correction, `veto`, `kpop`, `opsm`, `lag`, `select`) count in the
-    denominator. `all`: yes, so a step of which half was rejected is half as large. `kept`: as if they had not been
-    sampled."""
+    denominator. `all`: yes. `kept`: as if they had not been sampled."""
     old: Old | None = None
     """The log-probs that ratios are taken against: the `sampler`'s; the `trainer`'s own before the update (in a step's
     first update the current ones, at no cost); `loglinear`: between both, by the lag."""
@@ -80,7 +79,7 @@ class AlgoConfig:
     """The number of tokens that `token_sum` divides by; 0: the longest completion (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
     """The share of its group's mean reward, if above 0, that a rollout of full length (rollout.max_tokens ×
-    environment.max_turns) loses; shorter ones lose in proportion to their sampled tokens."""
+    environment.max_turns) loses; shorter ones in proportion."""
     credit: Credit | None = None
     """The tokens that share an advantage, compared with their like in the group's other rollouts. rollout: all. turn:
     those of a turn, by its rewards and all later ones. agent: those of an agent, by the rewards of its turns and the

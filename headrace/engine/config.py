@@ -30,8 +30,8 @@ class EngineConfig:
     token_file: str = ""
     """File with the token of a running server."""
     patience: float = Field(default=60.0, gt=0)
-    """Seconds that a server (of a fleet: every member) may be unreachable before the run stops, or replaces one that it
-    started. Requests continue from their prefixes."""
+    """Seconds that a server (of a fleet: every member) may be unreachable before the run stops, or replaces one that
+    it started."""
     shared_dir: str = ""
     """Directory, seen by trainer and server, through which weights travel. Empty: one below the run's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -40,10 +40,9 @@ class EngineConfig:
     """Dtype of the served weights and the KV cache. auto: the one measured to be faster here (`headrace doctor` prints
     it)."""
     weights: Literal["published", "int8", "fp8"] = "published"
-    """published: in `dtype`. int8: linear layers in eight bits, through the C++ kernels: decoding few sequences is
-    nearly twice as fast, from another policy, whose distance is measured at every version (`watch.mismatch`;
-    docs/quantised.md). fp8: on GPUs from compute capability 8.9 on, with activations in eight bits too; never run on a
-    GPU."""
+    """published: in `dtype`. int8: linear layers in eight bits, through the C++ kernels; the distance from the
+    trained policy is measured at every version (`watch.mismatch`; docs/quantised.md). fp8: on GPUs from compute
+    capability 8.9 on, with activations in eight bits too; never run on a GPU."""
     kv_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """The KV cache's largest size in GiB; a CPU's pages are taken at first use. auto: 2 on a CPU; on a GPU what is free
     beside the weights, and a trainer on it (docs/auto.md)."""
@@ -60,7 +59,7 @@ class EngineConfig:
     SGLang always do."""
     exact: bool = False
     """Tokens and log-probs of a request do not depend on the rest of the batch, nor on interruptions under the same
-    weights, to the bit. Slower, except through the kernels, which are always exact."""
+    weights, to the bit. Slower, except in the kernels, which always are."""
     max_adapters: int = Field(default=0, ge=0)
     """LoRA adapters that can be loaded at once."""
     routing: bool = False
@@ -75,13 +74,13 @@ class EngineConfig:
     """Engines that serve as one (docs/engines.md, fleets): native ones, or servers that the run starts. They share
     `cores`, `threads` and `gpus`; each has a KV cache of `kv_gib`."""
     member_patience: float = Field(default=30.0, gt=0)
-    """Seconds that a fleet's member may not answer, or be later than the first with new weights. Then it leaves until
-    it has caught up, and its requests go on elsewhere."""
+    """Seconds that a fleet's member may be silent, or late with new weights. Then it leaves until it has caught up,
+    and its requests go on elsewhere."""
     max_deaths: int = Field(default=3, gt=0)
     """Processes of an engine that may die in a row, within an hour's work, before the run stops or its fleet gives it
     up."""
     ticket_deaths: int = Field(default=3, gt=0)
-    """Engine processes, or rollout hosts on a bus, that may die while they work on one ticket before its rollouts fail
+    """Engine processes, or rollout hosts on a bus, that may die at one ticket before its rollouts fail
     (`engine_died`); these deaths do not count for `max_deaths` (docs/cluster.md)."""
     path: Literal["auto", "kernels", "fused", "hf", "cache"] = "auto"
     """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's forward over our blocks of

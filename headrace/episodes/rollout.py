@@ -23,11 +23,10 @@ from headrace.settings.strict import STRICT
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ForksConfig:
     alternatives: int = Field(default=0, ge=0)
-    """Times that each rollout is played again from one of its turns, to compare what follows it (docs/environments.md).
-    Needs several turns and an exported state. 0: none."""
+    """Times that each rollout is played again from one of its turns (docs/environments.md). Needs several turns and
+    an exported state."""
     turn: Literal["first", "last", "random", "entropy"] = "random"
-    """The turn at which a rollout branches: its first, its last, any, or the one whose tokens were the least probable
-    on average."""
+    """The turn at which a rollout branches; entropy: the one whose tokens were the least probable on average."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -86,13 +85,13 @@ class RolloutConfig:
     constraint: ConstraintConfig = Field(default_factory=ConstraintConfig)
     """The language that completions are held to while they are sampled."""
     keep_mask: bool = True
-    """Record the tokens that the constraint, top_p, top_k and min_p left, and train the distribution that was sampled.
-    false, for comparison only: the trainer uses the whole vocabulary, which is wrong."""
+    """Record the tokens that the constraint, top_p, top_k and min_p left, and train the distribution that was
+    sampled. false: the trainer uses the whole vocabulary, which is wrong; for comparison only."""
     keep_routing: bool = False
     """Mixtures of experts: record the experts of every token, and route it to the same ones in the trainer."""
     forks: ForksConfig = Field(default_factory=ForksConfig)
     patience: int = Field(default=200, gt=0)
-    """Groups in a row with nothing to learn from, after which the run stops and says why. Failed groups count elsewhere
+    """Groups in a row with nothing to learn from, after which the run stops. Failed groups do not count
     (`watch.failed_pause`)."""
 
     @field_validator("stop")

@@ -25,17 +25,16 @@ class CurriculumConfig:
     back: several epochs, or a family with few problems."""
 
     kind: Literal["uniform", "pools", "contrast"] = "uniform"
-    """uniform: the task's order. pools: that order, but a prompt whose last group had no contrast rests, solved ones
-    for `rest` draws, hopeless ones for `wait`, each time twice as long. contrast: the first prompt whose group is
-    expected to have contrast with a probability of `least_chance` (docs/curriculum.md)."""
+    """uniform: the task's order. pools: that order, but a prompt whose last group had no contrast rests. contrast:
+    the first prompt whose group is expected to have contrast with a probability of `least_chance`
+    (docs/curriculum.md)."""
     candidates: int = Field(default=_OF_CHOICE["candidates"], gt=1)
-    """pools, contrast: the most prompts that a draw looks at; if none will do, the best is drawn. No known prompt is
-    drawn more than this many times as often as the task yields it."""
+    """pools, contrast: the most prompts that a draw looks at before it takes the best. No known prompt is drawn more
+    than this many times as often as the task yields it."""
     half_life: int = Field(default=_OF_CONTRAST["half_life"], gt=0)
     """contrast: draws after which an observed group counts half, because the policy has changed."""
     least_chance: float = Field(default=_OF_CONTRAST["least_chance"], gt=0, lt=1)
-    """contrast: the probability of contrast that a drawn prompt's group must have. More: fewer groups without contrast,
-    and fewer nearly solved prompts."""
+    """contrast: the probability of contrast that a drawn prompt's group must have."""
     largest_group: int = Field(default=_OF_CONTRAST["largest_group"], ge=0)
     """contrast: the most rollouts of a group. A group has `rollout.group_size` of them times 1, 2, 4, ...: the fewest
     that reach `least_chance`. 0: all groups have the same size."""
@@ -44,7 +43,7 @@ class CurriculumConfig:
     wait: int = Field(default=_OF_POOLS["wait"], gt=0)
     """pools: draws for which it rests after its first hopeless or failed group."""
     remembered: int = Field(default=_OF_CHOICE["remembered"], gt=0)
-    """pools, contrast: prompts remembered; beyond it, the one not drawn for longest is forgotten."""
+    """pools, contrast: prompts remembered, the latest drawn."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> CurriculumConfig:

@@ -31,12 +31,9 @@ FIRST = 64
 @dataclass(frozen=True, config=STRICT)
 class PartialConfig:
     mode: Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"] = "inflight"
-    """How new weights enter (docs/interrupts.md). inflight: between two forward passes; requests continue
-    (`engine.swap` decides about their KV cache). stream: in `parts`, with forward passes in between, whose tokens are
-    marked as mixed. abort_resume: requests end, and continue from their tokens after the swap. save_resume: as
-    abort_resume, but they continue after new rollouts, when there is room. drain: no new request starts until the
-    running ones end. barrier: no new group starts until those in flight are scored. cancel_group: groups that began
-    under older weights end (dropped, reason `interrupted`)."""
+    """How new weights enter (docs/interrupts.md). inflight: between two forward passes, while requests continue;
+    stream: in `parts`; abort_resume, save_resume: requests end, and continue from their tokens; drain, barrier:
+    running requests, or groups, end first; cancel_group: older groups are dropped."""
     parts: int = Field(default=4, gt=1)
     """stream: the number of parts."""
 

@@ -67,12 +67,10 @@ class StalenessConfig:
     """W: 1 trains groups strictly in the order of admission. With more, fast groups may pass slow ones, at the cost of
     W - 1 slots."""
     order: Literal["stalest", "finished"] = "stalest"
-    """The finished group taken first: stalest: the one admitted first, with the oldest tokens; finished: the one that
-    finished first."""
+    """The finished group taken first: stalest: the one admitted first; finished: the one that finished first."""
     overdue: Literal["wait", "trim", "drop", "cancel"] = "wait"
-    """wait: generation is paced so that nothing is ever too old. trim: tokens that are too old stay as context, and
-    leave the loss and its denominator. drop: a group with one is not trained. cancel: as drop, and such groups are
-    ended while they are generated."""
+    """wait: generation is paced so that nothing is ever too old. The others discard (docs/staleness.md): trim old
+    tokens, drop groups with one, or cancel such groups while they are generated."""
     in_flight: int = Field(default=0, ge=0)
     """trim, drop, cancel: groups generated and scored at once. 0: (max_lag + 1) P."""
     stored: int = Field(default=0, ge=0)

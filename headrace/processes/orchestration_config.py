@@ -51,12 +51,12 @@ class OrchestrationConfig:
     token_file: str = ""
     """File, readable by its owner only, with the token of workers that join. Ray: a run makes its own."""
     cert: str = ""
-    """Certificate file (PEM), which switches TLS on; workers that join check it with `--ca`."""
+    """Certificate file (PEM), for TLS; workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
     placement: Literal["apart", "shared"] = "apart"
-    """apart: engine and trainer work at the same time, each on its own devices, or on all cores of a CPU. shared: they
-    take turns on the same devices, and the waiting one gives its memory back (docs/turns.md)."""
+    """apart: engine and trainer work at the same time, each on its own devices, or on all cores of a CPU. shared:
+    they take turns on the same devices (docs/turns.md)."""
     kv: Literal["host", "drop"] = "host"
     """placement = "shared": the KV cache of running requests while the trainer works. host: copied to the host's memory
     and back; drop: freed, and computed again (always so with vLLM)."""
@@ -64,12 +64,12 @@ class OrchestrationConfig:
     """A second engine generates on the trainer's devices while it waits, and gives way when a batch is ready
     (docs/turns.md)."""
     give_way: float = Field(default=30.0, gt=0)
-    """Seconds in which that engine must return the devices before it is killed; the next loan starts a new one."""
+    """Seconds in which that engine must return the devices before it is killed."""
     reconnect: float = Field(default=5.0, ge=0)
     """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: none."""
     grace: float = Field(default=25.0, gt=0)
-    """Seconds after SIGTERM for a last checkpoint; then the run leaves without one. Keep it below the system's limit:
-    Kubernetes and Slurm (`KillWait`) kill after 30 s, systemd after 90 s."""
+    """Seconds after SIGTERM for a last checkpoint. Keep it below the system's limit: Kubernetes and Slurm
+    (`KillWait`) kill after 30 s, systemd after 90 s."""
     bus: str = ""
     """The bus over which rollout hosts (`headrace rollouts`) get tickets and return groups, instead of an engine of the
     run's own (docs/bus.md): redis://HOST:PORT (rediss:// with TLS; `token_file` holds the password), or

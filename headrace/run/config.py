@@ -83,7 +83,7 @@ class RunConfig:
     name: str = "run"
     """The run's directory is `out/name`. Without a name, the config file's own name is used."""
     seed: int = Field(default=0, ge=0)
-    """Seeds everything random. Each random stream has a name, so that the streams are independent."""
+    """Seeds everything random."""
     out: str = "runs"
     """The folder of all runs, relative to the working directory."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)

@@ -18,11 +18,10 @@ class CheckpointConfig:
     keep: int = Field(default=2, gt=0)
     """Newest checkpoints that are kept."""
     patience: float = Field(default=300.0, ge=0)
-    """Seconds for which a run that has done its steps retries its last checkpoint if writing fails, before it ends with
-    an error. 0: one attempt."""
+    """Seconds for which the last checkpoint is retried if writing fails, before the run ends with an error. 0: one
+    attempt."""
     flush_journal: bool = True
-    """Flush the journal to the disk after every step: a loss of power costs at most one step. A killed process loses
-    nothing either way."""
+    """Flush the journal to the disk after every step: a loss of power costs at most one step."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -38,8 +37,8 @@ class EvalSetConfig:
     every: int = Field(default=0, ge=0)
     """Optimizer steps between measurements during training, a multiple of `eval.every`; 0: whenever the held-out prompts are measured."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """Settings of [task] for this set, on top of the run's, or, with another `kind`, instead of them. All rows of its
-    own `path` may be measured; without a path it has the run's held-out prompts, say with another temperature."""
+    """Settings of [task] for this set, on top of the run's, or, with another `kind`, instead of them. Without a
+    `path` it has the run's held-out prompts."""
     environment: dict[str, Any] = Field(default_factory=dict)
     """Replaces the run's [environment]."""
     reward: dict[str, Any] = Field(default_factory=dict)
@@ -71,8 +70,8 @@ class EvalConfig:
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations during training; 0: only before and after. Training goes on meanwhile, so that long answers of one may
-    be finished by later weights."""
+    """Optimizer steps between evaluations during training; 0: only before and after. Training goes on meanwhile, so
+    long answers may be finished by later weights."""
     name: str = ""
     """The held-out prompts' name beside other sets; empty: "held out"."""
     sets: tuple[EvalSetConfig, ...] = ()
@@ -150,14 +149,13 @@ class WatchConfig:
     outages: int = Field(default=64, gt=0)
     """Pause after this many groups in a row without a rollout because of engine or network."""
     identity_every: int = Field(default=10, ge=0)
-    """Versions between two policy-identity probes (C3); 0: none. The fingerprint is checked at every version; of a vLLM
-    server, which has none, checksums at probed ones."""
+    """Versions between two policy-identity probes (C3); 0: none."""
     mismatch: float = Field(default=0.05, gt=0)
     """engine.weights = "int8" or "fp8": the largest mean |difference| in nats between the log-probs of the served
     and the trained policy, on sampled tokens. Measured at every version; above it the run ends (docs/quantised.md)."""
     trial: bool = True
-    """Publish once, before the first version, weights of which every trained value is changed by some percent, which
-    finds an engine that keeps old values of some parameter. Costs one publish; needs `identity_every` above 0."""
+    """Publish once, before the first version, weights of which every trained value is changed by some percent: finds
+    an engine that keeps old values (docs/weight_sync.md). Needs `identity_every` above 0."""
 
     @model_validator(mode="after")
     def _warn_before_stop(self) -> WatchConfig:

@@ -26,8 +26,8 @@ class TrainConfig:
     steps: int = Field(default=100, gt=0)
     """Optimizer steps; with `minutes`, the most there can be."""
     minutes: float = Field(default=0.0, ge=0)
-    """Minutes from the start of the processes to the last checkpoint; `steps`, `staleness.groups_per_step` and
-    `eval.prompts` are then upper limits (docs/auto.md). 0: no limit."""
+    """Minutes to the last checkpoint; `steps`, `staleness.groups_per_step` and `eval.prompts` are then upper limits
+    (docs/auto.md). 0: no limit."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """The peak learning rate. For all weights: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -39,37 +39,36 @@ class TrainConfig:
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's decay of the mean gradient."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's decay of the mean squared gradient: below its usual 0.999, because runs are short and gradients change
-    with the policy."""
+    """AdamW's decay of the mean squared gradient: below its usual 0.999, because runs are short."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """An update's gradient is scaled down to this norm."""
     epochs: int = Field(default=1, gt=0)
     """Times that a step trains each of its groups, as in PPO: updates of one version and one learning rate
     (docs/staleness.md)."""
     minibatches: int = Field(default=1, gt=0)
-    """Parts of a step, of equally many groups, each with an update and denominators of its own; divides
-    `staleness.groups_per_step`. A step makes `epochs` × `minibatches` updates."""
+    """Parts of a step, each with its own update and denominators; divides `staleness.groups_per_step`. A step makes
+    `epochs` × `minibatches` updates."""
     microbatch_tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Tokens that a rank forwards at once: bounds memory, never changes the gradient. A longer row is a microbatch of
-    its own. auto: 2048 on a CPU and in ranks elsewhere; on a GPU here up to 32768, as many as fit (docs/auto.md)."""
+    """Tokens that a rank forwards at once: bounds memory, never changes the gradient. A longer row is its own
+    microbatch. auto: 2048 on a CPU and in ranks elsewhere; on a GPU here up to 32768, as many as fit (docs/auto.md)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the computation (autocast). auto: the one measured to be faster here (`headrace doctor` prints it)."""
     path: Literal["auto", "kernels", "torch"] = "auto"
     """kernels: headrace's C++ kernels, on a CPU; torch: PyTorch; auto: kernels if they support the model, unless
     PyTorch was measured to be faster."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile decoder layers and the sums of the head with torch.compile: up to a few minutes at the start. auto: on a
-    GPU, without tensor parallelism. Not in a pipeline. A model that cannot be compiled exactly is trained without, and
-    the run says why. On a CPU it replaces the C++ kernels."""
+    """Compile decoder layers and the head's sums with torch.compile: up to a few minutes at the start. auto: on a
+    GPU, without tensor parallelism. Not in a pipeline. A model that cannot be compiled exactly is trained without. On
+    a CPU it replaces the C++ kernels."""
     parity: Literal["off", "bitwise"] = "off"
     """bitwise: log-probs of tokens sampled with the trainer's current weights must equal its own bit for bit, or the
     batch is not trained and the run stops. Refused unless proven for model and processor (docs/parity.md)."""
     weights: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the trained weights and their gradients. bfloat16: rounded stochastically after every update; 12 bytes a
-    parameter, with the optimizer's float32 state, instead of 16."""
+    """Dtype of the trained weights and their gradients. bfloat16: rounded stochastically after every update; 12 bytes
+    a parameter, with the optimizer's state, instead of 16."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state and float32 masters of the weights in the host's memory, and update there: 8 bytes a
-    parameter less on the device. On a CPU it only costs time."""
+    """Keep the optimizer's state and float32 weights in the host's memory, and update there: 8 bytes a parameter less
+    on the device."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory for about a third more time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -83,7 +82,7 @@ class TrainConfig:
     """Steps skipped in a row (non-finite gradient) after which the run stops."""
     max_deaths: int = Field(default=3, ge=0)
     """Times that the trainer or a rank may die or hang (no answer for watch.stop_after seconds) within an hour's
-    progress; the run goes on from its last checkpoint and journal. 0: it ends, and can be resumed."""
+    progress; the run goes on from its last checkpoint and journal."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Several ranks that train one model. One rank, the default, starts no further process."""
 

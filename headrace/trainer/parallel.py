@@ -30,22 +30,20 @@ class ParallelConfig:
     """Ranks that compute parts of the tokens of each microbatch, for rows whose activations do not fit into one. The
     model is split among `shard` × `context` ranks."""
     pipeline: int = Field(default=1, gt=0)
-    """Ranks that split the layers, through which microbatches pass. With `shard`, each is so many ranks, which split
-    its layers (FSDP2)."""
+    """Ranks that split the layers, through which microbatches pass. With `shard`, each is so many ranks."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Order of microbatches in a `pipeline`. 1f1b: a backward pass after each forward pass. gpipe: all forward passes
-    first, which keeps more activations. interleaved: as 1f1b, with two stages a rank: less waiting, twice the traffic.
-    zero_bubble: as interleaved, with gradients of weights computed in the gaps."""
+    first, with more activations. interleaved: as 1f1b, with two stages a rank: less waiting, twice the traffic.
+    zero_bubble: as interleaved, with gradients of weights in the gaps."""
     reshard: bool = True
     """Free a layer's gathered weights after its forward pass. false: a third fewer bytes between ranks, and the whole
     model in each one's memory during a microbatch."""
     gather: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which ranks send a layer's weights. bfloat16: half the bytes, and norms and biases are rounded too, as
-    the engine serves them. Gradients are summed in float32."""
+    """Dtype in which ranks send a layer's weights. bfloat16: half the bytes; norms and biases are rounded too.
+    Gradients are summed in float32."""
     reduce: Literal["auto", "step", "microbatch"] = "auto"
-    """Sum the gradients of the ranks of `shard` once a step, with float32 gradients of the whole model on each, 4 bytes
-    a parameter, or after each microbatch, keeping only its own part. auto: step on GPUs where that and the rank's state
-    take at most half of the memory; else microbatch."""
+    """Sum the gradients of the ranks of `shard` once a step (4 more bytes a parameter on each), or after each
+    microbatch. auto: step on GPUs where that and the rank's state take at most half of the memory; else microbatch."""
 
     @property
     def ranks(self) -> int:

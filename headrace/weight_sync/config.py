@@ -32,12 +32,12 @@ class WeightSyncConfig:
     anchor_every: int = Field(default=50, gt=0)
     """Differences between two full copies with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
-    """Address of this machine at which others fetch weights: servers (`engine.urls`) by tcp or http, engines elsewhere by
-    tcp or broadcast (default: the host of `orchestration.listen`), rollout hosts (`orchestration.bus`). They need a
-    token; without `cert` nothing is encrypted: use a private network."""
+    """Address of this machine at which others fetch weights: servers (`engine.urls`) by tcp or http, engines
+    elsewhere by tcp or broadcast (default: the host of `orchestration.listen`), rollout hosts (`orchestration.bus`).
+    Without `cert` nothing is encrypted: use a private network."""
     cert: str = ""
-    """Certificate file (PEM) of the trainer's server, which switches TLS on for servers and rollout hosts (tcp, http);
-    they trust no other. For engines that join: `orchestration.cert`."""
+    """Certificate file (PEM) of the trainer's server, for TLS with servers and rollout hosts (tcp, http). For engines
+    that join: `orchestration.cert`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
 

@@ -90,7 +90,7 @@ class SRFT(PPOClip):
     """-w·min(r·A, clip(r, 1 - low, 1 + high)·A), where w = good_weight·sg(exp(H)) for a good token and 1 for any other, with H the entropy of the policy at
     the token: what is sampled anyway counts less the surer the policy has become (SRFT, arXiv 2506.19767, eq. 12).
 
-    Choice: the weight is that of each token, and GRPO's advantages with PPO's clip take the place of the paper's rewards of 1 and -1.
+    Choice: a weight for each token, and GRPO's advantages with PPO's clip instead of the paper's rewards of 1 and -1.
     """
 
     name: ClassVar[str] = "srft"
@@ -109,7 +109,7 @@ class SRFT(PPOClip):
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CEGPPO(Clipped):
     """-r·A inside PPO's bounds; -β·sg(bound / r)·r·A for a token that its advantage pushes beyond one: its gradient at the bound,
-    times β (CE-GPPO, arXiv 2509.20712; the authors' `compute_gppo_loss_general_beta`, Kwai-Klear/CE-GPPO).
+    times β (CE-GPPO, arXiv 2509.20712).
 
     Choice: no dual clip, which the authors' code has at 3.
     """
@@ -139,11 +139,11 @@ class CEGPPO(Clipped):
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class M2PO(Clipped):
     """-min(r·A, clip(r, e^-b, e^b)·A) with one b for the whole step, the largest |log r| of a harmful token at which the mean of
-    min((log r)², b²) over the harmful tokens stays below τ (M2PO, arXiv 2510.01161; the authors' `compute_m2po_policy_loss`,
-    Infini-AI-Lab/M2PO). Harmful: the advantage pushes it further from the sampler, A > 0 and r > 1, or A < 0 and r < 1.
+    min((log r)², b²) over the harmful tokens stays below τ (M2PO, arXiv 2510.01161). Harmful: the advantage pushes it further from
+    the sampler, A > 0 and r > 1, or A < 0 and r < 1.
 
-    Choice: clip as in the authors' code, whose bounds are never tighter than [1 - low, 1 + high]; the paper's Algorithm 1 masks,
-    with the same gradient but for these. Authors: per minibatch; here: over the optimizer step.
+    Choice: clip as in the authors' code, whose bounds are never tighter than [1 - low, 1 + high], but over the optimizer step
+    instead of a minibatch; the paper's Algorithm 1 masks, with the same gradient but for the least bounds.
     """
 
     name: ClassVar[str] = "m2po"
@@ -179,10 +179,9 @@ class M2PO(Clipped):
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ASPO(Clipped):
     """-keep·sg(w)·A·logprob, w = min(1/r, c) for a good token and min(r, c) for a bad one, `keep` 0 for the tokens that PPO's clip
-    stops (ASPO, arXiv 2510.06062; the authors' `compute_policy_loss_archer`, wizard-III/Archer2.0). Beyond c, the dual clip, a
-    token keeps its gradient at this weight.
+    stops (ASPO, arXiv 2510.06062). Beyond c, the dual clip, a token keeps its gradient at this weight.
 
-    Choice: one pair of bounds. The authors' code has another for the tokens of largest entropy.
+    Choice: one pair of bounds; the authors' code has another for the tokens of largest entropy.
     """
 
     name: ClassVar[str] = "aspo"
@@ -207,14 +206,13 @@ class ASPO(Clipped):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BAPO(Clipped):
-    """-min(r·A, clip(r, low, high)·A) with one pair of bounds for the whole step (BAPO, arXiv 2510.18927; the authors'
-    `compute_policy_loss_bapo`, WooooDyy/BAPO): 1 - clip_low and 1 + clip_high where good tokens make up a share ρ of Σ|min(r·A,
-    clip(r, low, high)·A)|; where less, `low` is 1 - clip_low_least, and `high` rises in steps of 0.05 until they do, or to 1 +
-    clip_high_most.
+    """-min(r·A, clip(r, low, high)·A) with one pair of bounds for the whole step (BAPO, arXiv 2510.18927): 1 - clip_low and 1 +
+    clip_high where good tokens make up a share ρ of Σ|min(r·A, clip(r, low, high)·A)|; where less, `low` is 1 - clip_low_least,
+    and `high` rises in steps of 0.05 until they do, or to 1 + clip_high_most.
 
-    Choice: order and sums are the code's, which raises `low` in steps as well; a bad token beyond `low` counts as much as `low`
-    itself, so that these never end before the last value. (The paper raises `high` first, and weighs each token by its
-    probability.) Constants are the paper's, the code's ρ is 0.5; no dual clip, which the code has at 3.
+    Choice: order and sums are those of the authors' code, whose steps of `low` always end at the last value, because a bad token
+    beyond `low` counts as much as `low` itself. (The paper raises `high` first, and weighs each token by its probability.)
+    Constants are the paper's, the code's ρ is 0.5; no dual clip, which the code has at 3.
     """
 
     name: ClassVar[str] = "bapo"
@@ -269,8 +267,7 @@ class BAPO(Clipped):
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DCPO(Clipped):
     """-min(r·A, clip(r, low, high)·A) with bounds from a token's old probability q = exp(old), low = ½ + ½√max(1 - 4·clip_low/q, 0)
-    and high = ½ + ½√(1 + 4·clip_high/q), and dual clip (DCPO, arXiv 2509.02333; the authors' `compute_policy_loss_dcpo`,
-    lime-RL/DCPO): rare tokens may grow far more than by PPO's bounds.
+    and high = ½ + ½√(1 + 4·clip_high/q), and dual clip (DCPO, arXiv 2509.02333): rare tokens may grow far more than by PPO's bounds.
 
     The paper's other half is `algo.advantage = "smoothed"`.
     """

@@ -213,8 +213,8 @@ class KTO(Loss):
     """λ_D·(1 - σ(β·(g - z))) for a desirable rollout, of positive advantage, and λ_U·(1 - σ(β·(z - g))) for any other, with g = l -
     l_ref and z the mean of g over the rollouts of the step, at least 0, without its gradient (KTO, arXiv 2402.01306, eq. 8).
 
-    Choice: z is over the rollouts themselves, which the policy sampled, as an estimate of KL(policy ‖ reference); the authors and
-    TRL have given completions, and take those of other prompts. A rollout's loss lies in equal parts on its tokens.
+    Choice: z is over the step's own rollouts, which the policy sampled, as an estimate of KL(policy ‖ reference); the authors and
+    TRL take given completions of other prompts. A rollout's loss lies in equal parts on its tokens.
     """
 
     name: ClassVar[str] = "kto"

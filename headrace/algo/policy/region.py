@@ -60,10 +60,7 @@ class DPPOKL(Region):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPPOTVQuadratic(Region):
-    """-keep·A·r + penalty·(log r)², an earlier default of prime-rl: `keep` as in `dppo_tv`; r has its gradient and no cap.
-
-    Runs of headrace before 2026-11-22 call it dppo_kl (`algo/config.py`), which is another algorithm in the paper.
-    """
+    """-keep·A·r + penalty·(log r)², an earlier default of prime-rl: `keep` as in `dppo_tv`; r has its gradient and no cap."""
 
     name: ClassVar[str] = "dppo_tv_quadratic"
     delta: Delta = 0.2
@@ -79,7 +76,7 @@ class DPPOTVQuadratic(Region):
 class IPO(Region):
     """Like `dppo_tv_quadratic`, but masked if the probability moved by more than δ in *either* direction (prime-rl).
 
-    Choice: δ = 0.3 and no penalty, as in prime-rl today; its first values were 0.1 and 1e-3. Its cap of 1e4 on r is e^20 here.
+    Choice: δ = 0.3 and no penalty, as in prime-rl today. Its cap of 1e4 on r is e^20 here.
     """
 
     name: ClassVar[str] = "ipo"

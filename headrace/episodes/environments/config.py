@@ -39,12 +39,12 @@ class EnvironmentConfig:
     """`path/to/file.py:name` of a function that plays a rollout, `async def play(agent, prompt, **columns)`, or of a
     class with `step(agent, reply)` (docs/environments.md)."""
     command: tuple[str, ...] = ()
-    """process: the command that plays a rollout, as words or one text. It reads the prompt and the row's columns as
-    JSON from its input; the last line that it prints is its reward."""
+    """process: the command that plays a rollout, as words or one text. It gets the prompt and the row's columns as
+    JSON on its input; the last line that it prints is its reward."""
     directory: str = ""
     """process: the command's working directory. Empty: a new one for each rollout, removed at its end."""
     processes: int = Field(default=64, gt=0)
-    """process: the most processes at once; verifiers: the most rollouts, each of which may be one. Others wait."""
+    """process, verifiers: the most processes, or rollouts, at once; others wait."""
     python: str = ""
     """verifiers: an interpreter that has it. Empty: the one that runs headrace."""
     host: str = "127.0.0.1"
@@ -57,23 +57,21 @@ class EnvironmentConfig:
     """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`. Without room
     for rollout.max_tokens more it is cut off."""
     seconds: float = Field(default=600.0, ge=0)
-    """Seconds that the function or agent itself may take between turns, tools included; then the rollout fails
+    """Seconds that the function or agent may take between turns, tools included; then the rollout fails
     (`environment_timeout`). 0: no limit."""
     episode_seconds: float = Field(default=0.0, ge=0)
-    """Seconds from its begin, sampling included, after which a rollout is cut off at its next turn, and trained as it
-    is. 0: no limit."""
+    """Seconds, sampling included, after which a rollout is cut off at its next turn and trained as it is. 0: no
+    limit."""
     tool_seconds: float = Field(default=120.0, ge=0)
     """Seconds of one tool call; then the model reads that it took too long. 0: no limit."""
     tool_characters: int = Field(default=8000, gt=0)
     """Characters of a tool's result shown to the model."""
     tools: ToolPlace = "template"
-    """The place where tools are described. template: the chat template, which chooses the format of calls. hermes: the
-    system message, for templates that know no tools."""
+    """The place where tools are described. template: the chat template, in its format of calls. hermes: the system
+    message, for templates that know no tools."""
     resumes: Resumes | Literal["auto"] = "auto"
-    """How a rollout goes on after a kill (docs/environments.md). exported: from the state exported with its last turn;
-    gym and openenv are made again and given the same replies. stateless: as exported, for a class without state.
-    replayed: the function is called again, and should ask for the same turns. restarted: it may ask for others. auto:
-    exported for a class with `export_state` and `restore`, reasoning_gym and textarena; else replayed."""
+    """How a rollout goes on after a kill (docs/environments.md). auto: exported for a class with `export_state` and
+    `restore`, reasoning_gym and textarena; else replayed."""
     workers: int = Field(default=2, gt=0)
     """Processes that play rollouts, each many at once: async functions in one event loop, others in a thread each."""
     memory_gib: float = Field(default=4.0, ge=0)

@@ -62,7 +62,7 @@ LIBRARIES = {
     ),
     "textarena": LibraryKind(
         "headrace.episodes.environments.libraries.games:open_textarena",
-        "a game for one player",
+        "a game for one player or two",
         name="the game's id",
         options="`unfinished`, and arguments of the game",
     ),

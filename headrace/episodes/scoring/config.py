@@ -88,9 +88,9 @@ class OverlongConfig:
     -1 at rollout.max_tokens (DAPO, arXiv 2503.14476)."""
 
     cache: int = Field(default=0, ge=0)
-    """The last tokens before rollout.max_tokens, in which the punishment grows (the paper: 4,096 of 20,480). 0: off."""
+    """Last tokens before rollout.max_tokens in which the punishment grows (the paper: 4,096 of 20,480). 0: off."""
     weight: float = Field(default=1.0, gt=0)
-    """The factor of the punishment. The paper has 1 for rewards of -1 and 1: 0.5 suits rewards of 0 and 1."""
+    """The factor of the punishment: the paper's 1 is for rewards of -1 and 1, so 0.5 suits 0 and 1."""
 
 
 ENDPOINTS = ("services", "judges")
@@ -107,8 +107,7 @@ class RewardConfig:
     """Whether rewards and environments see a completion's special tokens, such as `<think>`; never the one that ends
     it."""
     extract_truncated: bool = False
-    """Extract answers from completions cut off at rollout.max_tokens too: false, because the last number of an
-    unfinished sentence is not its answer."""
+    """Extract answers from completions cut off at rollout.max_tokens too."""
     functions: tuple[RewardSpec, ...] = ()
     """Several reward functions. The weighted sum of all functions, services and judges is the reward."""
     services: tuple[ServiceConfig, ...] = ()

@@ -45,8 +45,7 @@ class TaskConfig:
     """Arguments of the chat template, such as { enable_thinking = false }; a row's column `chat_template_kwargs` goes
     before them."""
     specials_in_text: Literal["plain", "allow"] = "plain"
-    """The text of a special token in a message, such as <|im_end|>. plain: stays text, so that no row and no tool can
-    end a turn; allow: becomes the token."""
+    """The text of a special token in a message, such as <|im_end|>. plain: stays text; allow: becomes the token."""
     system: str = ""
     """A system message before the prompt."""
     examples: int = Field(default=0, ge=0)

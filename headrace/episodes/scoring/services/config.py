@@ -34,11 +34,11 @@ class EndpointConfig:
     weight: float = 1.0
     """The weight in the sum; negative for a penalty."""
     concurrency: int = Field(default=16, gt=0)
-    """Requests in progress at once; others wait, without a slot of the engine."""
+    """Requests in progress at once; others wait."""
     timeout: float = Field(default=60.0, gt=0)
     """Seconds for one attempt."""
     retries: int = Field(default=4, ge=0)
-    """Attempts after the first, with pauses that grow from half a second, or as the server's `Retry-After` says."""
+    """Attempts after the first, with pauses from half a second on, or the server's `Retry-After`."""
     deadline: float = Field(default=300.0, gt=0)
     """Seconds of a request with all its attempts. Then its rollouts fail (`reward_timeout`)."""
     token_file: str = ""
@@ -135,7 +135,7 @@ class JudgeConfig(EndpointConfig):
     model: str
     """The model's name on the server."""
     criterion: str = Field(min_length=1)
-    """A few sentences that describe a good completion; the judge reads them first."""
+    """A few sentences that describe a good completion."""
     mode: Literal["score", "rank", "compare"] = "score"
     """score: a number from `low` to `high` for each completion, as a reward from 0 to 1. rank: an order of all
     completions of a group. compare: two at a time. The reward of the last two is the share of the others that are
