@@ -190,7 +190,7 @@ LIVES = 3
 
 
 class SpreadPool:
-    """A pool on each machine."""
+    """Calls of reward functions on several machines, with a pool on each: a call goes to the one that has the least in hand, and to another one if that is lost."""
 
     def __init__(
         self, sites: Sites, make: Callable[[Site], PrivatePool | SharedProcess], width: float = math.inf

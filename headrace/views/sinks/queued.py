@@ -188,7 +188,7 @@ class _Hushed:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Drops what this thread prints meanwhile."""
+    """Drops what this thread prints meanwhile, such as the greetings of a library on the screen of a run."""
     here = threading.get_ident()
     with redirect_stdout(_Hushed(sys.stdout, here)), redirect_stderr(_Hushed(sys.stderr, here)):
         yield
