@@ -1,7 +1,7 @@
 """The bits of a result, and what they depend on: names for forward passes, and the mark of a machine.
 
-Where two forward passes have the same name, equal weights give equal log-probs, to the last bit. Two steps on machines with equal marks are expected to be equal bit for bit; with
-different marks, within rounding (`commands/replay/replay.py`).
+Where two forward passes have the same name, equal weights give equal log-probs, to the last bit. Two steps on machines with equal marks are expected
+to be equal bit for bit; with different marks, within rounding (`commands/replay/replay.py`).
 """
 
 from __future__ import annotations

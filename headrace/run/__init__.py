@@ -1,9 +1,10 @@
 """Settings become a run. Beside `commands/`, this is the only room that knows `RunConfig`: every other part is given its own section.
 
-The parts: read `config.py`, `open_parts.py` (opens all parts of a run, and joins them), `build.py` (what plays and scores, and the settings
-of the loops), `pools.py` and `starting.py` (trainer and engine), `needs.py` (what a run needs of its engines), `teaching.py`, `python_inputs.py`, `seats.py`
-(workers elsewhere), `choosing.py` (settings that are left open), `evaluation_sets.py` (the further ones), `seeing.py` (models that see), `wording.py`. Pairs of settings that cannot work together:
-`learning_problems.py` (of what is learned, of a sampler with coarser weights, and of teachers) and `place_problems.py` (of hosts, and of engine and trainer on one device).
+The parts: read `config.py`, `open_parts.py` (opens all parts of a run, and joins them), `build.py` (what plays and scores, and the settings of the
+loops), `pools.py` and `starting.py` (trainer and engine), `needs.py` (what a run needs of its engines), `teaching.py`, `python_inputs.py`, `seats.py`
+(workers elsewhere), `choosing.py` (settings that are left open), `evaluation_sets.py` (the further ones), `seeing.py` (models that see),
+`wording.py`. Pairs of settings that cannot work together: `learning_problems.py` (of what is learned, of a sampler with coarser weights, and of
+teachers) and `place_problems.py` (of hosts, and of engine and trainer on one device).
 
 The directory: `run_directory.py` (with all its files, opened together), `resume_rules.py` (which settings may change, and what becomes then
 of what the run has; digests of the files that settings name).

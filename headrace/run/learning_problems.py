@@ -1,4 +1,5 @@
-"""Pairs of settings that cannot work together, or not as one might expect, of what a run learns: its algorithm, prompts, lengths, rewards, teachers, and a quantised policy.
+"""Pairs of settings that cannot work together, or not as one might expect, of what a run learns: its algorithm, prompts, lengths, rewards, teachers, and
+a quantised policy.
 
 Each function is given the sections that it compares. Pairs within one section lie beside that section.
 """

@@ -1,5 +1,5 @@
-"""Questions to a run that is under way, and processes that join it: `headrace pool` (the members of its fleet), `gateway` (the rollouts that it hands out), `worker` (a process
-that joins it, docs/cluster.md) and `rollouts` (a rollout host, docs/bus.md).
+"""Questions to a run that is under way, and processes that join it: `headrace pool` (the members of its fleet), `gateway` (the rollouts that it hands
+out), `worker` (a process that joins it, docs/cluster.md) and `rollouts` (a rollout host, docs/bus.md).
 
 The address of a gateway holds a secret, so it is never an argument: every user of the machine can read those.
 """

@@ -1,4 +1,6 @@
-"""`headrace board [RUNS_DIR]` and `headrace serve MODEL`. A server, and all that is heavy, is imported only when it is called, because `headrace --help` reads the arguments here."""
+"""`headrace board [RUNS_DIR]` and `headrace serve MODEL`. A server, and all that is heavy, is imported only when it is called, because `headrace --help`
+reads the arguments here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The arguments of `headrace ls`, `report`, `status`, `inspect`, `diff` and `compare`; and `headrace preflight MODEL`: do the files of a model agree, and what do the model and the reward see of a row?"""
+"""The arguments of `headrace ls`, `report`, `status`, `inspect`, `diff` and `compare`; and `headrace preflight MODEL`: do the files of a model agree,
+and what do the model and the reward see of a row?
+"""
 
 from __future__ import annotations
 

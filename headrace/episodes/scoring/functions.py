@@ -1,7 +1,7 @@
 """Reward functions: where they run, and each as a part of the reward.
 
-Functions of files run in processes, which can be killed, on this machine or on several. Functions that are passed from Python run in threads of the controller's process, and can be
-abandoned only.
+Functions of files run in processes, which can be killed, on this machine or on several. Functions that are passed from Python run in threads of the
+controller's process, and can be abandoned only.
 """
 
 from __future__ import annotations
