@@ -15,7 +15,7 @@ from test_joining import telemetry_of
 from test_joining_run import joining
 
 from headrace.core.batches import Batch, Group, Row
-from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, WorkerDied
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, RankUnreachable, WorkerDied
 from headrace.core.reports import TrainReport
 from headrace.core.types import Prompt
 from headrace.durable.shared_directory import check_answer, probing, see
@@ -330,6 +330,25 @@ def test_a_rank_that_fails_alone_ends_the_others_in_seconds() -> None:
     run(3, answer, use)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_does_not_reach_another_one_is_no_failure_of_its_own(dies: bool) -> None:
+    """The one that has died had answered already, as those do that only copy while rank 0 publishes."""
+
+    async def answer(rank: int, frame: Frame) -> None:
+        if rank == 0:
+            raise RankUnreachable("the connection ended 45696 bytes too early")
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        if dies:
+            asyncio.get_running_loop().call_later(1.0, made[1].die, "was killed by SIGKILL")
+        how = "of rank 1 was killed" if dies else "of a rank does not reach another, which lives: the connection ended"
+        with pytest.raises(WorkerDied, match=how):
+            await group.call("publish", None, type(None))
+        assert not any(rank.alive for rank in made)
+
+    run(2, answer, use)
+
+
 # --- ranks elsewhere ----------------------------------------------------------------------------------------------------
 
 
@@ -352,12 +371,17 @@ class Beating(Rank):
             await asyncio.sleep(1.0)
 
 
-def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_is_named() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_is_named(fails: bool) -> None:
+    """Also where another one `fails` of it before the machine counts as lost."""
     heard: dict[int, TrainerStart] = {}
     facts = FactList()
 
     async def answer(rank: int, frame: Frame) -> Any:
         if frame.method == "step":
+            if rank == 0 and fails:
+                await asyncio.sleep(31)
+                raise HeadraceError("the connection was reset")
             await never()
         heard[rank] = unpack(frame.payload, TrainerStart)
         return None
