@@ -27,7 +27,7 @@ import transformers
 from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.types import Prompt
-from headrace.facts.machine_mark import cpu_model
+from headrace.native.arithmetic import cpu_model
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.trainer import TorchTrainer

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.types import Prompt
-from headrace.facts.machine_mark import cpu_model
+from headrace.native.arithmetic import cpu_model
 from headrace.native.memory import held, trim
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig

@@ -23,7 +23,7 @@ from step_shares import row_of
 
 from headrace.core.batches import Batch, Group
 from headrace.core.types import Prompt
-from headrace.facts.machine_mark import cpu_model
+from headrace.native.arithmetic import cpu_model
 from headrace.run.worker.step_messages import send_shares
 from headrace.trainer.dealing.deal import Dealing
 from headrace.trainer.dealing.share import shares_of

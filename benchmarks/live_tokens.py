@@ -23,10 +23,10 @@ import msgspec
 from headrace.core.steps import LabelledRows, StepOutput, TokenRuns, encoded
 from headrace.engine.request_book import RequestBook
 from headrace.facts.facts import Accounting
-from headrace.facts.machine_mark import cpu_model
 from headrace.loop.buffer import BufferState
 from headrace.loop.checkpoints import ControllerState, encoded_state, write_in_pieces
 from headrace.loop.partial import TokenStore
+from headrace.native.arithmetic import cpu_model
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
 

@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 from pipeline import SKIP, Measured, any_contrast, settings, summarise
 
 import headrace
-from headrace.commands.plan.measure import Gauge, Prediction, planned_world, predict
+from headrace.commands.plan.measure import Gauge, Prediction, Scenario, planned_world, predict
 from headrace.commands.plan.rates.calibrate import calibrate
 from headrace.commands.plan.rates.from_run import rates_of_facts
 from headrace.commands.plan.rates.rates import Rates, load_rates, save_rates
-from headrace.commands.plan.scenario import Scenario
 from headrace.facts.facts import GroupEnded, StepTrained, Waited, WeightsLive
 from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.world import virtual_time

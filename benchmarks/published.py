@@ -29,11 +29,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from headrace.commands.plan.alternation import HOST_LINK, MOVED
-from headrace.commands.plan.measure import predict
+from headrace.commands.plan.measure import Scenario, predict
 from headrace.commands.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, rates
 from headrace.commands.plan.rates.rates import BFLOAT16, EngineRates, Rates, TrainerRates
 from headrace.commands.plan.rates.shapes import SHAPES
-from headrace.commands.plan.scenario import Scenario
 from headrace.episodes.rollout import RolloutConfig
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world.surroundings import Distribution, fixed

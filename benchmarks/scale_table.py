@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.commands.plan.rates.rates import BFLOAT16
+from headrace.commands.plan.rates.rates import ADAMW, BFLOAT16, step_sizes
 from headrace.commands.plan.rates.shapes import shape_of
-from headrace.commands.plan.step_sizes import ADAMW, step_sizes
 from headrace.trainer.parallel import ParallelConfig
 from headrace.weight_sync.config import WeightSyncConfig
 from headrace.weight_sync.packed import BLOCK, DIGEST

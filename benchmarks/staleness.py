@@ -136,9 +136,9 @@ def by_token(truth: Sequence[Prompted], ended: Mapping[int, Any], kept: Mapping[
 
 
 def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
+    from headrace.commands.plan.measure import Scenario
     from headrace.commands.plan.rates import hardware
     from headrace.commands.plan.rates.shapes import shape_of
-    from headrace.commands.plan.scenario import Scenario
     from headrace.episodes.rollout import RolloutConfig
     from headrace.loop.staleness import StalenessConfig
     from headrace.loop.world.surroundings import Distribution, fixed

@@ -18,25 +18,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import headrace
-from headrace.commands.arguments import INTERRUPTED, Commands, Parser, add_command, add_set, positive
-from headrace.commands.finding import is_config, run_directory
+from headrace.commands.arguments import (
+    INTERRUPTED,
+    Commands,
+    Parser,
+    add_command,
+    add_set,
+    is_config,
+    positive,
+    run_directory,
+)
 from headrace.commands.importing.import_command import add_import
-from headrace.commands.installed.completion_command import add_completion
-from headrace.commands.installed.doctor_command import add_doctor
+from headrace.commands.installed.installed_commands import add_completion, add_doctor
 from headrace.commands.publishing.export_command import add_export
 from headrace.commands.replay.replay_command import add_replay
-from headrace.commands.running import demo_command as starting
-from headrace.commands.running import gateway_command as handing
-from headrace.commands.running import pool_command as pooling
-from headrace.commands.running import rollouts_command as rolling
-from headrace.commands.running import worker_command as working
-from headrace.commands.serving import board_command as boarding
-from headrace.commands.serving import serve as serving
+from headrace.commands.running import running_commands
+from headrace.commands.running.demo_command import add_demo, add_recipes
+from headrace.commands.serving.serving_commands import add_board, add_serve
 from headrace.commands.show import show_commands
-from headrace.commands.show.preflight_command import add_preflight
+from headrace.commands.show.show_commands import add_preflight
 from headrace.commands.training import train_command
-from headrace.commands.training.init_command import add_init
 from headrace.commands.training.sweep_command import add_sweep
+from headrace.commands.training.train_command import add_init
 from headrace.core.errors import ConfigError, HeadraceError, RunPaused
 from headrace.core.printing import echo, fitted, guard_streams, say
 
@@ -132,15 +135,13 @@ def front_parser() -> Parser:
     add_import(commands)
     train_command.add_train(commands)
     add_sweep(commands)
-    starting.add_demo_arguments(
-        add_command(commands, "demo", starting.demo(train_command.train_line), starting.DEMO_IS)
-    )
-    starting.add_recipes_arguments(add_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))
+    add_demo(commands, train_command.train_line)
+    add_recipes(commands)
     train_command.add_eval(commands)
     add_preflight(commands)
     show_commands.add_ls(commands)
     show_commands.add_report(commands)
-    boarding.add_arguments(add_command(commands, "board", boarding.board, "a live page of all runs, in the browser"))
+    add_board(commands)
     show_commands.add_status(commands)
     add_replay(commands)
     show_commands.add_inspect(commands)
@@ -148,16 +149,11 @@ def front_parser() -> Parser:
     show_commands.add_compare(commands)
     add_export(commands)
     _add_plan(commands)
-    served = "the native engine behind HTTP, and new weights into it"
-    serving.add_arguments(add_command(commands, "serve", serving.serve, served))
-    pooled = "the engines of a running run: show them, add one, remove one"
-    pooling.add_arguments(add_command(commands, "pool", pooling.pool, pooled))
-    handed = "where a run hands out rollouts to agents, and a command that plays them"
-    handing.add_arguments(add_command(commands, "gateway", handing.gateway, handed))
-    offered = "offer this machine's process to a run, wherever it runs"
-    working.add_arguments(add_command(commands, "worker", working.worker, offered))
-    hosted = "a rollout host: sample and score for a run, over a bus"
-    rolling.add_arguments(add_command(commands, "rollouts", rolling.rollouts, hosted))
+    add_serve(commands)
+    running_commands.add_pool(commands)
+    running_commands.add_gateway(commands)
+    running_commands.add_worker(commands)
+    running_commands.add_rollouts(commands)
     add_doctor(commands)
     add_completion(commands)
     return parser

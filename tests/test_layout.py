@@ -122,7 +122,7 @@ DANGLING = (
     *("What", "When", "Where", "While", "Who", "Whose", "Why", "With", "Without"),
 )
 """No docstring begins with one of these: such a sentence has no subject."""
-LEANING = ("The same", "Those")
+LEANING = ("The same", "Those", "It", "That", "Likewise", "Ditto", "They", "Them", "There", "Such", "Otherwise")
 """Nor with one of these: its subject is what stands above it, which may be moved."""
 
 
@@ -538,10 +538,12 @@ def dangling_docstrings(package: Path) -> Iterator[str]:
 MAX_OFFERED, MAX_IMPORTS, SMALL = 12, 25, 80
 
 OFFERS_MORE = {
+    "algo.advantages": "an advantage is a function",
     "commands.plan.rates.hardware": "figures of devices, each by its own function",
     "core.protocols": "all ports in one place",
     "durable.journal": "records and how they are written, read and cut",
     "durable.segments": "one format, from frames to files",
+    "facts.texts": "one function for each form of a number",
     "facts.run_state": "all that a reader keeps of a run, number by number",
     "facts.verdicts": "one function for each verdict",
     "processes.health.stacks": "stacks of this process and of another, and what they say",
@@ -566,19 +568,15 @@ IMPORTS_MORE = {
 MAY_BE_SMALL = {
     "engine.native.runners.fp8_kernels": "imports triton, which is not everywhere",
     "__main__": "Python opens it by this name",
-    "algo.caveats": "refuses nothing, unlike the settings' own rules",
     "algo.policy": "a loss is its file",
     "commands": "a command, or what it prints, is loaded when it is asked for",
     "engine.servers.server_guard": "a program of its own",
     "episodes.environments.agents.agent_reaper": "a program of its own",
-    "episodes.scoring.workers": "runs in the processes of rewards",
-    "episodes.tasks.python_rows": "rows that a program passes, which no kind of file has",
     "run.worker": "torch is loaded in a worker only",
     "testing": "a fake, for tests",
     "views.build": "opens the views that the settings name",
     "views.screen": "one part of the screen each",
     "views.sinks": "a sink is its file, and loads its library",
-    "weight_sync.device_memory": "the only part that knows CUDA's handles",
     "weight_sync.in_vllm": "runs in vLLM's processes",
 }
 """Modules, or folders of such, below `SMALL` lines that fewer than two others import, and why they are files."""
@@ -1117,7 +1115,7 @@ def test_docstring_checker_reads_modules_classes_functions_and_fields(tmp_path):
         tmp_path,
         dangling='"""What it holds."""\nclass C:\n    """Of a run."""\n    x: int\n    """By ticket: its rows."""\n'
         '    def f(self):\n        """In place, scales it."""\n',
-        leaning='A = 1\n"""The same, of rows."""\nB = 2\n"""Those of rows."""\n',
+        leaning='A = 1\n"""The same, of rows."""\nB = 2\n"""Those of rows."""\nC = 3\n"""It counts."""\n',
         plain='"""The rows."""\ndef f():\n    """Information about it."""\n    return "For you."\n',
     )
     assert sorted(dangling_docstrings(package)) == [
@@ -1127,4 +1125,5 @@ def test_docstring_checker_reads_modules_classes_functions_and_fields(tmp_path):
         "dangling.py:7 begins with In",
         "leaning.py:2 begins with The same",
         "leaning.py:4 begins with Those",
+        "leaning.py:6 begins with It",
     ]

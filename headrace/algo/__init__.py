@@ -3,12 +3,10 @@
 recipe_parts.py    the parts of an algorithm, and the settings that replace their values
 recipes.py         the table of algorithms
 config.py          the settings that replace a recipe's values
-caveats.py         warnings about settings that work
 earlier.py         settings of older runs
 policy/            the policy losses, each a value
 rules.py           the rules by which a correction takes tokens out, each a value
-advantages.py      one number per rollout from the rewards of its group; credit within a rollout and across a batch
-turn_states.py     turns of a group that began in one state of the environment
+advantages.py      one number per rollout from the rewards of its group; credit within a rollout, among turns in one state, and across a batch
 training_rows.py   from scored groups to the trainer's batch
 critic.py          advantages of tokens by a value function, over a whole step
 implicit.py        advantages of tokens by a reward model that learns in each step
@@ -16,5 +14,4 @@ objective.py       the loss that the trainer computes on every microbatch, and i
 diagnostics.py     sampler against trainer, by lag
 tinker.py          the losses that clients of the Tinker API choose by name
 noise.py           the noise that rounding adds to log-probs
-user_functions.py  losses and advantages of the user's own
 """

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from headrace.algo.advantages import (
     ATTEMPTS,
+    STATE_WEIGHT,
     Advantage,
     GroupRewards,
     Pair,
@@ -27,12 +28,13 @@ from headrace.algo.advantages import (
     return_to_go,
     rewards_of_turns,
     segment_returns,
+    state_advantages,
+    states_of,
     turn_advantages,
     turn_returns,
     whiten,
 )
 from headrace.algo.config import AlgoConfig
-from headrace.algo.turn_states import STATE_WEIGHT, state_advantages, states_of
 from headrace.core.batches import Demonstration, Group, RewardsBefore, Row
 from headrace.core.sampling_masks import joined_masks
 from headrace.core.types import Completion, Episode, Prompt, RoutingTrace, Scored, TeacherTrace, TopLogprobs
@@ -288,8 +290,8 @@ def algorithm_of(
     """
     found: dict[tuple[int, ...], dict[Demonstration, None]] = {}
     if algo.given_answers == "compared":
-        for one in answers:
-            found.setdefault(one.prompt, {})[replace(one, advantage=1.0)] = (
+        for answer in answers:
+            found.setdefault(answer.prompt, {})[replace(answer, advantage=1.0)] = (
                 None  # an answer that is given twice counts once
             )
     return Algorithm(algo, advantage_of(algo.recipe.advantage), longest, weights or {}, found)

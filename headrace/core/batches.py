@@ -149,7 +149,7 @@ class Demonstration(Struct, frozen=True):
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     advantage: float = 1.0
-    """That among the rollouts of its question (`algo.demonstrations.kind = compared`); else 1."""
+    """The advantage among the rollouts of its question (`algo.demonstrations.kind = compared`); else 1."""
 
     @property
     def tokens(self) -> tuple[int, ...]:

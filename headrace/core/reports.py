@@ -208,8 +208,8 @@ class EngineStats(Struct, frozen=True):
     """The load and the totals of an engine. Totals count from the start of its process.
 
     >>> stats = EngineStats(running=2, version=5, asked_tokens=8, cached_tokens=4, sampled_tokens=5, busy_seconds=0.25)
-    >>> stats.prefix_hit_rate, stats.tokens_per_second
-    (0.5, 20.0)
+    >>> stats.tokens_per_second
+    20.0
     """
 
     running: int = 0
@@ -242,11 +242,6 @@ class EngineStats(Struct, frozen=True):
     def tokens_per_second(self) -> float:
         """Sampled tokens per second of work."""
         return self.sampled_tokens / self.busy_seconds if self.busy_seconds else 0.0
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """The share of the prompt tokens that the prefix cache held, 0 to 1."""
-        return self.cached_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
 TOTALS = (

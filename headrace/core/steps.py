@@ -152,7 +152,7 @@ class StepOutput(Struct, frozen=True):
     kv_versions: tuple[int, ...] = ()
     finished: tuple[Finished, ...] = ()
     versions: tuple[int, ...] = ()
-    """One per column, for requests with an adapter the adapter's; empty if all are `version`."""
+    """The version of each column, for requests with an adapter the adapter's; empty if all are `version`."""
     details: tuple[TokenDetails, ...] = ()
     scores: tuple[PromptScores, ...] = ()
     mixed: bool = False

@@ -390,6 +390,6 @@ class Scored(Struct, frozen=True):
     turn_rewards: tuple[dict[str, float], ...] = ()
     """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
     segments: tuple[tuple[tuple[int, float, float], ...], ...] = ()
-    """The steps of each turn under a process reward: tokens up to a step's end, its score, its weighted return (`scoring/segmenting.py`)."""
+    """The steps of each turn under a process reward: tokens up to a step's end, its score, its weighted return (`scoring/extract.py`)."""
     branches: tuple[Branch, ...] = ()
     """The ends of an episode that branches (`rollout.forks`); `reward` and `rewards` are then their means."""

@@ -20,11 +20,11 @@ from headrace.core.errors import HeadraceError
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Opens a file to read it, without waiting for a writer. Raises OSError if it cannot be opened or is no regular file."""
+    """Opens a file to read it, without waiting for a writer. Raises OSError if it cannot be opened or is not a regular file."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         return open(handle, "rb")  # noqa: PTH123
     except BaseException:
         os.close(handle)

@@ -47,7 +47,7 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
     yield from _server_problems(config, changed)
     for url in config.urls:
         if not re.fullmatch(r"https?://[^/\s?#@]+/?", url):
-            yield f'engine.urls: "{url}" is no address of a server; write it as http://HOST:PORT'
+            yield f'engine.urls: "{url}" is not the address of a server; write it as http://HOST:PORT'
     if importlib.util.find_spec("aiohttp") is None:
         yield f'engine.kind = "{config.kind}" needs aiohttp, which is not installed: {install("remote")}'
 

@@ -18,10 +18,10 @@ class Names:
     """Places of weights: modules within a layer, and the model's own norm. A norm that a model does not have is not there."""
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """One for each of the three, or one that holds all of their rows."""
+    """A module each for queries, keys and values, or one that holds all of their rows."""
     out: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """One for each of the two, or one that holds the rows of both."""
+    """A module each for gate and up projection, or one that holds the rows of both."""
     down: str = "mlp.down_proj"
     before_attention: str = "input_layernorm"
     behind_attention: str = ""

@@ -30,7 +30,7 @@ class Pending(Transcript):
 
     done: asyncio.Future[Finished] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     aborted: bool = False
-    """It must end: no other process may continue it."""
+    """Whether it must end: no other process may continue it."""
 
     def rest(self) -> Request:
         """The request for the part that is still missing, to be sent to another process."""

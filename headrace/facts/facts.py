@@ -54,7 +54,7 @@ class RunStarted(Fact, frozen=True):
     books: Books | None = None
     """The state of every ticket when a run is resumed, because the killed process may not have recorded its last facts."""
     machine: dict[str, str] = {}
-    """Properties of the machine on which the bits of a training step depend (`facts/machine_mark.py`)."""
+    """Properties of the machine on which the bits of a training step depend (`native/arithmetic.py`)."""
     max_tokens: int = 0
     """Length at which completions are cut off; 0 in runs that did not record it."""
     chosen: dict[str, str] = {}

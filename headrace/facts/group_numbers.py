@@ -13,7 +13,7 @@ from msgspec import field
 
 from headrace.core.batches import OUTAGES
 from headrace.facts.facts import Accounting, Books, GroupEnded, PromptChosen, TicketDrawn
-from headrace.facts.run_sums import RunSums, counter
+from headrace.facts.run_totals import RunSums, counter
 
 # --- The state of every ticket, counted from the facts alone (C2).
 
@@ -170,7 +170,7 @@ class Recent(Tally):
     window: int = WINDOW
     prompts: int = PROMPTS
     held: list[GroupEnded] = []
-    """These groups, the oldest first: a few dozen."""
+    """The groups that are remembered, the oldest first: a few dozen."""
 
     def add(self, group: GroupEnded) -> None:
         super().add(group)

@@ -12,12 +12,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from headrace.facts import run_state, verdicts
-from headrace.facts.costs import dollars
 from headrace.facts.facts import Evaluated, HeldOutLook
 from headrace.facts.number_tables import MINUTES, StepColumns, merged
 from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState
-from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
+from headrace.facts.texts import clip, dollars, number, percent, plural, reward_text, short_time, with_error
 from headrace.facts.thresholds import EARLY, ERRORS, LAST, LEAST, LIMITS, WARM, Mark, worst
 from headrace.facts.waits import is_wait
 

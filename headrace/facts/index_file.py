@@ -30,7 +30,7 @@ from headrace.facts.facts import GroupEnded
 from headrace.facts.number_tables import ROW, Numbers
 from headrace.facts.records import METRICS, MetricsFact, StepRow
 from headrace.facts.run_state import RunState, stride_of
-from headrace.facts.run_sums import RunSums, as_counter
+from headrace.facts.run_totals import RunSums, as_counter
 from headrace.version import __version__
 
 INDEX = "numbers.index"

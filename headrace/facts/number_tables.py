@@ -10,12 +10,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from headrace.facts.costs import Costs
 from headrace.facts.facts import Evaluated, GroupEnded, IdentityChecked, ProcessesUsed, WarmStarted, WeightsLive
 from headrace.facts.group_numbers import Choices, Tally
 from headrace.facts.records import MetricsFact, StepRow
 from headrace.facts.run_state import RunState
-from headrace.facts.run_totals import EngineUse
+from headrace.facts.run_totals import Costs, EngineUse
 
 # --- Arrays that are appended to, or set at places that may lie behind their end.
 

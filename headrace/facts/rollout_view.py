@@ -53,7 +53,7 @@ class AgedTokens(Struct, frozen=True):
     count: int
     version: int
     lag: int
-    """Its value at the step that trained them."""
+    """The lag of these tokens at the step that trained them."""
     mixed: bool = False
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from msgspec import field
 from msgspec.structs import replace
 
-from headrace.facts.costs import ENGINE, Costs
 from headrace.facts.facts import (
     Accounting,
     CheckpointSaved,
@@ -42,8 +41,19 @@ from headrace.facts.facts import (
 )
 from headrace.facts.group_numbers import Choices, Fates, Shares, Sieve, Tickets, discarded, solve_rate
 from headrace.facts.records import MetricsFact, Sample, StepRow
-from headrace.facts.run_sums import RunSums, counter
-from headrace.facts.run_totals import EngineUse, Naps, ProbeTotals, ScorerUse, StepTotals, SwapTotals, Window
+from headrace.facts.run_totals import (
+    ENGINE,
+    Costs,
+    EngineUse,
+    Naps,
+    ProbeTotals,
+    RunSums,
+    ScorerUse,
+    StepTotals,
+    SwapTotals,
+    Window,
+    counter,
+)
 
 SHOWN = 256
 """Steps of a long run that its curves are drawn from where not all are known, at most."""

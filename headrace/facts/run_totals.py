@@ -1,20 +1,51 @@
-"""Sums over a whole run: over steps, versions and probes, over samples of the engine, and over calls of the reward's parts."""
+"""Sums over a whole run: over steps, versions and probes, over samples of the engine, over calls of the reward's parts, and of dollars.
+
+`RunSums` is the base of all numbers of a run. They are plain values, so that a digest (`facts/index_file.py`) is their bytes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
+import msgspec
 from msgspec import field
 
 from headrace.core.reports import EngineStats, LagStats, LoadReport
 from headrace.core.weights import WeightUpdate
-from headrace.facts.facts import CheckpointSaved, IdentityChecked, ScorerAsked, Slept, TrialChecked, WeightsLive, Woke
+from headrace.facts.facts import (
+    CheckpointSaved,
+    Fact,
+    FleetSample,
+    IdentityChecked,
+    RunStarted,
+    ScorerAsked,
+    Slept,
+    TrialChecked,
+    WeightsLive,
+    Woke,
+)
 from headrace.facts.records import StepRow
-from headrace.facts.run_sums import RunSums, counter
 from headrace.facts.texts import counted, plural, short_time
+
+
+class RunSums(msgspec.Struct, forbid_unknown_fields=True):
+    """Numbers that facts are folded into. Unlike the nouns they change."""
+
+
+def counter() -> Any:
+    """The default of a field that is a `Counter`."""
+    return msgspec.field(default_factory=Counter)
+
+
+def as_counter(kind: Any, value: Any) -> Any:
+    """The hook with which msgspec reads a `Counter`, which it does not know. Raises what msgspec raises for values of other types."""
+    if get_origin(kind) is not Counter:
+        raise NotImplementedError(kind)
+    return Counter(msgspec.convert(value, dict[get_args(kind)[0], int]))  # type: ignore[misc]
+
 
 # --- Sums over all steps, versions and probes of a run
 # What a verdict needs of them, without the list of all.
@@ -423,3 +454,43 @@ class ScorerUse(RunSums):
         parts += [f"{self.tokens:,} tokens"] if self.tokens else []
         parts += [f"failed: {counted(self.failures)}"] if self.failures else []
         return ", ".join(parts)
+
+
+# --- The cost of a run in dollars, from the prices of its settings
+# A pool costs its price for every hour of the run's clock: loading, waiting, evaluations and checkpoints are paid for like training, and the
+# time between two processes of a run is not.
+
+ENGINE, TRAINER = "engine", "trainer"
+
+
+class Costs(RunSums):
+    """Dollars spent so far."""
+
+    prices: dict[str, float] = {}
+    """Dollars an hour: of each engine, of the trainer. Empty if none was set."""
+    spent: dict[str, float] = field(default_factory=lambda: {ENGINE: 0.0, TRAINER: 0.0})
+    of_step: float = 0.0
+    """Dollars between the ends of the last two steps."""
+    before: float = 0.0
+    """Dollars until the end of the last step."""
+    engines: int = 1
+    at: float = 0.0
+    """The time of the last fact."""
+
+    def fold(self, fact: Fact) -> None:
+        if isinstance(fact, RunStarted):
+            self.prices, self.engines = fact.prices, 1
+        if not self.prices:
+            return
+        hours, self.at = max(0.0, fact.t - self.at) / 3600, max(fact.t, self.at)
+        self.spent[ENGINE] += hours * self.engines * self.prices.get(ENGINE, 0.0)
+        self.spent[TRAINER] += hours * self.prices.get(TRAINER, 0.0)
+        if isinstance(fact, FleetSample):
+            self.engines = sum(member.state != "lost" and not member.lent for member in fact.members)
+
+    def end_step(self) -> None:
+        self.of_step, self.before = self.total - self.before, self.total
+
+    @property
+    def total(self) -> float:
+        return sum(self.spent.values())

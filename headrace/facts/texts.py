@@ -23,6 +23,17 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.{digits}f}"
 
 
+def dollars(value: float) -> str:
+    """Formats dollars: `$1,240`, `$12.40`, `$0.0031`.
+
+    >>> dollars(1240.4), dollars(12.4), dollars(0.00312), dollars(0)
+    ('$1,240', '$12.40', '$0.0031', '$0')
+    """
+    if value >= 1000:
+        return f"${value:,.0f}"
+    return f"${value:.2f}" if value >= 0.1 else f"${value:.2g}"
+
+
 def reward_text(value: float) -> str:
     """Formats a reward: 0.412, -3.000, 1.25e+09. A column or a line holds one, whatever the reward's scale is."""
     return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headrace.algo.turn_states import met_again
+from headrace.algo.advantages import met_again
 from headrace.core.batches import Batch, Failure, Group, Row
 from headrace.core.reports import PromptChoice, TrainReport
 from headrace.core.types import Episode, Prompt, Scored

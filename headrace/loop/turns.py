@@ -50,7 +50,7 @@ class SharedDevices:
         self.lent = lent
         self._name: Literal["engine", "lent engine"] = "lent engine" if lent else "engine"
         self._has: Literal["engine", "trainer", ""] = "trainer"
-        """Which of them has the devices. Empty while that changes, and after a change that was cut off, which is then made again."""
+        """The side that has the devices. Empty while that changes, and after a change that was cut off, which is then made again."""
         self._since = telemetry.clock()
         """The time of the engine's last sleep."""
         self._given = 0.0

@@ -116,7 +116,7 @@ class ChatEncoder:
             return ""
         known = f"it reads {', '.join(sorted(self.variables))}" if self.variables else "it reads none"
         return (
-            f"{unknown[0]} is no argument of the chat template of {self.directory}{nearest(unknown[0], self.variables)}; {known}. "
+            f"{unknown[0]} is not an argument of the chat template of {self.directory}{nearest(unknown[0], self.variables)}; {known}. "
             "Others would change nothing: remove it"
         )
 
@@ -327,7 +327,7 @@ class ChatEncoder:
         """Returns those characters that no token stands for but the unknown one: a model reads them all alike."""
         if (unknown := self.unknown) is None:
             return set()
-        return {one for one in characters if unknown in self._tokens(one, add_special_tokens=False)}
+        return {character for character in characters if unknown in self._tokens(character, add_special_tokens=False)}
 
     @cached_property
     def endings(self) -> Endings:

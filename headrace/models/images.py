@@ -246,9 +246,9 @@ def _digest_of(model_dir: Path) -> str:
 
 _PROGRAM = """
 import os, signal, sys
-from headrace.processes.health import orphans
-os.environ[orphans.PARENT] = sys.argv[1]
-orphans.signal_me_when_orphaned(signal.SIGKILL)
+from headrace.processes.health import family
+os.environ[family.PARENT] = sys.argv[1]
+family.signal_me_when_orphaned(signal.SIGKILL)
 from headrace.models.vision import main
 sys.exit(main(sys.stdin.read()))
 """

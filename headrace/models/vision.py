@@ -324,7 +324,7 @@ def make(source: Path, home: Path, made: Path, images: Mapping[str, str]) -> Non
         tables.append(seen.tables())
         first += len(seen.features)
     none = {FEATURES: torch.zeros(0, whole.get_input_embeddings().embedding_dim)}
-    joined = {name: torch.cat([one[name] for one in tables]) for name in tables[0]} if tables else none
+    joined = {name: torch.cat([table[name] for table in tables]) for name in tables[0]} if tables else none
     if len(joined[FEATURES]) and not joined[FEATURES].any():
         raise ConfigError(
             "the features of all images are zeros, so that it cannot tell one from another: a projection of its has no weights yet (a new Gemma 3 begins "

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.processes.frames import LONGEST, StreamEnded, read_frame
-from headrace.processes.health import orphans
+from headrace.processes.health import family
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.patience import communicate, waited_for_a_core, within
 from headrace.processes.health.stacks import VARIABLE
@@ -48,7 +48,7 @@ def environment(file: Path | None = None) -> dict[str, str]:
     package = str(PACKAGE.parent)
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    return variables | orphans.of_this_process() | ({VARIABLE: str(file)} if file else {})
+    return variables | family.parent_variables() | ({VARIABLE: str(file)} if file else {})
 
 
 def first_report(module: str, arguments: Sequence[str], what: str, limit: int = LONGEST) -> bytes:

@@ -94,7 +94,7 @@ class OrchestrationConfig:
             return self
         if not re.fullmatch(r"rediss?://[^\s/]+(/\d+)?|jsonl:.+", self.bus):
             raise ValueError(
-                f'orchestration.bus = "{self.bus}" is no bus; use redis://HOST:PORT, rediss://HOST:PORT or jsonl:DIRECTORY'
+                f'orchestration.bus = "{self.bus}" is not a bus; use redis://HOST:PORT, rediss://HOST:PORT or jsonl:DIRECTORY'
             )
         if "@" in self.bus and self.bus.startswith("redis"):
             raise ValueError(

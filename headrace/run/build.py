@@ -19,10 +19,10 @@ from headrace.core.protocols import EnvironmentKind, Observer, Scorer
 from headrace.episodes.environments.gateway.turn_request import OpenedWith
 from headrace.episodes.environments.kinds import environment_kind, named
 from headrace.episodes.rollout import fork_problem
+from headrace.episodes.scoring.extract import Decode
 from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import LoadedReward
 from headrace.episodes.scoring.parts import ScoreLog
-from headrace.episodes.scoring.segmenting import Decode
 from headrace.episodes.scoring.teacher.stage import vocabulary_problem
 from headrace.episodes.scoring.workers.processes import WorkerProcess
 from headrace.episodes.tasks.config import TaskConfig

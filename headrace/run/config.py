@@ -43,12 +43,19 @@ from headrace.run.learning_problems import (
     length_problems,
     parity_problems,
     process_problems,
+    quantised_problems,
+    teacher_engine,
+    teacher_engine_problems,
 )
-from headrace.run.place_problems import bus_problems, one_place_problems, user_code_problems
-from headrace.run.quantised import quantised_problems
+from headrace.run.place_problems import (
+    bus_problems,
+    lending_problems,
+    one_place_problems,
+    opening_problems,
+    sharing_problems,
+    user_code_problems,
+)
 from headrace.run.seeing import images_problems
-from headrace.run.sharing import lending_problems, opening_problems, sharing_problems
-from headrace.run.teacher_settings import teacher_engine, teacher_engine_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
 from headrace.settings.process_config import (

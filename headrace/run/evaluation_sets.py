@@ -20,8 +20,7 @@ from headrace.loop.evaluation import measure_of
 from headrace.models.chat import ChatEncoder
 from headrace.run.build import build_environment, build_scorer, build_task
 from headrace.run.config import RunConfig, set_runs
-from headrace.run.contents import contents_of
-from headrace.run.resume_rules import meaning
+from headrace.run.resume_rules import contents_of, meaning
 from headrace.run.seats import ONLY_HERE, UserSites
 from headrace.settings.process_config import EvalSetConfig
 

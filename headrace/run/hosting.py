@@ -167,7 +167,7 @@ class _Signals:
         terminated = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
 
         def caught(number: int, frame: Any) -> None:
-            """It may interrupt this thread anywhere, so it must take no lock."""
+            """A signal may interrupt this thread anywhere, so its handler must take no lock."""
             if number == signal.SIGTERM and isinstance(terminated, Termination):
                 terminated.heard = self.terminated = True
             self.count += number == signal.SIGINT

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.algo.caveats import caveats as algo_caveats
 from headrace.core.errors import CheckpointError, HeadraceError
 from headrace.core.printing import echo, say
 from headrace.durable.journal import refuse_earlier
@@ -27,14 +26,17 @@ from headrace.facts.records import left_out
 from headrace.loop.checkpoints import ChangedSettings, Checkpoints, load_controller
 from headrace.loop.recovery import SavedRun, read_saved_run
 from headrace.run.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
-from headrace.run.contents import NONE_RECORDED, contents_of, written
+from headrace.run.learning_problems import caveats as algo_caveats
 from headrace.run.pieces import pieces_of
 from headrace.run.resume_rules import (
+    NONE_RECORDED,
     changes,
     check_bound,
     check_resumable,
     check_steps,
+    contents_of,
     meaning,
+    written,
 )
 from headrace.run.run_directory import RunDirectory, Storage
 from headrace.run.session import Session

@@ -1,21 +1,28 @@
-"""Pairs of settings that cannot work together, of what a run learns: its algorithm, prompts, lengths and rewards.
+"""Pairs of settings that cannot work together, or not as one might expect, of what a run learns: its algorithm, prompts, lengths, rewards, teachers, and
+a quantised policy.
 
 Each function is given the sections that it compares. Pairs within one section lie beside that section.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 from headrace.algo.config import AlgoConfig
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import ENGINES
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.rollout import RolloutConfig
 from headrace.episodes.scoring.config import RewardConfig
+from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.staleness import StalenessConfig
 from headrace.models.lora import LoraConfig
+from headrace.native.resources import available_cores
+from headrace.settings.process_config import WatchConfig
+from headrace.settings.toml import build, merge
 from headrace.trainer.config import TrainConfig
 
 
@@ -148,3 +155,140 @@ def parity_problems(
         yield f"{asks} for adapters of other layers than experts; set lora.experts = false"
     if rollout.truncates and not rollout.keep_mask:
         yield f"{asks} where the trainer knows which tokens top_p, top_k and min_p kept; set rollout.keep_mask = true"
+
+
+def teacher_engine(engine: EngineConfig, teacher: TeacherConfig) -> EngineConfig:
+    """Returns the run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
+    base = {**dataclasses.asdict(engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
+    try:
+        return build(EngineConfig, merge(base, teacher.engine))
+    except ConfigError as error:
+        lines = [f"the teacher {teacher.name}, engine.{line}" for line in str(error).splitlines()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def teacher_engine_problems(
+    teachers: Sequence[TeacherConfig], beside: EngineConfig, context_length: int, functions: frozenset[str]
+) -> Iterator[str]:
+    """Yields a sentence for each setting of a teacher's engine, or name, that the run excludes. `beside`: what an engine beside the run's own begins
+    with; `context_length`: of the run's engine; `functions`: names of the reward functions."""
+    for teacher in teachers:
+        try:
+            engine = teacher_engine(beside, teacher)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        if teacher.mode == "tokens" and engine.context_length < context_length:
+            yield (
+                f"the teacher {teacher.name} has engine.context_length = {engine.context_length}, too short for all that the run's "
+                f"engine.context_length = {context_length} lets the policy write; leave it as the run's"
+            )
+        if teacher.mode == "text" and teacher.name in functions:
+            yield f"the teacher {teacher.name} has the name of a reward function; give it another"
+        if strange := set(engine.cores) - available_cores():
+            yield f"the teacher {teacher.name} has engine.cores {sorted(strange)}, which this process may not use"
+
+
+# --- A policy whose weights are quantised in the engine (`engine.weights`): what corrects for it in training, and what it excludes
+# The log-probs that are recorded are those of the quantised policy, which sampled. So whatever weighs tokens by their ratio to the sampler's log-probs
+# corrects for quantisation as it does for lag, and no further weight is needed.
+
+_WEIGHTS = {"truncate": "truncated importance sampling (TIS)", "mask": "masked importance sampling (MIS)"}
+
+
+def correction_of(algo: AlgoConfig) -> str:
+    """Returns what corrects for the gap between sampler and trainer, in words; empty if nothing does."""
+    recipe = algo.recipe
+    correction, loss = recipe.correction, recipe.loss
+    if correction.mode != "none":
+        return (
+            f"{_WEIGHTS[correction.mode]} by {correction.level}, weights of {correction.low:g} to {correction.high:g}"
+        )
+    if recipe.old == "sampler" and loss.weighs:
+        return f"the ratio in algo.loss = {loss}, which is taken to the sampler's own log-probs"
+    return ""
+
+
+def quantised_problems(engine: EngineConfig, algo: AlgoConfig, train: TrainConfig, watch: WatchConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that a quantised policy excludes. (`engine_problems` has those of the engine itself.)"""
+    if engine.weights == "published":
+        return
+    asked = f'engine.weights = "{engine.weights}"'
+    if train.parity == "bitwise":
+        yield (
+            f'{asked} samples from another policy than the trainer\'s, and train.parity = "bitwise" asks for the same one, bit for bit; set '
+            'train.parity = "off", or engine.weights = "published"'
+        )
+    if not watch.identity_every:
+        yield (
+            f"{asked} is measured against the policy that is trained at every version, and watch.identity_every = 0 switches that off; set it to 1, "
+            'or engine.weights = "published"'
+        )
+    if not correction_of(algo) and algo.correction.mode is None:
+        anchored = algo.recipe.loss.anchored and algo.recipe.old != "sampler"
+        remedy = (
+            'set algo.correction.mode = "truncate" (TIS) or "mask" (MIS)'
+            if anchored
+            else "use algo.name = grpo, tis or mis"
+        )
+        yield (
+            f"{asked} samples from another policy than the one that is trained, and algo.name = {algo.name} with algo.old = {algo.recipe.old} and "
+            f'algo.loss = {algo.recipe.loss} weighs no token for that; {remedy}, or algo.correction.mode = "none" to train without a correction'
+        )
+
+
+def quantised_words(engine: EngineConfig, algo: AlgoConfig, watch: WatchConfig) -> str:
+    """Returns what the run makes of a quantised policy, in a sentence; empty if the policy is served as it is published."""
+    if engine.weights == "published":
+        return ""
+    corrected = correction_of(algo) or "nothing, as algo.correction.mode = none asks"
+    return (
+        f"the sampler has {engine.weights} weights (engine.weights); {corrected} corrects for it; every version is measured, and the run ends where "
+        f"log-probs differ by more than {watch.mismatch:g} nats a token (watch.mismatch)"
+    )
+
+
+# --- Warnings about algorithms that work, but not as one might expect -------------------------------------------------
+
+
+LONG = 512
+"""Number of tokens above which a product over a sequence deserves a warning (NeMo-RL #2269)."""
+
+
+def caveats(algo: AlgoConfig, max_tokens: int, max_lag: int = 0) -> list[str]:
+    """Returns warnings about an algorithm in a run with completions of `max_tokens` and the lag bound `max_lag`."""
+    return [*_of_lag(algo, max_lag), *_of_length(algo, max_tokens)]
+
+
+def trusts_a_region(algo: AlgoConfig) -> bool:
+    """Whether a bound on the ratio to the sampler, or a correction, keeps the policy near the one that sampled. A
+    user's own loss is assumed to. (The ratio to the trainer's own log-probs bounds what one step does.)"""
+    recipe, correction = algo.recipe, algo.recipe.correction
+    if recipe.loss.whole:  # which rollouts are better does not depend on who sampled them
+        return True
+    bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
+    corrects = correction.mode != "none" or bool(correction.rules)
+    return bounds or corrects or recipe.select.kind == "second_moment"
+
+
+def _of_lag(algo: AlgoConfig, max_lag: int) -> list[str]:
+    if max_lag == 0 or trusts_a_region(algo):
+        return []
+    why = ", where every ratio is 1" if algo.recipe.old == "trainer" else ""
+    return [
+        f"staleness.max_lag = {max_lag} with algo.loss = {algo.recipe.loss}, algo.old = {algo.recipe.old}{why}: neither a clip nor a "
+        "correction holds the policy near the older one that sampled. In one published comparison plain policy gradients at age <= 1 "
+        "finished 2 of 128 answers, with truncated importance sampling 98; use algo.name = tis (or algo.correction.mode = truncate), "
+        "a loss with a clip (algo.name = grpo), or staleness.max_lag = 0"
+    ]
+
+
+def _of_length(algo: AlgoConfig, max_tokens: int) -> list[str]:
+    correction = algo.recipe.correction
+    if max_tokens <= LONG or correction.mode == "none" or correction.level != "sequence":
+        return []
+    return [
+        f"algo.correction.level = sequence multiplies the ratios of up to {max_tokens} tokens: such a product is nearly "
+        f"always outside [{correction.low}, {correction.high}] and most sequences will teach nothing; "
+        "algo.correction.level = geometric does not depend on the length"
+    ]

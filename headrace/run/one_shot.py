@@ -11,7 +11,6 @@ from typing import Literal
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, nearest
 from headrace.core.printing import echo
-from headrace.durable.named_logs import temporary_logs
 from headrace.facts.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.facts.records import steps_done
 from headrace.facts.texts import plural
@@ -27,7 +26,7 @@ from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.hosting import complete
 from headrace.run.pools import open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
-from headrace.run.run_directory import held
+from headrace.run.run_directory import held, temporary_logs
 from headrace.run.teaching import for_reading, open_teaching
 
 
@@ -73,7 +72,7 @@ def evaluate(
         raise ConfigError('there is no reward to measure: set reward.function = "path/to/file.py:name"')
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
-        raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
+        raise ConfigError(f"{count} held-out prompts were requested; there are {config.task.held_out} (task.held_out)")
     known = [one.name for one in config.eval.sets]
     if of and of not in known:
         raise ConfigError(

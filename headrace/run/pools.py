@@ -28,10 +28,10 @@ from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig
+from headrace.run.learning_problems import teacher_engine
 from headrace.run.needs import check_needs, check_parity
 from headrace.run.seats import ONLY_HERE, UserSites, open_seats, ranks_of, threads_of_rank
 from headrace.run.starting import start_engine, transport_of
-from headrace.run.teacher_settings import teacher_engine
 from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import AdapterStart, ShadowStart, TrainerReady, TrainerStart
 from headrace.weight_sync.kind import TransportKind

@@ -16,8 +16,8 @@ from headrace.core.printing import say
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.functions import RewardFunction, Rewards, rewards_of
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.python_rows import fingerprint, rows_of
 from headrace.episodes.tasks.read import Row
+from headrace.episodes.tasks.rows import fingerprint, rows_of
 from headrace.run.choosing import resumed_settings
 from headrace.run.config import RunConfig, checked, config_of_run, read_tree
 from headrace.settings.other_names import meaning

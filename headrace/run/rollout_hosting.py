@@ -26,13 +26,12 @@ from headrace.processes.joining.same_model import agree
 from headrace.processes.wire import noticed_after
 from headrace.run.build import open_players, open_telemetry, plan_of
 from headrace.run.config import RunConfig, read_config
-from headrace.run.contents import USED_BY_HOSTS, contents_of
 from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.hosts.bus.open_bus import open_bus, runs_on
 from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.hosts.rollout_host import OVERTAKEN, HostParts, HostPatience, RolloutHost
 from headrace.run.needs import check_needs
-from headrace.run.resume_rules import meaning, settings_of
+from headrace.run.resume_rules import USED_BY_HOSTS, contents_of, meaning, settings_of
 from headrace.run.seats import own_sites
 from headrace.run.session import run_clock
 from headrace.run.starting import start_engine

@@ -31,8 +31,8 @@ from headrace.models.resolve import check_model_dir
 from headrace.run.build import LoadedFiles, build_course, build_environment, build_scorer, build_task, check_critic
 from headrace.run.config import RunConfig
 from headrace.run.evaluation_sets import read_sets
+from headrace.run.learning_problems import correction_of, quantised_words
 from headrace.run.python_inputs import PythonInputs
-from headrace.run.quantised import correction_of, quantised_words
 from headrace.run.rehearsal.first_rows import (
     RewardTrial,
     angles_problem,

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +26,6 @@ from typing import IO, Any
 from headrace.core.errors import ConfigError
 from headrace.durable.atomic_files import full_disk_as_error, read_lines, remove_parts, replace_file, write_error
 from headrace.durable.journal import Journal, holds_records
-from headrace.durable.named_logs import names
 from headrace.durable.pass_log import PassLog
 from headrace.durable.segments import SEGMENT
 from headrace.facts.facts import Warned
@@ -282,3 +283,34 @@ class Storage:
         if self._open:
             self.journal.close()
             self.passes.close()
+
+
+# --- Logs that an error names -----------------------------------------------------------------------------------------
+
+
+def names(error: BaseException | None, path: Path) -> bool:
+    """Whether the message of the error names the file."""
+    return error is not None and any(str(path) in text for text in (str(error), *getattr(error, "__notes__", ())))
+
+
+@contextmanager
+def temporary_logs() -> Iterator[Path]:
+    """A directory for what processes print. It is removed in the end, but for the logs that the error names which ended it."""
+    directory = Path(tempfile.mkdtemp(prefix="headrace-logs-"))
+    try:
+        yield directory
+    except BaseException as error:
+        _remove(directory, error)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove(directory: Path, error: BaseException) -> None:
+    kept = {path for path in directory.glob("*.log") if names(error, path)}
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path not in kept:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):  # logs are left
+        directory.rmdir()

@@ -11,7 +11,7 @@ from headrace.engine.config import EngineConfig
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.scoring.services.config import JudgeConfig
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.row_images import images_in
+from headrace.episodes.tasks.rows import images_in
 from headrace.models.images import ALWAYS_APART, SERVED, type_of, with_images
 from headrace.models.resolve import resolve_model
 from headrace.processes.orchestration_config import OrchestrationConfig

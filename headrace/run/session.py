@@ -16,11 +16,11 @@ from headrace.core.errors import HeadraceError, StalledError, WorkerDied
 from headrace.core.printing import say
 from headrace.durable.journal import JournalStep
 from headrace.facts.facts import Books, Evaluated, RunEnded, RunStarted
-from headrace.facts.machine_mark import machine_mark
 from headrace.facts.verdicts import at_the_end, ends_of
 from headrace.loop.assembly import go_live
 from headrace.loop.pipeline import Parts, Pipeline
 from headrace.loop.turns import LAST_WORD, Utilisation
+from headrace.native.arithmetic import machine_mark
 from headrace.run.config import RunConfig
 from headrace.run.pools import Pools, close_within
 from headrace.run.run_directory import Storage

@@ -30,14 +30,13 @@ from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import LentProcess, ProcessEngine
 from headrace.run.config import RunConfig
-from headrace.run.contents import contents_of
 from headrace.run.fleets.core_shares import settings_of_lent
 from headrace.run.fleets.fleet_start import LENT, Starting, come, start_fleet
 from headrace.run.hosts.bus.bus_port import Bus
 from headrace.run.hosts.bus.open_bus import open_for_run
 from headrace.run.hosts.bus_messages import GroupSizes, RunNotice
 from headrace.run.rehearsal.memory_needs import read_shape
-from headrace.run.resume_rules import mark_of, meaning
+from headrace.run.resume_rules import contents_of, mark_of, meaning
 from headrace.run.seats import threads_elsewhere
 from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.secrets import read_token
@@ -54,7 +53,7 @@ def transport_of(config: RunConfig, logs: Path) -> TransportKind:
     place = place if place.cert else config.weight_sync
     shared = config.engine.shared_dir
     if transport.writes_files and shared and not Path(shared).is_dir():
-        raise ConfigError(f"engine.shared_dir = {shared} is no directory here; make it, or leave it out")
+        raise ConfigError(f"engine.shared_dir = {shared} is not a directory here; make it, or leave it out")
     opening = Opening(
         form=config.weight_sync.form,
         host=reached_at(config.weight_sync, config.ends),

@@ -40,10 +40,10 @@ from headrace.models.resolve import ModelConfig, short_name
 from headrace.run.build import LoadedFiles, open_telemetry
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, dump_config
-from headrace.run.contents import contents_of, written
 from headrace.run.hosting import complete
 from headrace.run.pools import trainer_start
 from headrace.run.rehearsal.words import Lines
+from headrace.run.resume_rules import contents_of, written
 from headrace.run.run_directory import RunDirectory
 from headrace.run.session import run_clock
 from headrace.run.worker.build import open_launcher
@@ -208,7 +208,7 @@ def course_lines(algo: AlgoConfig, steps: int, course: AnswerCourse, encoder: Ch
     of_rows = f"{course.rows_per_step} of them in each step: each comes {times:.3g} times"
     of_loss = f"{rule.kind}, whose share of the loss is {rule.weight:g}{ends} (algo.demonstrations)"
     if rule.kind == "compared":
-        of_rows = f"of {len({one.prompt for one in course.rows}):,} questions; each is trained in the steps that have rollouts of its question"
+        of_rows = f"of {len({row.prompt for row in course.rows}):,} questions; each is trained in the steps that have rollouts of its question"
         of_loss = f"compared with the rollouts of its question, with a reward of {rule.reward:g} (algo.demonstrations)"
     return [
         ("rows", f"{len(course.rows):,}, {of_rows}"),

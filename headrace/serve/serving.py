@@ -266,7 +266,7 @@ class Serving:
             return report
 
     async def load_adapter(self, name: str, directory: Path) -> LoadReport:
-        """One that peft saved. Loaded again under its name, also after an `unload`, it is a new version. Raises Refused while another is on its way under that
+        """Loads an adapter that peft saved. Loaded again under its name, also after an `unload`, it is a new version. Raises Refused while another is on its way under that
         name: two would have one version."""
         if name in self._coming:
             raise Refused(409, f"another request loads an adapter {name}; wait for its answer")

@@ -150,7 +150,7 @@ def interpreter(named: str, setting: str) -> str:
         return sys.executable
     found = shutil.which(named)
     if found is None:
-        raise ConfigError(f"{setting} = {named} is no program; name an interpreter, such as ~/other/bin/python")
+        raise ConfigError(f"{setting} = {named} is not a program; name an interpreter, such as ~/other/bin/python")
     return found
 
 
@@ -179,7 +179,7 @@ def look_into(python: str, modules: Sequence[Sequence[str]], setting: str, group
         raise ConfigError(f"{setting} = {python} cannot be run: {error}") from None
     except ValueError:
         message = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise ConfigError(f"{setting} = {python} is no Python interpreter; it said: {message}") from None
+        raise ConfigError(f"{setting} = {python} is not a Python interpreter; it said: {message}") from None
     _, distribution, version = answer[modules[0][0]]
     missing = tuple(name for name, (here, *_) in answer.items() if not here)
     return Found(python, version, distribution, missing, tuple(plugins))

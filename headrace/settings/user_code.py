@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -19,10 +20,13 @@ from headrace.core.errors import ConfigError, encodable
 from headrace.version import PACKAGE
 
 
-def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
+def load_function(
+    spec: str, what: str, modules: dict[Path, ModuleType] | None = None, *, arguments: int = 0
+) -> Callable[..., Any]:
     """Returns the function. `what`: the setting that names it, for messages. A file that is already in `modules` is not run again.
+    `arguments`: how many, one or two, it has to take; 0 for any number.
 
-    Raises ConfigError if the file or the function is missing, or running the file fails."""
+    Raises ConfigError if the file or the function is missing, takes no such number of arguments, or running the file fails."""
     modules = {} if modules is None else modules
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
@@ -34,6 +38,11 @@ def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None =
         hint = f"; did you mean {near[0]}?" if near else f"; it defines {', '.join(names) or 'nothing'}"
         raise ConfigError(f"{what}: {path.name} defines no {name}{hint}")
     function: Callable[..., Any] = getattr(modules[path], name)
+    try:
+        if arguments:
+            inspect.signature(function).bind(*[None] * arguments)
+    except TypeError as error:
+        raise ConfigError(f"{what}: {name} cannot be called with {_MANY[arguments]}: {error}") from None
     return function
 
 
@@ -127,11 +136,11 @@ def _led_to_by(path: Path, root: Path) -> set[Path]:
     for node in nodes if "site-packages" not in root.parts else ():
         match node:
             case ast.Import(names=names):
-                named |= {file for one in names for file in _files_of(root, one.name.split("."))}
+                named |= {file for alias in names for file in _files_of(root, alias.name.split("."))}
             case ast.ImportFrom(module=module, names=names, level=level):
                 base = path.parents[level - 1] if 0 < level <= len(path.parents) else root
                 parts = module.split(".") if module else []
-                named |= {file for one in names for file in _files_of(base, [*parts, one.name])}
+                named |= {file for alias in names for file in _files_of(base, [*parts, alias.name])}
     return named
 
 
@@ -184,6 +193,7 @@ def _headline(error: BaseException) -> str:
     return encodable(f"{type(error).__name__}{': ' if message else ''}{message}")
 
 
+_MANY = {1: "one argument", 2: "two arguments"}
 MOST_FILES = 100
 """Files that one of the user's leads to."""
 _PLACES: set[Path] = set()

@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
-from headrace.facts.costs import ENGINE, TRAINER
+from headrace.facts.run_totals import ENGINE, TRAINER
 from headrace.settings.extras import EXTRAS, install
 from headrace.settings.strict import STRICT
 

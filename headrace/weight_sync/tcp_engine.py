@@ -44,7 +44,7 @@ RANGES = "ranges"
 LONGEST_RANGES = 1 << 26
 """Bytes of that answer."""
 LAYOUT = "layout"
-"""Likewise: the layout of the whole."""
+"""Asked for instead of a fingerprint: the layout of the whole buffer."""
 HASHED = 1 << 20
 """Bytes that are hashed at a time, while the processor's cache still has them."""
 MOST, SMALLEST = 64, 1 << 24

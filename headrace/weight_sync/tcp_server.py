@@ -55,9 +55,9 @@ class PieceSaid(Struct, frozen=True):
     """The engine's word when it has been sent a piece, or to another engine for it."""
 
     has: bool = False
-    """It has the piece, and sends it to others."""
+    """Whether it has the piece, and sends it to others."""
     lost: bool = False
-    """The other engine did not send the piece, or sent other bytes, so that this server has to."""
+    """Whether the other engine did not send the piece, or sent other bytes, so that this server has to."""
 
 
 class WeightReply(Struct, frozen=True):

@@ -13,7 +13,6 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.caveats import caveats
 from headrace.algo.config import AlgoConfig, ratio_problems
 from headrace.algo.objective import AGGREGATIONS, objective_of, reach_of
 from headrace.algo.policy.clipped import PPOClip
@@ -24,6 +23,7 @@ from headrace.algo.recipes import LOSSES, NOT_HERE, RECIPES, Recipe
 from headrace.algo.rules import OPSM, KPop, Veto
 from headrace.core.errors import ConfigError
 from headrace.run.config import load_config
+from headrace.run.learning_problems import caveats
 
 MINIMAL = {
     "model": {"path": "m"},

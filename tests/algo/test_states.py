@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.algo.advantages import met_again, states_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.training_rows import algorithm_of
-from headrace.algo.turn_states import met_again, states_of
 from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.run.config import load_config

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from headrace.episodes.sandbox import sandbox as sandboxes
-from headrace.episodes.sandbox.kernel import landlock, seccomp
+from headrace.episodes.sandbox.kernel import seccomp, syscalls
 from headrace.episodes.sandbox.sandbox import Sandbox, SandboxResult
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 from support.few import few
@@ -28,12 +28,12 @@ from support.runs.processes import descendants
 
 LIMITS = SandboxLimits(cpu_seconds=2, seconds=30.0, memory=256 << 20, disk=1 << 20, files=8, threads=24, output=20_000)
 pytestmark = pytest.mark.skipif(
-    not (landlock.version() and seccomp.known()), reason="the kernel has no Landlock or no filters"
+    not (syscalls.landlock_version() and seccomp.known()), reason="the kernel has no Landlock or no filters"
 )
 
 OLDER = (
-    "import sys; from headrace.episodes.sandbox import zygote; from headrace.episodes.sandbox.kernel import landlock; "
-    "landlock.version = lambda: 3; zygote.enter = lambda trial: False; zygote.main(sys.argv[1:])"
+    "import sys; from headrace.episodes.sandbox import zygote; from headrace.episodes.sandbox.kernel import syscalls; "
+    "syscalls.landlock_version = lambda: 3; zygote.enter_namespaces = lambda trial: False; zygote.main(sys.argv[1:])"
 )
 """The process that makes calls, as on Linux 6.2 in a container."""
 

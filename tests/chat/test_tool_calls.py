@@ -359,8 +359,8 @@ def test_messages_have_the_form_that_templates_read() -> None:
         ({"role": "tool", "content": "x", "tool_call_id": "other"}, r"messages\[3\] answers the tool call other"),
         ({"role": "tool", "content": "x"}, "answers the tool call None"),
         ({"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}, "only an assistant"),
-        ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]}, "no JSON object"),
-        ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{" * 99}}]}, "no JSON"),
+        ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]}, "not a JSON object"),
+        ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{" * 99}}]}, "not a JSON"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "only text"),
     ],
 )  # fmt: skip

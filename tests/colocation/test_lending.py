@@ -16,10 +16,10 @@ from headrace.core.reports import EngineStats
 from headrace.engine.fleet.fleet import Fleet, Totals, samples
 from headrace.engine.fleet.member import Member
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.facts.costs import Costs
 from headrace.facts.facts import FleetSample, MemberMoved, Slept, StepTrained, Warned, Woke
 from headrace.facts.records import summarise
 from headrace.facts.run_state import RunState
+from headrace.facts.run_totals import Costs
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.staleness import StalenessConfig

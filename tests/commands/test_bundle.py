@@ -258,7 +258,7 @@ def test_a_step_is_packed_under_other_cores_than_the_run_had(
     monkeypatch: pytest.MonkeyPatch,
     said: Callable[..., tuple[int, str]],
 ) -> None:
-    monkeypatch.setattr("headrace.facts.machine_mark.usable_cores", lambda: 7)
+    monkeypatch.setattr("headrace.native.arithmetic.usable_cores", lambda: 7)
     monkeypatch.setattr("headrace.processes.launch.local.usable_cores", lambda: 7)
     file = tmp_path / "other_cores.zip"
     code, out = said(run, "--step", 3, "--export", file, "--include", "weights", "--include", "code")
@@ -279,7 +279,7 @@ def test_a_state_that_another_machine_made_anew_can_be_done_again(
     said: Callable[..., tuple[int, str]],
 ) -> None:
     """There its weights have other bits than the run's."""
-    monkeypatch.setattr("headrace.facts.machine_mark.cpu_model", lambda: "Another 3000")
+    monkeypatch.setattr("headrace.native.arithmetic.cpu_model", lambda: "Another 3000")
     expected = bundle.read_expected(run)
     others = dict.fromkeys(expected.fingerprints, "0" * 32)
     monkeypatch.setattr(bundle, "read_expected", lambda run_dir: dataclasses.replace(expected, fingerprints=others))
@@ -301,9 +301,9 @@ def test_a_state_that_another_machine_made_anew_can_be_done_again(
         (["RUN", "--step", "2", "--to", "3", "--export", "x.zip"], "a bundle holds one step"),
         (["RUN", "--step", "2", "--include", "code"], "name its file with --export"),
         (["RUN", "--step", "2", "--export", "x.zip", "--include", "adapter"], "the run trained all weights"),
-        (["RUN", "--step", "2", "--trust"], "is no bundle"),
+        (["RUN", "--step", "2", "--trust"], "is not a bundle"),
         (["WHOLE", "--step", "2"], "is a bundle of one step"),
-        (["text.zip"], "is no bundle of headrace replay --export"),
+        (["text.zip"], "is not a bundle of headrace replay --export"),
         (["strange.zip"], "it holds ../outside"),
     ],
 )

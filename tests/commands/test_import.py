@@ -19,7 +19,7 @@ from headrace.commands.importing.import_command import config_text, libraries, t
 from headrace.commands.importing.translation import Library, Translation
 from headrace.core.errors import ConfigError
 from headrace.run.config import RunConfig, read_config
-from headrace.run.contents import contents_of
+from headrace.run.resume_rules import contents_of
 from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 
@@ -440,7 +440,7 @@ def test_what_changes_the_learning_of_prime_rl_is_translated(
 
 def test_groups_that_the_batch_of_prime_rl_does_not_fill_are_told(tmp_path: Path) -> None:
     _, written = imported(tmp_path, "rl.toml", PRIME.replace("batch_size = 128", "batch_size = 100"))
-    assert "groups_per_step = 6  # 96 rollouts a step, of 100 there, which are no whole groups" in written
+    assert "groups_per_step = 6  # 96 rollouts a step, of 100 there, which are not whole groups" in written
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> No
     ("name", "text", "words"),
     [
         ("a.json", "{}", "name a .yaml or .toml config"),
-        ("a.yaml", "a: [", "is no YAML"),
+        ("a.yaml", "a: [", "is not YAML"),
         ("a.yaml", "- a", "has no settings"),
         ("a.yaml", "a: " + "[" * 600 + "]" * 600, "lie in one another without end"),
         ("a.toml", "a = " + "[" * 3000 + "]" * 3000, "lie in one another without end"),
@@ -574,8 +574,8 @@ def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> No
             + "".join(f"a{n}: &a{n} {{{', '.join(f'{x}: *a{n - 1}' for x in 'bcdefghij')}}}\n" for n in range(1, 9)),
             "more than 100000 settings",
         ),
-        ("a.yaml", "beta: !!python/object/apply:os.system ['touch pwned']", "is no YAML"),
-        ("a.toml", "a = ", "is no TOML"),
+        ("a.yaml", "beta: !!python/object/apply:os.system ['touch pwned']", "is not YAML"),
+        ("a.toml", "a = ", "is not TOML"),
         ("a.sh", "echo hello", "has no settings such as"),
         ("a.sh", "echo 'open", "cannot be read as a shell script"),
         ("a.yaml", "beta: 1", "neither verl nor prime-rl"),

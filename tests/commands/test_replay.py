@@ -35,7 +35,7 @@ from headrace.durable.journal import (
 )
 from headrace.durable.segments import JOURNAL
 from headrace.facts.kept_settings import configs_until
-from headrace.facts.machine_mark import machine_mark
+from headrace.native.arithmetic import machine_mark
 from headrace.native.resources import available_cores
 from headrace.processes.health.family import Family, family
 from headrace.run.config import RunConfig, dump_config, load_config
@@ -110,7 +110,7 @@ def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, here = machine_mark(())["threads"], available_cores()
-    monkeypatch.setattr("headrace.facts.machine_mark.usable_cores", lambda: 7)  # the affinity of this process
+    monkeypatch.setattr("headrace.native.arithmetic.usable_cores", lambda: 7)  # the affinity of this process
     monkeypatch.setattr("headrace.processes.launch.local.usable_cores", lambda: 7)
     begun: list[int] = []
     start = rerun_module.trainer_start
@@ -128,7 +128,7 @@ def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
 
 def test_a_replay_says_what_of_the_machine_differs(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = machine_mark(())["cpu"]
-    monkeypatch.setattr("headrace.facts.machine_mark.cpu_model", lambda: "Another 3000")
+    monkeypatch.setattr("headrace.native.arithmetic.cpu_model", lambda: "Another 3000")
     code, output = replayed(finished, 5)
     assert code == 0 and f"another machine (cpu was {cpu}, here Another 3000): means are compared" in output, output
     assert "GPU" not in output and "threads" not in output

@@ -244,7 +244,7 @@ def test_runs_are_listed_with_state_step_and_reward(
 def test_a_directory_without_runs_is_said_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "ls", ".") == (0, ". holds no run yet; headrace train CONFIG.toml starts one\n")
     code, out = said(capsys, "ls")
-    assert code == 2 and "runs is no directory" in out
+    assert code == 2 and "runs is not a directory" in out
 
 
 def test_two_runs_are_compared_in_the_terminal(

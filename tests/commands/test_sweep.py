@@ -14,7 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, WarmStarted
 from headrace.run.choosing import resumed_settings
 from headrace.run.config import dump_config, load_config, read_config
-from headrace.run.contents import contents_of, written
+from headrace.run.resume_rules import contents_of, written
 from headrace.run.warm_start import FACT, FOLDER, begins_with
 from support.fact_stream import write_run
 from support.tiny_run import of, tiny_config

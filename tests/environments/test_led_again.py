@@ -18,9 +18,8 @@ from headrace.episodes.environments.function import _resumes
 from headrace.episodes.environments.libraries.attempts import open_reasoning_gym
 from headrace.episodes.environments.libraries.games import open_textarena
 from headrace.episodes.environments.libraries.gym import open_gym
-from headrace.episodes.environments.workers.environment_pool import check_function
-from headrace.episodes.environments.workers.loading import LibrarySettings
-from headrace.episodes.environments.workers.process import FunctionSettings
+from headrace.episodes.environments.workers.environment_pool import FunctionSettings, check_function
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import exports, is_end
 from headrace.episodes.environments.workers.talk import AgentReply
 from headrace.episodes.rollout import ForksConfig, fork_problem

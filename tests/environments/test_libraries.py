@@ -19,7 +19,7 @@ from headrace.episodes.environments.kinds import ENVIRONMENTS, LIBRARIES
 from headrace.episodes.environments.libraries.attempts import open_reasoning_gym
 from headrace.episodes.environments.libraries.games import Game, open_textarena
 from headrace.episodes.environments.libraries.gym import open_gym
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.episodes import Played
 from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.models.chat import ChatEncoder
@@ -161,7 +161,7 @@ def test_what_is_no_environment_is_refused(counter: Path) -> None:
 @pytest.mark.slow
 def test_environments_of_skyrl_gym(encoder: ChatEncoder) -> None:
     pytest.importorskip("skyrl_gym")
-    with pytest.raises(ConfigError, match="is no environment of skyrl-gym; did you mean gsm8k"):
+    with pytest.raises(ConfigError, match="is not an environment of skyrl-gym; did you mean gsm8k"):
         open_gym(settings("gsm8"))
     row = {"reward_spec": {"ground_truth": "72"}, "extra_info": {}}
     config = EnvironmentConfig(kind="gym", name="gsm8k_multi_turn", max_turns=3, workers=1)
@@ -206,7 +206,10 @@ def test_rows_of_another_task_are_named() -> None:
     ("given", "words"),
     [
         (settings("chain_sum"), "the problems are those of task.kind"),
-        (settings(discout=0.5), 'discout is no option of environment.kind = "reasoning_gym"; did you mean discount?'),
+        (
+            settings(discout=0.5),
+            'discout is not an option of environment.kind = "reasoning_gym"; did you mean discount?',
+        ),
         (settings(discount="half"), "is of another type than its default 0.8"),
         (settings(discount=2.0), "discount = 2 is not between 0 and 1"),
     ],
@@ -313,7 +316,7 @@ def test_games_that_run_at_once_draw_their_own_random_numbers() -> None:
     ("given", "words"),
     [
         (settings(), "environment.name is missing"),
-        (settings("GuesTheNumber-v0"), "is no game of textarena; did you mean GuessTheNumber-v0"),
+        (settings("GuesTheNumber-v0"), "is not a game of textarena; did you mean GuessTheNumber-v0"),
         (settings("PublicGoodsGame-v0"), "with 2: ValueError: it is for another number of players"),
         (settings("ThreeCardMonte-v0"), "for a reward, which is not a number"),
         (settings("GuessTheNumber-v0", max_numbr=3), "unexpected keyword argument 'max_numbr'"),

@@ -22,7 +22,7 @@ from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.libraries.openenv import open_openenv
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.talk import AgentReply
 from headrace.episodes.episodes import Played
 from headrace.models.chat import ChatEncoder
@@ -189,7 +189,7 @@ def test_what_cannot_be_reached_is_refused(countdown: Countdown) -> None:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     for name, options, words in (
         ("", {}, "environment.name is missing"),
-        ("here", {}, "environment.name = here is no URL"),
+        ("here", {}, "environment.name = here is not a URL"),
         (nobody, {}, "no session could be opened there"),
         (countdown.url, {"observation": "promt"}, "has no field promt; there are: prompt, left"),
         (countdown.url, {"actin": "a"}, "did you mean action?"),

@@ -15,7 +15,7 @@ from test_real_libraries import OPENENV, REWARD, roomy, run, served  # noqa: F40
 import headrace
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.libraries.games import open_textarena
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.tasks.prompts import seed_from
 from headrace.episodes.tasks.reasoning_gym import BLOCK
 from support.tool_chats import WrittenAgent, play_steps

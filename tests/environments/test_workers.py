@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.function import open_function
-from headrace.episodes.environments.workers import process as processes
+from headrace.episodes.environments.workers import environment_pool as processes
 from headrace.episodes.environments.workers import tools
 from headrace.episodes.episodes import Played, roll_out
 from headrace.models.chat import ChatEncoder
@@ -325,7 +325,11 @@ def test_one_that_is_played_again_has_the_turns_of_its_last_life(
                 ("enormous_turn", "environment_reward", "the reward step of a turn is -1e+300, and at most"),
                 ("empty", "environment_reward", "returned no reward, and there is no reward function"),
                 ("double", "environment_raised", "two tools have one name; there are: add, add"),
-                ("needs", "environment_raised", "it needs missing, which is no column of the task; there are: prompt"),
+                (
+                    "needs",
+                    "environment_raised",
+                    "it needs missing, which is not a column of the task; there are: prompt",
+                ),
                 ("odd", "environment_raised", "a message has the texts role and content"),
                 ("endless", "environment_turns", "cut off at its limit of turns"),
             ],

@@ -13,7 +13,7 @@ import pytest
 
 import headrace
 from headrace import cli
-from headrace.commands.finding import run_directory
+from headrace.commands.arguments import run_directory
 from headrace.commands.installed import doctor
 from headrace.commands.running import demo_command as starting
 from headrace.core.errors import CheckpointError, ConfigError, TrainingError, WorkerDied

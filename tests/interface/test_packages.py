@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from headrace.cli import main
-from headrace.commands.serving import board_command, serve
+from headrace.commands.serving import serving_commands
 from headrace.settings import extras
 from headrace.settings.extras import install
 
@@ -121,7 +121,7 @@ def test_the_environment_of_the_demo_serves_what_it_has_trained_and_shows_the_bo
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert named["demo"] == ["headrace[tasks,serve]"] and ".[demo]" in (ROOT / "Makefile").read_text()
     brought = {re.split(r"[><=]", one)[0] for one in named["serve"]}
-    assert {*serve.NEEDED, *board_command.NEEDED} <= brought
+    assert {*serving_commands.NEEDED} <= brought
 
 
 @pytest.mark.slow

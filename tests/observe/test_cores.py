@@ -15,7 +15,7 @@ from headrace.processes.launch.local import environment
 CODE = (
     "import json, os, sys\n"
     "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    "from headrace.facts.machine_mark import machine_mark\n"
+    "from headrace.native.arithmetic import machine_mark\n"
     "from headrace.processes.launch.local import environment\n"
     "print(json.dumps([environment(()), machine_mark(())]))\n"
 )

@@ -18,7 +18,7 @@ from headrace.facts.facts import Fact, FleetSample, MemberSample, RunStarted, St
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, read_metrics, summarise
 from headrace.facts.run_state import RunState
-from headrace.facts.run_sums import as_counter
+from headrace.facts.run_totals import as_counter
 from headrace.facts.texts import size
 from headrace.facts.verdicts import travelled
 from headrace.processes.health.live_status import Status

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.commands.plan.measure import planned_world
+from headrace.commands.plan.measure import Scenario, planned_world
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
-from headrace.commands.plan.scenario import Scenario
 from headrace.core.batches import Group, Row
 from headrace.core.reports import LoadReport, TrainReport
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.facts.facts import Evaluated, HeldOutLook
 from headrace.facts.run_state import RunState
-from headrace.views.report.held_out_looks import from_first_difference, held_out_samples, marked
+from headrace.views.report.rollouts import from_first_difference, held_out_samples, marked
 
 
 def looked(step: int, text: str, name: str = "", *rewards: float, prompt: str = "p") -> Evaluated:

@@ -32,9 +32,8 @@ from headrace.loop.world.world import FactList
 from headrace.models.chat import ChatEncoder
 from headrace.run.build import build_task
 from headrace.run.config import read_config
-from headrace.run.contents import contents_of
 from headrace.run.evaluation_sets import read_sets
-from headrace.run.resume_rules import meaning
+from headrace.run.resume_rules import contents_of, meaning
 from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_environments import scripted

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.durable.named_logs import temporary_logs
+from headrace.run.run_directory import temporary_logs
 
 
 def filled(logs: Path) -> Path:

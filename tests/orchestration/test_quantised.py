@@ -29,7 +29,7 @@ from headrace.loop.evaluation import MEASURED, IdentityProbe, Quantised, sampled
 from headrace.loop.world import virtual_time
 from headrace.run.auto.candidates import candidates
 from headrace.run.config import check, read_config
-from headrace.run.quantised import correction_of, quantised_words
+from headrace.run.learning_problems import correction_of, quantised_words
 from headrace.run.rehearsal.memory_needs import engine_needs, read_shape
 from headrace.serve.config import ServeConfig
 from headrace.settings.process_config import WatchConfig

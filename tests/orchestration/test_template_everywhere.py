@@ -113,5 +113,7 @@ def test_what_a_person_should_know_of_the_rows_is_a_note(moody: Path, tmp_path: 
     assert "59 of 60 rows hold the text of special tokens (<end>)" in notes
     assert "1 of 60 prompts end with a message of the assistant (the first: 'so')" in notes
     config["task"]["template"] = {"mod": 1}
-    with pytest.raises(ConfigError, match="task.template: mod is no argument of the chat template.*did you mean mood?"):
+    with pytest.raises(
+        ConfigError, match="task.template: mod is not an argument of the chat template.*did you mean mood?"
+    ):
         rehearsed(config)

@@ -52,7 +52,7 @@ def test_what_cannot_be_is_refused_before_the_trainer_starts(tiny_llama: Path, t
         for engine, words in (
             ({"dtype": "bfloat16"}, 'set engine.dtype = "float32"'),
             ({"context_length": 128}, "engine.context_length=128"),
-            ({"shared_dir": str(tmp_path / "nowhere")}, "nowhere is no directory here"),
+            ({"shared_dir": str(tmp_path / "nowhere")}, "nowhere is not a directory here"),
         ):
             with pytest.raises(ConfigError, match=re.escape(words)):
                 headrace.train(config_for(tmp_path, tiny_llama, server, engine=engine))

@@ -12,7 +12,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import engine_problems
 from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.run.config import load_config
-from headrace.run.teacher_settings import teacher_engine
+from headrace.run.learning_problems import teacher_engine
 
 URL = "http://127.0.0.1:8000"
 SERVER = EngineConfig(kind="headrace", urls=(URL,))
@@ -33,9 +33,9 @@ SERVER = EngineConfig(kind="headrace", urls=(URL,))
         (EngineConfig(kind="sglang"), "a run starts no SGLang server"),
         (replace(SERVER, kind="sglang", python="p"), "engine.urls names one that is running"),
         (replace(SERVER, urls=(URL, f"{URL}/")), "more than once; name each server once"),
-        (replace(SERVER, urls=("127.0.0.1:8000",)), "is no address of a server"),
-        (replace(SERVER, urls=("http://127.0.0.1:8000/v1",)), "is no address of a server"),
-        (replace(SERVER, urls=("http://me:secret@host:1",)), "is no address of a server"),
+        (replace(SERVER, urls=("127.0.0.1:8000",)), "is not the address of a server"),
+        (replace(SERVER, urls=("http://127.0.0.1:8000/v1",)), "is not the address of a server"),
+        (replace(SERVER, urls=("http://me:secret@host:1",)), "is not the address of a server"),
         (replace(SERVER, kv_gib=4.0), "headrace serve --set engine.kv_gib=..."),
         (replace(SERVER, path="hf"), "engine.path is the server's business"),
     ],

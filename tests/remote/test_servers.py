@@ -161,9 +161,9 @@ def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:
     assert not require("headrace", "").missing
     with pytest.raises(ConfigError, match=r"has no vllm: install it \(.*engine.python, or name a server"):
         require("vllm", "")
-    with pytest.raises(ConfigError, match="is no program"):
+    with pytest.raises(ConfigError, match="is not a program"):
         require("vllm", str(tmp_path / "python"))
-    with pytest.raises(ConfigError, match="is no Python interpreter"):
+    with pytest.raises(ConfigError, match="is not a Python interpreter"):
         look("vllm", "/bin/sh")
 
 

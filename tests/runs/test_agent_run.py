@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.commands.running.gateway_command import use_gateway
+from headrace.commands.running.running_commands import use_gateway
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.facts.facts import Evaluated, GroupEnded

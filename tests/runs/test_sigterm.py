@@ -185,7 +185,7 @@ def test_a_handler_of_the_caller_stays() -> None:
 
 WORKER = """
 import os, signal, subprocess, sys, time
-from headrace.processes.health.orphans import leave_sigterm_to_controller
+from headrace.processes.health.family import leave_sigterm_to_controller
 leave_sigterm_to_controller()
 os.kill(os.getpid(), signal.SIGTERM)
 forked = os.fork()

@@ -10,24 +10,24 @@ from headrace.core.errors import ConfigError
 from headrace.episodes.sandbox import sandbox as sandboxes
 from headrace.episodes.sandbox.config import Isolation
 from headrace.episodes.sandbox.isolation import KINDS, examine_isolation, refuse_missing
-from headrace.episodes.sandbox.kernel import landlock, seccomp
+from headrace.episodes.sandbox.kernel import seccomp, syscalls
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT
 from support.few import few
 
 pytestmark = pytest.mark.skipif(
-    not (landlock.version() and seccomp.known()), reason="the kernel has no Landlock or no filters"
+    not (syscalls.landlock_version() and seccomp.known()), reason="the kernel has no Landlock or no filters"
 )
 
 LACKING = {
     "no filter": ("seccomp.known = lambda: False", {"network", "filesystem", "processes", "threads", "memory"}),
-    "no Landlock": ("landlock.version = lambda: 0", {"filesystem"}),
+    "no Landlock": ("syscalls.landlock_version = lambda: 0", {"filesystem"}),
     "no listener": ("seccomp._LISTENER = 1 << 30", {"threads"}),
-    "no answer to a listener": ("thread_gate._CONTINUE = 2", set()),  # before Linux 5.5: no threads at all
-    "no signal scope": ("landlock.version = lambda: 5", set()),  # before Linux 6.12: the filter is enough
-    "no namespaces": ("zygote.enter = lambda trial: False", set()),  # most containers
+    "no answer to a listener": ("seccomp._CONTINUE = 2", set()),  # before Linux 5.5: no threads at all
+    "no signal scope": ("syscalls.landlock_version = lambda: 5", set()),  # before Linux 6.12: the filter is enough
+    "no namespaces": ("zygote.enter_namespaces = lambda trial: False", set()),  # most containers
     "no limits": ("confine._limit = lambda limits: None", {"memory", "cpu"}),
     "nobody looks at the disk": (
-        "zygote.enter = lambda trial: False; private_directory.PrivateDirectory.overfull = lambda self: ''", {"disk"}
+        "zygote.enter_namespaces = lambda trial: False; attending.PrivateDirectory.overfull = lambda self: ''", {"disk"}
     ),
 }  # fmt: skip
 """What a machine may lack, as a change of the process that makes calls, and the kinds of isolation that are not there then."""
@@ -36,8 +36,8 @@ LACKING = {
 def lack(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """Makes the processes that make calls those of a machine that lacks something."""
     program = (
-        "import sys; from headrace.episodes.sandbox import private_directory, zygote; from headrace.episodes.sandbox.inside import confine; "
-        f"from headrace.episodes.sandbox.kernel import landlock, seccomp, thread_gate; {change}; zygote.main(sys.argv[1:])"
+        "import sys; from headrace.episodes.sandbox import attending, zygote; from headrace.episodes.sandbox.inside import confine; "
+        f"from headrace.episodes.sandbox.kernel import seccomp, syscalls; {change}; zygote.main(sys.argv[1:])"
     )
     monkeypatch.setattr(sandboxes, "_ZYGOTE", ("-P", "-c", program))
 

@@ -14,8 +14,7 @@ from test_hostile import LIMITS, pytestmark  # noqa: F401
 from headrace.commands.installed.doctor import sandbox_findings
 from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
-from headrace.episodes.environments.workers.environment_pool import check_function
-from headrace.episodes.environments.workers.process import FunctionSettings
+from headrace.episodes.environments.workers.environment_pool import FunctionSettings, check_function
 from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.sandbox.isolation import KINDS, IsolationFound, isolation_problem
 from headrace.episodes.sandbox.sandbox import Sandbox

@@ -20,8 +20,7 @@ from headrace.processes.asked_process import UserProgram
 from headrace.processes.joining.greeting import Kind
 from headrace.processes.joining.same_model import digests
 from headrace.run.config import RunConfig, load_config
-from headrace.run.contents import contents_of
-from headrace.run.resume_rules import check_resumable, meaning
+from headrace.run.resume_rules import check_resumable, contents_of, meaning
 from headrace.run.seats import own_sites
 from headrace.run.worker.build import build_engine_core
 from headrace.run.worker.worker_messages import EngineStart

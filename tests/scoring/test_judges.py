@@ -435,7 +435,7 @@ def test_every_two_texts_are_compared_once():
         ({"low": 3.0, "high": 3.0}, "is not below"),
         ({"mode": "rank", "high": 5.0}, "have no meaning"),
         ({"criterion": ""}, "at least 1"),
-        ({"url": "judge"}, "is no address"),
+        ({"url": "judge"}, "is not an address"),
     ],
 )
 def test_settings_of_a_judge_that_cannot_work_are_refused(given, words):

@@ -109,11 +109,11 @@ def test_arguments_of_the_run_and_of_a_row(thinking: Rows) -> None:
 def test_an_argument_that_the_template_does_not_read_is_refused(thinking: Rows, name: str) -> None:
     message = thinking.refusal({"prompt": "a"}, template={name: False})
     assert (
-        message.startswith(f"task.template: {name} is no argument of the chat template")
+        message.startswith(f"task.template: {name} is not an argument of the chat template")
         and "it reads enable_thinking" in message
     )
     message = thinking.refusal({"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {name: 1}})
-    assert message.startswith(f"dataset=, row 2: the column chat_template_kwargs: {name} is no argument")
+    assert message.startswith(f"dataset=, row 2: the column chat_template_kwargs: {name} is not an argument")
     if name == "enable_thinkin":
         assert "did you mean enable_thinking?" in message
 
@@ -247,8 +247,8 @@ IMAGE = {"type": "image", "image": "x.png"}
         ([{"from": "human"}], "is a list with something else than messages"),
         (["a"], "is a list with something else than messages"),
         ([USER, {**CALL, "tool_calls": [{"function": {}}]}], "has a tool call without a name in message 2"),
-        ([USER, {**CALL, "tool_calls": [{"name": "f", "arguments": "{"}]}], "whose arguments are no JSON object"),
-        ([USER, {**CALL, "tool_calls": [{"name": "f", "arguments": []}]}], "whose arguments are no JSON object"),
+        ([USER, {**CALL, "tool_calls": [{"name": "f", "arguments": "{"}]}], "whose arguments are not a JSON object"),
+        ([USER, {**CALL, "tool_calls": [{"name": "f", "arguments": []}]}], "whose arguments are not a JSON object"),
         (
             [USER, {**CALL, "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}],
             "whose arguments have a twice",

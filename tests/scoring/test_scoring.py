@@ -29,7 +29,7 @@ from headrace.episodes.scoring.config import OverlongConfig, RewardConfig, Rewar
 from headrace.episodes.scoring.extract import answer_tag
 from headrace.episodes.scoring.job import Effort, read_values
 from headrace.episodes.scoring.reward_scorer import RewardScorer, punished, soft_overlong_punishment
-from headrace.episodes.scoring.workers.load import load_functions
+from headrace.episodes.scoring.workers.reward_worker import load_functions
 from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.loop.world import virtual_time
 from headrace.processes.health.user_prints import LOG, SCREEN
@@ -440,7 +440,7 @@ FAILURES = [
     ("too_few", ["reward_wrong_count"] * 3, "2 rewards came back for 3 completions", ""),
     ("wrong_type", ["reward_wrong_type"] * 3, "'1.0' (str), which is not a number", ""),
     ("a_number", ["reward_wrong_type"] * 3, "list of 3 numbers", ""),
-    ("needs", ["reward_raised"] * 3, "it needs solution, which is no column of the task; there are: answer", ""),
+    ("needs", ["reward_raised"] * 3, "it needs solution, which is not a column of the task; there are: answer", ""),
     ("leaves", ["reward_raised"] * 3, "SystemExit: 3", "mine.py:"),
     ("raises_later", ["reward_raised"] * 3, "ValueError: later", "mine.py:"),
     ("interrupts", ["reward_raised"] * 3, "KeyboardInterrupt (", "mine.py:"),

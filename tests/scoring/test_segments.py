@@ -16,8 +16,8 @@ from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Failure
 from headrace.core.types import Completion, Episode, Scored, Turn, VersionSpan
 from headrace.episodes.scoring.config import RewardConfig, RewardSpec
+from headrace.episodes.scoring.extract import returns_of, split, token_ends
 from headrace.episodes.scoring.reward_scorer import RewardScorer
-from headrace.episodes.scoring.segmenting import returns_of, split, token_ends
 from headrace.episodes.scoring.services.config import ServiceConfig
 from headrace.loop.world import virtual_time
 from headrace.testing.fake_service import ScriptedPost

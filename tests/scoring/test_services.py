@@ -125,8 +125,8 @@ LASTING = {
     "hang": ("reward_timeout", "no answer within 60 s", 3),
     "500": ("reward_unreachable", "answers 500", 3),
     "busy": ("reward_unreachable", "answers 503", 3),
-    "html": ("reward_bad_answer", "no JSON: '<html>", 3),
-    "nan": ("reward_bad_answer", "no JSON", 3),
+    "html": ("reward_bad_answer", "not JSON: '<html>", 3),
+    "nan": ("reward_bad_answer", "not JSON", 3),
     "twice": ("reward_bad_answer", "two values of 'scores'", 3),
     "short": ("reward_wrong_count", "0 rewards came back for 2 completions", 3),
     "half": ("reward_unreachable", "in the middle", 3),
@@ -318,7 +318,7 @@ def test_nobody_listens():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"url": "service/score"}, "is no address"),
+        ({"url": "service/score"}, "is not an address"),
         ({"url": "http://me:secret@service"}, "token_file or token_env"),
         ({"token_file": "a", "token_env": "B"}, "keep one"),
         ({"timeout": 10.0, "deadline": 5.0}, "ends before one attempt"),

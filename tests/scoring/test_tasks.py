@@ -210,9 +210,9 @@ def test_problems_do_not_repeat_at_the_seam_of_two_blocks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     few(starmap(pytest.param, [
-        ({"name": "chainsum"}, "is no reasoning_gym dataset; did you mean chain_sum"),
-        ({"name": "xyzzy"}, "task.name = xyzzy is no reasoning_gym dataset (1"),
-        ({"options": {"max_term": 3}}, "task.options.max_term is no option of reasoning_gym chain_sum; did you mean max_terms"),
+        ({"name": "chainsum"}, "is not a reasoning_gym dataset; did you mean chain_sum"),
+        ({"name": "xyzzy"}, "task.name = xyzzy is not a reasoning_gym dataset (1"),
+        ({"options": {"max_term": 3}}, "task.options.max_term is not an option of reasoning_gym chain_sum; did you mean max_terms"),
         ({"options": {"colour": 3}}, "chain_sum; there are allow_negation, max_digits"),
         ({"options": {"min_terms": 9}}, "refuses task.options (min_terms = 9): max_terms must be >= min_terms"),
         ({"options": {"min_terms": "two"}}, "refuses task.options (min_terms = two)"),

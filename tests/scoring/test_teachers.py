@@ -25,7 +25,7 @@ from headrace.episodes.scoring.teacher.text_teacher import TextScorer, TextTeach
 from headrace.facts.facts import Waited
 from headrace.facts.waits import Waits
 from headrace.run.config import load_config
-from headrace.run.teacher_settings import teacher_engine
+from headrace.run.learning_problems import teacher_engine
 from headrace.run.teaching import messages_of
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
@@ -308,7 +308,7 @@ def test_what_cannot_be_read_as_text_is_a_failure():
     several = Episode((*TREE.turns[:2],))
     empty, turns = run(scorer, PROMPT, [single(5, text="", stop="length"), several])
     assert empty == Failure("teacher_refused", "critic: the completion has no text to score")
-    assert turns.reason == "teacher_refused" and "no conversation of messages" in turns.detail
+    assert turns.reason == "teacher_refused" and "not a conversation of messages" in turns.detail
     (inner,) = run(TextScorer(FakeScorer(failure_rate=1.0), [text_teacher(engine())], waits()), PROMPT, [single(1)])
     assert inner.reason == "reward_raised"
     broken = engine()

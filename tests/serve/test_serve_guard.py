@@ -84,7 +84,7 @@ def test_a_token_comes_from_a_file_that_nobody_else_reads(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set", "train.steps=3"], "no setting of the server"),
+        (["--set", "train.steps=3"], "not a setting of the server"),
         (["--set", "engine.kv_gb=3"], "kv_gib"),
         (["--port", "99999"], "65535"),
         (["--adapters", "-1"], "max_adapters"),

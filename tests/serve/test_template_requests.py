@@ -40,7 +40,7 @@ def test_arguments_and_effort_reach_the_template(tmp_path: Path) -> None:
         await ask(ASK, reasoning_effort="none")
         assert [prompt_of(serving, place).endswith("()</s>") for place in range(3)] == [False, True, True]
         with pytest.raises(
-            openai.BadRequestError, match="chat_template_kwargs: thinking is no argument of the chat template"
+            openai.BadRequestError, match="chat_template_kwargs: thinking is not an argument of the chat template"
         ):
             await ask(ASK, extra_body={"chat_template_kwargs": {"thinking": False}})
         with pytest.raises(

@@ -16,7 +16,8 @@ from headrace import cli
 from headrace.algo.config import AlgoConfig
 from headrace.algo.training_rows import algorithm_of
 from headrace.commands.plan.answer import Answer, PlanRequest, answer, unused_memory, with_sizes
-from headrace.commands.plan.charts import draw
+from headrace.commands.plan.command import draw
+from headrace.commands.plan.measure import Scenario
 from headrace.commands.plan.parts.engine import Shared
 from headrace.commands.plan.parts.simulated_trainer import SimulatedTrainer
 from headrace.commands.plan.rates import hardware
@@ -34,9 +35,7 @@ from headrace.commands.plan.rates.hardware import (
 )
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.commands.plan.rates.shapes import SHAPES, shape_of
-from headrace.commands.plan.reasons import bias, bottleneck
-from headrace.commands.plan.scenario import Scenario
-from headrace.commands.plan.sweep import Option, recommended, sweep
+from headrace.commands.plan.sweep import Option, bias, bottleneck, recommended, sweep
 from headrace.core.batches import Batch, Group
 from headrace.core.errors import ConfigError
 from headrace.core.reports import EngineStats, LoadReport, TrainReport

@@ -16,16 +16,15 @@ import pytest
 from headrace.algo.config import AlgoConfig
 from headrace.commands.plan.answer import Answer, PlanRequest, answer
 from headrace.commands.plan.command import text
-from headrace.commands.plan.measure import predict
+from headrace.commands.plan.measure import Scenario, predict
 from headrace.commands.plan.parts.engine import Shared, SimulatedEngine
 from headrace.commands.plan.parts.simulated_trainer import SimulatedTrainer
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.calibrate import Publishing, time_publishing
-from headrace.commands.plan.rates.fits import newly_computed, rotated
+from headrace.commands.plan.rates.from_run import newly_computed, rotated
 from headrace.commands.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, passes_of, trainer_rates
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.commands.plan.rates.shapes import SHAPES
-from headrace.commands.plan.scenario import Scenario
 from headrace.core.batches import Batch
 from headrace.episodes.rollout import RolloutConfig
 from headrace.loop.staleness import StalenessConfig

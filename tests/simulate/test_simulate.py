@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
-from headrace.commands.plan.measure import planned_world, predict
+from headrace.commands.plan.measure import Scenario, planned_world, predict
 from headrace.commands.plan.parts.engine import Shared, SimulatedEngine
 from headrace.commands.plan.parts.pool import Replicas
-from headrace.commands.plan.rates import fits
+from headrace.commands.plan.rates import from_run
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates
-from headrace.commands.plan.scenario import Scenario
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.reports import EngineStats
 from headrace.core.steps import StepOutput, Transcript, write_down
@@ -367,7 +366,7 @@ def test_correlation_makes_rollouts_of_a_prompt_alike():
     for correlation in (0.0, 0.5, 1.0):
         made = Distribution("lognormal", mean=100.0, sigma=0.2, correlation=correlation)
         groups = [[made.draw(u, z) for u in rng.uniform(size=8)] for z in rng.normal(size=400)]
-        assert fits.alike(groups) == pytest.approx(correlation, abs=0.06)
+        assert from_run.alike(groups) == pytest.approx(correlation, abs=0.06)
 
 
 def test_empirical_draws_are_those_measured():
@@ -403,9 +402,9 @@ def test_scorers_make_rollouts_wait_for_a_worker():
 def test_least_squares_without_negative_coefficients():
     rng = np.random.default_rng(1)
     x = rng.uniform(1, 10, size=(50, 3))
-    assert fits.nonnegative(x, x @ np.array([0.2, 0.0, 3.0])) == pytest.approx([0.2, 0.0, 3.0], abs=1e-9)
-    assert fits.nonnegative(x, x @ np.array([0.5, -1.0, 3.0])).min() >= 0
-    assert fits.line([(10.0, 7.0), (20.0, 12.0), (40.0, 22.0)]) == pytest.approx((2.0, 0.5))
+    assert from_run.nonnegative(x, x @ np.array([0.2, 0.0, 3.0])) == pytest.approx([0.2, 0.0, 3.0], abs=1e-9)
+    assert from_run.nonnegative(x, x @ np.array([0.5, -1.0, 3.0])).min() >= 0
+    assert from_run.line([(10.0, 7.0), (20.0, 12.0), (40.0, 22.0)]) == pytest.approx((2.0, 0.5))
 
 
 def test_rates_are_read_back(tmp_path: Path):

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.commands.plan.rates.rates import sends_parts
-from headrace.commands.plan.step_sizes import step_sizes
+from headrace.commands.plan.rates.rates import sends_parts, step_sizes
 from headrace.core.batches import Batch, Group, Row
 from headrace.core.types import Prompt
 from headrace.run.worker.step_messages import send_shares

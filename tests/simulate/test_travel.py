@@ -12,7 +12,6 @@ from headrace import cli
 from headrace.commands.plan.command import controller_work
 from headrace.commands.plan.rates.rates import (
     CHANGED,
-    INDEX_AND_VALUE,
     bytes_per_change,
     changed_share,
     difference,
@@ -24,9 +23,11 @@ from headrace.commands.plan.rates.shapes import SHAPES
 from headrace.weight_sync.config import WeightSyncConfig
 
 MB, GB = 1e6, 1e9
+INDEX_AND_VALUE = 6
+"""Bytes of a change as others send it: four of its place, two of its value."""
 
 # verl, issue 7060 and pull request 7085 (H100 nodes, steady state of `timing_s/update_weights`, July 2026); TRL, "Shipping a Trillion
-# Parameters With a Hub Bucket" (May 2026). Both send four bytes of a place and two of a value.
+# Parameters With a Hub Bucket" (May 2026).
 PUBLISHED_BYTES = [
     ("235b-a22b", 0.0005, 702 * MB),
     ("235b-a22b", 0.0002, 288 * MB),

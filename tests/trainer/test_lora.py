@@ -329,7 +329,7 @@ def test_several_adapters_are_each_their_own(name):
 @pytest.mark.parametrize(
     ("name", "settings", "sentence"),
     [
-        ("qwen2", {"targets": ("q_prj",)}, "q_prj, which is no linear layer of Qwen2ForCausalLM.*there are.*q_proj"),
+        ("qwen2", {"targets": ("q_prj",)}, "q_prj, which is not a linear layer of Qwen2ForCausalLM.*there are.*q_proj"),
         ("qwen2", {"targets": ("lm_head",)}, "output head is never adapted"),
         ("qwen2", {"experts": True}, "no stacked experts"),
         ("mixtral", {"targets": ("q_proj", "w1")}, "lora.experts = true"),

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import headrace
+from headrace.algo.advantages import states_of
 from headrace.algo.training_rows import rows_of
-from headrace.algo.turn_states import states_of
 from headrace.core.batches import Batch, Failure, Group, Row
 from headrace.core.types import Completion, Prompt, Scored, VersionSpan
 from headrace.durable.journal import read_steps

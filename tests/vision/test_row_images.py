@@ -25,17 +25,14 @@ from headrace.core.errors import ConfigError
 from headrace.durable.journal import ReadyRecord
 from headrace.engine.native.runners.skeleton import _build
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.python_rows import fingerprint, rows_of
-from headrace.episodes.tasks.row_images import images_in, images_of_row
-from headrace.episodes.tasks.rows import RowsTask
+from headrace.episodes.tasks.rows import RowsTask, fingerprint, images_in, images_of_row, rows_of
 from headrace.facts.recorder import Recorder
 from headrace.models.chat import ChatEncoder
 from headrace.models.images import REFUSED, TEXT_TOO, ImageFile, KnownImages, image_of, with_images
 from headrace.models.lora import LoraConfig
 from headrace.run.config import load_config
-from headrace.run.contents import contents_of
 from headrace.run.rehearse import rehearse
-from headrace.run.resume_rules import check_resumable, meaning
+from headrace.run.resume_rules import check_resumable, contents_of, meaning
 from headrace.run.seeing import model_of
 from headrace.views.report import write_report
 from support import tiny_seeing

@@ -10,9 +10,9 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.policy.loss import Loss, LossFunction, Reach
 from headrace.algo.policy.pairs import PairLoss, Side
 from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
-from headrace.algo.user_functions import load_function
 from headrace.core.errors import ConfigError
 from headrace.settings.strict import STRICT
+from headrace.settings.user_code import load_function
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -49,7 +49,7 @@ class UserLoss(_OfAFile, Loss):
 
     def ready(self) -> LossFunction:
         """Raises ConfigError if the function cannot be loaded; at its first call, if its result cannot be used."""
-        function, tried = load_function(self.spec, "loss"), False
+        function, tried = load_function(self.spec, f"algo.loss = {self.spec}", arguments=1), False
 
         def loss(tokens: Tokens, old: Float[Tensor, " M"]) -> TokenLoss:
             nonlocal tried
@@ -73,7 +73,7 @@ class UserPairLoss(_OfAFile, PairLoss):
 
     def ready(self) -> LossFunction:
         """Raises ConfigError if the function cannot be loaded; at its first call, if its result cannot be used."""
-        function, tried = load_function(self.spec, "loss", arguments=2), False
+        function, tried = load_function(self.spec, f"algo.loss = {self.spec}", arguments=2), False
 
         def of_pairs(chosen: Side, rejected: Side) -> Float[Tensor, " K"]:
             nonlocal tried

@@ -92,7 +92,7 @@ def read_given(path: Path) -> dict[str, Any]:
     try:
         return _resolved(readers[path.suffix](text, path))
     except RecursionError:
-        raise ConfigError(f"{path} is no config: its values lie in one another without end") from None
+        raise ConfigError(f"{path} is not a config: its values lie in one another without end") from None
 
 
 def _yaml(text: str, path: Path) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _yaml(text: str, path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(text)
         _once(yaml.compose(text, yaml.SafeLoader), path)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from None
+        raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has no settings: a mapping of names to values is expected")
     found: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def _toml(text: str, path: Path) -> dict[str, Any]:
     try:
         found = dict(_flat(tomllib.loads(text)))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+        raise ConfigError(f"{path} is not TOML: {error}") from None
     return {name: True if value == {} and name not in _ROOMS else value for name, value in found.items()}
 
 
@@ -408,7 +408,7 @@ def _number_of(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_number_of(node.left), _number_of(node.right))
-    raise ValueError("it is no sum of whole numbers")
+    raise ValueError("it is not a sum of whole numbers")
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

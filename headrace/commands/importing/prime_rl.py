@@ -56,7 +56,7 @@ def _rollouts(t: Translation) -> None:
     t.put("rollout.group_size", group)
     if batch >= 1 and size >= 1:
         groups = max(1, int(batch // size))
-        rest = "" if groups * size == batch else f", of {batch} there, which are no whole groups"
+        rest = "" if groups * size == batch else f", of {batch} there, which are not whole groups"
         t.put("staleness.groups_per_step", groups, f"{groups * size} rollouts a step{rest}")
     else:
         t.to_do["staleness.groups_per_step"] = (
@@ -200,7 +200,7 @@ def _left_out(t: Translation) -> None:
         "groups without contrast are left out always, and prompts are drawn by difficulty as docs/curriculum.md says",
         ("orchestrator.buffer", "buffer."),
     )
-    filters = {str(one.get("type")) for one in t.tables("orchestrator.filters") if one.get("enforce", True)}
+    filters = {str(table.get("type")) for table in t.tables("orchestrator.filters") if table.get("enforce", True)}
     if others := sorted(filters - {"zero_advantage"}):
         t.also.append(f"prime-rl's filters ({', '.join(others)}) took rollouts out of training, and nothing does here")
     t.take("rollout.keep_routing", "trainer.enable_router_replay")

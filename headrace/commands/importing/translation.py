@@ -82,7 +82,7 @@ class Translation:
     def put(self, setting: str, value: Any, note: str = "") -> None:
         """Sets one of ours; nothing for None. A value that no config can hold is left to do."""
         if value is not None and not _is_writable(value):
-            self.to_do[setting] = f"{value!r} was given, which is no value of a setting"
+            self.to_do[setting] = f"{value!r} was given, which is not a value of a setting"
         elif value is not None:
             self.settings[setting] = value
             if note:

@@ -440,19 +440,19 @@ def _reward_manager(t: Translation) -> None:
         )
     beginnings = ("reward_model.", "reward_model.reward_kwargs.", "reward.reward_kwargs.")
     buffers = [f"{begin}overlong_buffer{end}." for begin in beginnings for end in ("", "_cfg")]
-    if t.value(*(f"{one}enable" for one in buffers)):
+    if t.value(*(f"{buffer}enable" for buffer in buffers)):
         longest = t.settings["rollout.max_tokens"]
         cache = "reward.soft_overlong_punishment.cache"
-        t.take(cache, *(f"{one}len" for one in buffers))
+        t.take(cache, *(f"{buffer}len" for buffer in buffers))
         if cache not in t.settings:
             t.to_do[cache] = (
                 "verl punishes completions in their last so many tokens, and nothing gave the number (overlong_buffer.len)"
             )
-        t.take("reward.soft_overlong_punishment.weight", *(f"{one}penalty_factor" for one in buffers))
+        t.take("reward.soft_overlong_punishment.weight", *(f"{buffer}penalty_factor" for buffer in buffers))
         t.same("rollout.max_tokens says it", {f"{begin}max_resp_len": longest for begin in beginnings})
     else:
         t.leave_all(OFF, [*buffers, *(f"{begin}max_resp_len" for begin in beginnings)])
-    t.leave("the report has all parts of a reward", *(f"{one}log" for one in buffers))
+    t.leave("the report has all parts of a reward", *(f"{buffer}log" for buffer in buffers))
 
 
 def _lora(t: Translation) -> None:

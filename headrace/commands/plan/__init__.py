@@ -1,7 +1,6 @@
 """The planner: it runs the real pipeline with a simulated engine and trainer in virtual time, to predict throughput and lag.
 
-Read `scenario.py` (the input of a simulation), `measure.py` (the real loops with the simulated `parts/` become a prediction), `sweep.py` (which
-settings are worth their lag), `alternation.py` (engine and trainer in turns), `gpu_memory.py` (the sizes that fit on GPUs
-that are planned for), `step_sizes.py` (the bytes that a step moves), `answer.py` (a request becomes a recommendation); `rates/` (the speeds of
-the parts); `reasons.py`, `charts.py` and `command.py` (the output of `headrace plan`).
+Read `measure.py` (a scenario, run by the real loops with the simulated `parts/`, becomes a prediction), `sweep.py` (which settings are worth their
+lag, and sentences about a prediction), `alternation.py` (engine and trainer in turns), `answer.py` (a request becomes a recommendation, with the
+sizes that fit on GPUs that are planned for); `rates/` (the speeds of the parts); `command.py` (the output of `headrace plan`).
 """

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.algo.config import AlgoConfig
-from headrace.commands.plan.measure import Prediction
+from headrace.commands.plan.measure import Prediction, Scenario
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.rates import BFLOAT16, Rates
 from headrace.commands.plan.rates.shapes import Architecture
-from headrace.commands.plan.scenario import Scenario
 from headrace.commands.plan.sweep import try_out
 from headrace.facts.texts import short_time
 from headrace.trainer.config import TrainConfig

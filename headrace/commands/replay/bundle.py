@@ -64,7 +64,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     """Versions by the name of the package."""
     machine: dict[str, str]
-    """The mark of the machine that did the step (`facts/machine_mark.py`); empty if it was not recorded."""
+    """The mark of the machine that did the step (`native/arithmetic.py`); empty if it was not recorded."""
     model: str
     """A known name, or a hub id with its commit; for a model that was a directory, the directory's own name."""
     local: bool
@@ -148,7 +148,7 @@ def read_bundle(file: Path, folder: Path) -> Bundle:
         OSError,
         RuntimeError,
     ) as error:  # RuntimeError: encrypted
-        raise ConfigError(f"{file} is no bundle of headrace replay --export: {error}") from None
+        raise ConfigError(f"{file} is not a bundle of headrace replay --export: {error}") from None
     try:
         bundle = _decoder.decode(facts)
     except msgspec.MsgspecError as error:
@@ -169,7 +169,7 @@ def _members(file: Path, archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
         if member.filename != FACTS and not (
             len(parts) == 2 and parts[0] in (CODE, STATE) and parts[1] not in ("..", ".")
         ):
-            raise ConfigError(f"{file} is no bundle of headrace replay --export: it holds {member.filename}")
+            raise ConfigError(f"{file} is not a bundle of headrace replay --export: it holds {member.filename}")
     if sum(member.file_size for member in members) > LARGEST:
         raise ConfigError(f"{file} would unpack to more than {LARGEST >> 30} GiB, which is refused")
     return members

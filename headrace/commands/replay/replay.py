@@ -1,7 +1,7 @@
 """`headrace replay RUN --step N [--to M]`: repeats steps of a run and compares the results (C8).
 
 On the machine that ran them, every number of the report and the fingerprint of the new weights must be equal bit for bit. On another
-machine (see `facts/machine_mark.py`) floating-point sums have another order, and so they have on a GPU, whose atomic additions come in
+machine (see `native/arithmetic.py`) floating-point sums have another order, and so they have on a GPU, whose atomic additions come in
 any order. There the means of a step must agree within `TOLERANCE` and counts exactly; fingerprints are not compared, because one differing
 bit changes them completely.
 """
@@ -21,9 +21,9 @@ from headrace.core.reports import TrainReport, differing
 from headrace.core.weights import of_earlier_form
 from headrace.durable.journal import LiveRecord, read_only
 from headrace.facts.facts import WeightsLive
-from headrace.facts.machine_mark import machine_mark
 from headrace.facts.records import read_metrics
 from headrace.facts.texts import plural
+from headrace.native.arithmetic import machine_mark
 from headrace.run.config import config_of_run, read_config
 from headrace.trainer.config import TrainConfig
 from headrace.views.screen.console import Console

@@ -6,8 +6,7 @@ import argparse
 import zipfile
 from pathlib import Path
 
-from headrace.commands.arguments import Commands, add_command, add_run, positive
-from headrace.commands.finding import run_directory
+from headrace.commands.arguments import Commands, add_command, add_run, positive, run_directory
 from headrace.core.errors import ConfigError
 
 
@@ -42,7 +41,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         return replay_bundle(Path(options.run), options.model, options.trust)
     if options.model or options.trust:
         raise ConfigError(
-            f"{options.run} is no bundle: --model and --trust belong to a file of headrace replay RUN --export FILE"
+            f"{options.run} is not a bundle: --model and --trust belong to a file of headrace replay RUN --export FILE"
         )
     run_dir = run_directory(options.run)
     if not options.step:

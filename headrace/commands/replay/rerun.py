@@ -20,7 +20,6 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.protocols import Trainer
 from headrace.core.reports import TrainReport
 from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps, refuse_earlier
-from headrace.durable.named_logs import temporary_logs
 from headrace.facts.facts import RunStarted
 from headrace.facts.kept_settings import configs_until
 from headrace.facts.records import StepRow, read_metrics
@@ -30,6 +29,7 @@ from headrace.run.build import loaded_model, plan_of
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, config_of_run, read_config
 from headrace.run.pools import trainer_start
+from headrace.run.run_directory import temporary_logs
 from headrace.run.worker.build import open_launcher
 from headrace.weight_sync.shared_memory import SharedMemory
 
@@ -164,7 +164,7 @@ def _by_settings(course: RerunPlan) -> Iterator[tuple[RunConfig, int]]:
 
 
 def machines_of(run_dir: Path) -> dict[int, Mapping[str, str]]:
-    """Returns the mark of the machine that did each step (`facts/machine_mark.py`); steps are counted from 1."""
+    """Returns the mark of the machine that did each step (`native/arithmetic.py`); steps are counted from 1."""
     machine: Mapping[str, str] = {}
     machines: dict[int, Mapping[str, str]] = {}
     for fact in read_metrics(run_dir):

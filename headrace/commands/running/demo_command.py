@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import headrace
+from headrace.commands.arguments import Commands, add_command
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.settings.extras import install, is_installed
 
 DEMO = "demo"
 README = "README.md"
-DEMO_IS = "a first run: a small model learns to add, in about six minutes"
-RECIPES_ARE = "runs to start from: list, or copy one"
 
 
 def recipes_directory() -> Path:
@@ -32,7 +31,9 @@ def documentation() -> Path:
     return recipes_directory().parent / "docs"
 
 
-def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+def add_demo(commands: Commands, train: Callable[[Sequence[str]], int]) -> None:
+    """`train` takes the words that follow `headrace train`."""
+    parser = add_command(commands, DEMO, demo(train), "a first run: a small model learns to add, in about six minutes")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change a setting; may be repeated")
     parser.add_argument("--name", help="the run's directory under runs/ (default: demo- and the time)")
     parser.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
@@ -54,7 +55,8 @@ def demo(train: Callable[[Sequence[str]], int]) -> Callable[[argparse.Namespace]
     return run
 
 
-def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
+def add_recipes(commands: Commands) -> None:
+    parser = add_command(commands, "recipes", recipes, "runs to start from: list, or copy one")
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="copy this one; if left out: list them")
     parser.add_argument("--to", type=Path, metavar="DIR", help="a new directory for it (default: its name, here)")
 

@@ -1,1 +1,1 @@
-"""Commands that serve over HTTP. Read `serve.py` (the engine, and new weights into it) and `board_command.py` (all runs in the browser)."""
+"""Commands that serve over HTTP: all runs in the browser, and the engine with new weights into it (`serving_commands.py`)."""

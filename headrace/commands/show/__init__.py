@@ -1,5 +1,5 @@
 """Commands that show runs, from their files: while a run trains, and after it.
 
-Read `show_commands.py` (the arguments), `status.py` (the state of a run), `inspect.py` (its rollouts), `diff.py` (the first differences of two
-runs), `compare.py` (the runs of a directory, and runs side by side) and `preflight_command.py` (the files of a model).
+Read `show_commands.py` (the arguments, and `headrace preflight`), `status.py` (the state of a run), `inspect.py` (its rollouts), `diff.py` (the first differences of two
+runs), and `compare.py` (the runs of a directory, and runs side by side).
 """

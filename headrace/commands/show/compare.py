@@ -12,9 +12,8 @@ import msgspec
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo, printable_json
 from headrace.durable.atomic_files import replace_file
-from headrace.facts.costs import dollars
 from headrace.facts.records import METRICS
-from headrace.facts.texts import clip, duration, number, sparkline
+from headrace.facts.texts import clip, dollars, duration, number, sparkline
 from headrace.processes.health.live_status import judge, read_live
 from headrace.run.run_directory import held
 from headrace.views.board.followed_run import RunLine, RunList
@@ -56,7 +55,7 @@ def list_runs(directory: Path, as_json: bool = False, console: Console | None = 
     console = console or Console()
     if not directory.is_dir():
         raise ConfigError(
-            f"{directory} is no directory; runs are kept in runs/ unless out says otherwise (headrace train makes it)"
+            f"{directory} is not a directory; runs are kept in runs/ unless out says otherwise (headrace train makes it)"
         )
     lines = RunList(directory, held).lines()
     if as_json:

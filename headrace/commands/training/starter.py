@@ -129,7 +129,7 @@ def _gym(name: str) -> StarterData:
 
     if not is_installed("reasoning_gym"):
         raise ConfigError(
-            f"{name} is no file here; a family of problems needs the package reasoning-gym: {install('tasks')}"
+            f"{name} is not a file here; a family of problems needs the package reasoning-gym: {install('tasks')}"
         )
     from reasoning_gym.factory import DATASETS
 
@@ -163,7 +163,7 @@ def _refuse_other_rewards(reward: str, data: StarterData) -> None:
             f"{reward} judges answers to its own problems only, not to {data.name}; name a function: rewards.py:exact"
         )
     if reward in IN_SANDBOX and not data.tests:
-        raise ConfigError(f"{reward} needs a column tests with assertions (docs/sandbox.md), which {data.name} has not")
+        raise ConfigError(f"{reward} needs a column tests with assertions (docs/sandbox.md), and {data.name} has none")
 
 
 _STARTER = '''"""Rewards of {config}. Each function is called for all completions of one prompt, and returns a number for each."""

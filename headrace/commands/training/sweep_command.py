@@ -66,7 +66,7 @@ def add_sweep(commands: Commands) -> None:
 def _sweep(arguments: argparse.Namespace) -> int:
     runs = runs_of(arguments.config, arguments.over, arguments.seeds, name=arguments.name, sets=arguments.set)
     folder = runs[0].directory.parent
-    waiting = [one for one in runs if not finished(one.directory)]
+    waiting = [run for run in runs if not finished(run.directory)]
     if arguments.print:
         for one in waiting:
             echo(shlex.join(one.command(arguments.config)))
@@ -119,8 +119,7 @@ def _check_same(wanted: RunConfig, directory: Path) -> None:
     from headrace.facts.kept_settings import contents_in
     from headrace.run.choosing import resumed_settings
     from headrace.run.config import config_of_run, read_config
-    from headrace.run.contents import contents_of
-    from headrace.run.resume_rules import rule_of, settings_of
+    from headrace.run.resume_rules import contents_of, rule_of, settings_of
     from headrace.run.warm_start import begins_with
 
     if not (directory / "config.toml").exists():
@@ -225,7 +224,7 @@ def reached(runs: Sequence[SweepRun]) -> list[Reached]:
     from headrace.facts.run_state import recent_reward
 
     found: dict[tuple[tuple[str, ...], str], Reached] = {}
-    states = {one.directory: finished(one.directory) for one in runs}
+    states = {run.directory: finished(run.directory) for run in runs}
     adapters = sorted({name for of_run in states.values() for name in of_run}) or [""]
     for one, adapter in itertools.product(runs, adapters):
         row = found.setdefault((one.values, adapter), Reached(one.values, adapter, [], []))
@@ -250,7 +249,7 @@ def _tell(runs: Sequence[SweepRun]) -> None:
         given = (value.partition("=")[2] for value in row.values)
         table.add_row(*given, *([row.adapter] * several), f"{len(row.drawn)} of {each}", *_cells(row))
     Console().print(table)
-    for sentence in different_commits([one.directory for one in runs]):
+    for sentence in different_commits([run.directory for run in runs]):
         echo(f"the runs are not comparable: {sentence}")
     echo("held out: the last evaluation; reward: of the last steps; ±: the standard error over seeds")
 

@@ -409,8 +409,7 @@ class GRPOTrainer:
         """Uploads the trained model to hub_model_id (or the name of output_dir, under the user of the token), with a card made from the
         run, and returns the address of the commit when it is there (`blocking` or not). `card`: what TRL writes into its card; ours has it
         from the run's settings. Raises ConfigError for a revision: uploads go to the main branch."""
-        from headrace.commands.publishing.export_command import push_run
-        from headrace.commands.publishing.hub import full_name
+        from headrace.commands.publishing.export_command import full_name, push_run
 
         _refuse_no_card(card)
         if revision or value_of(self.args, "hub_revision"):

@@ -264,7 +264,7 @@ def _made(place: int, call: MadeCall) -> dict[str, Any]:
         arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
-            f"messages[{place}] calls {call.function.name} with arguments that are no JSON object: {error}"
+            f"messages[{place}] calls {call.function.name} with arguments that are not a JSON object: {error}"
         ) from None
     if too_deep(arguments):
         message = (

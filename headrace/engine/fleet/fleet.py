@@ -137,7 +137,7 @@ class LentEngine:
         """Tokens of it that an earlier sleep has reported."""
 
     async def wake(self, replaced: bool) -> SleepReport:
-        """It enters the rotation later, when it has the newest weights. Raises HeadraceError if it is lost for good."""
+        """Wakes the member, which enters the rotation later, when it has the newest weights. Raises HeadraceError if it is lost for good."""
         if self._member.state == "lost":
             raise WorkerDied(f"engine {self._member.name}", self._member.why)
         try:

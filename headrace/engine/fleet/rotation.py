@@ -221,7 +221,7 @@ class Rotation:
         self._changed.clear()
 
     def announce(self) -> None:
-        """There is news for every member. The coming and going of others is none: of a thousand that start, each would wake all the others."""
+        """Tells every member that there is news. The coming and going of others is none: of a thousand that start, each would wake all the others."""
         self._news.set()
         self._news.clear()
         self.notify()

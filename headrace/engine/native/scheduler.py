@@ -432,7 +432,7 @@ class Scheduler:
     # -- the end ------------------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: EngineSequence) -> None:
-        """It has ended by itself."""
+        """Notes the end of a sequence that has ended by itself."""
         self._lifetimes.record(sequence.request.sampling.max_tokens, int(self.running.columns["counter"][sequence.row]))
         self.end(sequence)
 

@@ -124,7 +124,7 @@ def _decoded(text: str | bytes) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        raise Unreachable(f"an answer that is no JSON: {text[:100]!r}") from None
+        raise Unreachable(f"an answer that is not JSON: {text[:100]!r}") from None
 
 
 def _refusal(where: str, status: int, text: str, headers: Mapping[str, str]) -> Exception:

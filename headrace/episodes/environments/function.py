@@ -20,7 +20,13 @@ from headrace.core.types import Prompt, Struct
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.conversation import Conversation, TurnEncoder
 from headrace.episodes.environments.kinds import LIBRARIES
-from headrace.episodes.environments.workers.environment_pool import Beginning, EnvironmentPool, check_function
+from headrace.episodes.environments.workers.environment_pool import (
+    Beginning,
+    EnvironmentPool,
+    FunctionSettings,
+    RolloutAsked,
+    check_function,
+)
 from headrace.episodes.environments.workers.episode_frames import (
     ChatAsked,
     ChatReply,
@@ -30,8 +36,7 @@ from headrace.episodes.environments.workers.episode_frames import (
     RolloutDone,
     ToolAnswered,
 )
-from headrace.episodes.environments.workers.loading import LibrarySettings
-from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.episodes.tasks.conversations import as_messages, with_files
 from headrace.processes.asked_process import HERE, Sites

@@ -32,7 +32,7 @@ class LibraryKind:
     """Facts about environments of another library."""
 
     opens: str
-    """Place of a function that opens one. It is called in the processes of environments only (`workers/loading.py`), because what it imports
+    """Place of a function that opens one. It is called in the processes of environments only (`workers/player.py`), because what it imports
     may crash or hang."""
     about: str
     """Half a sentence that says what they are, for the page of settings."""

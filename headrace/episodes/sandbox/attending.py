@@ -1,4 +1,4 @@
-"""Waits for the processes of one call, reads what they print, ends those that exceed a limit, and says how they ended."""
+"""Waits for the processes of one call, reads what they print, watches their private directory, ends those that exceed a limit, and says how they ended."""
 
 from __future__ import annotations
 
@@ -6,14 +6,71 @@ import json
 import os
 import select
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from headrace.episodes.sandbox.inside.solution import CONFINED, MEMORY, RAISED
-from headrace.episodes.sandbox.kernel.thread_gate import ThreadGate
-from headrace.episodes.sandbox.private_directory import PrivateDirectory
+from headrace.episodes.sandbox.kernel.seccomp import ThreadGate
+from headrace.episodes.sandbox.kernel.syscalls import mount_private, unmount
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 from headrace.processes.frames import StreamEnded
+from headrace.processes.health.owned_directory import remove_all
 from headrace.processes.health.patience import Patience
+
+
+class PrivateDirectory:
+    """A directory that is empty at the start of each call. Every call of a process that makes calls has the same path."""
+
+    def __init__(self, path: str, limits: SandboxLimits, *, in_memory: bool) -> None:
+        self.path, self._limits, self._in_memory = path, limits, in_memory
+
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        os.mkdir(self.path, 0o700)
+        try:
+            if self._in_memory:
+                mount_private(self.path, self._limits.disk, self._limits.files)
+            try:
+                yield
+            finally:
+                if self._in_memory:
+                    unmount(self.path)
+        finally:
+            remove_all(self.path)
+
+    def overfull(self) -> str:
+        """Returns what there is too much of. In memory the kernel refuses it; on the disk this is looked at while the call runs."""
+        if self._in_memory:
+            return ""
+        files = size = 0
+        try:
+            for found in _files(self.path):
+                files, size = files + 1, size + found
+                if files > self._limits.files:
+                    return f"more than {self._limits.files} files"
+                if size > self._limits.disk:
+                    return f"more than {self._limits.disk:,} bytes of files"
+        except PermissionError:
+            return "a directory that nobody can look into, which may have any number of files"
+        except RecursionError:
+            return "directories within each other without end"
+        return ""
+
+
+def _files(path: str) -> Iterator[int]:
+    """Yields the size on the disk of each file and directory below, one at a time: there may be very many."""
+    try:
+        with os.scandir(path) as found:
+            for entry in found:
+                yield entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _files(entry.path)
+    except PermissionError:
+        raise
+    except OSError:  # removed meanwhile
+        return
+
 
 _LOOK = 0.05
 """Seconds between two looks at the private directory and at the deadline."""

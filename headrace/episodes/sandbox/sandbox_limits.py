@@ -1,8 +1,9 @@
-"""The limits of one call, as they travel to the processes that keep them."""
+"""The limits of one call, as they travel to the processes that keep them, and the settings of this process."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import NamedTuple
 
 
@@ -47,3 +48,22 @@ DEFAULT = SandboxSettings(
     SandboxLimits(cpu_seconds=2, seconds=3.0, memory=512 << 20, disk=16 << 20, files=64, threads=64, output=64 << 10)
 )
 """The settings outside of a run: those of a `[sandbox]` that sets nothing."""
+
+
+_settings = DEFAULT
+
+
+def use_settings(settings: SandboxSettings) -> None:
+    """Called once by each process of a run, before it loads the user's functions."""
+    global _settings
+    _settings = settings
+
+
+def settings_of_this_process() -> SandboxSettings:
+    return _settings
+
+
+def check_if_imported(who: str) -> None:
+    """Raises ConfigError if functions that were loaded have imported the sandbox and this machine lacks isolation. `who`: the functions."""
+    if tool := sys.modules.get("headrace.episodes.sandbox.tool"):
+        tool.sandbox_of_this_process(who)

@@ -1,4 +1,4 @@
-"""The tool `run_python`, and the sandbox of this process. A file that imports it says that it runs code (`use.py`)."""
+"""The tool `run_python`, and the sandbox of this process. A file that imports it says that it runs code (`sandbox_limits.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 from headrace.episodes.sandbox.isolation import refuse_missing
 from headrace.episodes.sandbox.sandbox import Sandbox
-from headrace.episodes.sandbox.use import settings_of_this_process
+from headrace.episodes.sandbox.sandbox_limits import settings_of_this_process
 
 _one = threading.Lock()
 _sandbox: Sandbox | None = None

@@ -20,15 +20,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from headrace.episodes.sandbox.attending import Forked, attend, pipes, report_of
+from headrace.episodes.sandbox.attending import Forked, PrivateDirectory, attend, pipes, report_of
 from headrace.episodes.sandbox.inside.confine import confine, take_descriptors
 from headrace.episodes.sandbox.inside.plain_values import receive, send
 from headrace.episodes.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_program, serve_calls
 from headrace.episodes.sandbox.inside.tester import run_test, run_together, sealed
-from headrace.episodes.sandbox.kernel import landlock, seccomp
-from headrace.episodes.sandbox.kernel.namespaces import enter
-from headrace.episodes.sandbox.kernel.thread_gate import ThreadGate
-from headrace.episodes.sandbox.private_directory import PrivateDirectory
+from headrace.episodes.sandbox.kernel import seccomp, syscalls
+from headrace.episodes.sandbox.kernel.seccomp import ThreadGate
+from headrace.episodes.sandbox.kernel.syscalls import enter_namespaces
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 from headrace.processes.health.owned_directory import remove_all
 
@@ -44,7 +43,7 @@ class Zygote:
     def __init__(self, limits: SandboxLimits, directory: str, *, in_memory: bool) -> None:
         """`in_memory`: whether the private directory may be one in memory."""
         self._limits, self._directory = limits, directory
-        self.in_memory = in_memory and enter(directory)
+        self.in_memory = in_memory and enter_namespaces(directory)
         self._private = PrivateDirectory(os.path.join(directory, "private"), limits, in_memory=self.in_memory)
 
     def program(self, code: str, stdin: str) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def main(arguments: list[str]) -> NoReturn:
     ours = os.environ.pop("PYTHONPATH", "")
     sys.path[:] = [path for path in sys.path if path != ours]
     gc.freeze()  # a collection in a child copies no page of what is shared
-    send(_REPORTS, {"in_memory": zygote.in_memory, "landlock": landlock.version(), "seccomp": seccomp.known()})
+    send(_REPORTS, {"in_memory": zygote.in_memory, "landlock": syscalls.landlock_version(), "seccomp": seccomp.known()})
     with contextlib.suppress(ConnectionError):
         while True:
             match receive(_ORDERS):

@@ -1,7 +1,7 @@
 """Rewards: finished groups become scored groups.
 
 Read `config.py`, `job.py` (one call for one group, also of functions written for TRL), `reward_scorer.py` (functions, services and judges, weighted
-and added), `functions.py` (functions, and where they run), `builtin.py` (those that come with headrace), `extract.py` and `segmenting.py` (the
-part of a completion that is scored, and its steps), `parts.py` (what functions, services and judges share); `workers/` (processes and threads of
+and added), `functions.py` (functions, and where they run: in threads, in processes, on several machines), `builtin.py` (those that come with headrace), `extract.py` (the
+part of a completion that is scored, and its steps), `parts.py` (what functions, services and judges share); `workers/` (processes of
 functions), `services/` (scores over HTTP), `teacher/` (log-probs of other models).
 """

@@ -115,7 +115,9 @@ def _pair(stdin: Any, stdout: Any) -> UnitTest:
 
 def load_unit_tests(*, whole: bool) -> Callable[..., Any]:
     """Returns the reward. `whole`: 1 if all tests pass and else 0; otherwise the share of tests that pass."""
-    from headrace.episodes.sandbox import tool  # here: its import says that this process runs code (`sandbox/use.py`)
+    from headrace.episodes.sandbox import (
+        tool,  # here: its import says that this process runs code (`sandbox/sandbox_limits.py`)
+    )
 
     def unit_tests(
         completions: Sequence[str],

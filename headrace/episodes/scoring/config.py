@@ -10,8 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.episodes.scoring.extract import Extract
-from headrace.episodes.scoring.segmenting import Form
+from headrace.episodes.scoring.extract import Extract, Form
 from headrace.episodes.scoring.services.config import LABELS, EndpointConfig, JudgeConfig, ServiceConfig, step_problems
 from headrace.settings.strict import STRICT
 

@@ -1,25 +1,44 @@
-"""Reward functions: where they run, and each as a part of the reward."""
+"""Reward functions: where they run, and each as a part of the reward.
+
+Functions of files run in processes, which can be killed, on this machine or on several. Functions that are passed from Python run in threads of the
+controller's process, and can be abandoned only.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import math
+import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
-from headrace.episodes.sandbox.use import use_settings
+from headrace.episodes.sandbox.sandbox_limits import SandboxSettings, use_settings
 from headrace.episodes.scoring.config import HANDED, RewardConfig, RewardSpec, distinct
 from headrace.episodes.scoring.extract import Extractor
-from headrace.episodes.scoring.job import Ask, Effort, LoadedReward, ScoringJob, Values, is_async, signature_problem
+from headrace.episodes.scoring.job import (
+    Ask,
+    Effort,
+    LoadedReward,
+    ScoringJob,
+    Values,
+    call,
+    call_async,
+    fail_all,
+    is_async,
+    name_of,
+    signature_problem,
+    too_late,
+)
 from headrace.episodes.scoring.parts import RewardPart, compared
 from headrace.episodes.scoring.workers.processes import PrivatePool, SharedProcess, WorkerProcess, check_functions
-from headrace.episodes.scoring.workers.spread import SpreadPool
-from headrace.episodes.scoring.workers.threads import ThreadPool, name_of
-from headrace.processes.asked_process import HERE, Sites
+from headrace.processes.asked_process import HERE, Site, SiteLost, Sites
+from headrace.processes.health.patience import within
 from headrace.processes.health.user_prints import unwrap
 
 # --- Reward functions that are passed from Python
@@ -164,3 +183,98 @@ def _part(spec: RewardSpec, name: str, call: _Call, config: RewardConfig) -> Rew
     how: Ask = compared(ask) if spec.compares else ask
     extract = Extractor(spec.extract, config.extract_truncated)
     return RewardPart(name=name, weight=spec.weight, ask=how, extract=extract, segments=spec.segments, form=spec.form)
+
+
+LIVES = 3
+"""How often a call is made at most, where the machine is lost that it is made on: the function may be what ends it."""
+
+
+class SpreadPool:
+    """Calls of reward functions on several machines, with a pool on each: a call goes to the one that has the least in hand, and to another one if that is lost."""
+
+    def __init__(
+        self, sites: Sites, make: Callable[[Site], PrivatePool | SharedProcess], width: float = math.inf
+    ) -> None:
+        """`width`: calls that one machine is given at once; others wait for a turn on any of them."""
+        self._sites, self._width = sites, width
+        self._pools = {site: make(site) for site in sites.every}
+        self._in_hand: Counter[Site] = Counter()
+        self._turn = asyncio.Event()
+        """Set whenever there may be a turn: a call has ended, a machine has come up."""
+        sites.listen(self._turn.set)
+
+    def adopt(self, worker: WorkerProcess) -> None:
+        """Takes over a process of this machine that has these functions."""
+        self._pools[worker.site].adopt(worker)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [pid for pool in self._pools.values() for pid in pool.pids]
+
+    async def call(self, function: int, job: ScoringJob) -> Values:
+        how = ""
+        for _ in range(LIVES):
+            site = await self._take()
+            try:
+                return await self._pools[site].call(function, job)
+            except SiteLost as lost:
+                how = str(lost)
+            finally:
+                self._in_hand[site] -= 1
+                self._turn.set()
+        return fail_all(
+            job, "reward_worker_died", f"{LIVES} processes that ran it were lost with their machines; the last {how}"
+        )
+
+    async def _take(self) -> Site:
+        while True:
+            self._turn.clear()
+            site = await self._sites.least(self._in_hand.__getitem__)
+            if self._in_hand[site] < self._width:
+                self._in_hand[site] += 1
+                return site
+            await self._turn.wait()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+
+_numbers = itertools.count(1)
+
+
+class ThreadPool:
+    """Daemon threads, which never delay the end of the program. A call that exceeds its timeout keeps its thread until it returns."""
+
+    def __init__(self, width: int, timeout: float) -> None:
+        self._slots, self._timeout = asyncio.Semaphore(width), timeout
+        self.abandoned: Counter[str] = Counter()
+        """The number of abandoned threads, by the name of their function."""
+
+    async def call(self, function: Callable[..., Any], job: ScoringJob) -> Values:
+        async with self._slots:
+            answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
+            name = f"headrace-reward-{name_of(function)}-{next(_numbers)}"
+            thread = threading.Thread(target=_work, args=(function, job, answer), name=name, daemon=True)
+            thread.start()
+            assert thread.native_id is not None, "it has been started"
+            try:
+                return await within(thread.native_id, self._timeout, answer)
+            except TimeoutError:
+                self.abandoned[name_of(function)] += 1
+                return too_late(
+                    job, self._timeout, f"the thread {name} was abandoned ({self.abandoned.total()} so far)"
+                )
+
+    async def call_async(self, function: Callable[..., Any], job: ScoringJob) -> Values:
+        return await call_async(function, job, self._timeout)
+
+
+def _work(function: Callable[..., Any], job: ScoringJob, answer: asyncio.Future[Values]) -> None:
+    values = call(function, job)
+    with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+        answer.get_loop().call_soon_threadsafe(_settle, answer, values)
+
+
+def _settle(answer: asyncio.Future[Values], values: Values) -> None:
+    if not answer.done():
+        answer.set_result(values)

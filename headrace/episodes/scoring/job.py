@@ -68,7 +68,7 @@ class ScoringJob(Struct, frozen=True):
     rivals: tuple[str, ...] = ()
     """The completion that each of `completions` is compared with, in a comparison (`scoring/parts.py`)."""
     segments: tuple[tuple[str, ...], ...] = ()
-    """The steps of each completion, if each of them gets a score (`scoring/segmenting.py`)."""
+    """The steps of each completion, if each of them gets a score (`scoring/extract.py`)."""
 
 
 @dataclass
@@ -158,7 +158,7 @@ def arguments(function: Callable[..., Any], job: ScoringJob) -> dict[str, Any]:
     missing = [p.name for p in parameters if p.name in named - given.keys() and p.default is p.empty]
     if missing:
         raise TypeError(
-            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(given)}{_hint(missing)}"
+            f"it needs {', '.join(missing)}, which is not a column of the task; there are: {', '.join(given)}{_hint(missing)}"
         )
     return {name: value for name, value in given.items() if name in named}
 

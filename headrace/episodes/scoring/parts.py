@@ -19,9 +19,8 @@ from headrace.core.errors import HeadraceError
 from headrace.core.types import Episode, Prompt, Struct
 from headrace.durable.atomic_files import AppendFile, read_lines, replace_file
 from headrace.durable.journal import Damage
-from headrace.episodes.scoring.extract import Extractor
+from headrace.episodes.scoring.extract import Extractor, Form, segmented
 from headrace.episodes.scoring.job import Ask, Effort, ScoringJob, Values, transcript_of
-from headrace.episodes.scoring.segmenting import Form, segmented
 from headrace.facts.facts import ScorerAsked
 from headrace.facts.telemetry import Telemetry
 

@@ -18,16 +18,14 @@ from headrace.core.rewards import usable
 from headrace.core.types import Episode, Prompt, Scored
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.episodes.scoring.config import PUNISHMENT, OverlongConfig, RewardConfig
-from headrace.episodes.scoring.extract import Extractor
-from headrace.episodes.scoring.functions import FunctionPools
+from headrace.episodes.scoring.extract import Decode, Extractor, graded, returns_of
+from headrace.episodes.scoring.functions import FunctionPools, ThreadPool
 from headrace.episodes.scoring.job import LoadedReward
 from headrace.episodes.scoring.parts import PartCaller, RewardPart, ScoreLog, compared
-from headrace.episodes.scoring.segmenting import Decode, graded, returns_of
 from headrace.episodes.scoring.services.config import check_client
 from headrace.episodes.scoring.services.endpoint import HttpPoster, HttpService, Poster
 from headrace.episodes.scoring.services.judge import Judge
 from headrace.episodes.scoring.workers.processes import WorkerProcess
-from headrace.episodes.scoring.workers.threads import ThreadPool
 from headrace.facts.telemetry import Telemetry
 from headrace.processes.asked_process import HERE, Sites
 

@@ -156,7 +156,7 @@ def _call(given: Any, place: int) -> Message:
     except ValueError:
         arguments = ()
     if not isinstance(arguments, dict) and arguments not in (None, ""):
-        raise ConfigError(f"has a tool call in message {place} whose arguments are no JSON object")
+        raise ConfigError(f"has a tool call in message {place} whose arguments are not a JSON object")
     named = {"name": function["name"], "arguments": arguments or {}}
     return (
         {**given, "type": "function", "function": named}

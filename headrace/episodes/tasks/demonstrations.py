@@ -356,7 +356,7 @@ def read_course(
 
 def unanswered(course: AnswerCourse, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Yields a sentence if no prompt of those looked at is the question of a given answer, which is then compared with no rollout."""
-    if not {prompt.tokens for prompt in prompts} & {one.prompt for one in course.rows}:
+    if not {prompt.tokens for prompt in prompts} & {row.prompt for row in course.rows}:
         yield (
             f"none of the first {len(prompts)} prompts of the task has an answer in demonstrations.path, and a given answer is trained only beside rollouts "
             "of its own question (its prompt must have the same tokens); check the rows, or use algo.name = chord, which needs no such match"
@@ -382,7 +382,7 @@ def read_demonstrations(
             "warm_start.held_out_path"
         )
     asked = {one.prompt for one in chosen}
-    trained = [one for one in rows if one.prompt not in asked]
+    trained = [row for row in rows if row.prompt not in asked]
     if not trained:
         raise ConfigError(
             f"all rows of {config.path} have the question of a held-out row, so none is left to be trained; lower warm_start.held_out"

@@ -206,6 +206,6 @@ def checked_cursor(state: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 def take(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     if count > len(prompts):
         raise ConfigError(
-            f"{count} held-out prompts are asked for, but there are {len(prompts)}; raise task.held_out or lower eval.prompts"
+            f"{count} held-out prompts are requested, but there are {len(prompts)}; raise task.held_out or lower eval.prompts"
         )
     return list(prompts[:count])

@@ -154,7 +154,7 @@ def _check_family(family: str, options: Mapping[str, Any]) -> None:
     families = _families()
     if family not in families:
         raise ConfigError(
-            f"task.name = {family} is no reasoning_gym dataset{nearest(family, families)} ({len(families)} are there: "
+            f"task.name = {family} is not a reasoning_gym dataset{nearest(family, families)} ({len(families)} are there: "
             "python -c 'from reasoning_gym.factory import DATASETS; print(*DATASETS)')"
         )
     known = {field.name for field in dataclasses.fields(families[family][1])} - {"size", "seed"}
@@ -166,7 +166,7 @@ def _check_family(family: str, options: Mapping[str, Any]) -> None:
         if option not in known:
             near = nearest(option, known)
             raise ConfigError(
-                f"task.options.{option} is no option of reasoning_gym {family}{near or '; there are ' + ', '.join(sorted(known))}"
+                f"task.options.{option} is not an option of reasoning_gym {family}{near or '; there are ' + ', '.join(sorted(known))}"
             )
     _dataset(family, {**options, "size": 1, "seed": 0})
 

@@ -5,9 +5,12 @@ Rows are drawn epoch after epoch, each time in a new order.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from headrace.core.chat.messages import ARGUMENTS, TOOLS
@@ -25,10 +28,8 @@ from headrace.episodes.tasks.prompts import (
     digest_of,
     take,
 )
-from headrace.episodes.tasks.read import read_rows
-from headrace.episodes.tasks.row_images import as_files, files_of, images_of_row
-
-Row = dict[str, Any]
+from headrace.episodes.tasks.read import Row, of_arrow, read_rows
+from headrace.models.images import ImageFile, KnownImages, as_text, images_of
 
 _SEEN = ("image", "images", "video", "videos", "audio", "audios")
 """Columns that TRL shows to models that see or hear."""
@@ -287,3 +288,109 @@ def _has_wide(value: Any) -> bool:
 
 def _no_column(setting: str, name: str, row: Mapping[str, Any], path: str) -> str:
     return f"there is no column {name} ({setting}) in {path}{nearest(name, row)}; its columns are: {', '.join(map(str, row)) or 'none'}."
+
+
+# --- Rows that are passed from Python ---------------------------------------------------------------------------------
+
+
+def rows_of(dataset: Any, images: Sequence[str] = ()) -> list[Row]:
+    """Returns all rows, in a form that JSON can hold. An iterator is read to its end. The columns `images` hold their images themselves then, so that
+    the fingerprint of the rows is theirs too.
+
+    Raises ConfigError for a value that is no table of rows.
+    """
+    if isinstance(dataset, (str, bytes, Path)):
+        raise ConfigError(f"dataset= takes rows, not the text {str(dataset)!r}; a file of rows is named in task.path")
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(str, list(dataset)[:5]))
+        raise ConfigError(
+            f"dataset= takes one table of rows, not a mapping (of {names}); of a DatasetDict pass one split, such as "
+            'dataset["train"], and of a dict of columns a list with a dict for each row'
+        )
+    found = _records(dataset)
+    if not isinstance(found, Iterable):
+        raise ConfigError(
+            f"dataset= takes a list of dicts, a datasets.Dataset or a pandas frame, not a {type(dataset).__name__}"
+        )
+    return [_row(row, f"dataset=, row {number}", images) for number, row in enumerate(found, 1)]
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """Returns a digest of all columns of all rows in their order, followed by the number of rows for readers."""
+    digest = digest_of(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows)
+    return f"{digest} ({len(rows)} rows)"
+
+
+def _records(dataset: Any) -> Any:
+    """Returns the rows of a pandas frame, which by itself iterates over column names and has NaN for missing values."""
+    if not (hasattr(dataset, "iterrows") and hasattr(dataset, "to_dict")):
+        return of_arrow(dataset) if type(dataset).__module__.partition(".")[0] == "datasets" else dataset
+    plain = dataset.astype(object)
+    return plain.where(dataset.notna(), None).to_dict("records")
+
+
+def _row(row: Any, where: str, images: Sequence[str]) -> Row:
+    if not isinstance(row, Mapping):
+        raise ConfigError(
+            f'{where}: a {type(row).__name__} where a dict of columns is needed, such as {{"prompt": "..."}}'
+        )
+    with about(f"{where}: a column of task.images"):
+        held = {name: as_text(row[name], Path.cwd()) for name in images if name in row}
+    return plain_row({**row, **held}, where)
+
+
+# --- The images of rows: read once, shown to the model, and given to rewards as files ---------------------------------
+
+
+def images_of_row(row: Mapping[str, Any], config: TaskConfig, path: str, number: int) -> dict[str, list[ImageFile]]:
+    """Returns the images of a row by their columns, in the order of `task.images`. `path` and `number`: its place. Raises ConfigError for a column
+    that is not there, and for a value that is no image."""
+    found = {}
+    for column in config.images:
+        where = f"{path}, row {number}: the column {column} (task.images)"
+        if column not in row:
+            raise ConfigError(f"{where} is missing; the columns are: {', '.join(map(str, row))}")
+        try:
+            found[column] = [replace(image, where=where) for image in images_of(row[column], _folder(path))]
+        except ConfigError as error:
+            raise ConfigError(f"{where} {error}") from None
+    return found
+
+
+def images_in(config: TaskConfig, passed: Sequence[Mapping[str, Any]] | None = None) -> Iterator[ImageFile]:
+    """Yields all images of a task, in the order of its rows. `passed`: the rows, if they are passed from Python. Raises ConfigError as
+    `images_of_row`, and for a file of rows that cannot be read."""
+    if not config.images:
+        return
+    if config.facts.passed and passed is None:
+        raise ConfigError(
+            "the images of this run are in rows that were passed to headrace.train(dataset=...), which are kept in no file: pass the same rows from "
+            "Python again, for training and evaluation; replay cannot do its steps again"
+        )
+    for path in filter(None, (config.source, config.held_out_path)):
+        given = config.facts.passed and path == config.source
+        rows = passed or () if given else read_rows(config.kind, path)
+        for number, row in enumerate(rows, 1):
+            for images in images_of_row(row, config, path, number).values():
+                yield from images
+
+
+def as_files(found: Mapping[str, Sequence[ImageFile]], row: Mapping[str, Any], known: KnownImages) -> dict[str, Any]:
+    """Returns the row with the paths of the images that the model is shown in place of their columns: text, or a list of texts where the row has a
+    list."""
+    paths = {column: [str(known.path(image.digest)) for image in images] for column, images in found.items()}
+    return {
+        **row,
+        **{column: those if isinstance(row[column], (list, tuple)) else those[0] for column, those in paths.items()},
+    }
+
+
+def files_of(row: Mapping[str, Any], config: TaskConfig) -> list[Path]:
+    """Returns the files of the images of a row that `as_files` has returned, in order."""
+    columns = [row[column] for column in config.images]
+    return [Path(path) for value in columns for path in (value if isinstance(value, list) else [value])]
+
+
+def _folder(path: str) -> Path:
+    source = Path(path).expanduser()
+    return source if source.is_dir() else source.parent if source.is_file() else Path.cwd()

@@ -28,7 +28,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.printing import say
 from headrace.core.protocols import Heard, Job
 from headrace.core.types import Struct
-from headrace.processes.health import orphans, patience
+from headrace.processes.health import family, patience
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.stacks import VARIABLE
 from headrace.processes.launch.local import CORES, GRACE, PROGRAM, ForkedProcess, LocalWorker, environment
@@ -37,7 +37,7 @@ from headrace.processes.process_end import ending
 # --- A fork whose child belongs to the caller's parent: `clone(CLONE_PARENT)` of Linux.
 #
 # `os.fork` would make the child a child of the process that forks. Its exit status, and the signal that Linux sends when a parent ends
-# (`processes/health/orphans.py`), would then depend on that process: killing it would end all workers. With CLONE_PARENT the worker is
+# (`processes/health/family.py`), would then depend on that process: killing it would end all workers. With CLONE_PARENT the worker is
 # a child of the controller, exactly as if the controller had started it.
 #
 # Python and glibc have no function for it, so the system call is made directly, between Python's own hooks. The hooks of `pthread_atfork`
@@ -95,7 +95,7 @@ def _address_of_tid(libc: ctypes.PyDLL) -> int:
 #                                                                  │
 #                    ◀── ForkReply ───────────────────────────  worker: the controller's child (`forking.py`)
 #
-# A server belongs to the thread that started it: Linux counts that thread as the parent of its workers (`processes/health/orphans.py`). It
+# A server belongs to the thread that started it: Linux counts that thread as the parent of its workers (`processes/health/family.py`). It
 # stays when a run ends, so that the next run of the process starts at once, and ends with its thread. Nothing depends on it once a
 # worker runs.
 #
@@ -105,7 +105,7 @@ def _address_of_tid(libc: ctypes.PyDLL) -> int:
 
 SERVER = "headrace.run.worker.fork_server"
 
-OWN = (orphans.PARENT, VARIABLE, CORES, "PYTEST_CURRENT_TEST")
+OWN = (family.PARENT, VARIABLE, CORES, "PYTEST_CURRENT_TEST")
 """Environment variables in which a worker may differ from its server: no library reads them when it is imported."""
 
 KEPT = 2
@@ -148,7 +148,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", SERVER, str(theirs.fileno()), ROOM],
                 pass_fds=[theirs.fileno()],
-                env={**environment, **orphans.of_this_process()},
+                env={**environment, **family.parent_variables()},
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=self._printed,

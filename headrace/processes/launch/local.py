@@ -20,7 +20,7 @@ from typing import BinaryIO
 from headrace.core.printing import say
 from headrace.core.protocols import Heard, Job
 from headrace.native.resources import usable_cores
-from headrace.processes.health import orphans
+from headrace.processes.health import family
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.stacks import VARIABLE, process_state
 from headrace.processes.process_end import ended_within, ending
@@ -123,7 +123,7 @@ class ChildProcess:
 
     def own_variables(self) -> dict[str, str]:
         """The environment variables that no other worker has."""
-        return orphans.of_this_process() | {VARIABLE: str(self._stacks)}
+        return family.parent_variables() | {VARIABLE: str(self._stacks)}
 
     def has(self, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
         """Takes over a process that was started for this worker."""

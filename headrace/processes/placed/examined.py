@@ -32,7 +32,7 @@ _encode = msgspec.msgpack.encode
 def answer(question: DoctorQuestion) -> DoctorAnswer:
     """Returns this machine's answer. Raises HeadraceError for a question that is none."""
     if question.method not in _KINDS:
-        raise HeadraceError(f"the controller asked for {question.method}, which is no question of this version")
+        raise HeadraceError(f"the controller asked for {question.method}, which is not a question of this version")
     values = msgspec.msgpack.decode(question.values, type=_KINDS[question.method][0])
     return DoctorAnswer(msgspec.Raw(_encode(asyncio.run(getattr(NodeHost(), question.method)(*values)))))
 

@@ -121,12 +121,12 @@ class NodeHost:
     async def start(self, kind: str, address: str, variables: Mapping[str, str]) -> int:
         """Starts a worker that connects to the run at `address`; returns its process id.
 
-        The thread of this loop is its parent, at whose end the kernel ends it (`orphans.py`): with this process, whatever ends that."""
-        from headrace.processes.health import orphans
+        The thread of this loop is its parent, at whose end the kernel ends it (`family.py`): with this process, whatever ends that."""
+        from headrace.processes.health import family
         from headrace.processes.launch.local import environment, start_worker
 
         self._said = asyncio.Queue()
-        own = environment(()) | orphans.of_this_process() | dict(variables)
+        own = environment(()) | family.parent_variables() | dict(variables)
         self._worker = worker = start_worker([kind, "--connect", address], own, output=subprocess.PIPE)
         threading.Thread(target=self._attend, args=(worker, asyncio.get_running_loop()), daemon=True).start()
         return worker.pid

@@ -19,8 +19,8 @@ import msgspec
 
 from headrace.core.printing import echo
 from headrace.durable.atomic_files import replace_file
-from headrace.facts.machine_mark import cpu_model
 from headrace.models.resolve import cache_dir
+from headrace.native.arithmetic import cpu_model
 from headrace.run.auto.candidates import CANDIDATES, Candidate, Figures
 from headrace.run.auto.gpu_rates import GpuRates, GpuRequest
 from headrace.run.auto.slices import slice_of

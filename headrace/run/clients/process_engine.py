@@ -198,7 +198,7 @@ class ProcessEngine:
     async def close(self) -> None:
         await self._keeper.close()
 
-    # -- for the keeper (protocol `Ward`) -----------------------------------------------------------------------------------
+    # -- for the keeper (protocol `WorkerOwner`) -----------------------------------------------------------------------------------
 
     async def begin(self, worker: Worker) -> None:
         self.capabilities = await worker.call("start", self._start, Capabilities)
@@ -291,7 +291,7 @@ class ProcessEngine:
 
 
 class LentProcess(ProcessEngine):
-    """It begins asleep, also after a death, and has no weights when it wakes: whoever wakes it loads all of them, because those that it was asked to
+    """An engine process that begins asleep, also after a death, and has no weights when it wakes: whoever wakes it loads all of them, because those that it was asked to
     load last may be gone by then."""
 
     _death = ""
@@ -322,6 +322,6 @@ class LentProcess(ProcessEngine):
         super().went_down(forgive)
 
     async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
-        """It may have died since this was asked, and another process be asleep in its place."""
+        """Waits for a process that is awake: the one that was there may have died since this was asked, and another be asleep in its place."""
         await self._awake.wait()
         return await super()._load(worker, name, update, parts)

@@ -135,7 +135,7 @@ class RunNotice(Struct, frozen=True):
     mark: str = ""
     """The mark of the settings that decide what tokens and rewards mean (`resume_rules.mark_of`)."""
     contents: dict[str, str] = {}
-    """The digests of the files that settings name (`run/contents.py`)."""
+    """The digests of the files that settings name (`run/resume_rules.py`)."""
 
 
 class WeightsNotice(Struct, frozen=True):

@@ -351,7 +351,7 @@ class BusDesk:
         is_other = reply.asked != asked.letter.asked
         if is_other or (reply.group is None) != isinstance(asked.letter.errand, RequestErrand):
             self._telemetry.warn(
-                f"{reply.who} answered errand {key} with something else than was asked for; the answer is thrown away, and the errand posted again"
+                f"{reply.who} answered errand {key} with something else than it was asked; the answer is thrown away, and the errand posted again"
             )
             self._throw_away(key, asked)
         elif reply.group and reply.mark != self.mark:

@@ -90,7 +90,7 @@ class HostPatience:
 
 
 class Deserted(HeadraceError):
-    """There is no sign of the run."""
+    """A run gives no sign of itself any more."""
 
 
 class RolloutHost:

@@ -23,8 +23,7 @@ from typing import Any
 from headrace.core.errors import ConfigError
 from headrace.core.printing import say
 from headrace.core.types import Struct
-from headrace.episodes.environments.workers.environment_pool import check_function
-from headrace.episodes.environments.workers.process import FunctionSettings
+from headrace.episodes.environments.workers.environment_pool import FunctionSettings, check_function
 from headrace.episodes.scoring.workers.processes import check_functions
 from headrace.processes.asked_process import OWN_SITE, RunningProcess, UserProgram
 from headrace.processes.joining.dial import refuse

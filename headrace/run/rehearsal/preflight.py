@@ -343,7 +343,7 @@ def _adapter(files: ModelFiles, lora: LoraConfig, engine: str, several: bool) ->
                 yield Finding(
                     "adapter",
                     "refused",
-                    f"lora.targets names {target}, which is no linear layer of this model (the output head is never adapted); there are {there}",
+                    f"lora.targets names {target}, which is not a linear layer of this model (the output head is never adapted); there are {there}",
                 )
                 return
         reached = set(lora.targets)

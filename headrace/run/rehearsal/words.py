@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.algo.advantages import ATTEMPTS
+from headrace.algo.advantages import ATTEMPTS, STATE_WEIGHT
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
-from headrace.algo.turn_states import STATE_WEIGHT
 from headrace.core.types import Prompt
 from headrace.episodes.scoring.teacher.own_prompt import OwnPrompt
 from headrace.native.resources import gib

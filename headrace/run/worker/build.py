@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib
 import itertools
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.algo.config import AlgoConfig
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.protocols import EngineCore, Launcher, TrainerCore, WeightReceiver, WeightSender
-from headrace.core.weights import Manifest
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.durable.shared_directory import see
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
@@ -30,9 +30,11 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.calls import SharedConfig
 from headrace.weight_sync.directory import mark_of
 from headrace.weight_sync.fetching import NetworkTransport
-from headrace.weight_sync.ranges import ValueRange
+from headrace.weight_sync.ranges import RankParts, ValueRange, follower_update, parts_of
 
 if TYPE_CHECKING:
+    import torch
+
     from headrace.trainer.placement.port import Placement
     from headrace.trainer.shared.shared_trainer import SharedTrainer
     from headrace.trainer.step.reference import Shadow
@@ -130,7 +132,6 @@ def _sender(start: TrainerStart, core: TorchTrainer, manifests: dict[str, Manife
     """The trainer's end of the way of weights: in each rank for its part, where the transport can fetch parts, else in rank 0."""
     if start.ranks == 1:
         return start.transport.sender(manifests, once)
-    from headrace.run.worker.rank_senders import rank_sender
 
     def values(name: str) -> Iterator[ValueRange]:
         return itertools.starmap(ValueRange, core.own_values(name, start.rank, start.ranks))
@@ -239,3 +240,41 @@ def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
         return core, start.transport.receiver(start.manifests)
     dtype = getattr(torch, config.serving_dtype)
     return core, DirectoryReceiver(directory, lambda path: parameters_from_dir(path, dtype), dtype)
+
+
+def rank_sender(
+    start: TrainerStart,
+    values: Callable[[str], Iterator[ValueRange]],
+    manifests: Mapping[str, Manifest],
+    once: Sequence[str],
+) -> WeightSender:
+    """Returns this rank's end: for its part of the weights, where engines can put parts together, else for all of them in rank 0.
+
+    `values`: as of `RankParts`. Every rank calls this at the same time."""
+    transport = start.transport
+
+    def parts() -> RankParts | None:
+        return parts_of(manifests, start.rank, values, lambda value: _exchanged(value, start.ranks))
+
+    if transport.takes_parts and (own := parts()):
+        return transport.part_sender(manifests, once, own)
+    return FollowingSender() if start.rank else transport.sender(manifests, once)
+
+
+def _exchanged(value: Any, ranks: int) -> list[Any]:
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, value)
+    return found
+
+
+class FollowingSender(WeightSender):
+    """The sender of a rank that does not lead: it takes part in gathering the weights, and sends nothing."""
+
+    def copy(
+        self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
+    ) -> Callable[[], WeightUpdate]:
+        for _ in parameters:
+            pass
+        return lambda: follower_update(version, adapter)

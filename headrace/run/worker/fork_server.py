@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
+from headrace.processes.health.family import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.processes.launch.forking import MOST_BYTES, MOST_FILES, OWN, ForkReply, ForkRequest, fork_for_parent
 from headrace.run.worker import worker
 from headrace.run.worker.build import KINDS, preload

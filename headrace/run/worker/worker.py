@@ -2,7 +2,7 @@
 `--join HOST:PORT` for a worker that nobody waits for yet.
 
 It reads frames in one thread and works in another, and it ends as soon as the controller's end of the socket is closed. So a killed
-controller leaves no orphan, not even a stopped one (`orphans.py`).
+controller leaves no orphan, not even a stopped one (`family.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace.core.printing import echo_traceback, guard_streams, say
 from headrace.core.protocols import TrainerCore, WeightSender
 from headrace.core.reports import Captured, TrainReport
 from headrace.core.weights import WeightUpdate
-from headrace.processes.health.orphans import PARENT, leave_sigterm_to_controller, signal_me_when_orphaned
+from headrace.processes.health.family import PARENT, leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.processes.health.stacks import answer_signals
 from headrace.processes.joining.dial import dial, leave_when_asked, left_alone, offer, released, witnessed
 from headrace.processes.joining.greeting import LEAVE, SEAT, TOKEN

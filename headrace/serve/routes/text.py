@@ -214,7 +214,7 @@ async def models(request: HttpRequest) -> Response:
 
 
 async def model(request: HttpRequest) -> Response:
-    """One of them, whose name may have slashes."""
+    """Describes one of the models, whose name may have slashes."""
     serving: Serving = request.app.state.serving
     return json_response(_model(serving, serving.adapter_of(request.path_params["name"]) or serving.name))
 

@@ -53,7 +53,7 @@ class CheckpointFacts(Struct, frozen=True, kw_only=True):
     saved_at: float
     """Seconds since 1970."""
     served_until: float | None = None
-    """It expires when the directory has been served for so many seconds; None: never."""
+    """The seconds for which the directory is served before it expires; None: it never does."""
     nbytes: int = 0
     user_metadata: dict[str, Any] | None = None
 

@@ -142,7 +142,7 @@ class FakeSglang:
             events.put_nowait(None)
 
     def _left(self, rid: str) -> None:
-        """Its client is gone."""
+        """Aborts the requests of a client that is gone."""
         self.serving.abort([request for request in self._rids if request.startswith(rid)])
 
     async def _whole(self, body: SglangGenerate) -> Response:

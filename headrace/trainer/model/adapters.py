@@ -402,7 +402,7 @@ def _chosen(model: str, modules: Mapping[str, Any], stacks: Sequence[str], confi
 def _nothing(model: str, modules: Mapping[str, Any], target: str) -> str:
     ends = _ends(modules)
     near = difflib.get_close_matches(target.rsplit(".", 1)[-1], ends, n=3, cutoff=0.3) or ends
-    return f"is no linear layer of {model} (the output head is never adapted); there are {', '.join(near)}"
+    return f"is not a linear layer of {model} (the output head is never adapted); there are {', '.join(near)}"
 
 
 def _ends(modules: Iterable[str]) -> list[str]:

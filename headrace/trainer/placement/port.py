@@ -46,7 +46,7 @@ Microbatch = Callable[[int], AbstractContextManager[Tensor]]
 """The loss of the microbatch of this number, a scalar with gradient. Its backward pass belongs inside the context."""
 
 Body = Callable[[int], object]
-"""Computes the hidden states of the microbatch of this number: all that a rank does that has not the head."""
+"""Computes the hidden states of the microbatch of this number: all that a rank without the head does."""
 
 Precision = Callable[[], AbstractContextManager[Any]]
 """A fresh autocast context (`causal_lm.computed_in`)."""
@@ -141,7 +141,7 @@ class Placement(Protocol):
         """[c, M of this rank] -> ([c, M of the step], which of them are this rank's). Microbatches count as for `sum`."""
 
     def of_head(self, values: Tensor) -> Tensor:
-        """Numbers that follow from log-probs, in the same shape, from a rank that has the head. A rank that has it not has NaN in
+        """Numbers that follow from log-probs, in the same shape, from a rank that has the head. A rank without it has NaN in
         their place."""
 
     def each(self, values: Tensor) -> tuple[Tensor, int]:

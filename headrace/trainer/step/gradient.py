@@ -183,7 +183,7 @@ class Ahead(NamedTuple):
     """[M] log-probs of the weights that the step began with"""
     judged: JudgedPack | None = None
     part: StepPart | None = None
-    """Its part in a loss that is computed on all microbatches at once."""
+    """The part of this microbatch in a loss that is computed on all of them at once."""
 
 
 class Minibatch(NamedTuple):

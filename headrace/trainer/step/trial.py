@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.core.errors import HeadraceError
 from headrace.core.reports import TrialScores
 from headrace.durable.atomic_files import replace_file
-from headrace.facts.machine_mark import cpu_model
+from headrace.native.arithmetic import cpu_model
 from headrace.trainer.model.low_memory import local
 from headrace.version import __version__
 

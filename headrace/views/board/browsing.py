@@ -17,8 +17,7 @@ from headrace.facts.kept_settings import settings_by_step
 from headrace.facts.number_tables import OUTCOMES, GroupTable, Order, Wanted
 from headrace.facts.rollout_view import Pieces, RolloutView, trimmed_below, view_rollout
 from headrace.facts.texts import clip, number, plural
-from headrace.views.report.held_out_looks import from_first_difference, hits, marked, shortened
-from headrace.views.report.rollouts import MAX_TEXT, rollout_table
+from headrace.views.report.rollouts import MAX_TEXT, from_first_difference, hits, marked, rollout_table, shortened
 from headrace.views.report.svg import table
 
 PAGE = 12

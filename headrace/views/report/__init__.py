@@ -1,7 +1,8 @@
 """`report.html`: one self-contained file, made from a run's directory at any time, finished or not.
 
-Read `data.py` (the data), `page.py` (the page), `overview.py` (its first screen, also the board's), `held_out_looks.py` (its samples), `plots.py` (charts over steps and lags), `distributions.py`, `gantt.py`, `rollouts.py` (rollouts and their turns),
-`side_by_side.py` (several runs compared), and the elements of all charts: `svg.py`.
+Read `data.py` (the data), `page.py` (the page), `overview.py` (its first screen, also the board's), `plots.py` (charts over steps and lags),
+`distributions.py`, `gantt.py`, `rollouts.py` (rollouts and their turns, and samples of evaluation sets), `side_by_side.py` (several runs compared),
+and the elements of all charts: `svg.py`.
 """
 
 from __future__ import annotations

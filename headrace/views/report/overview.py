@@ -17,7 +17,7 @@ from headrace.facts.run_state import RunState
 from headrace.facts.texts import number, reward_text, with_error
 from headrace.facts.verdicts import measured_on
 from headrace.views.report.data import ReportData
-from headrace.views.report.held_out_looks import held_out_samples, hits
+from headrace.views.report.rollouts import held_out_samples, hits
 from headrace.views.report.svg import Chart, extent, figure
 
 MARKS = {"good": "✓", "warn": "!", "bad": "✗", "unknown": "–"}

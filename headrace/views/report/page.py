@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from headrace.core.reports import Sight, TextPart
 from headrace.facts import run_state
-from headrace.facts.costs import dollars
 from headrace.facts.facts import FilesChecked, Warned
 from headrace.facts.group_numbers import POOLS
 from headrace.facts.run_state import RunState
-from headrace.facts.texts import clip, counted, duration, percent, plural, short_time
+from headrace.facts.texts import clip, counted, dollars, duration, percent, plural, short_time
 from headrace.facts.verdicts import advices, all_verdicts, equation, failings, reasons, weight_sync
 from headrace.views.report.data import ReportData
 from headrace.views.report.gantt import gantt, machine_use

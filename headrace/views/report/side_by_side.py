@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.facts import run_state
-from headrace.facts.costs import dollars
 from headrace.facts.kept_settings import CONTENTS, NOT_SET, settings_over
 from headrace.facts.records import StepRow
-from headrace.facts.texts import clip, duration, number, percent, reward_text
+from headrace.facts.texts import clip, dollars, duration, number, percent, reward_text
 from headrace.facts.verdicts import gain_of
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.page import THEME, document

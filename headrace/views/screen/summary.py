@@ -10,7 +10,6 @@ from rich.panel import Panel
 from rich.table import Table
 
 from headrace.facts import run_state
-from headrace.facts.costs import dollars
 from headrace.facts.group_numbers import DISCARDED
 from headrace.facts.health import health
 from headrace.facts.run_state import RunState
@@ -18,6 +17,7 @@ from headrace.facts.texts import (
     bar,
     clip,
     counted,
+    dollars,
     duration,
     number,
     percent,

@@ -9,8 +9,7 @@ from typing import Any
 
 from headrace.facts.facts import RunStarted
 from headrace.facts.recorder import Sink
-from headrace.views.sinks.hushing import hushed
-from headrace.views.sinks.queued import QueuedSink, described, id_on_dashboards
+from headrace.views.sinks.queued import QueuedSink, described, hushed, id_on_dashboards
 
 RUN_ID = "headrace.run"
 """The tag with the id of a run, by which a resumed one is found again."""

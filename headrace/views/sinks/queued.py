@@ -4,10 +4,11 @@ then dropped, counted, and warned of."""
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,3 +171,24 @@ class QueuedSink:
             slow = "" if ended else f", and had not ended after {self._patience:.0f} s"
             lost = plural(self.thread.lost, "fact")
             self._say(f"observe.{self._name} lacks the numbers of {lost}{slow}: {self._why}")
+
+
+class _Hushed:
+    """A stream that drops what one thread writes, and passes on what all others write."""
+
+    def __init__(self, stream: Any, thread: int) -> None:
+        self._stream, self._thread = stream, thread
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Drops what this thread prints meanwhile, such as the greetings of a library on the screen of a run."""
+    here = threading.get_ident()
+    with redirect_stdout(_Hushed(sys.stdout, here)), redirect_stderr(_Hushed(sys.stderr, here)):
+        yield

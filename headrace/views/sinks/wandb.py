@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from headrace.facts.facts import RunStarted
 from headrace.facts.recorder import Sink
-from headrace.views.sinks.hushing import hushed
-from headrace.views.sinks.queued import QueuedSink, described, id_on_dashboards
+from headrace.views.sinks.queued import QueuedSink, described, hushed, id_on_dashboards
 
 
 def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:

@@ -216,7 +216,7 @@ def test_sequences_of_unknown_age_are_refused(tmp_path: Path) -> None:
         ({"masks": "last"}, "a turn is trained as a whole"),
         ({"advantages": [[1.0], [1.0]]}, "advantages are given"),
         ({"overrides": [{"set_advantage_to_zero": True}, {}]}, "overrides are given"),
-        ({"scores": [1]}, "2 sequences, 2 masks and 1 scores are no group"),
+        ({"scores": [1]}, "2 sequences, 2 masks and 1 scores are not a group"),
     ],
 )
 def test_what_cannot_be_trained_is_a_failure_with_its_reason(more: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -227,5 +227,5 @@ def test_a_command_is_split_and_its_files_are_found_beside_the_config(tmp_path: 
 
 def test_a_command_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
     config = EnvironmentConfig(kind="process", command=("no-such-agent",))
-    with pytest.raises(ConfigError, match="no-such-agent, which is no program that can be run here"):
+    with pytest.raises(ConfigError, match="no-such-agent, which is not a program that can be run here"):
         open_agents(OpenedWith(config=config, encoder=encoder_of(tmp_path, tool_chats.PLAIN)))

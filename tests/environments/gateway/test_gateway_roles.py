@@ -154,7 +154,7 @@ def test_a_process_gives_each_of_its_roles_rewards(tmp_path: Path) -> None:
         ("stranger", "gave the role red a reward, and it had no turn: its turns are those of the model policy/red"),
         ("nan", "the reward white.won of a turn is nan"),
         ("deep", "with an object for each role that has rewards of its own"),
-        ("empty", "is no reward"),
+        ("empty", "is not a reward"),
         ("twice", "gave the reward white.won twice"),
     ],
 )

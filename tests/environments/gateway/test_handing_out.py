@@ -300,7 +300,7 @@ def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path, monkeyp
     assert isinstance(good, Played) and good.rewards == {"agent": 1.0} and isinstance(last, Played)
     assert isinstance(crashed, Failure) and crashed.reason == "agent_failed"
     assert crashed.detail == "its process ended with exit code 1; it said: no such thing"
-    assert isinstance(silent, Failure) and "the last line of its output is no reward: 'done'" in silent.detail
+    assert isinstance(silent, Failure) and "the last line of its output is not a reward: 'done'" in silent.detail
     assert 'train/7: {"rewards": {"agent": 1.0}}' in messages
 
 
@@ -518,7 +518,7 @@ def test_the_command_line_shows_the_address(tmp_path: Path, capsys: pytest.Captu
     for words in (["--at-once", "0", str(tmp_path)], [str(tmp_path), "--at-once", "0"]):
         assert main(["gateway", *words, "--", "python3", "--at-once", "2"]) == 2
     output = capsys.readouterr().err
-    assert "no-such-agent is no program" in output and output.count("--at-once 0 plays nothing") == 2
+    assert "no-such-agent is not a program" in output and output.count("--at-once 0 plays nothing") == 2
 
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}}

@@ -120,7 +120,9 @@ def test_arguments_of_row_and_request(tmp_path: Path) -> None:
     async def case(asks: Asks) -> None:
         await asks.said(user("1?"))
         await asks.said(user("2?"), extra_body={"chat_template_kwargs": {"enable_thinking": True}})
-        with pytest.raises(openai.BadRequestError, match="enable_thinkin is no argument.*did you mean enable_thinking"):
+        with pytest.raises(
+            openai.BadRequestError, match="enable_thinkin is not an argument.*did you mean enable_thinking"
+        ):
             await asks.said(user("3?"), extra_body={"chat_template_kwargs": {"enable_thinkin": True}})
 
     assert not isinstance(played(model, case, arguments={"enable_thinking": False}), Failure)

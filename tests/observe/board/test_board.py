@@ -17,7 +17,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace import cli
-from headrace.commands.serving.board_command import beside
+from headrace.commands.serving.serving_commands import beside
 from headrace.core.batches import Group
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.durable.journal import KINDS, JournalReader, ReadyRecord, read_journal, read_only
@@ -620,7 +620,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_what_the_command_refuses(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "no directory: name the one that holds your runs" in refused(capsys, str(tmp_path / "none"))
+    assert "not a directory: name the one that holds your runs" in refused(capsys, str(tmp_path / "none"))
     assert "can read the prompts and completions of all runs; give it --token-file" in refused(
         capsys, str(runs), "--host", "0.0.0.0"
     )

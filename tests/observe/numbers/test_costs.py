@@ -12,13 +12,13 @@ from headrace import cli
 from headrace.commands.show.compare import compare
 from headrace.core.errors import ConfigError
 from headrace.facts import run_state
-from headrace.facts.costs import dollars
 from headrace.facts.facts import Evaluated, Fact, FleetSample, MemberSample, RunStarted, StepTrained
 from headrace.facts.index_file import NumbersIndex
 from headrace.facts.number_tables import scalars
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, StepRow, summarise
 from headrace.facts.run_state import RunState
+from headrace.facts.texts import dollars
 from headrace.run.config import load_config
 from headrace.views.board.followed_run import RunList
 from headrace.views.config import ObserveConfig

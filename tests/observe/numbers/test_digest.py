@@ -57,7 +57,7 @@ from headrace.facts.number_tables import FARTHEST, GroupTable
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, Resume, read_metrics, summarise
 from headrace.facts.run_state import RunState, stride_of
-from headrace.facts.run_sums import as_counter
+from headrace.facts.run_totals import as_counter
 from headrace.run.result import RunResult
 from headrace.views.board.board_parts import PARTS, part
 from headrace.views.board.followed_run import OF_POOLS, FollowedRun, place_after, read_window

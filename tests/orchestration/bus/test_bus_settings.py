@@ -13,9 +13,9 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import check, load_config, read_config
-from headrace.run.contents import contents_of
 from headrace.run.hosts.bus.open_bus import open_bus
 from headrace.run.hosts.bus_messages import RunNotice
+from headrace.run.resume_rules import contents_of
 from headrace.run.rollout_hosting import own_config
 from headrace.run.seats import seats_of
 from headrace.run.starting import name_on_bus

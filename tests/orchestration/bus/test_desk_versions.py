@@ -134,7 +134,7 @@ def test_an_answer_to_an_earlier_process_may_be_older_than_this_one_began_with(
 def test_an_answer_to_something_else_is_thrown_away(form: Form, said: Form, early: bool) -> None:
     assert answered(form, 3, 4, [3, 4], early=early, said=said) == (
         False,
-        "host-1 answered errand 7 with something else than was asked for; the answer is thrown away, and the errand posted again",
+        "host-1 answered errand 7 with something else than it was asked; the answer is thrown away, and the errand posted again",
     )
 
 
@@ -189,7 +189,7 @@ def test_an_answer_to_another_prompt_under_the_same_ticket_is_thrown_away() -> N
         await bus.post(Posting("answers", "7", reply("group", [3], other)))
         await asyncio.sleep(2 * LOOK)
         assert not asking.done() and await bus.unsettled("answers") == set()
-        assert ["something else than was asked for" in fact.message for fact in facts.of(Warned)] == [True]
+        assert ["something else than it was asked" in fact.message for fact in facts.of(Warned)] == [True]
         working.cancel()
 
     virtual_time.run(case())

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError, RolloutFailed, StalledError
 from headrace.episodes.environments.workers import episode_frames
-from headrace.episodes.environments.workers.environment_pool import Beginning, EnvironmentPool
+from headrace.episodes.environments.workers.environment_pool import (
+    Beginning,
+    EnvironmentPool,
+    FunctionSettings,
+    RolloutAsked,
+)
 from headrace.episodes.environments.workers.episode_frames import (
     ChatAsked,
     ChatReply,
@@ -24,11 +29,10 @@ from headrace.episodes.environments.workers.episode_frames import (
     Play,
     RolloutDone,
 )
-from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
+from headrace.episodes.scoring.functions import LIVES, SpreadPool
 from headrace.episodes.scoring.job import ScoringJob, Values
 from headrace.episodes.scoring.workers.processes import PrivatePool, SharedProcess
 from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack
-from headrace.episodes.scoring.workers.spread import LIVES, SpreadPool
 from headrace.facts.facts import Warned, WorkerJoined, WorkerLost
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits

@@ -34,7 +34,7 @@ from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 from execnet.gateway_io import Popen2IOMaster
 
-from headrace.processes.health.orphans import PARENT, of_this_process, signal_me_when_orphaned
+from headrace.processes.health.family import PARENT, parent_variables, signal_me_when_orphaned
 from headrace.processes.launch import forking
 from headrace.processes.launch.forking import OWN, ROOM, SERVER, CannotFork, ForkReply, ForkRequest, can_fork_for_parent
 from headrace.processes.launch.local import ForkedProcess, environment
@@ -165,7 +165,7 @@ def _forked_server() -> tuple[socket.socket, ForkedProcess]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, tempfile.TemporaryFile() as printed:
         files = {1: printed.fileno(), 2: printed.fileno(), SERVED: theirs.fileno()}
-        pid = _forked([SERVER], of_this_process(), files)
+        pid = _forked([SERVER], parent_variables(), files)
     return ours, ForkedProcess(pid)
 
 
@@ -204,7 +204,7 @@ def _template() -> socket.socket:
                 subprocess.Popen(
                     [sys.executable, __file__, str(theirs.fileno()), *_loaded, ROOM],
                     pass_fds=[theirs.fileno()],
-                    env={**ENVIRONMENT, **of_this_process()},
+                    env={**ENVIRONMENT, **parent_variables()},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )
@@ -212,7 +212,7 @@ def _template() -> socket.socket:
             begun.set()
         threading.Event().wait()
 
-    # Linux ends it with the thread that started it (`orphans.py`), and the first test that asks may do so in a thread of its own.
+    # Linux ends it with the thread that started it (`family.py`), and the first test that asks may do so in a thread of its own.
     threading.Thread(target=begin, name="parent of preloaded programs", daemon=True).start()
     begun.wait()
     return ours

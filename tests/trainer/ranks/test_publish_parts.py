@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
-from headrace.run.worker.rank_senders import FollowingSender, rank_sender
+from headrace.run.worker.build import FollowingSender, rank_sender
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync import tcp_server

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.algo.training_rows import algorithm_of
-from headrace.commands.plan.rates.fits import alike, line, newly_computed, rotated
+from headrace.commands.plan.rates.from_run import alike, line, newly_computed, rotated
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.core.batches import Batch, Failure, Group
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Engine, Scorer, Task, Trainer
 from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored
-from headrace.durable.named_logs import temporary_logs
 from headrace.engine.config import EngineConfig
 from headrace.episodes.environments.single_turn import SINGLE_TURN
 from headrace.episodes.episodes import roll_out
@@ -38,6 +37,7 @@ from headrace.run.build import build_scorer, build_task, open_telemetry
 from headrace.run.choosing import settle_here
 from headrace.run.config import RunConfig
 from headrace.run.pools import Pools, open_pools
+from headrace.run.run_directory import temporary_logs
 
 # --- Measures new weights on their way
 # The parts of a publish, alone and beside what a run does at the same time.

@@ -12,6 +12,7 @@ import msgspec
 from headrace.core.errors import ConfigError
 from headrace.core.types import Struct
 from headrace.loop.world.surroundings import Distribution
+from headrace.trainer.parallel import ParallelConfig
 from headrace.weight_sync.config import WeightSyncConfig
 from headrace.weight_sync.kind import TransportKind
 from headrace.weight_sync.transport import TRANSPORTS
@@ -136,8 +137,6 @@ def load_rates(path: Path) -> Rates:
 BFLOAT16 = 2
 CHANGE = 0.6
 """Bytes of the difference between two values, compressed."""
-INDEX_AND_VALUE = 6
-"""Bytes of a change as other libraries send it: four of its place, two of its value."""
 COMPARES, APPLIES = 1.6e9, 7e9
 """Bytes of weights a second that one core compares and compresses, and that it brings forward (AMD EPYC Zen 5, docs/benchmarks.md)."""
 CHANGED = ((1e-6, 0.0064), (1e-5, 0.0208), (1e-4, 0.123))
@@ -217,3 +216,57 @@ def pays_below(parameters: float, share: float) -> float:
     """Returns the bytes per second of a network on which both take the same time: on faster ones the whole arrives earlier."""
     less = difference(parameters, 1.0, share)
     return (BFLOAT16 * parameters - less.bytes) / (less.compare + less.apply)
+
+
+# --- The bytes that an optimizer step moves, in all, and of the busiest process ---------------------------------------
+
+
+PROMPT_TOKEN, SAMPLED_TOKEN = 4.0, 4 + 4 + 1 / 8
+"""Bytes of a token in a share (`trainer/dealing/share.py`): its number; its log-prob too, and a bit for whether it is in the loss. Columns of equal
+numbers have none."""
+
+ADAMW = {"float32": 12, "bfloat16": 10}
+"""Bytes of a parameter in a checkpoint, by `train.weights`: the weight and its two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    rows: float
+    """Sent by the controller. Ranks that compute the same microbatches each get them."""
+    rank_rows: float
+    """Received by a rank."""
+    checkpoint: float
+    rank_checkpoint: float
+    """Copied and written by a rank."""
+    weights: float
+    rank_weights: float
+    """Packed and sent by the busiest rank, to one engine."""
+
+    @property
+    def words(self) -> str:
+        return (
+            f"  bytes of a step: the controller sends {_size(self.rows)} of rows, {_size(self.rank_rows)} to a rank; new weights are {_size(self.weights)}, "
+            f"of which the busiest rank sends {_size(self.rank_weights)} to an engine; a checkpoint has {_size(self.checkpoint)}, of a rank "
+            f"{_size(self.rank_checkpoint)}"
+        )
+
+
+def step_sizes(
+    *, sampled: float, prompts: float, parameters: float, mesh: ParallelConfig, weights: str, way: WeightSyncConfig
+) -> StepSizes:
+    """`sampled`, `prompts`: tokens of the step; each row is sent with its prompt. `weights`: the dtype in which they are trained. New weights are whole
+    copies."""
+    share = (SAMPLED_TOKEN * sampled + PROMPT_TOKEN * prompts) / mesh.batches
+    checkpoint, published = ADAMW[weights] * parameters, BFLOAT16 * parameters
+    return StepSizes(
+        rows=share * mesh.ranks,
+        rank_rows=share,
+        checkpoint=checkpoint,
+        rank_checkpoint=checkpoint / (mesh.ranks // mesh.replicate),
+        weights=published,
+        rank_weights=published / (mesh.ranks // mesh.replicate) if sends_parts(way) else published,
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

@@ -21,7 +21,7 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Matrices:
-    """One module's, float32: a [E, r, in] and b [E, out, r] with the scale in it. A plain module is one of one expert."""
+    """The matrices of an adapter in one module, float32: a [E, r, in] and b [E, out, r] with the scale in it. A plain module is one of one expert."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -96,7 +96,7 @@ def _pairs(spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight", name)
         if match is None:
             raise ValueError(
-                f"the adapter {spec.name} holds {name}, which is no LoRA matrix; publish those that peft names "
+                f"the adapter {spec.name} holds {name}, which is not a LoRA matrix; publish those that peft names "
                 f"{PREFIX}<module>.lora_A.weight and lora_B.weight, and nothing else"
             )
         names.append(match[1])

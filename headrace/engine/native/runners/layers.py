@@ -413,7 +413,7 @@ def _not_static(adapter: Adapter | None) -> str:
         return ""
     pairs = [pair for layer in adapter.layers for pair in layer.experts.values()]
     if any(pair.a.matrices.shape[2] % ALIGNED or pair.b.matrices.shape[1] % ALIGNED for pair in pairs):
-        return f"an adapter of experts whose widths are no multiples of {ALIGNED}, which are multiplied one by one"
+        return f"an adapter of experts whose widths are not multiples of {ALIGNED}, which are multiplied one by one"
     parts = [part for layer in adapter.layers for pair in layer.linears.values() for part in (pair.a, pair.b)]
     parts += [stack.matrices for pair in pairs for stack in (pair.a, pair.b)]
     if not all(bool(part.isfinite().all()) for part in parts):

@@ -76,7 +76,7 @@ class Skeleton:
     kept: frozenset[str]
     """The names of those buffers, which are served in the dtype in which they are published."""
     attention: PagedAttention | None
-    """That of the layers which have some; None if it cannot be computed over our blocks of keys and values."""
+    """The attention of the layers which have some; None if it cannot be computed over our blocks of keys and values."""
     objection: str
     """The reason why the model cannot be computed by attention over our blocks alone, half a sentence; empty otherwise."""
     vocabulary: int

@@ -59,7 +59,7 @@ class HeadraceDialect:
             )
         except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
             raise ConfigError(
-                f"{connection.url} is no `headrace serve` of this version ({error!r}); set engine.kind to what it is, or start it anew"
+                f"{connection.url} is not a `headrace serve` of this version ({error!r}); set engine.kind to what it is, or start it anew"
             ) from None
 
     def ask(self, request: Request, wire_id: str) -> tuple[str, dict[str, Any]]:

@@ -35,7 +35,7 @@ def open_agents(opened: OpenedWith) -> EnvironmentKind:
     config = opened.config
     if shutil.which(config.command[0]) is None:
         raise ConfigError(
-            f"environment.command begins with {config.command[0]}, which is no program that can be run here; install it, or write its "
+            f"environment.command begins with {config.command[0]}, which is not a program that can be run here; install it, or write its "
             "whole path"
         )
     rollouts = ServedRollouts(opened, Gateway(opened.encoder, opened.stop, opened.sampling, ServerLimits()))

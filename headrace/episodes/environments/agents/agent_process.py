@@ -55,7 +55,9 @@ def printed_reward(output: str) -> GivenRewards:
         value for reward in rewards.values() for value in (reward.values() if isinstance(reward, dict) else [reward])
     ]
     if not named or not all(isinstance(value, (bool, int, float)) for value in named):
-        raise RolloutFailed("environment_reward", f"the last line of its output is no reward: {line!r:.80}; {wanted}")
+        raise RolloutFailed(
+            "environment_reward", f"the last line of its output is not a reward: {line!r:.80}; {wanted}"
+        )
     try:
         return {
             name: _floats(reward) if isinstance(reward, dict) else float(reward) for name, reward in rewards.items()

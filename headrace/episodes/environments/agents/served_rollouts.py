@@ -24,7 +24,7 @@ from headrace.episodes.environments.gateway.turn_request import ROLE, GatewayEnc
 
 
 class AddressFile:
-    """It is there while the run can be reached. One that a killed process of the run has left names nobody, and is removed."""
+    """The file with a run's address, there while the run can be reached. One that a killed process of the run has left names nobody, and is removed."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._published = path, False

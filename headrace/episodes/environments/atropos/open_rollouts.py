@@ -73,7 +73,9 @@ class PostedGroup(msgspec.Struct, kw_only=True):
     def problem(self) -> str:
         """Returns why nothing of it can be trained; empty if it can be."""
         if not self.tokens or not len(self.tokens) == len(self.masks) == len(self.scores):
-            return f"{len(self.tokens)} sequences, {len(self.masks)} masks and {len(self.scores)} scores are no group"
+            return (
+                f"{len(self.tokens)} sequences, {len(self.masks)} masks and {len(self.scores)} scores are not a group"
+            )
         overrides = [name for name in self.group_overrides or () if name != "group_size"]
         given = {
             "advantages": any(map(bool, self.advantages or ())),

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.libraries.options import known_options, not_installed
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import LibraryRollout
 from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent
 from headrace.settings.extras import is_installed

@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.libraries.options import Replies, near, not_installed
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import LibraryRollout
 from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent
 
@@ -166,7 +166,7 @@ def _made_by(settings: LibrarySettings) -> tuple[Callable[[], Any], int, float |
         raise not_installed(KIND, "textarena", "textarena") from None
     if settings.name not in ENV_REGISTRY:
         what = (
-            f"environment.name = {settings.name} is no game of textarena"
+            f"environment.name = {settings.name} is not a game of textarena"
             if settings.name
             else "environment.name is missing"
         )

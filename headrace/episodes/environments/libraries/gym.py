@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.libraries.options import Replies, near, not_installed
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import LibraryRollout
 from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent, messages_of
 from headrace.settings.user_code import load_function, one_line
@@ -157,7 +157,7 @@ def _registered(name: str) -> Callable[..., Any]:
         raise not_installed(KIND, "gym", "skyrl-gym") from None
     if name not in skyrl_gym.registry:
         raise ConfigError(
-            f"environment.name = {name} is no environment of skyrl-gym{near(name, skyrl_gym.registry)}; name one that is not "
+            f"environment.name = {name} is not an environment of skyrl-gym{near(name, skyrl_gym.registry)}; name one that is not "
             "registered by path/to/file.py:Class or package.module:Class"
         )
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.libraries.options import Replies, known_options, not_installed
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.episodes.environments.workers.step_driver import LibraryRollout
 from headrace.episodes.environments.workers.talk import AgentReply, AsyncAgent
 
@@ -196,11 +196,11 @@ async def _try(address: str, field: str) -> None:
 
 
 def socket_address(url: str) -> str:
-    """Returns the address of the sessions, such as ws://127.0.0.1:8000/ws. Raises ConfigError for what is no URL of a server."""
+    """Returns the address of the sessions, such as ws://127.0.0.1:8000/ws. Raises ConfigError for what is not a URL of a server."""
     parts = urlsplit(url)
     scheme = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}.get(parts.scheme)
     if scheme is None or not parts.hostname:
-        what = f"environment.name = {url} is no URL" if url else "environment.name is missing"
+        what = f"environment.name = {url} is not a URL" if url else "environment.name is missing"
         raise ConfigError(
             f'{what}; environment.kind = "{KIND}" needs the one of a server, such as http://127.0.0.1:8000'
         )

@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.player import LibrarySettings
 from headrace.settings.extras import install
 
 
@@ -20,7 +20,7 @@ def known_options(settings: LibrarySettings, kind: str, defaults: dict[str, Any]
     for name, value in settings.options.items():
         if name not in defaults:
             raise ConfigError(
-                f'environment.options.{name} is no option of environment.kind = "{kind}"{near(name, defaults)}'
+                f'environment.options.{name} is not an option of environment.kind = "{kind}"{near(name, defaults)}'
             )
         wanted = (int, float) if isinstance(defaults[name], float) else type(defaults[name])
         if not isinstance(value, wanted) or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""A process that plays environments: `python -m headrace.episodes.environments.workers.environment_worker SPEC SETTINGS`, driven by `process.py`.
+"""A process that plays environments: `python -m headrace.episodes.environments.workers.environment_worker SPEC SETTINGS`, driven by `environment_pool.py`.
 
 Frames arrive on the original standard input and leave on the original standard output. Both are moved to other descriptors before the
 user's code runs: what it prints goes to standard error, and its standard input is empty.
@@ -20,12 +20,10 @@ from typing import Any, BinaryIO
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.environments.workers.episode_frames import Beat, FromController, FunctionLoaded, pack, read_order
-from headrace.episodes.environments.workers.loading import load_player
-from headrace.episodes.environments.workers.player import Player, ToolLimits
+from headrace.episodes.environments.workers.player import Player, ToolLimits, load_player
 from headrace.episodes.environments.workers.step_driver import exports, exports_if_set, is_stepped
-from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
-from headrace.episodes.sandbox.use import check_if_imported, use_settings
-from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
+from headrace.episodes.sandbox.sandbox_limits import SandboxSettings, check_if_imported, use_settings
+from headrace.processes.health.family import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.processes.health.patience import Patience
 from headrace.processes.health.stacks import answer_signals
 from headrace.processes.obeying import FrameSender, obey_until_end, run_to_end, take_pipes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import importlib
 import inspect
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -12,10 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from headrace.core.batches import Failure
-from headrace.core.errors import encodable
+from headrace.core.errors import ConfigError, encodable
 from headrace.core.protocols import Resumes
 from headrace.core.rewards import Unusable, number_of
+from headrace.core.types import Struct
 from headrace.episodes.environments.workers.episode_frames import (
     Cancel,
     ChatAsked,
@@ -30,7 +34,7 @@ from headrace.episodes.environments.workers.step_driver import StepDriver, check
 from headrace.episodes.environments.workers.talk import AsyncAgent, BlockingAgent, RolloutEnded
 from headrace.episodes.environments.workers.tools import Toolbox, in_thread, is_async
 from headrace.processes.health.user_prints import LOG, bounded_prints
-from headrace.settings.user_code import one_line, traceback_of
+from headrace.settings.user_code import load_function, one_line, traceback_of
 
 _owner: ContextVar[int] = ContextVar("headrace_rollout", default=-1)
 """The rollout that a task works for."""
@@ -214,7 +218,7 @@ def arguments(function: Callable[..., Any], offered: Mapping[str, Any], *, agent
         name for name in missing if name in {parameter.name for parameter in parameters if _named(parameter)}
     ]:
         raise TypeError(
-            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}"
+            f"it needs {', '.join(missing)}, which is not a column of the task; there are: {', '.join(offered)}"
         )
     return given
 
@@ -244,3 +248,29 @@ def signature_problem(function: Any) -> str:
         ):
             return f"takes {parameter.name} by position only; it is called as fn(agent, prompt=..., **columns)"
     return ""
+
+
+class LibrarySettings(Struct, frozen=True):
+    """The settings that the environments of a library are opened with."""
+
+    name: str
+    """`environment.name`; empty if it is not set."""
+    options: dict[str, Any]
+    """`environment.options`."""
+    max_turns: int
+    """The most turns of a rollout."""
+
+
+def load_player(spec: str, library: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """Returns a function that is called as `play(agent, prompt=..., **columns)` for each rollout. `library`: the fields of
+    `LibrarySettings`; None for a function of the user. Raises ConfigError if it cannot be loaded."""
+    if library is None:
+        function = load_function(spec, "environment.function")
+        if problem := signature_problem(function):
+            raise ConfigError(f"environment.function: {spec.rpartition(':')[2]} {problem}")
+        return function
+    module, _, name = spec.partition(":")
+    opened: Callable[..., Any] = getattr(importlib.import_module(module), name)(
+        msgspec.convert(library, LibrarySettings)
+    )
+    return opened

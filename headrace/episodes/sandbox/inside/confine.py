@@ -9,15 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.episodes.sandbox.kernel import landlock, seccomp
+from headrace.episodes.sandbox.kernel import seccomp, syscalls
+from headrace.episodes.sandbox.kernel.seccomp import hand_over
 from headrace.episodes.sandbox.kernel.syscalls import drop_capabilities, end_with_parent
-from headrace.episodes.sandbox.kernel.thread_gate import hand_over
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 
 CHANNEL = 3
 """The descriptor that is left beside the three standard ones."""
 _GATE = 4
-"""The one that is closed before code runs (`../kernel/thread_gate.py`)."""
+"""The one that is closed before code runs (`../kernel/seccomp.py`)."""
 _OPEN_FILES, _PENDING_SIGNALS = 64, 64
 
 
@@ -42,8 +42,8 @@ def confine(private: str, limits: SandboxLimits, parent: int) -> None:
     _limit(limits)
     if linux:
         drop_capabilities()
-        if landlock.version():
-            landlock.restrict(private)
+        if syscalls.landlock_version():
+            syscalls.restrict_files(private)
     hand_over(seccomp.install() if seccomp.known() else -1, _GATE)
 
 

@@ -94,7 +94,7 @@ class Given:
 
 
 def nothing_else(value: Any) -> dict[str, Any]:
-    raise NotPlain(f"{type(value).__name__}, which is no plain value")
+    raise NotPlain(f"{type(value).__name__}, which is not a plain value")
 
 
 def as_json(

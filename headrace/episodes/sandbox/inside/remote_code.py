@@ -483,7 +483,7 @@ class RemoteCode:
             return {
                 "mine": [self._place(value), str(name or type(value).__name__), doc if isinstance(doc, str) else None]
             }
-        raise NotPlain(f"{type(value).__name__}, which is no plain value")
+        raise NotPlain(f"{type(value).__name__}, which is not a plain value")
 
     def _place(self, value: Any) -> int:
         if id(value) not in self._places:

@@ -1,4 +1,5 @@
 """Linux's means of isolation, without privileges.
 
-Read `syscalls.py`, `landlock.py` (files), `seccomp.py` (system calls) with `thread_gate.py` (threads), `namespaces.py` (a directory of limited size, no network).
+Read `syscalls.py` (system calls, Landlock for files, namespaces for a directory of limited size without a network), then `seccomp.py` (which calls
+are let through, and how many threads).
 """

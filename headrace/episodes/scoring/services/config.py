@@ -14,8 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.scoring.extract import Extract
-from headrace.episodes.scoring.segmenting import Form
+from headrace.episodes.scoring.extract import Extract, Form
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.settings.secrets import check_token, read_token
 from headrace.settings.strict import LONGEST_NAME, STRICT
@@ -52,7 +51,7 @@ class EndpointConfig:
     def _is_http(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f'url = "{url}" is no address; write http://host:port/path or https://host/path')
+            raise ValueError(f'url = "{url}" is not an address; write http://host:port/path or https://host/path')
         if parts.username or parts.password:
             raise ValueError(
                 "url holds a name or a password, which would stand in journals; use token_file or token_env"

@@ -189,7 +189,7 @@ def _json_of(answer: HttpAnswer, url: str) -> Any:
     try:
         found = msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise BadAnswer("reward_bad_answer", f"{url} answers with what is no JSON: {_shown(answer.body)}") from None
+        raise BadAnswer("reward_bad_answer", f"{url} answers with what is not JSON: {_shown(answer.body)}") from None
     if twice := named_twice(answer.body):
         raise BadAnswer("reward_bad_answer", f"{url} answers with two values of {twice!r:.60}: {_shown(answer.body)}")
     return found

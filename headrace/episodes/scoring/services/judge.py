@@ -136,7 +136,7 @@ def read_reply(answer: Any) -> tuple[str, int]:
         choice = answer["choices"][0]
         text, usage = choice["message"]["content"], answer.get("usage") or {}
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise BadAnswer("reward_bad_answer", f"the answer is no chat completion: {answer!r:.120}") from None
+        raise BadAnswer("reward_bad_answer", f"the answer is not a chat completion: {answer!r:.120}") from None
     if not isinstance(text, str) or not text.strip():
         cut = choice.get("finish_reason") == "length"
         raise BadAnswer("judge_unreadable", f"the judge wrote no text{'; raise its max_tokens' if cut else ''}")

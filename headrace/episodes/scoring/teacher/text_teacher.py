@@ -85,7 +85,7 @@ class TextTeacher:
         if len(episode.turns) == 1 and not episode.turns[0].messages:
             return self.encode_prompt(prompt)
         if not all(turn.messages for turn in episode.turns):
-            raise ValueError("the rollout is no conversation of messages, and has several turns")
+            raise ValueError("the rollout is not a conversation of messages, and has several turns")
         try:
             return self.encode_messages(_conversation(episode, number, as_calls=False), prompt)
         except ValueError:  # some templates allow no result of a tool without the call

@@ -1,3 +1,3 @@
-"""Threads and processes for reward functions. Read `reward_messages.py` (the wire), `reward_worker.py` (the process) with `load.py`, `processes.py` (many of them,
-which can be killed), `spread.py` (on several machines), `threads.py` (functions from Python, which cannot).
+"""Processes of reward functions. Read `reward_messages.py` (the wire), `reward_worker.py` (the process, which loads the functions) and `processes.py`
+(many of them, which can be killed).
 """

@@ -12,18 +12,40 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
-from headrace.episodes.sandbox.use import check_if_imported, use_settings
-from headrace.episodes.scoring.job import LoadedReward, call, call_async, is_async
-from headrace.episodes.scoring.workers.load import load_functions
+from headrace.episodes.sandbox.sandbox_limits import SandboxSettings, check_if_imported, use_settings
+from headrace.episodes.scoring.builtin import load_reasoning_gym, load_unit_tests
+from headrace.episodes.scoring.job import LoadedReward, call, call_async, is_async, signature_problem
 from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack, read_call
-from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
+from headrace.processes.health.family import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.processes.health.stacks import answer_signals
 from headrace.processes.health.user_prints import LOG
 from headrace.processes.obeying import FrameSender, obey_until_end, run_to_end, take_pipes
+from headrace.settings.user_code import load_function
+
+BUILTIN: dict[str, Callable[[], Callable[..., Any]]] = {
+    "reasoning_gym": load_reasoning_gym,
+    "unit_tests": partial(load_unit_tests, whole=False),
+    "unit_tests_all": partial(load_unit_tests, whole=True),
+}
+
+
+def load_functions(specs: list[str]) -> list[Callable[..., Any]]:
+    """Loads the functions. A file that several specs name is run once. Raises ConfigError if one cannot be loaded."""
+    modules: dict[Path, ModuleType] = {}
+    return [BUILTIN[spec]() if spec in BUILTIN else _from_file(spec, modules) for spec in specs]
+
+
+def _from_file(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
+    function = load_function(spec, f"reward function {spec}", modules)
+    if problem := signature_problem(function):
+        raise ConfigError(f"reward function {spec}: {spec.rpartition(':')[2]} {problem}")
+    return function
+
 
 Functions = list[Callable[..., Any]]
 

@@ -282,7 +282,7 @@ def client_of(url: str, password: str = "") -> Any:
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:
-        raise ConfigError(f"orchestration.bus = {url} is no address of a Redis server: {error}") from None
+        raise ConfigError(f"orchestration.bus = {url} is not the address of a Redis server: {error}") from None
 
 
 async def runs_of(url: str, password: str = "") -> list[str]:
