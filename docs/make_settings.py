@@ -22,7 +22,6 @@ from headrace.algo.recipes import LOSSES
 from headrace.algo.rules import RULES
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import ENGINES, SERVERS
-from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.kinds import ENVIRONMENTS, GATEWAY_KINDS, LIBRARIES
 from headrace.episodes.tasks.config import TaskConfig
@@ -31,10 +30,9 @@ from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.processes.places import PLACES
 from headrace.run.config import RunConfig
 from headrace.weight_sync.config import AUTO, WeightSyncConfig
-from headrace.weight_sync.transport import TRANSPORTS
 
 KINDS_OF_CODE = """\
-The others are environments of other libraries, with rewards of their own (docs/libraries.md)."""
+environments of other libraries (docs/libraries.md), agents that are programs (docs/agents.md), and Atropos (docs/atropos.md)."""
 
 KINDS_OF_TASKS = """\
 The source of prompts: a generator of problems, or rows of a file: JSON (an object a line, or one array), CSV with a header, Parquet, or a
@@ -125,26 +123,21 @@ def computed(kind: type) -> dict[str, str]:
     if kind is CorrectionConfig:
         return {name: (inspect.getdoc(rule) or "").split("\n\n")[0] for name, rule in RULES.items()}
     if kind is WeightSyncConfig:
-        about = "; ".join(f"{name}: {one.about}" for name, one in TRANSPORTS.items())
-        return {"kind": f"{about}. auto: {AUTO}."}
+        return {"kind": f"Which way when: [weight_sync](weight_sync.md#which-way-when). auto: {AUTO}."}
     if kind is TaskConfig:
         own = (f"{name}: {one.about}." for name, one in TASK_KINDS.items() if one.about)
         return {"kind": " ".join((KINDS_OF_TASKS, *own))}
     if kind is OrchestrationConfig:
         return {"kind": " ".join(f"{one.name}: {one.about}." for one in PLACES.values())}
     if kind is EngineConfig:
-        every = [(name, one.about) for name, one in ENGINES.items()] + [
-            (name, server_kind(name).about) for name in SERVERS
-        ]
-        return {"kind": f"The engine that serves the policy. {'; '.join(f'{name}: {about}' for name, about in every)}."}
+        every = ", ".join(f"`{name}`" for name in (*ENGINES, *SERVERS))
+        return {"kind": f"The engine that serves the policy, one of {every} (docs/engines.md)."}
     if kind is EnvironmentConfig:
-        ours, others = (
-            " ".join(f"{name}: {one.about}." for name, one in kinds.items())
-            for kinds in (ENVIRONMENTS, LIBRARIES | GATEWAY_KINDS)
-        )
+        ours = " ".join(f"{name}: {one.about}." for name, one in ENVIRONMENTS.items())
+        others = ", ".join(f"`{name}`" for name in LIBRARIES | GATEWAY_KINDS)
         played = (LIBRARIES | GATEWAY_KINDS).items()
         return {
-            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}",
+            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {others}: {KINDS_OF_CODE}",
             "name": " ".join(f"{kind}: {one.name}." for kind, one in played if one.name),
             "options": " ".join(f"{kind}: {one.options}." for kind, one in played if one.options),
         }
@@ -158,10 +151,16 @@ def constants() -> dict[str, str]:
         told = inherited(loss)
         for name in loss.reads():
             said.setdefault(name, {}).setdefault(told.get(name, ""), []).append(loss.name)
-    return {
-        name: " ".join(f"{', '.join(names)}: {text}" for text, names in texts.items()) if all(texts) else ""
-        for name, texts in said.items()
-    }
+    return {name: _of_losses(texts) if all(texts) else "" for name, texts in said.items()}
+
+
+def _of_losses(texts: dict[str, list[str]]) -> str:
+    """`texts`: what a constant is, and for which losses. Of more than two, the first is told, and the formulas tell the others."""
+    if len(texts) <= 2:
+        return " ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
+    (text, names), *others = texts.items()
+    further = ", ".join(name for _, more in others for name in more)
+    return f"{', '.join(names)}: {text} {further}: by [their formulas](algorithms.md#losses)."
 
 
 def type_of(hint: Any, metadata: list[Any]) -> str:

@@ -40,9 +40,8 @@ class EngineConfig:
     """Dtype of the served weights and the KV cache. auto: the one measured to be faster here (`headrace doctor` prints
     it)."""
     weights: Literal["published", "int8", "fp8"] = "published"
-    """published: in `dtype`. int8: linear layers in eight bits, through the C++ kernels; the distance from the
-    trained policy is measured at every version (`watch.mismatch`; docs/quantised.md). fp8: on GPUs from compute
-    capability 8.9 on, with activations in eight bits too; never run on a GPU."""
+    """published: in `dtype`. int8, fp8: linear layers in eight bits, within `watch.mismatch` (docs/quantised.md);
+    fp8 has never run on a GPU."""
     kv_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """The KV cache's largest size in GiB; a CPU's pages are taken at first use. auto: 2 on a CPU; on a GPU what is free
     beside the weights, and a trainer on it (docs/auto.md)."""
@@ -83,9 +82,8 @@ class EngineConfig:
     """Engine processes, or rollout hosts on a bus, that may die at one ticket before its rollouts fail
     (`engine_died`); these deaths do not count for `max_deaths` (docs/cluster.md)."""
     path: Literal["auto", "kernels", "fused", "hf", "cache"] = "auto"
-    """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's forward over our blocks of
-    keys and values; cache: Hugging Face's forward with its own cache (docs/models.md); auto: the first that supports
-    the model here, unless another was measured to be faster."""
+    """The way in which a model is computed (docs/models.md). auto: the first of these that supports it here, unless another was measured to be
+    faster."""
 
     @field_validator("kind")
     @classmethod

@@ -29,8 +29,7 @@ class OrchestrationConfig:
     kind: PlaceKind = "local"
     """The place. Each states who starts the workers (`WorkerPlace.about`), and docs/settings.md lists them."""
     trainer: Literal["local", "elsewhere"] = "local"
-    """local: the trainer's ranks are child processes. elsewhere: they join, or Ray places them, as engines; all their
-    machines must see the run's directory (`out`)."""
+    """elsewhere: the trainer's ranks join, or Ray places them; all their machines must see the run's directory (`out`)."""
     address: str = "local"
     """kind = "ray": local: a cluster of the run's own, here; auto: the one that this machine is a node of; or
     HOST:PORT."""

@@ -26,8 +26,7 @@ class ObserveConfig:
     trackio: bool = False
     """Write scalars for a local trackio dashboard; nothing leaves the machine."""
     wandb: bool = False
-    """Write scalars for Weights & Biases: to its server if logged in (`WANDB_API_KEY`, `wandb login`), else to
-    `runs/<name>/wandb` for `wandb sync`. `WANDB_MODE` and `WANDB_PROJECT` hold."""
+    """Write scalars for Weights & Biases: to its server if logged in, else to `runs/<name>/wandb` for `wandb sync`."""
     mlflow: bool = False
     """Write scalars for MLflow, to `MLFLOW_TRACKING_URI`, or else to `runs/<name>/mlruns`."""
     webhook: bool = False

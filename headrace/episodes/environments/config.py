@@ -73,7 +73,7 @@ class EnvironmentConfig:
     """How a rollout goes on after a kill (docs/environments.md). auto: exported for a class with `export_state` and
     `restore`, reasoning_gym and textarena; else replayed."""
     workers: int = Field(default=2, gt=0)
-    """Processes that play rollouts, each many at once: async functions in one event loop, others in a thread each."""
+    """Processes that play rollouts, each many at once."""
     memory_gib: float = Field(default=4.0, ge=0)
     """GiB that each of these processes, or with kind = process the command and all that it starts, may allocate. 0: no
     limit."""
