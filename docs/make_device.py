@@ -58,9 +58,11 @@ def _table(entry: Entry, results: list[Result]) -> Iterator[str]:
     shown = [line for line in entry.lines if line not in unasked]
     if shown and results:
         yield f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
+    above = ""
     for line in shown:
         found = [_cell(line, result) for result in results]
-        formula = _formula(line.formula, written_out)
+        formula = "the same" if line.formula == above else _formula(line.formula, written_out)
+        above = line.formula
         if results:
             yield f"| {' | '.join([line.name, _predicted(line), *found, formula])} |"
         else:

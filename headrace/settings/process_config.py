@@ -37,8 +37,7 @@ class EvalSetConfig:
     every: int = Field(default=0, ge=0)
     """Optimizer steps between measurements during training, a multiple of `eval.every`; 0: whenever the held-out prompts are measured."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """Settings of [task] for this set, on top of the run's, or, with another `kind`, instead of them. Without a
-    `path` it has the run's held-out prompts."""
+    """Settings of [task] for this set, on top of the run's, or, with another `kind`, instead of them."""
     environment: dict[str, Any] = Field(default_factory=dict)
     """Replaces the run's [environment]."""
     reward: dict[str, Any] = Field(default_factory=dict)
@@ -70,8 +69,7 @@ class EvalConfig:
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations during training; 0: only before and after. Training goes on meanwhile, so
-    long answers may be finished by later weights."""
+    """Optimizer steps between evaluations during training; 0: only before and after."""
     name: str = ""
     """The held-out prompts' name beside other sets; empty: "held out"."""
     sets: tuple[EvalSetConfig, ...] = ()

@@ -79,8 +79,7 @@ class TrainConfig:
     max_skipped_steps: int = Field(default=3, gt=0)
     """Steps skipped in a row (non-finite gradient) after which the run stops."""
     max_deaths: int = Field(default=3, ge=0)
-    """Times that the trainer or a rank may die or hang (no answer for watch.stop_after seconds) within an hour's
-    progress; the run goes on from its last checkpoint and journal."""
+    """Times that the trainer or a rank may die or hang within an hour's progress; the run goes on from its last checkpoint and journal."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Several ranks that train one model. One rank, the default, starts no further process."""
 

@@ -23,8 +23,7 @@ class ParallelConfig:
     tensor: int = Field(default=1, gt=0)
     """Ranks that compute every layer together. Divides the number of key and value heads."""
     expert: int = Field(default=1, gt=0)
-    """Ranks that split a mixture's experts, whole ones, to which tokens travel: 1 (split as other weights), or all that
-    hold the model (`shard` × `context` × `tensor`)."""
+    """Ranks that split a mixture's experts, to which tokens travel: 1, or all that hold the model (`shard` × `context` × `tensor`)."""
     context: int = Field(default=1, gt=0)
     """Ranks that compute parts of the tokens of each microbatch, for long rows. The model is split among `shard` × `context` ranks."""
     pipeline: int = Field(default=1, gt=0)
