@@ -69,7 +69,8 @@ class EvalConfig:
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations during training; 0: only before and after."""
+    """Optimizer steps between evaluations during training; 0: only before and after. Training goes on meanwhile, so
+    long answers may be finished by later weights."""
     name: str = ""
     """The held-out prompts' name beside other sets; empty: "held out"."""
     sets: tuple[EvalSetConfig, ...] = ()
