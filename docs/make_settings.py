@@ -22,6 +22,7 @@ from headrace.algo.recipes import LOSSES
 from headrace.algo.rules import RULES
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import ENGINES, SERVERS
+from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.kinds import ENVIRONMENTS, GATEWAY_KINDS, LIBRARIES
 from headrace.episodes.tasks.config import TaskConfig
@@ -30,9 +31,10 @@ from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.processes.places import PLACES
 from headrace.run.config import RunConfig
 from headrace.weight_sync.config import AUTO, WeightSyncConfig
+from headrace.weight_sync.transport import TRANSPORTS
 
 KINDS_OF_CODE = """\
-environments of other libraries (docs/libraries.md), agents that are programs (docs/agents.md), and Atropos (docs/atropos.md)."""
+The others are environments of other libraries, with rewards of their own (docs/libraries.md)."""
 
 KINDS_OF_TASKS = """\
 The source of prompts: a generator of problems, or rows of a file: JSON (an object a line, or one array), CSV with a header, Parquet, or a
@@ -123,21 +125,26 @@ def computed(kind: type) -> dict[str, str]:
     if kind is CorrectionConfig:
         return {name: (inspect.getdoc(rule) or "").split("\n\n")[0] for name, rule in RULES.items()}
     if kind is WeightSyncConfig:
-        return {"kind": f"Which way when: [weight_sync](weight_sync.md#which-way-when). auto: {AUTO}."}
+        about = "; ".join(f"{name}: {one.about}" for name, one in TRANSPORTS.items())
+        return {"kind": f"{about}. auto: {AUTO}."}
     if kind is TaskConfig:
         own = (f"{name}: {one.about}." for name, one in TASK_KINDS.items() if one.about)
         return {"kind": " ".join((KINDS_OF_TASKS, *own))}
     if kind is OrchestrationConfig:
         return {"kind": " ".join(f"{one.name}: {one.about}." for one in PLACES.values())}
     if kind is EngineConfig:
-        every = ", ".join(f"`{name}`" for name in (*ENGINES, *SERVERS))
-        return {"kind": f"The engine that serves the policy, one of {every} (docs/engines.md)."}
+        every = [(name, one.about) for name, one in ENGINES.items()] + [
+            (name, server_kind(name).about) for name in SERVERS
+        ]
+        return {"kind": f"The engine that serves the policy. {'; '.join(f'{name}: {about}' for name, about in every)}."}
     if kind is EnvironmentConfig:
-        ours = " ".join(f"{name}: {one.about}." for name, one in ENVIRONMENTS.items())
-        others = ", ".join(f"`{name}`" for name in LIBRARIES | GATEWAY_KINDS)
+        ours, others = (
+            " ".join(f"{name}: {one.about}." for name, one in kinds.items())
+            for kinds in (ENVIRONMENTS, LIBRARIES | GATEWAY_KINDS)
+        )
         played = (LIBRARIES | GATEWAY_KINDS).items()
         return {
-            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {others}: {KINDS_OF_CODE}",
+            "kind": f"The environment that is made for each rollout, unless `function` is set. {ours} {KINDS_OF_CODE} {others}",
             "name": " ".join(f"{kind}: {one.name}." for kind, one in played if one.name),
             "options": " ".join(f"{kind}: {one.options}." for kind, one in played if one.options),
         }
