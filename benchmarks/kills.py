@@ -2,10 +2,11 @@
 
     sudo python benchmarks/kills.py --minutes 25 [--delay 0.005 --loss 0.005] [--seed 0] [--redis PATH]
 
-A controller with two ranks and a Redis are in one namespace, and a rollout host in each of two others. In random order are killed: an
-engine, a rank, all processes of a host's node, Redis, and controller with ranks (which is resumed); and the link of a node is cut for 20 seconds. After each
-the script waits for two further steps, and prints how long they took. In the end the run is interrupted, and its books are compared: every ticket
-has one outcome, and none was trained twice. Needs root, ip, /dev/net/tun and redis-server.
+Five namespaces: the controller's, with Redis and the head of a Ray cluster; two with a rollout host each; and two nodes of that cluster, on each of
+which Ray places one of the trainer's two ranks. In random order are killed: an engine, a rank, the raylet of a rank's node, all processes of a host's
+or of a rank's node, Redis, and the controller (which is resumed); and the link of any node is cut for 20 seconds. After each the script waits for two
+further steps, and prints how long they took. In the end the run is interrupted, and its books are compared: every ticket has one outcome, and none was
+trained twice. Needs root, ip, /dev/net/tun, redis-server and the extra `ray`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from toy_models import make_model
 
 from headrace.durable.journal import SteppedRecord, read_only
 from headrace.facts.facts import RunEnded
-from support.tiny_run import engines_of, of, ranks_of, tiny_config, trained_steps
+from support.tiny_run import engines_of, of, tiny_config, trained_steps
 
-NODES = {"hr0": "10.99.0.1", "hr1": "10.99.0.2", "hr2": "10.99.0.3"}
-"""The namespaces: the controller's, and those of two rollout hosts."""
-PORT = 6379
+HOSTS, RANKS = ("hr1", "hr2"), ("hr3", "hr4")
+"""The namespaces of rollout hosts, and of Ray's nodes for ranks."""
+NODES = {name: f"10.99.0.{number}" for number, name in enumerate(("hr0", *HOSTS, *RANKS), 1)}
+"""All of them; the first is the controller's."""
+PORT, RAY_PORT = 6379, 6380
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 """Linux, if_tun.h."""
 CUT = 20.0
@@ -106,16 +109,17 @@ class Network:
 
     def close(self) -> None:
         for name in NODES:
-            end_all(name)
+            kill_in(name)
             sh(f"ip netns del {name}")
 
 
-def end_all(node: str) -> None:
-    """Kills all processes of a node."""
+def kill_in(node: str, words: bytes = b"") -> None:
+    """Kills the processes of a node that have these words in their command line."""
     pids = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True, check=False).stdout.split()
     for pid in map(int, pids):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, FileNotFoundError):
+            if words in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "):
+                os.kill(pid, signal.SIGKILL)
 
 
 class Run:
@@ -128,10 +132,21 @@ class Run:
             model,
             name="killed",
             reward={"function": f"{place / 'letters.py'}:letters"},
-            train={"steps": 1_000_000, "parallel": {"shard": 2}, "max_deaths": 1000, "learning_rate": 1e-8},
+            train={
+                "steps": 1_000_000,
+                "parallel": {"shard": 2},
+                "max_deaths": 1000,
+                "learning_rate": 1e-8,
+                "threads": 1,
+            },
             checkpoint={"every": 5},
-            orchestration={"bus": self._bus},
-            weight_sync={"host": NODES["hr0"]},
+            orchestration={
+                "bus": self._bus,
+                "kind": "ray",
+                "address": f"{NODES['hr0']}:{RAY_PORT}",
+                "listen": f"{NODES['hr0']}:0",
+                "trainer": "elsewhere",
+            },
         )
         self.directory = place / "runs" / "killed"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -141,7 +156,11 @@ class Run:
         if what == "redis":
             words = [self._redis, "--bind", NODES["hr0"], "--port", str(PORT), "--dir", str(self.place), "--save", ""]
             words += ["--appendonly", "yes", "--protected-mode", "no"]
-        elif what in NODES:
+        elif what == "ray":
+            words = self._ray(node, "--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false")
+        elif what in RANKS:
+            node, words = what, self._ray(what, f"--address={NODES['hr0']}:{RAY_PORT}", "--num-cpus=1")
+        elif what in HOSTS:
             node = what
             words += ["rollouts", "--bus", self._bus, "--set", "engine.threads=1"]
         elif self.directory.exists():
@@ -154,22 +173,38 @@ class Run:
             command = ["ip", "netns", "exec", node, *words]  # replaces itself by the command
             self.processes[what] = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
 
+    def _ray(self, node: str, *options: str) -> list[str]:
+        command = str(Path(sys.executable).with_name("ray"))
+        small = ["--object-store-memory=100000000", "--disable-usage-stats", "--block"]
+        return [command, "start", f"--node-ip-address={NODES[node]}", *options, *small]
+
+    def revive(self) -> None:
+        """Starts Ray again on nodes where it has ended, as a system's services would: it ends where its head has missed it for some 15 seconds,
+        or took too long to start."""
+        for node in RANKS:
+            if self.processes[node].poll() is not None:
+                self.start(node)
+                time.sleep(2.0)
+
     def kill(self, what: str) -> None:
         self.processes[what].kill()
         self.processes[what].wait()
 
 
 def act_on(run: Run, what: str, chance: random.Random) -> None:
-    host = chance.choice(["hr1", "hr2"])
+    host, node = chance.choice(HOSTS), chance.choice(RANKS)
     if what == "engine":
         for pid in engines_of(run.processes[host].pid):
             os.kill(pid, signal.SIGKILL)
     elif what == "rank":
-        os.kill(chance.choice(ranks_of(run.processes["controller"].pid)), signal.SIGKILL)
-    elif what == "node":
-        end_all(host)
+        kill_in(node, b"headrace.run.worker.worker")
+    elif what == "raylet":
+        kill_in(node, b"raylet/raylet")  # `revive` starts another
+    elif what in ("a host's node", "a rank's node"):
+        lost = host if what == "a host's node" else node
+        kill_in(lost)
         time.sleep(CUT)
-        run.start(host)
+        run.start(lost)
     elif what == "redis":
         run.kill("redis")
         time.sleep(3.0)
@@ -178,7 +213,7 @@ def act_on(run: Run, what: str, chance: random.Random) -> None:
         run.kill("controller")
         run.start("controller")
     else:
-        run.network.cut.add(host)
+        run.network.cut.add(host if what == "a host's link" else node)
         time.sleep(CUT)
         run.network.cut.clear()
 
@@ -195,7 +230,17 @@ def wait_for(true: Callable[[], bool]) -> float:
 
 def survive(run: Run, minutes: float, chance: random.Random) -> dict[str, list[float]]:
     """Returns the seconds until two further steps, by what was killed."""
-    kinds = ["engine", "rank", "node", "redis", "controller", "link"]
+    kinds = [
+        "engine",
+        "rank",
+        "raylet",
+        "a host's node",
+        "a rank's node",
+        "redis",
+        "controller",
+        "a host's link",
+        "a rank's link",
+    ]
     took: dict[str, list[float]] = {kind: [] for kind in kinds}
     left: list[str] = []
     until = time.monotonic() + 60 * minutes
@@ -204,12 +249,12 @@ def survive(run: Run, minutes: float, chance: random.Random) -> dict[str, list[f
         what = left.pop()
         act_on(run, what, chance)
         steps = trained_steps(run.directory)
-        took[what].append(wait_for(lambda steps=steps: trained_steps(run.directory) >= steps + 2))  # type: ignore[misc]
+        took[what].append(wait_for(lambda steps=steps: run.revive() or trained_steps(run.directory) >= steps + 2))  # type: ignore[misc]
         print(f"{time.strftime('%H:%M:%S')} {what}: {took[what][-1]:.1f} s, step {steps + 2}", flush=True)
-        for host in ("hr1", "hr2"):
+        for host in HOSTS:
             if run.processes[host].poll() is not None:
                 print(
-                    f"  the host {host} has ended with {run.processes[host].returncode}, and is started again",
+                    f"  {host} has ended with {run.processes[host].returncode}, and is started again",
                     flush=True,
                 )
                 run.start(host)
@@ -233,7 +278,12 @@ def main() -> None:
         place = given.keep or Path(temporary) / "run"
         place.mkdir()
         run = Run(place, make_model(place / "model", "llama"), given.redis, network)
-        for what in ("redis", "controller", "hr1", "hr2"):
+        for what in ("redis", "ray", *RANKS):
+            run.start(what)
+        wait_for(
+            lambda: run.revive() or all(b"runtime started" in (place / f"{name}.log").read_bytes() for name in RANKS)
+        )
+        for what in ("controller", *HOSTS):
             run.start(what)
         wait_for(lambda: trained_steps(run.directory) >= 3)
         took = survive(run, given.minutes, random.Random(given.seed))

@@ -634,22 +634,7 @@ def _selections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     kl, distill, given = recipe.kl, recipe.distill, _given(config.distill)
-    if kl.place == "loss" and kl.estimator == "k1":
-        yield (
-            "algo.kl.estimator = k1 in the loss has an expected gradient of zero on policy, so it would hold nothing; use "
-            "k2 or k3, or algo.kl.place = reward"
-        )
-    if kl.place == "reward" and kl.estimator != "k1":
-        yield (
-            f"algo.kl.estimator = {kl.estimator} in the reward would push the policy away from the reference, because a reward passes on "
-            "its value and not its gradient; use k1, or algo.kl.place = loss"
-        )
-    if kl.place == "reward" and kl.unbiased:
-        yield "algo.kl.unbiased is for algo.kl.place = loss: a reward has no gradient to correct; remove it"
-    if kl.unbiased and kl.estimator != "k3":
-        yield f"algo.kl.unbiased corrects k3, not algo.kl.estimator = {kl.estimator}; use k3, or remove it"
-    if not kl.coef and _given(config.kl).keys() - {"coef"}:
-        yield "algo.kl needs algo.kl.coef > 0 (1e-3 is usual); set it, or remove the other settings of algo.kl"
+    yield from kl.problems(_given(config.kl).keys())
     if distill.kind == "none" and given.keys() - {"kind"}:
         yield "algo.distill needs algo.distill.kind; set it, use algo.name = opd, or remove the settings of algo.distill"
     if "k" in given and not config.teacher_top:

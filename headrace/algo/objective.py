@@ -36,6 +36,7 @@ from headrace.algo.policy.tokens import (
     unclipped,
 )
 from headrace.algo.recipe_parts import (
+    KL,
     Aggregation,
     Correction,
     Demonstrated,
@@ -392,6 +393,25 @@ class EntropyFactor:
             self.coef, self.mean = min(max(self.coef + change, 0.0), 1.0), mean
 
 
+@dataclass
+class KLFactor:
+    """The factor of the divergence in the loss from step to step."""
+
+    rule: KL
+    coef: float = field(init=False)
+    """That of the step to come."""
+
+    def __post_init__(self) -> None:
+        self.coef = self.rule.coef
+
+    def after(self, mean: float) -> None:
+        """Takes the mean divergence of a token in a step that was made, by k3: β·(1 + K·clip(mean / target - 1, -0.2, 0.2)) (arXiv 1909.08593, 2.2, with
+        K = 0.1; there of a whole sample)."""
+        if self.rule.target:
+            error = min(max(mean / self.rule.target - 1, -0.2), 0.2)
+            self.coef *= 1 + self.rule.change * error
+
+
 # --- Demonstrations
 # The loss of given answers, which nobody sampled: no ratio, and a denominator of their own tokens (`algo.demonstrations`).
 
@@ -432,10 +452,11 @@ Objective = Callable[[Tokens], TokenLoss]
 """tokens of a microbatch, or of the step -> losses per token, which the aggregation weighs and sums."""
 
 
-def objective_of(algo: AlgoConfig) -> Objective:
-    """Returns the algorithm's loss. Raises ConfigError if the user's loss function cannot be loaded."""
+def objective_of(algo: AlgoConfig, kl: KLFactor | None = None) -> Objective:
+    """Returns the algorithm's loss. `kl`: the factor of the divergence in the loss, where it moves. Raises ConfigError if the user's loss function cannot be
+    loaded."""
     recipe = algo.recipe
-    return partial(_objective, recipe, recipe.loss.ready(), algo.denominator == "kept")
+    return partial(_objective, recipe, recipe.loss.ready(), algo.denominator == "kept", kl or KLFactor(recipe.kl))
 
 
 def reach_of(algo: AlgoConfig) -> Reach:
@@ -467,7 +488,7 @@ def kept_by(tokens: Tokens, select: Select) -> Bool[Tensor, " M"] | None:
             return covariance(logprob, tokens.sampled, tokens.advantage, select.share)
 
 
-def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, tokens: Tokens) -> TokenLoss:
+def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, factor: KLFactor, tokens: Tokens) -> TokenLoss:
     tokens = _taught(tokens, recipe.distill)._replace(keep=kept_by(tokens, recipe.select))
     old = old_of(tokens, recipe.old)
     policy = loss(tokens, old)
@@ -478,7 +499,7 @@ def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, tokens: Toke
     if recipe.kl.coef and recipe.kl.place == "loss":
         assert tokens.reference is not None, "the trainer scores the reference where AlgoConfig.reference_in_loss"
         kl = kl_loss(tokens.logprob, tokens.sampled, tokens.reference, recipe.kl.estimator, recipe.kl.unbiased)
-        total = total + recipe.kl.coef * kl
+        total = total + factor.coef * kl
     if recipe.distill.kind in ("forward", "reverse", "jsd") and tokens.top:
         total = total + recipe.distill.coef * top_divergence(tokens.top, recipe.distill)
     if only_kept:  # no part of the loss may count tokens that the denominator leaves out

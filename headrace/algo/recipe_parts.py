@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator, Set
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -154,7 +155,7 @@ class ExperienceConfig:
     """Number of prompts that have rollouts kept; 1,024 if not given. The one whose last group is longest ago leaves first."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KL:
     """Divergence from a reference model (`algo/objective.py`)."""
 
@@ -162,11 +163,45 @@ class KL:
     estimator: Estimator = "k3"
     place: Literal["loss", "reward"] = "loss"
     unbiased: bool = False
+    target: float = 0.0
+    change: float = 0.1
+    every: int = 0
+
+    def problems(self, given: Set[str]) -> Iterator[str]:
+        """Yields a sentence for each setting that cannot work. `given`: the names of those that the user gave."""
+        if self.place == "loss" and self.estimator == "k1":
+            yield (
+                "algo.kl.estimator = k1 in the loss has an expected gradient of zero on policy, so it would hold nothing; use "
+                "k2 or k3, or algo.kl.place = reward"
+            )
+        if self.place == "reward" and self.estimator != "k1":
+            yield (
+                f"algo.kl.estimator = {self.estimator} in the reward would push the policy away from the reference, because a reward passes on "
+                "its value and not its gradient; use k1, or algo.kl.place = loss"
+            )
+        if self.place == "reward" and self.unbiased:
+            yield "algo.kl.unbiased is for algo.kl.place = loss: a reward has no gradient to correct; remove it"
+        if self.unbiased and self.estimator != "k3":
+            yield f"algo.kl.unbiased corrects k3, not algo.kl.estimator = {self.estimator}; use k3, or remove it"
+        if self.place == "reward" and self.every:
+            yield (
+                "algo.kl.every moves the reference that the trainer holds, and algo.kl.place = reward asks an engine, which serves the first weights; set "
+                'algo.kl.place = "loss", or remove algo.kl.every'
+            )
+        if self.place == "reward" and self.target:
+            yield (
+                "algo.kl.target moves the factor of a divergence in the loss, and rewards are given before the trainer knows it; set algo.kl.place = "
+                '"loss", or remove algo.kl.target'
+            )
+        if "change" in given and not self.target:
+            yield "algo.kl.change needs algo.kl.target, in nats; set it, or remove algo.kl.change"
+        if not self.coef and given - {"coef"}:
+            yield "algo.kl needs algo.kl.coef > 0 (1e-3 is usual); set it, or remove the other settings of algo.kl"
 
 
 @settings_dataclass(frozen=True, config=STRICT)
 class KLConfig:
-    """Divergence from the reference model: the weights that the run started with."""
+    """Divergence from the reference model: the weights that the run started with, unless `every` moves it."""
 
     coef: float | None = Field(default=None, ge=0)
     """The factor of the divergence; 0 is off."""
@@ -177,6 +212,15 @@ class KLConfig:
     subtracted from the reward."""
     unbiased: bool | None = None
     """loss: multiply by the ratio to the sampler, which is exact for tokens that older weights sampled."""
+    target: float | None = Field(default=None, gt=0)
+    """loss: the mean divergence of a token aimed at, in nats (arXiv 1909.08593): `coef` is the first step's factor,
+    which grows after a step above it and shrinks after one below."""
+    change: float | None = Field(default=None, gt=0, lt=5)
+    """target: the factor's relative change per step is this times how far off the last mean was, at most 20 % of the
+    target; 0.1 if not given."""
+    every: int | None = Field(default=None, gt=0)
+    """loss: the reference becomes what the policy is after each multiple of so many steps (ProRL, arXiv 2505.24864). Not for
+    an adapter, whose reference is its base."""
 
 
 @dataclasses.dataclass(frozen=True)

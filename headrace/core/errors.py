@@ -41,6 +41,10 @@ class UnexpectedError(HeadraceError):
         return str(self).strip().rpartition("\n")[2]
 
 
+class RankUnreachable(HeadraceError):
+    """A rank of the trainer does not reach another one, which has died or lost its network."""
+
+
 class PoisonedRequest(HeadraceError):
     """A request was given up: process after process died while it worked on the request's ticket (`engine.ticket_deaths`)."""
 

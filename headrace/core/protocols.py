@@ -183,6 +183,10 @@ class Worker(Protocol):
     def local_rank(self) -> int:
         """The number that whoever started a worker elsewhere gave it on its machine (`resources.local_rank`); 0 for all others."""
 
+    @property
+    def late(self) -> float:
+        """Seconds for which its loss may stay unnoticed; 0 for a child of the run."""
+
 
 Heard = Callable[[str, "msgspec.Raw"], None]
 """A function that is called with method and payload (msgpack) of every push of a worker."""

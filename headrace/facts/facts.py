@@ -387,6 +387,8 @@ class Evaluated(Fact, frozen=True):
     measure: str = ""
     """A mark of the settings and files that decide what the reward means (`loop.evaluation.measure_of`): evaluations with other marks are not compared.
     Empty in runs that did not record it."""
+    later: float = 0.0
+    """Share of the sampled tokens that are of later weights than those of `step`: training goes on meanwhile."""
 
     @property
     def failed_prompts(self) -> int:

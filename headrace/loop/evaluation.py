@@ -58,6 +58,8 @@ class Evaluator:
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
         """Numbers for the measurements, because two may run at the same time."""
+        self._late = set[str]()
+        """The sets of which it is said that later weights answer."""
         self._told: asyncio.Future[bool] | None = None
         """Done when the measurement that was begun last is over: whether it was recorded."""
 
@@ -86,6 +88,8 @@ class Evaluator:
             now = self._telemetry.clock()
             for other in further:
                 self._telemetry.record(structs.replace(other, t=now, beside=True))
+            for one in (fact, *further):
+                self._say_late(one)
             fact = structs.replace(fact, t=now, seconds=now - started)
             self._telemetry.record(fact)
             recorded = True
@@ -118,6 +122,17 @@ class Evaluator:
             looks=tuple(_look(prompt, group) for prompt, group in zip(one.prompts, results[:LOOKS], strict=False)),
             name=one.name,
             measure=one.measure,
+            later=_share_of_later(scored, step),
+        )
+
+    def _say_late(self, fact: Evaluated) -> None:
+        """Says once for each set that a measurement takes longer than the steps beside it."""
+        if fact.later < LATE or fact.name in self._late:
+            return
+        self._late.add(fact.name)
+        self._telemetry.warn(
+            f"{fact.later:.0%} of the tokens of {f'the set {fact.name}' if fact.name else 'the held-out prompts'} at step {fact.step} were sampled by later "
+            f"weights: the measurement took {fact.seconds:.0f} s beside training. Raise eval.every, or lower eval.prompts or eval.samples"
         )
 
     async def _one(self, of: HeldOutSet, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
@@ -138,6 +153,22 @@ def measure_of(made_by: Mapping[str, Any], temperature: float) -> str:
     if not those:
         return ""
     return hashlib.sha256(json.dumps([temperature, those], sort_keys=True).encode()).hexdigest()[:16]
+
+
+LATE = 0.5
+"""The share of tokens of later weights from which on a measurement is not one of its step."""
+
+
+def _share_of_later(scored: Sequence[Scored], step: int) -> float:
+    """Returns the share of the sampled tokens that are of later weights than those of the step."""
+    later = sampled = 0
+    for rollout in scored:
+        for turn in rollout.episode.turns:
+            done = turn.completion
+            ends = [*(span.start for span in done.spans[1:]), len(done.tokens)]
+            later += sum(end - span.start for span, end in zip(done.spans, ends, strict=False) if span.version > step)
+            sampled += len(done.tokens)
+    return later / sampled if sampled else 0.0
 
 
 LOOKS, LOOKED = 3, 600

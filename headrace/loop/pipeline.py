@@ -375,14 +375,16 @@ class Pipeline:
     async def _catch_up(self, loops: asyncio.TaskGroup) -> None:
         """Does the checkpoint or evaluation that was due at the last step of an earlier process, which ended before."""
         plan, saved = self._plan, self._parts.snapshots.saved_step
+        done, evaluator = self._earlier.evaluated, self._parts.evaluator
+        due = _turns(plan.evaluate_every, done, self.step)
+        if lost := [step for step in due if step < self.step]:
+            which = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps from {lost[0]} to {lost[-1]}"
+            self._warn(f"an evaluation was due at {which}, {_GONE} step {self.step} is measured instead")
         if self.step >= plan.steps:  # at the last step, both are done anyway
             return
-        if _due(plan.checkpoint_every, saved, self.step):
+        if _turns(plan.checkpoint_every, saved, self.step):
             await self._save_beside(loops)
-        done, evaluator = self._earlier.evaluated, self._parts.evaluator
-        if due := _due(plan.evaluate_every, done, self.step):
-            if due < self.step:
-                self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
+        if due:
             self._evaluations.append(loops.create_task(evaluator.measure("during", self.step, done)))
 
     # -- the trainer's work, and the last checkpoint --------------------------------------------------------------------
@@ -434,10 +436,9 @@ async def _sentinel(watch: Callable[[], Awaitable[None]]) -> None:
     await watch()
 
 
-def _due(every: int, done: int, step: int) -> int:
-    """The last multiple of `every` up to `step` if the work due there was not done; else 0. `done`: the step of the last work."""
-    last = step // every * every if every else 0
-    return last if last > done else 0
+def _turns(every: int, done: int, step: int) -> Sequence[int]:
+    """The multiples of `every` up to `step` whose work was not done. `done`: the step of the last work; below 0 if there was none."""
+    return range(every * max(1, done // every + 1), step + 1, every) if every else ()
 
 
 # --- From a prompt to a group

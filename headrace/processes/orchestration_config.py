@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -37,6 +37,13 @@ class OrchestrationConfig:
     """GPUs that Ray gives each engine, beside `engine.threads` CPUs."""
     rank_gpus: int = Field(default=0, ge=0)
     """GPUs (0 or 1 are of use) that Ray gives each rank of a trainer elsewhere, beside `train.threads` CPUs."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Further resources that Ray gives each engine, by its names: {"accelerator_type:H100" = 0.001} is a GPU of that type."""
+    rank_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Further resources that Ray gives each rank of a trainer elsewhere."""
+    grows: bool = False
+    """Whether the Ray cluster adds nodes on demand. A run then waits for nodes that are not there yet, until
+    `watch.stop_after`; otherwise a cluster that is too small is refused."""
     scorers: int = Field(default=0, ge=0)
     """Workers elsewhere (`headrace worker --offers scorer`) that run `reward.functions`. 0: this machine does it."""
     environments: int = Field(default=0, ge=0)
@@ -68,8 +75,8 @@ class OrchestrationConfig:
     """Seconds after SIGTERM for a last checkpoint, below the system's limit: Kubernetes and Slurm (`KillWait`) kill after 30 s."""
     bus: str = ""
     """The bus over which rollout hosts (`headrace rollouts`) get tickets and return groups, instead of an engine of the
-    run's own (docs/bus.md): redis://HOST:PORT (rediss:// with TLS; `token_file` holds the password), or
-    jsonl:DIRECTORY, which all machines share."""
+    run's own (docs/bus.md): redis://HOST:PORT (rediss:// with TLS; `token_file` holds the password, which is then the
+    token of ranks that join too), or jsonl:DIRECTORY, which all machines share."""
     bus_forgets: bool = False
     """Accept a Redis server without an append-only file; after its restart, unconsumed rollouts are sampled again."""
 
@@ -96,9 +103,15 @@ class OrchestrationConfig:
             raise ValueError(
                 "orchestration.bus brings rollout hosts, which score and play their own rollouts; remove orchestration.scorers and environments"
             )
-        if self.kind != "local":
+        if self.place.elsewhere and self.trains_here:
             raise ValueError(
-                f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines elsewhere; remove one of the two'
+                f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines elsewhere; remove one of the two, or set '
+                'orchestration.trainer = "elsewhere", and only the trainer\'s ranks come from there'
+            )
+        if self.gpus or self.resources:
+            raise ValueError(
+                "orchestration.gpus and resources are those of engines that Ray places, and with orchestration.bus rollout hosts start the engines; "
+                "remove them (orchestration.rank_gpus and rank_resources are the ranks')"
             )
         return self
 
@@ -113,7 +126,7 @@ class OrchestrationConfig:
                 continue
             if self.hosts and any(place.joins for place in having) and name != "trainer":
                 continue
-            if self.place not in having and getattr(self, name) != getattr(OrchestrationConfig, name):
+            if self.place not in having and getattr(self, name) != _default(name):
                 wanted = quoted(place.name for place in having)
                 raise ValueError(f"orchestration.{name} is for orchestration.kind = {wanted}; set that, or remove it")
         if self.hosts and self.place.refuses_hosts:
@@ -145,15 +158,12 @@ class OrchestrationConfig:
     def at_home(self) -> OrchestrationConfig:
         """These settings without a bus and without turns, with a trainer, scorers and environments of this process: for an engine of
         this process that is always awake."""
-        listens = (
-            {} if self.place.joins or not self.hosts else {name: getattr(OrchestrationConfig, name) for name in _JOINED}
-        )
-        user = {"scorers": 0, "environments": 0, "also_here": False, **listens}
-        usual = OrchestrationConfig.give_way
-        awake = replace(
-            self, placement="apart", kv="host", lend=False, give_way=usual, trainer="local", rank_gpus=0, **user
-        )
-        return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
+        usual = {name: _default(name) for name in _AWAY}
+        if self.bus or (self.hosts and not self.place.joins):
+            usual |= {name: _default(name) for name in _JOINED}
+        if self.bus:
+            usual |= {"kind": "local", "address": _default("address")}
+        return replace(self, **usual)
 
     @property
     def place(self) -> WorkerPlace:
@@ -167,7 +177,12 @@ class OrchestrationConfig:
     @property
     def elsewhere(self) -> bool:
         """Whether the engines are no children of the run's process."""
-        return self.place.elsewhere
+        return self.place.elsewhere and not self.bus
+
+    @property
+    def takes_workers(self) -> bool:
+        """Whether workers of any kind that the run's process does not start have seats in it. Rollout hosts have none."""
+        return self.place.elsewhere or bool(self.hosts)
 
     @property
     def hosts(self) -> dict[Literal["scorer", "environment"], tuple[str, ...]]:
@@ -207,14 +222,24 @@ class OrchestrationConfig:
 
 
 _JOINED = ("token_file", "cert", "key", "reconnect", "listen")
+_AWAY = (
+    *("placement", "kv", "lend", "give_way", "trainer", "rank_gpus"),
+    *("scorers", "environments", "also_here", "bus", "bus_forgets"),
+)
+
+
+def _default(name: str) -> Any:
+    known = OrchestrationConfig.__pydantic_fields__  # type: ignore[attr-defined]
+    return known[name].get_default(call_default_factory=True)
 
 
 def trainer_problems(config: OrchestrationConfig, cores: Collection[int], host: str, *, itself: bool) -> Iterator[str]:
     """Yields a sentence for each setting that does not go with a trainer elsewhere. `cores`: `train.cores`; `host`: `weight_sync.host`;
     `itself`: whether a teacher is the student's older self."""
     if config.trains_here:
-        if config.rank_gpus:
-            yield 'orchestration.rank_gpus is for orchestration.trainer = "elsewhere"; set that, or remove it'
+        for name in ("rank_gpus", "rank_resources"):
+            if getattr(config, name):
+                yield f'orchestration.{name} is for orchestration.trainer = "elsewhere"; set that, or remove it'
         return
     asks = 'orchestration.trainer = "elsewhere"'
     if config.cert:

@@ -41,6 +41,15 @@ WHILE_STARTING = 12
 """The factor on `BEATS` until the first call is answered: a process that imports and loads holds Python's lock for seconds."""
 
 
+VERDICT = 5.0
+"""Seconds in which the end of a lost process is explained."""
+
+
+def noticed_after(silence: float, away: float) -> float:
+    """Returns the seconds after which the loss of a worker elsewhere is known at the latest. `silence`, `away`: as for `Channel`."""
+    return silence / BEATS * (BEATS + 1) + away + VERDICT
+
+
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the first message to a trainer's rank that is known once the rank is connected."""
 
@@ -109,6 +118,7 @@ _BY_NAME: dict[str, type[Exception]] = {
     "IdentityError": errors.IdentityError,
     "TrainingError": errors.TrainingError,
     "CheckpointError": errors.CheckpointError,
+    "RankUnreachable": errors.RankUnreachable,
 }
 
 
@@ -218,6 +228,11 @@ class Channel:
             assert self._reading
             self._reading.cancel()
             self._lose(f"it was silent for {self._interval * self._quiet:.3g} seconds")
+
+    @property
+    def late(self) -> float:
+        """Seconds after which the loss of the other end is known at the latest. Of a process of this machine the kernel reports it at once."""
+        return noticed_after(self.silence, self._away) if self.silence else 0.0
 
     @property
     def _interval(self) -> float:
@@ -380,6 +395,10 @@ class ConnectedWorker:
     @property
     def local_rank(self) -> int:
         return 0
+
+    @property
+    def late(self) -> float:
+        return self.channel.late
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         try:

@@ -6,7 +6,7 @@ of a run (`joining/joined.py`); one that has a cluster says how it is reached, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Protocol
 
 
@@ -42,6 +42,15 @@ class PlaceSettings(Protocol):
 
     @property
     def rank_gpus(self) -> int: ...
+
+    @property
+    def resources(self) -> Mapping[str, float]: ...
+
+    @property
+    def rank_resources(self) -> Mapping[str, float]: ...
+
+    @property
+    def grows(self) -> bool: ...
 
 
 class WorkerPlace:

@@ -332,7 +332,7 @@ def check(config: RunConfig) -> list[str]:
         *parity_problems(config.train, config.engine, config.rollout, config.lora),
         *quantised_problems(config.engine, config.algo, config.train, config.watch),
         *process_problems(config.algo, config.lora, config.train),
-        *critic_problems(config.algo, config.train, bool(config.task.images)),
+        *critic_problems(config.algo, bool(config.task.images)),
         *train_problems(config.train, config.lora, config.staleness.groups_per_step, itself, config.algo.has_critic),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),

@@ -53,17 +53,13 @@ def process_problems(algo: AlgoConfig, lora: LoraConfig, train: TrainConfig) -> 
         yield f'{named}, and train.parity = "bitwise" is proven for steps of the policy alone; set train.parity = "off"'
 
 
-def critic_problems(algo: AlgoConfig, train: TrainConfig, images: bool) -> Iterator[str]:
-    """Yields a sentence for each setting that a critic with a model of its own excludes. `images`: whether prompts have some."""
-    if not (algo.has_critic and algo.recipe.critic.model):
-        return
-    named = f"algo.critic.model = {algo.recipe.critic.model} is trained beside the policy"
-    if train.parallel.ranks > 1:
-        yield f"{named}, by one rank; remove train.parallel, or algo.critic.model, without which the critic is a head on the policy that every rank has"
-    if images:
-        yield f"{named}, and images are tokens of the policy's model alone; remove algo.critic.model, without which the critic is a head on the policy"
-    if train.offload_optimizer:
-        yield f"{named}, with its optimizer's state on the device, and train.offload_optimizer = true keeps the policy's off it; remove one of the two"
+def critic_problems(algo: AlgoConfig, images: bool) -> Iterator[str]:
+    """Yields a sentence if a critic has a model of its own that cannot read the prompts. `images`: whether they have some."""
+    if algo.has_critic and algo.recipe.critic.model and images:
+        yield (
+            f"algo.critic.model = {algo.recipe.critic.model} is trained beside the policy, and images are tokens of the policy's model alone; remove "
+            "algo.critic.model, without which the critic is a head on the policy"
+        )
 
 
 def length_problems(
@@ -102,6 +98,11 @@ def learning_problems(
             f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {lora.publish} that is the "
             f"model before lora.quantise = {lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
             'lora.publish = "adapter"'
+        )
+    if lora.rank and algo.recipe.kl.every:
+        yield (
+            f"algo.kl.every = {algo.recipe.kl.every} moves the reference, and an adapter's is its base, which stays; remove it, or train all weights "
+            "(lora.rank = 0)"
         )
     if algo.recipe.credit == "segment" and not reward.segmented:
         yield (

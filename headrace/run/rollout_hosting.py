@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +21,16 @@ from headrace.episodes.scoring.reward_scorer import punished
 from headrace.facts.facts import Fact, FirstFailure, Warned, WorkerLost
 from headrace.loop.assembly import groups_alone
 from headrace.models.chat import ChatEncoder
-from headrace.processes.joining.greeting import Terms
+from headrace.processes.joining.greeting import SILENCE, Terms
 from headrace.processes.joining.same_model import agree
+from headrace.processes.wire import noticed_after
 from headrace.run.build import open_players, open_telemetry, plan_of
 from headrace.run.config import RunConfig, read_config
 from headrace.run.contents import USED_BY_HOSTS, contents_of
 from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.hosts.bus.open_bus import open_bus, runs_on
 from headrace.run.hosts.bus_messages import RunNotice
-from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
+from headrace.run.hosts.rollout_host import OVERTAKEN, HostParts, HostPatience, RolloutHost
 from headrace.run.needs import check_needs
 from headrace.run.resume_rules import meaning, settings_of
 from headrace.run.seats import own_sites
@@ -166,7 +167,13 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
         share=lambda hosts: hosting.most or math.ceil(config.staleness.generating / hosts),
         close=close,
         waits=telemetry.waits,
+        overtaken=overtaken(notice.config["orchestration"]),
     )
+
+
+def overtaken(place: Mapping[str, Any]) -> float:
+    """Returns the seconds for which this host waits if it cannot fetch weights. `place`: the run's table `[orchestration]`."""
+    return OVERTAKEN + (0.0 if place["trainer"] == "local" else noticed_after(SILENCE, place["reconnect"]))
 
 
 def own_config(notice: RunNotice, sets: Sequence[str]) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ from headrace.run.warm_start import begins_with, warm_started, warmed
 from headrace.run.worker.build import libraries_ahead
 from headrace.settings.process_config import WatchConfig
 from headrace.settings.user_code import one_line
+
+AGAIN = 10.0
+"""Seconds between two attempts to go on after a trainer's death."""
 
 # --- One call of `train`
 # What it was asked for, which holds for all processes of its trainer, however many of them die.
@@ -80,6 +84,11 @@ class TrainCall:
         if self.begun:  # what was chosen at the start, and the steps that fit into `train.minutes`
             self.config = read_config(config_of_run(self.resume))
         return True
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its trainer has died, and no step has been done since."""
+        return self.deaths.total > 0 and not self.worked
 
     def run_loop(self, main: Main, lanes: Collection[Lane]) -> None:
         """Runs the event loop of these lanes to its end. Then it raises what a callback raised.
@@ -216,7 +225,9 @@ def train(
 
 
 def _through_deaths(call: TrainCall) -> RunResult:
-    """Trains until the run has ended, with one trainer after the other."""
+    """Trains until the run has ended, with one trainer after the other. What killed one may have taken more with it, such as its node of a
+    cluster: what refuses a run at its start is waited for when the run goes on."""
+    said, since = "", 0.0
     while True:
         try:
             return _until_it_ends(call)
@@ -225,6 +236,18 @@ def _through_deaths(call: TrainCall) -> RunResult:
                 raise
             message = f"death no. {call.deaths.counted} of train.max_deaths = {call.deaths.most}"
             say(f"{error}; {message}: the run goes on from its last checkpoint and its journal")
+            said = ""
+        except ConfigError as error:
+            since = since if said else time.monotonic()
+            most = call.config.watch.stop_after
+            if not call.goes_on or time.monotonic() - since > most:
+                raise
+            if str(error) != said:
+                say(
+                    f"the run cannot go on yet: {error}. It is tried again every {AGAIN:g} s, for {most:g} s (watch.stop_after)"
+                )
+            said = str(error)
+            time.sleep(AGAIN)
 
 
 def _until_it_ends(call: TrainCall) -> RunResult:
@@ -256,7 +279,7 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 for lane in lanes.values():
                     for fact in [*_warm_facts(lane), *rehearsed.facts(lane.storage.seconds)]:
                         lane.storage.recorder.record(fact)
-                with _watchdog(config.watch, directory, writes=not resume) as watchdog:
+                with _watchdog(config.watch, directory, writes=call.begun or not resume) as watchdog:
                     running = _RunningLanes(call, config, directory, lanes, watchdog)
                     call.run_loop(partial(running.run, rehearsed.tried), lanes.values())
             except HeadraceError as error:

@@ -18,7 +18,7 @@ from headrace.facts.telemetry import Telemetry
 from headrace.native.resources import usable_cores
 from headrace.processes.asked_process import HERE, OwnSite, Site, Sites
 from headrace.processes.joining.greeting import USER_CODE, Kind, Terms
-from headrace.processes.joining.joined import Seats, SeatsWanted
+from headrace.processes.joining.joined import Seats, SeatsWanted, Team
 from headrace.processes.joining.same_model import changed_code, code_terms, terms_of
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.hosted_site import HostedSite
@@ -27,6 +27,7 @@ from headrace.run.fleets.core_shares import members_of
 from headrace.run.hosts.user_host import RewardsLoaded, UserHostStart
 from headrace.settings.process_config import ChosenConfig
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.parallel import ParallelConfig
 
 # --- The machines on which a run's reward functions and environments run
 # This one, and those of workers that join (`orchestration.scorers`, `orchestration.environments`).
@@ -115,7 +116,7 @@ def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
 
 def check_seats(config: OrchestrationConfig) -> None:
     """Raises ConfigError for what a run can know before it listens anywhere."""
-    if config.elsewhere or config.hosts:
+    if config.takes_workers:
         config.seating.check(config)
 
 
@@ -141,6 +142,13 @@ def threads_of_rank(place: OrchestrationConfig, train: TrainConfig, chosen: Chos
     return max(1, usable_cores() // train.parallel.ranks)
 
 
+def team_of(parallel: ParallelConfig) -> Team:
+    """Returns the neighbouring ranks that exchange much for every layer (`process_trainer.apart` refuses or warns of machines between them)."""
+    if parallel.tensor > 1:
+        return Team(parallel.tensor)
+    return Team(max(parallel.context, parallel.expert), must=False)
+
+
 def ranks_of(place: OrchestrationConfig, train: TrainConfig) -> list[str]:
     """Returns the seats of the trainer that are taken from elsewhere."""
     ranks = train.parallel.ranks
@@ -156,13 +164,14 @@ async def open_seats(
     """The launchers of the run's workers: `local`, or such whose workers come from elsewhere. Raises ConfigError if it cannot listen there, or if
     no cluster can place them."""
     place, engine, train = config.orchestration, config.engine, config.train
-    if not place.elsewhere and not place.hosts:
+    if not place.takes_workers:
         yield Seats(local, local, local)
         return
     check_seats(place)
     wanted = SeatsWanted(
         settings=place,
         seats=seats_of(place, engine, train),
+        team=team_of(train.parallel),
         threads={
             "engine": threads_elsewhere(place, engine, config.chosen),
             "trainer": threads_of_rank(place, train, config.chosen),

@@ -70,7 +70,7 @@ class EvalConfig:
     """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
     """Optimizer steps between evaluations during training; 0: only before and after. Training goes on meanwhile, so
-    long answers may be finished by later weights."""
+    long answers may be finished by later weights; a warning says where most tokens are theirs."""
     name: str = ""
     """The held-out prompts' name beside other sets; empty: "held out"."""
     sets: tuple[EvalSetConfig, ...] = ()

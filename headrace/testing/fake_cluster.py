@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.processes.joining.greeting import SEAT, Agreed, Terms
+from headrace.processes.joining.joined import ALONE, Team
 from headrace.processes.placed.host import NodeHost
 from headrace.processes.placed.placed import ClusterNode, HostLost, NodeShare
 from headrace.processes.wire import BEAT
@@ -31,9 +32,11 @@ class FakeMachine(InstantNetwork):
     def seconds(self, scale: float) -> float:
         return NEVER if self.frozen else 0.0
 
-    def fits(self, bundle: NodeShare) -> bool:
-        taken = [sum(column) for column in zip(*self.bundles, strict=True)] or [0, 0]
-        return all(has - used >= wanted for has, used, wanted in zip(self.node.has, taken, bundle, strict=True))
+    def fits(self, bundle: NodeShare, count: int) -> bool:
+        has = self.node.has.amounts
+        for taken in [*self.bundles, *[bundle] * count]:
+            has = {name: count - taken.amounts.get(name, 0) for name, count in has.items()}
+        return bundle.amounts.keys() <= has.keys() and all(count >= 0 for count in has.values())
 
 
 class FakeHosted:
@@ -69,6 +72,8 @@ class FakeBerth:
 
     def __init__(self, cluster: FakeCluster, bundle: NodeShare, avoid: Collection[str]) -> None:
         self._cluster, self.bundle, self.avoid = cluster, bundle, avoid
+        self.beside: Sequence[FakeBerth] = [self]
+        """The berths that must be on its node, or itself."""
         self.machine: asyncio.Future[FakeMachine] = asyncio.get_running_loop().create_future()
 
     async def placed(self) -> ClusterNode:
@@ -105,11 +110,13 @@ class FakeCluster:
     async def own_address(self) -> str:
         return self.own
 
-    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = ()) -> FakeBerth:
-        berth = FakeBerth(self, bundle, avoid)
-        self._waiting.append(berth)
+    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = (), team: Team = ALONE) -> Sequence[FakeBerth]:
+        berths = [FakeBerth(self, bundle, avoid) for _ in range(team.size)]
+        for berth in berths:
+            berth.beside = berths if team.must else [berth]
+        self._waiting += berths
         self._place()
-        return berth
+        return berths
 
     async def visit(self, node: ClusterNode) -> FakeHosted:
         machine = self.machines[node.id]
@@ -121,12 +128,14 @@ class FakeCluster:
 
     def _place(self) -> None:
         """Each in turn on the node with the fewest bundles; in the order in which they were asked for."""
-        for berth in list(self._waiting):
+        for first in list(self._waiting):
+            team = first.beside if first is first.beside[0] else ()
             for machine in sorted(self.machines.values(), key=lambda machine: len(machine.bundles)):
-                if machine.node.id not in berth.avoid and machine.fits(berth.bundle):
-                    machine.bundles.append(berth.bundle)
-                    berth.machine.set_result(machine)
-                    self._waiting.remove(berth)
+                if machine.node.id not in first.avoid and machine.fits(first.bundle, len(team)):
+                    for berth in team:
+                        machine.bundles.append(berth.bundle)
+                        berth.machine.set_result(machine)
+                        self._waiting.remove(berth)
                     break
 
     def give_back(self, berth: FakeBerth) -> None:

@@ -154,8 +154,8 @@ def _parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool, cr
     yield from _pipeline_problems(train)
     if parallel.pipeline > 1 and critic:
         yield (
-            f"train.parallel.pipeline = {parallel.pipeline} leaves the last hidden states to one stage, and a critic (algo.name = ppo, vapo) reads them on "
-            "every rank; set train.parallel.shard instead, or use an algorithm without a critic"
+            f"train.parallel.pipeline = {parallel.pipeline} leaves the last hidden states to one stage, and a critic (algo.name = ppo, vapo) reads them, or "
+            "those of its own model, on every rank; set train.parallel.shard instead, or use an algorithm without a critic"
         )
     if train.parity == "bitwise":
         yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'

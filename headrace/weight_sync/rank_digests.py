@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.core.errors import RankUnreachable
 from headrace.core.types import Struct
 from headrace.core.weights import Manifest, TensorSpec
 from headrace.weight_sync.ranges import ByteRange, RankParts
@@ -110,20 +111,13 @@ class RankDigests:
         self._met.set()
 
     def fingerprint(self, name: str, label: str) -> str:
-        """Returns the fingerprint of a copy that every rank has made. Raises OSError if another rank does not answer."""
+        """Returns the fingerprint of a copy that every rank has made. Raises RankUnreachable if another rank does not answer."""
         from headrace.weight_sync.packed import BLOCK, DIGEST, combined
 
-        with ExitStack() as stack:
-            others = {
-                rank: stack.enter_context(self._asked(rank, AskRank(self._token, name, label)))
-                for rank in range(len(self._addresses))
-                if rank != self._ranks.rank
-            }  # all of them hash at the same time
-            own = self._digests(name, label)
-            answers = [
-                memoryview(own if rank == self._ranks.rank else _answer(others[rank]))
-                for rank in range(len(self._addresses))
-            ]
+        try:
+            answers = self._answers(name, label)
+        except OSError as error:
+            raise RankUnreachable(f"hashes of published weights: {error}") from error
         manifest, order, at = self._manifests[name], self._sorted(name), [0] * len(answers)
         left = zip(order, blocks_of(manifest, [part for part, _ in order]), strict=True)
         waiting = next(left, None)
@@ -140,8 +134,20 @@ class RankDigests:
 
         made = combined(manifest, digests)
         if at != [len(answer) for answer in answers]:
-            raise ConnectionError("another rank has hashed other blocks than its own")
+            raise ValueError("another rank has hashed other blocks than its own")
         return made
+
+    def _answers(self, name: str, label: str) -> list[memoryview]:
+        """The hashes of each rank's blocks."""
+        ranks = range(len(self._addresses))
+        with ExitStack() as stack:
+            others = {
+                rank: stack.enter_context(self._asked(rank, AskRank(self._token, name, label)))
+                for rank in ranks
+                if rank != self._ranks.rank
+            }  # all of them hash at the same time
+            own = self._digests(name, label)
+            return [memoryview(own if rank == self._ranks.rank else _answer(others[rank])) for rank in ranks]
 
     def _sorted(self, name: str) -> list[tuple[ByteRange, int]]:
         """All ranges in the order of the buffer, with their ranks."""

@@ -166,7 +166,7 @@ def test_settings_replace_the_values_of_the_recipe():
     recipe = AlgoConfig("rloo", clip_high=0.28, aggregation="token_mean").recipe
     assert recipe == dataclasses.replace(RECIPES["rloo"], loss=PPOClip(clip_high=0.28), aggregation="token_mean")
     nested = AlgoConfig("icepop", correction={"high": 3.0}, kl={"coef": 0.01}).recipe
-    assert nested.correction == Correction(mode="mask", level="token", low=0.5, high=3.0) and nested.kl == KL(0.01)
+    assert nested.correction == Correction(mode="mask", level="token", low=0.5, high=3.0) and nested.kl == KL(coef=0.01)
     assert dataclasses.replace(nested, correction=RECIPES["icepop"].correction, kl=KL()) == RECIPES["icepop"]
 
 
@@ -286,6 +286,13 @@ def test_bad_settings_are_refused(wrong):
         ({"kl": {"coef": 0.1, "place": "reward", "unbiased": True}}, "remove it"),
         ({"kl": {"coef": 0.1, "estimator": "k2", "unbiased": True}}, "use k3"),
         ({"kl": {"estimator": "k2"}}, "algo.kl.coef > 0"),
+        ({"kl": {"target": 0.1}}, "algo.kl.coef > 0"),
+        ({"kl": {"coef": 0.1, "place": "reward", "every": 4}}, 'set algo.kl.place = "loss", or remove algo.kl.every'),
+        ({"kl": {"coef": 0.1, "change": 0.2}}, "needs algo.kl.target"),
+        (
+            {"kl": {"coef": 0.1, "place": "reward", "target": 0.1}},
+            'set algo.kl.place = "loss", or remove algo.kl.target',
+        ),
         ({"distill": {"coef": 2.0}}, "needs algo.distill.kind"),
         ({"name": "opd", "distill": {"k": 4}}, "forward, reverse or jsd"),
         ({"name": "opd_topk", "distill": {"beta": 0.1}}, "needs algo.distill.kind = jsd"),
@@ -367,3 +374,12 @@ def test_a_reward_by_which_rollouts_are_clean_must_be_there_when_a_run_begins():
 def test_a_constant_without_bounds_is_a_setting_too():
     assert optional(float) == float | None
     assert optional(Cap) == Annotated[float | None, *get_args(Cap)[1:]]
+
+
+def test_the_reference_of_an_adapter_does_not_move():
+    moving = ["algo.kl.coef=0.1", "algo.kl.every=4"]
+    with pytest.raises(
+        ConfigError, match=r"an adapter's is its base, which stays; remove it, or train all weights \(lora.rank = 0\)"
+    ):
+        load_config(MINIMAL, [*moving, "lora.rank=4"])
+    assert load_config(MINIMAL, moving).algo.recipe.kl.every == 4

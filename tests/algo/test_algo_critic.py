@@ -262,14 +262,9 @@ MINIMAL = {
             ["algo.name=vapo", "train.minutes=6", "algo.critic.alone_steps=0"],
         ),
         (
-            ["algo.critic.model=c", "train.parallel.shard=2"],
-            "is trained beside the policy, by one rank; remove train.parallel",
-            ["train.parallel.shard=2"],
-        ),
-        (
-            ["algo.critic.model=c", "train.offload_optimizer=true"],
-            "keeps the policy's off it; remove one of the two",
-            ["algo.critic.model=c"],
+            ["algo.critic.model=c", "train.parallel.pipeline=2"],
+            "reads them, or those of its own model, on every rank; set train.parallel.shard",
+            ["algo.critic.model=c", "train.parallel.shard=2", "train.parallel.tensor=2", "train.parallel.replicate=2"],
         ),
         (
             [
@@ -289,7 +284,7 @@ MINIMAL = {
             ["algo.critic.model=c", "lora.rank=4"],
         ),
     ],
-    ids=["pipeline", "forks", "steps", "minutes", "ranks", "offloaded", "images", "adapters"],
+    ids=["pipeline", "forks", "steps", "minutes", "stages of its own", "images", "adapters"],
 )
 def test_a_run_in_which_a_critic_cannot_work_is_refused_and_its_remedy_is_not(given, message, remedy):
     with pytest.raises(ConfigError, match=message):

@@ -17,6 +17,7 @@ from headrace.commands.importing import verl
 from headrace.commands.importing.given import UNKNOWN, read_given
 from headrace.commands.importing.import_command import config_text, libraries, translated
 from headrace.commands.importing.translation import Library, Translation
+from headrace.core.errors import ConfigError
 from headrace.run.config import RunConfig, read_config
 from headrace.run.contents import contents_of
 from headrace.settings.other_names import MEANINGS
@@ -168,7 +169,7 @@ def test_a_config_of_verl_starts_with_its_own_reward_function(
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "theirs.py").write_text(
         "def judge(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    assert data_source == 'sums' and extra_info is None and ground_truth.isdigit()\n"
+        "    assert data_source == 'sums' and extra_info == {} and ground_truth.isdigit()\n"
         "    return {'score': float(solution_str == ground_truth), 'acc': 1}\n"
     )
     text = YAML.format(data=tmp_path / "rows.jsonl", model=tiny_llama, reward=tmp_path / "theirs.py")
@@ -271,7 +272,7 @@ def test_what_a_config_names_becomes_values_and_nothing_else(tmp_path: Path) -> 
     assert "environment" not in tree
     wrapper = ast.parse((tmp_path / "verl_reward.py").read_text())
     (given,) = [one.value for one in wrapper.body if isinstance(one, ast.Assign) and isinstance(one.value, ast.Tuple)]
-    assert ast.literal_eval(given) == (hostile, "compute_score", {})
+    assert ast.literal_eval(given) == (hostile, "compute_score", {}, "data_source")
 
 
 def test_a_script_is_not_run(tmp_path: Path) -> None:
@@ -320,8 +321,20 @@ def test_a_name_that_the_page_says_is_verls_is_known_to_the_translation(tmp_path
         ('A=$HOME/x\nB=${B:-"[\'$A\']"}\npython x a.b="$B"', {"a.b": [str(Path.home() / "x")]}),
         ("A=$(nproc)\npython x a.b=$A c.d=$((A*2)) e.f=$(( 2*3 ))", {"a.b": UNKNOWN, "c.d": UNKNOWN, "e.f": 6}),
         ("python x a.b=some#name c.d=1 # e.f=2", {"a.b": "some#name", "c.d": 1}),
+        ("E='a.b=1 c.d=2'\npython x e.f=3 $E", {"a.b": 1, "c.d": 2, "e.f": 3}),
+        ("A=1\nA+=2\npython x a.b=$A", {"a.b": 12}),
+        ("A=${X:-}\nA=${A:-3}\nB=${X-}\nB=${B-3}\npython x a.b=$A c.d=$B", {"a.b": 3, "c.d": ""}),
+        ("D='a.b=1'\nD=\"$D c.d=$X\"\nE='\n e.f=3'\npython x $D $E", {"a.b": 1, "c.d": UNKNOWN, "e.f": 3}),
+        ("if [ $1 ]; then D=a.b=1; fi\npython x c.d=2 $D", {"c.d": 2, "$D": UNKNOWN}),
+        ("python x a.b={c:1,d:{e:2}} f.g='{h: \"u,v:w\"}'", {"a.b.c": 1, "a.b.d.e": 2, "f.g.h": "u,v:w"}),
+        ("python x a.b=010 c.d=off e.f= g.h=null i.j=1:30 k.l=-7", {"a.b": "010", "c.d": "off", "e.f": "", "g.h": None, "i.j": "1:30", "k.l": -7}),
+        ("python x a.b=1 ~c.d lr=3 +group@c.d=other", {"a.b": 1, "~c.d": UNKNOWN, "lr": UNKNOWN, "+group@c.d": UNKNOWN}),
+        ("export lr=3\nlr=4 python x a.b=$lr", {"a.b": 4}),
+        ("python x a.b.c-d=1", {"a.b.c-d": 1}),
+        ("python x a.b=1 $MORE\necho $OTHER", {"a.b": 1, "$MORE": UNKNOWN}),
+        ("python x -cn mine --config-path=/there a.b=1", {"--config-name": "mine", "--config-path": "/there", "a.b": 1}),
     ],
-)
+)  # fmt: skip
 def test_a_script_is_read_as_a_shell_runs_it_and_what_only_a_shell_knows_is_not_known(
     tmp_path: Path, text: str, found: dict[str, Any]
 ) -> None:
@@ -341,6 +354,9 @@ VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_r
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "rollout.keep_routing", True),
         ("actor_rollout_ref.rollout.max_model_len=300", "engine.context_length", 300),
         ("algorithm.gamma=0.9", "algo.gamma", None),
+        ("algorithm.norm_adv_by_std_in_grpo=0", "algo.advantage", "centred"),
+        ("actor_rollout_ref.model.lora={rank:8}", "lora.rank", 8),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl={type:fixed,kl_coef:0.5}", "algo.kl.coef", 0.5),
         ("actor_rollout_ref.rollout.response_length=700", "rollout.max_tokens", 700),
         ("actor_rollout_ref.ref.model.path=org/other", "algo.kl.coef", None),
         ("trainer.total_training_steps=100 actor_rollout_ref.actor.optim.lr_warmup_steps=0 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "train.warmup_steps", 40),
@@ -357,6 +373,13 @@ def test_what_changes_verls_learning_is_translated(tmp_path: Path, more: str, se
     "more",
     [
         "--config-name=gsm8k_multiturn_grpo",
+        "-cn gsm8k_multiturn_grpo",
+        "--config-path=/mine",
+        "~algorithm.kl_ctrl",
+        "actor@actor_rollout_ref.actor=mine",
+        "actor_rollout_ref.model.lora={rank:8,dropout:0.5}",
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
         "algorithm.use_pf_ppo=True",
         "data.train_max_samples=100",
         "actor_rollout_ref.model.lora_adapter_path=/adapter",
@@ -426,6 +449,7 @@ def test_groups_that_the_batch_of_prime_rl_does_not_fill_are_told(tmp_path: Path
         "trainer.model.freeze_moe_router = true",
         "orchestrator.filters = [{ type = 'gibberish' }]",
         "orchestrator.advantage.type = 'x'",
+        "[orchestrator.algo.length_penalty]",
     ],
 )
 def test_what_changes_prime_rls_learning_is_never_said_to_be_without_effect(tmp_path: Path, more: str) -> None:
@@ -466,6 +490,64 @@ def test_any_value_of_any_name_is_written_or_told(library: Library) -> None:
             assert value is not UNKNOWN or found.unknown or found.left_out or found.unread, f"{name} is told"
 
 
+ON: dict[str, Any] = {
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.filter_groups.enable": True,
+    "actor_rollout_ref.model.lora_rank": 8,
+    "custom_reward_function.path": "mine.py",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov",
+    "actor_rollout_ref.actor.optim.warmup_style": "cosine",
+    "reward_model.enable": True,
+    "trainer.scheduler.type": "cosine",
+}
+"""Settings of both libraries that switch something on."""
+
+
+@pytest.mark.parametrize("library", libraries(), ids=lambda library: library.name)
+@pytest.mark.parametrize("on", ["", *ON])
+def test_no_value_of_any_name_that_is_read_is_dropped_without_a_word(library: Library, on: str) -> None:
+    def made(given: dict[str, Any]) -> object:
+        t = Translation(given=given)
+        library.translate(t)
+        left = {reason: names for reason, names in t.left_out.items() if names}
+        return t.settings, t.notes, t.to_do, t.also, t.unknown, left, t.unread, t.files
+
+    plain = Asked(
+        {"trainer.scheduler.type": "linear", "algorithm.adv_estimator": "grpo"} | ({on: ON[on]} if on else {})
+    )
+    without = made(plain)
+    silent = {
+        name
+        for name in plain.names - plain.keys()
+        if all(made(plain | {name: value}) == without for value in (7, 0.25, False, "odd", [3.0, 4.0]))
+    }
+    assert not silent
+
+
+def test_verls_reward_function_has_the_column_that_names_its_source(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "def compute_score(**given):\n    return len(given['data_source'] + str(given['extra_info']))\n"
+    )
+    more = f"custom_reward_function.path={tmp_path / 'theirs.py'} data.reward_fn_key=origin"
+    imported(tmp_path, "run.sh", VERL.format(more=more))
+    made: dict[str, Any] = {}
+    exec(compile((tmp_path / "verl_reward.py").read_text(), "verl_reward.py", "exec"), made)
+    assert made["reward"](["p"], ["c"], origin=["four"], data_source=["another"]) == [len("four{}")]
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 2\n", "a:\n  b: {c: 1, c: 2}\n", "a: {b: 1}\na.b: 2\n"])
+def test_a_name_that_is_given_twice_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="twice"):
+        read_given(tmp_path / "a.yaml")
+
+
+def test_anchors_are_no_repetition(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("x: &k {a: 1}\ny: {<<: *k, b: 2}\nz: *k\n")
+    assert read_given(tmp_path / "a.yaml") == {"x.a": 1, "y.a": 1, "y.b": 2, "z.a": 1}
+
+
 def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(
@@ -474,6 +556,8 @@ def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> No
     found = read_given(path)
     assert (found["a.c"], found["a.d"], found["a.h"]) == (3, "3/3", 1e-3)
     assert found["a.e"] is UNKNOWN is found["a.f"] and found["a.g"] is UNKNOWN
+    path.write_text("a: {b: '${oc.select:q.r,${a.c}}', c: 5, d: ['${a.c}', 'x/${a.c}', 2], e: ['${oc.env:X}']}")
+    assert read_given(path) == {"a.b": 5, "a.c": 5, "a.d": [5, "x/5", 2], "a.e": UNKNOWN}
 
 
 @pytest.mark.parametrize(
@@ -484,6 +568,12 @@ def test_references_are_followed_and_circles_are_not_known(tmp_path: Path) -> No
         ("a.yaml", "- a", "has no settings"),
         ("a.yaml", "a: " + "[" * 600 + "]" * 600, "lie in one another without end"),
         ("a.toml", "a = " + "[" * 3000 + "]" * 3000, "lie in one another without end"),
+        (
+            "a.yaml",
+            "a0: &a0 {x: 1}\n"
+            + "".join(f"a{n}: &a{n} {{{', '.join(f'{x}: *a{n - 1}' for x in 'bcdefghij')}}}\n" for n in range(1, 9)),
+            "more than 100000 settings",
+        ),
         ("a.yaml", "beta: !!python/object/apply:os.system ['touch pwned']", "is no YAML"),
         ("a.toml", "a = ", "is no TOML"),
         ("a.sh", "echo hello", "has no settings such as"),

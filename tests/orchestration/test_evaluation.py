@@ -17,7 +17,7 @@ from headrace.core.batches import Failure
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.episodes.rollout import RolloutConfig
 from headrace.episodes.rollout_session import Notebook
-from headrace.facts.facts import Evaluated, HeldOutLook
+from headrace.facts.facts import Evaluated, HeldOutLook, Warned
 from headrace.facts.health import then_and_now
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.verdicts import ends_of, gain_of
@@ -223,6 +223,30 @@ def test_measurements_are_told_in_the_order_of_their_steps() -> None:
         eight.cancel()
         assert await ten is None, "else a run that goes on would take step 8 for measured"
         assert await evaluator.measure("after", 11) and [fact.step for fact in facts.of(Evaluated)[3:]] == [11, 11]
+
+    virtual_time.run(case())
+
+
+class Versions(Given):
+    async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
+        spans = tuple(VersionSpan(start, version, version) for start, version in ((0, 4), (1, 6)))
+        done = Completion((1, 2, 3, 4), (0.0,) * 4, spans, "length")
+        return PlayedGroup((Scored(Episode((Turn((), done),)), 1.0, {}),))
+
+
+def test_a_measurement_by_later_weights_than_those_of_its_step_is_told_once() -> None:
+    async def case() -> None:
+        told, facts = telemetry()
+        sets = [HeldOutSet("more", Given([[1.0]]), PROMPTS[:1])]  # type: ignore[arg-type]
+        evaluator = Evaluator(HeldOutSet("", Versions([[]]), PROMPTS[:1]), told, sets)  # type: ignore[arg-type]
+        for step in (3, 4, 5, 6):
+            await evaluator.measure("during", step, step - 1)
+        assert [fact.later for fact in facts.of(Evaluated) if not fact.beside] == [1.0, 0.75, 0.75, 0.0]
+        assert [fact.later for fact in facts.of(Evaluated) if fact.beside] == [0.0] * 4
+        (warned,) = facts.of(Warned)
+        assert warned.message.startswith(
+            "100% of the tokens of the held-out prompts at step 3 were sampled by later weights"
+        )
 
     virtual_time.run(case())
 

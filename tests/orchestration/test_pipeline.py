@@ -477,6 +477,18 @@ def test_an_evaluation_that_was_due_at_the_killed_step_is_done_after_the_resume(
     assert [evaluation.step for evaluation in last.facts.of(Evaluated)] == [8], "what was done is not done twice"
 
 
+@pytest.mark.parametrize(("steps", "kept"), [(9, [3, 4, 5, 6, 7, 8]), (3, [])])
+def test_every_evaluation_that_a_kill_has_cost_is_told(tmp_path: Path, steps: int, kept: list[int]) -> None:
+    """Several are under way at once where one takes longer than the steps until the next: only the newest weights are there to be measured."""
+    slow = FakeWorld(tmp_path, steps=9, evaluate_every=1, engine=FakeEngine(5.0), trainer=FakeTrainer(0.1))
+    _killed(slow, lambda: slow.trainer.version == 3)
+    assert not slow.facts.of(Evaluated)
+    second = FakeWorld(tmp_path, steps=steps, evaluate_every=1, earlier=slow.in_metrics(), trainer=FakeTrainer(9.0))
+    virtual_time.run(second.run(resume=True))
+    assert [evaluation.step for evaluation in second.facts.of(Evaluated)] == kept
+    assert any("evaluation was due at 2 steps from 1 to 2" in warning.message for warning in second.facts.of(Warned))
+
+
 def test_two_evaluations_at_one_instant_do_not_collide(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = FakeWorld(tmp_path, evaluate_every=1)

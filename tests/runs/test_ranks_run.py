@@ -19,7 +19,7 @@ from headrace.core.errors import WorkerDied
 from headrace.durable.journal import count_steps
 from headrace.facts.facts import RunEnded, StepTrained
 from headrace.run.config import dump_config, load_config
-from headrace.trainer.step.checkpoint import saved_weights
+from headrace.trainer.step.checkpoint import beside_of, saved_weights
 from support import tiny_models
 from support.tiny_run import Config, at_steps, of, ranks_of, tiny_config, weights_of
 
@@ -203,3 +203,41 @@ def test_the_mesh_changes_over_a_checkpoint(tiny_llama: Path, tmp_path: Path) ->
     for name, tensor in expected.items():
         if not name.startswith("rng/"):
             assert (found[name] - tensor).abs().max() <= 1e-4 * max(1.0, float(tensor.abs().max())), name
+
+
+@pytest.mark.slow
+def test_a_critic_of_its_own_outlives_a_rank_and_goes_on_on_one(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks of which one is killed end bit for bit like two that are not, and like one, which goes on where they end."""
+
+    def trained(name: str, harm: bool = False, **train: Any) -> Path:
+        config = config_of(tmp_path, tiny_llama, name, **train)
+        config["algo"] = {"name": "ppo", "critic": {"model": str(tiny_llama), "model_learning_rate": 1e-3}}
+        kill = {3: lambda: os.kill(ranks_of(os.getpid())[1], signal.SIGKILL)}
+        harming = at_steps(config, kill) if harm else None
+        assert headrace.train(config).reason == "finished"
+        if harming:
+            harming.join()
+        return Path(config["out"]) / name
+
+    def saved(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+        found = beside_of(run / "checkpoints" / f"step-{step:06d}")
+        return {name: found.read(name) for name in found if name.startswith("critic/")}
+
+    two = {"parallel": {"shard": 2}}
+    whole, one = trained("critic", **two), trained("alone")
+    harmed = trained("harmed", harm=True, **two, max_deaths=1)
+    assert "the trainer process of rank 1 was killed by SIGKILL" in capsys.readouterr().err
+    expected, weights = saved(whole), final(whole)
+    assert "critic/trunk.model.norm.weight" in expected and expected["critic/exp_avg/weight"].any()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in final(harmed).items())
+    assert expected.keys() == saved(harmed).keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved(harmed).items())
+    for name, tensor in saved(one).items():
+        assert (tensor - expected[name]).abs().max() <= 1e-4 * max(1.0, float(tensor.abs().max())), name
+    for report in (step.report for step in of(whole, StepTrained)):
+        assert report.critic and report.microbatches >= 6
+    assert replay(whole, 2, 3) == 0 and "bit for bit" in capsys.readouterr().out
+    headrace.train(resume=whole, sets=["train.parallel.shard=1", f"train.steps={STEPS + 1}"])
+    assert saved(whole, STEPS + 1)["critic/steps"] == STEPS + 1

@@ -52,6 +52,7 @@ from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 from headrace.settings.user_code import defines
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.parallel import ParallelConfig
 from support.fact_stream import write_journal
 from support.native_calls import EOS, TOKENIZER
 from support.start_lines import without_progress
@@ -437,7 +438,34 @@ def test_a_critic_s_own_model_is_counted_with_its_gradients_optimizer_and_activa
     kept = [memory_needs.step_activations(BILLION, one) for one in (plan, own)]
     assert kept[1] - kept[0] == memory_needs.token_activations(small, checkpointing=False) > 0
     asleep = own._replace(shared=True, train_device="cuda")
-    assert sum(need.bytes for need in needs(BILLION, asleep) if "critic" in need.what and need.where == "cpu") == 12_000
+
+    def critic(plan: memory_needs.MemoryPlan) -> dict[str, float]:
+        """Its bytes by device."""
+        found = [need for need in needs(BILLION, plan) if need.what.startswith("critic")]
+        return {place: sum(need.bytes for need in found if need.where == place) for place in ("cuda", "cpu")}
+
+    assert critic(asleep) == {"cuda": 16_000, "cpu": 12_000}
+    offloaded = replace(own.train, offload_optimizer=True)
+    assert critic(own._replace(train=offloaded, train_device="cuda")) == {"cuda": 8_000, "cpu": 12_000}
+    assert critic(asleep._replace(train=offloaded)) == {"cuda": 8_000, "cpu": 16_000}
+    split = replace(own.train, parallel=ParallelConfig(shard=4, replicate=2))
+    assert critic(own._replace(train=split, train_device="cuda")) == {"cuda": 4_000, "cpu": 0}, "of one rank"
+    assert critic(own._replace(train=split)) == {"cuda": 0, "cpu": 32_000}, "of all ranks"
+
+
+def test_a_reference_that_moves_is_counted_in_a_checkpoint():
+    plan, size = plan_of(reference=True), memory_needs.checkpoint_bytes
+    assert size(BILLION, plan._replace(reference_moves=True)) - size(BILLION, plan) == 2 * BILLION.parameters
+
+
+def test_gradients_that_are_summed_once_a_step_are_those_of_policy_and_critic():
+    once = ParallelConfig(shard=2, reduce="step")
+    plan = plan_of()._replace(critic=replace(BILLION, parameters=1000))
+    adapter = plan_of(lora={"rank": 2}, adapters=1)
+    for given, parameters in ((plan, BILLION.parameters + 1000), (adapter._replace(critic=plan.critic), 1000)):
+        given = given._replace(train=replace(given.train, parallel=once))
+        (found,) = [need for need in needs(BILLION, given) if "until they are summed" in need.what]
+        assert found.bytes == 4 * parameters * 2
 
 
 def test_an_adapter_has_rank_times_rows_and_columns_of_what_it_adapts():

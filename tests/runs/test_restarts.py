@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -93,6 +94,36 @@ def test_so_does_the_trainer_of_several_adapters(
     assert "death no. 1 of train.max_deaths = 3" in capsys.readouterr().err
     for name in ("a", "b"):
         assert rates(run / name) == pytest.approx([1e-2, 1e-2, 1e-3])
+
+
+# -- more than the trainer is gone ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_what_went_with_its_trainer(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a node of its cluster: here it is the model's directory. At the start of a run its absence is refused at once."""
+    model, away = shutil.copytree(tiny_llama, tmp_path / "model"), tmp_path / "away"
+    config = tiny_config(tmp_path, model, train={"steps": 4}, checkpoint={"every": 1})
+    heard: list[str] = []
+
+    def said(words: str) -> bool:
+        heard.append(capsys.readouterr().err)
+        return words in "".join(heard)
+
+    def act() -> None:
+        killed = trainer()
+        model.rename(away)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: said("the run cannot go on yet: "))
+        away.rename(model)
+
+    harm = when_step(tmp_path / "runs" / "tiny", 2, act)
+    result = headrace.train(config)
+    harm.join()
+    assert said("model.path") and said("It is tried again every 10 s, for 1800 s (watch.stop_after)")
+    assert result.step == 4 and len(of(result.directory, RunStarted)) == 2
 
 
 # -- a wish to end ----------------------------------------------------------------------------------------------------------------

@@ -331,6 +331,22 @@ def test_another_request_with_a_number_that_was_used_is_refused_and_the_same_one
     talk(tmp_path, case)
 
 
+def test_a_sampler_whose_answer_was_lost_is_asked_for_again_under_another_number_of_samplers(tmp_path: Path) -> None:
+    """As `tinker` 0.38 does: it counts its samplers anew for each attempt, and the requests of a model once."""
+
+    async def case(caller: Caller) -> None:
+        asked = {"model_id": caller.model, "seq_id": 1, "sampling_session_seq_id": 0}
+        first = await caller.post("save_weights_for_sampler", asked)
+        again = await caller.post("save_weights_for_sampler", {**asked, "sampling_session_seq_id": 1})
+        assert first.status_code == again.status_code == 200 and again.json() == first.json(), again.text
+        other = await caller.post(
+            "save_weights_for_sampler", {**asked, "sampling_session_seq_id": 2, "kind": "inflight"}
+        )
+        assert other.status_code == 400 and other.json()["error"]["code"] == "number_used", other.text
+
+    talk(tmp_path, case)
+
+
 def test_another_pass_with_a_number_that_was_used_is_refused_and_spoils_nothing(tmp_path: Path) -> None:
     async def case(caller: Caller) -> None:
         bodies = [whole_pass(caller.model, 1, token) for token in (3, 4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -211,6 +212,14 @@ def saved(name: str, seed: int = 0) -> Path:
     """A directory with the model, made once."""
     directory = Path(_saved.name) / f"{name}-{seed}"
     make(name, seed).save_pretrained(directory)
+    return directory
+
+
+@cache
+def saved_with_tokenizer(name: str) -> Path:
+    """A directory with the model and the file of a tokenizer, which is not one: for settings that name a model whose tokenizer nothing reads."""
+    directory = shutil.copytree(saved(name), Path(_saved.name) / f"{name}-with-tokenizer")
+    (directory / "tokenizer.json").write_text("{}")
     return directory
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,29 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from headrace.algo.config import AlgoConfig
-from headrace.core.batches import Batch, Group
 from headrace.core.errors import CheckpointError
-from headrace.core.types import Prompt
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer, export_weights
 from headrace.trainer.step.value_head import CriticModel
-from support import plain_trainer, tiny_models
+from support import critic_reference, tiny_models
+from support.critic_reference import batch
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma2"], ids=["packed trees", "row by row"])
-def own_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of another architecture than the policy's, with the file of a tokenizer, which is not read."""
-    directory = tmp_path_factory.mktemp(request.param) / "model"
-    shutil.copytree(tiny_models.saved(request.param), directory)
-    (directory / "tokenizer.json").write_text("{}")
-    return directory
+def own_model(request: pytest.FixtureRequest) -> Path:
+    """A model of another architecture than the policy's."""
+    return tiny_models.saved_with_tokenizer(request.param)
 
 
 def made(own: Path | None, rate: float = 1e-3, **train: Any) -> TorchTrainer:
@@ -40,15 +33,6 @@ def made(own: Path | None, rate: float = 1e-3, **train: Any) -> TorchTrainer:
     given = {"device": "cpu", "dtype": "float32", "path": "torch", "learning_rate": 1e-3, "microbatch_tokens": 16}
     algo = AlgoConfig("ppo", critic=critic)
     return TorchTrainer(tiny_models.saved("llama"), TrainConfig(**(given | train)), algo, seed=0)
-
-
-def batch(step: int) -> Batch:
-    """Rollouts with a reward of 0 or 1 at their last token, by turns."""
-    rows = [
-        replace(row, advantages=(0.0,) * (len(row.tokens) - 1) + (float(number % 2),), turns=(0,))
-        for number, row in enumerate(plain_trainer.rows(random.Random(step), ((5, 3), (3, 2))))
-    ]
-    return Batch(step, (Group(0, Prompt("p", "", (1,)), (), tuple(rows)),))
 
 
 def critic_of(trainer: TorchTrainer) -> CriticModel:
@@ -67,33 +51,19 @@ def kept(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
 def test_the_gradient_is_that_of_the_value_loss_in_float64_and_the_policys_is_its_own_alone(
     own_model: Path, checkpointed: bool
 ) -> None:
-    """Rows by themselves through transformers' model; with λ = 1 and γ = 1 the target of every token is its rollout's reward. No states are carried in a
-    model that is checkpointed, and what the policy could share in trees is then computed row by row."""
+    """No states are carried in a model that is checkpointed, and what the policy could share in trees is then computed row by row."""
     trainer, given = made(own_model, gradient_checkpointing=checkpointed), batch(0)
     critic = critic_of(trainer)
-    generator = torch.Generator().manual_seed(3)
-    critic.weight.data.copy_(torch.randn(critic.weight.shape, generator=generator))
-    critic.bias.data += 0.5
+    critic_reference.begun(critic.weight, critic.bias)
     (plan,) = trainer._plans(given)
     assert len(plan.packs) > 1
     trainer._gradient(1.0).fill(plan)
 
-    model = AutoModelForCausalLM.from_pretrained(own_model, dtype=torch.float64, attn_implementation="eager").eval()
-    weight, bias = (tensor.detach().double().requires_grad_() for tensor in (critic.weight, critic.bias))
-    errors = []
-    for number, row in enumerate(given.rows):
-        states = model.base_model(torch.tensor([row.prompt + row.tokens])).last_hidden_state[0]
-        places = [len(row.prompt) + place - 1 for place, counts in enumerate(row.mask) if counts]
-        own = states[places]
-        value = (own / own.norm(dim=1, keepdim=True) / own.shape[1] ** 0.5) @ weight + bias
-        errors.append((value - number % 2) ** 2 / 2)
-    torch.cat(errors).mean().backward()
-    expected = {"weight": weight.grad, "bias": bias.grad}
-    expected |= {f"trunk.{name}": tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
+    expected = critic_reference.gradients(own_model, given, critic.weight, critic.bias)
     found = {name: tensor.grad for name, tensor in critic.named_parameters()}
     assert found.keys() == expected.keys() and len(found) > 10, "the output head is no part of it"
     for name, gradient in expected.items():
-        assert gradient is not None and gradient.abs().max() > 1e-6, name
+        assert gradient.abs().max() > 1e-6, name
         np.testing.assert_allclose(found[name], gradient, rtol=2e-4, atol=2e-6, err_msg=name)
 
     critic.bias.data += 3  # all values wrong by as much: a loss of another size, and the same whitened advantages
@@ -107,7 +77,12 @@ def test_the_gradient_is_that_of_the_value_loss_in_float64_and_the_policys_is_it
 
 
 @pytest.mark.parametrize(
-    "train", [{"gradient_checkpointing": True, "epochs": 2}, {"weights": "bfloat16", "dtype": "bfloat16"}]
+    "train",
+    [
+        {"gradient_checkpointing": True, "epochs": 2},
+        {"weights": "bfloat16", "dtype": "bfloat16"},
+        pytest.param({"offload_optimizer": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_critic_goes_on_bit_for_bit_and_neither_export_nor_publish_knows_it(
     own_model: Path, tmp_path: Path, train: dict[str, Any]
@@ -162,8 +137,7 @@ def test_a_checkpoint_without_a_critic_begins_one_anew_and_one_of_another_kind_i
 
 
 def test_an_adapter_beside_it_is_exported_where_its_model_is_gone(tmp_path: Path) -> None:
-    own = shutil.copytree(tiny_models.saved("qwen3"), tmp_path / "own")
-    (own / "tokenizer.json").write_text("{}")
+    own = shutil.copytree(tiny_models.saved_with_tokenizer("qwen3"), tmp_path / "own")
     train, algo = TrainConfig(device="cpu", dtype="float32"), AlgoConfig("ppo", critic={"model": str(own)})
     trained = Assignment(train, algo, LoraConfig(rank=2))
     policy = tiny_models.saved("llama")

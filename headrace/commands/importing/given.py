@@ -10,23 +10,50 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.core.errors import ConfigError
 
 UNKNOWN = object()
 """The value of what only the other library could work out, such as an expression over its environment."""
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^${}]*))?\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:(:?)-([^${}]*))?\}|(\w+))")
+"""A variable of a shell, and what stands for it where it is not set, or, with a colon, where it is empty."""
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
 _HIDDEN, _SHOWN = str.maketrans("()#", "\x01\x02\x03"), str.maketrans("\x01\x02\x03", "()#")
+_DOLLAR = "\x04"
+"""Stands for a dollar sign that names no variable: one in single quotes or behind a backslash, or in the value of a variable."""
 _SIGNS = ";&|()\n"
 _CONTINUED = re.compile(r"^((?:(?!(?<!\S)#).)*)\\\n", re.MULTILINE)
 """A line that goes on in the next one. A comment does not."""
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
 """Words between which a command of a shell may be left out, or repeated."""
-CONFIG_NAME = "--config-name"
-"""The name of an option: the file whose settings come before those of the command line."""
+_BEFORE = (
+    "export",
+    "local",
+    "readonly",
+    "declare",
+    "typeset",
+    "env",
+    "then",
+    "do",
+    "else",
+    "time",
+    "nohup",
+    "exec",
+    "!",
+)
+"""Words of a shell that may stand before a command, and before what sets a variable."""
+CONFIG_NAME, CONFIG_PLACE = "--config-name", "--config-path"
+"""Options of Hydra: the file whose settings come before those of the command line, and the directory that it is in."""
+_OPTIONS = {
+    "--config-name": CONFIG_NAME,
+    "-cn": CONFIG_NAME,
+    "--config-path": CONFIG_PLACE,
+    "-cp": CONFIG_PLACE,
+    "--config-dir": CONFIG_PLACE,
+    "-cd": CONFIG_PLACE,
+}
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,8 +61,19 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
+_WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.-]+)=(.*)", re.DOTALL)
 """An override of Hydra: `name.with.dots=value`, with plus signs for a new name."""
+_OTHER = re.compile(r"(~[A-Za-z_][\w./@-]*|\+{0,2}[A-Za-z_][\w./@-]*(?==))(?:=(.*))?", re.DOTALL)
+"""Other words that Hydra takes: `~name` takes a setting away, and `group=choice` has another file's."""
+_VARIABLE_ALONE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+"""All words of an array."""
+_KEY = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w.-]+):(?=\S)""")
+"""A key of a mapping as Hydra writes one, without the space that YAML wants behind it; or a text in quotes, which stays what it is."""
+_ROOMS = ("trainer", "orchestrator", "inference")
+"""Tables of prime-rl that are there whether they are named or not."""
+MOST = 100_000
+"""Settings of a config; the largest of verl has about a thousand."""
 DEEPEST = 20
 """References that lead to others are followed so far: there may be a circle."""
 
@@ -62,18 +100,51 @@ def _yaml(text: str, path: Path) -> dict[str, Any]:
 
     try:
         tree = yaml.safe_load(text)
+        _once(yaml.compose(text, yaml.SafeLoader), path)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has no settings: a mapping of names to values is expected")
-    return dict(_flat(tree))
+    found: dict[str, Any] = {}
+    for name, value in _flat(tree):
+        if name in found:
+            raise ConfigError(f"{path} gives {name} twice, with a dot and as a mapping; leave one of them")
+        if len(found) == MOST:
+            raise ConfigError(f"{path} has more than {MOST} settings: its anchors are repeated within each other")
+        found[name] = value
+    return found
+
+
+def _once(node: Any, path: Path) -> None:
+    """Raises ConfigError for a name that a mapping has twice, of which YAML takes the last; OmegaConf refuses it."""
+    import yaml
+
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an anchor's
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            names: set[str] = set()
+            for key, value in node.value:
+                if str(key.value) in names and key.value != "<<":
+                    raise ConfigError(
+                        f"{path} gives {key.value} twice, again in line {key.start_mark.line + 1}; leave one of them"
+                    )
+                names.add(str(key.value))
+                waiting.append(value)
 
 
 def _toml(text: str, path: Path) -> dict[str, Any]:
+    """A table without a setting switches on what it is named after."""
     try:
-        return dict(_flat(tomllib.loads(text)))
+        found = dict(_flat(tomllib.loads(text)))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from None
+    return {name: True if value == {} and name not in _ROOMS else value for name, value in found.items()}
 
 
 def _script(text: str, path: Path) -> dict[str, Any]:
@@ -83,42 +154,165 @@ def _script(text: str, path: Path) -> dict[str, Any]:
         words = list(_words(text))
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as a shell script: {error}") from None
-    variables: dict[str, str | None] = {"HOME": os.path.expanduser("~")}
-    found: dict[str, Any] = {}
-    commands: dict[str, int] = {}
-    """The number of the command, or of the array of words for one, that a setting is from."""
-    command = depth = brackets = 0
-    joined = False
-    for place, word in enumerate(words):
-        depth = max(0, depth + (word in _OPENS) - (word in _CLOSES))
-        may_be_skipped = depth > 0 or joined
-        if not word.strip(_SIGNS):
-            brackets = max(0, brackets + word.count("(") - word.count(")"))
-            command += not brackets
-            joined = word.strip("\n") in ("&&", "||")
-        elif override := _WORD.fullmatch(word):
-            name, value = override[1], _read(_expanded(override[2], variables))
-            other = may_be_skipped or (not brackets and commands.get(name, command) != command)
-            found[name] = UNKNOWN if other and found.get(name, value) != value else value
-            commands[name] = command
-        elif variable := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL):
-            known = _expanded(variable[2], variables)
-            if may_be_skipped and variables.get(variable[1]) != known:
-                known = None
-            variables[variable[1]] = known
-        elif option := re.fullmatch(r"--config-name(?:=(.*))?", word, re.DOTALL):
-            said = option[1] if option[1] is not None else next(iter(words[place + 1 :]), "")
-            found[CONFIG_NAME] = _expanded(said, variables) or said
-    if not found.keys() - {CONFIG_NAME}:
+    script = _Script()
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        script.read(word, following)
+    if not script.found.keys() - {CONFIG_NAME, CONFIG_PLACE}:
         raise ConfigError(
             f"{path} has no settings such as data.train_batch_size=64; name the script that starts the run"
         )
-    return found
+    return script.given()
+
+
+class _ArrayWord(NamedTuple):
+    text: str
+    """The word with the values of its variables; a backtick stands for what is not known."""
+    maybe: bool
+    """Whether its line may have been left out."""
+
+
+class _Script:
+    """The variables, arrays and settings of a shell script, as far as its words were read."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self._variables: dict[str, str | None] = {"HOME": os.path.expanduser("~")}
+        self._partly: dict[str, str] = {}
+        """The texts of variables of which a part is not known, with a backtick in its place."""
+        self._arrays: dict[str, list[_ArrayWord]] = {}
+        self._used: set[str] = set()
+        """The arrays whose words a command has."""
+        self._commands: dict[str, int] = {}
+        """The number of the command that a setting is from."""
+        self._unknown: dict[str, int] = {}
+        """Words of which nobody knows here what they are, and the command that they are from."""
+        self._command = self._depth = self._brackets = 0
+        self._joined, self._begins, self._maybe = False, True, False
+        self._array = ""
+        """The array whose words are being read."""
+
+    def given(self) -> dict[str, Any]:
+        """Returns the settings, and the words of their commands that may be others."""
+        numbers = set(self._commands.values())
+        unused = [word for name, words in self._arrays.items() if name not in self._used for word in words]
+        names = [override[1] for word in unused if (override := _WORD.fullmatch(word.text))]
+        others = [*names, *(word for word, number in self._unknown.items() if number in numbers)]
+        return self.found | {name: UNKNOWN for name in others if name not in self.found}
+
+    def read(self, word: str, following: str) -> None:
+        self._depth = max(0, self._depth + (word in _OPENS) - (word in _CLOSES))
+        if not word.strip(_SIGNS):
+            self._brackets = max(0, self._brackets + word.count("(") - word.count(")"))
+            if self._array and self._brackets:
+                return
+            self._array = ""
+            self._command += not self._brackets
+            self._joined, self._begins = word.strip("\n") in ("&&", "||"), True
+        elif self._array:
+            self._arrays[self._array] += self._for_array(word)
+        elif override := _WORD.fullmatch(word):
+            self._override(override[1], override[2])
+        elif (variable := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", word, re.DOTALL)) and self._sets_variables:
+            if following.startswith("(") and not variable[3]:
+                self._array = variable[1]
+                self._arrays[self._array] = [*self._arrays.get(self._array, ())] if variable[2] else []
+            else:
+                self._set(variable[1], variable[3], more=bool(variable[2]))
+        else:
+            self._argument(word, following)
+
+    @property
+    def _sets_variables(self) -> bool:
+        """Whether a word `name=value` sets a variable. Behind the name of a command it is an argument."""
+        return self._begins and not self._brackets
+
+    @property
+    def _may_be_skipped(self) -> bool:
+        return self._depth > 0 or self._joined
+
+    def _override(self, name: str, text: str) -> None:
+        value = _read(_expanded(text, self._variables))
+        for inner, one in _flat({name: value}):
+            other = self._may_be_skipped or self._commands.get(inner, self._command) != self._command
+            before = self.found.get(inner, None if self._maybe else one)
+            self.found[inner] = UNKNOWN if (other or self._maybe) and before != one else one
+            self._commands[inner] = self._command
+
+    def _set(self, name: str, text: str, more: bool) -> None:
+        text = f"${{{name}}}{text}" if more else text
+        known = _expanded(text, self._variables)
+        if self._may_be_skipped and self._variables.get(name) != known:
+            known = None
+        elif known is None:
+            self._partly[name] = _VARIABLE.sub(self._part, text)
+        if known is not None or self._may_be_skipped:
+            self._partly.pop(name, None)
+        self._variables[name] = known
+
+    def _part(self, found: re.Match[str]) -> str:
+        known = _known(found, self._variables)
+        if known is None:
+            return self._partly.get(found[1] or found[4], "`")
+        return known.replace("$", _DOLLAR)
+
+    def _for_array(self, word: str) -> list[_ArrayWord]:
+        """Returns the words that a word between the brackets of an array stands for."""
+        if whole := _ARRAY.fullmatch(word):
+            self._used.add(whole[1])
+            return [one._replace(maybe=one.maybe or self._may_be_skipped) for one in self._arrays.get(whole[1], ())]
+        if alone := _VARIABLE_ALONE.fullmatch(word):
+            words = self._split(alone[1] or alone[2])
+            return [one for part in words for one in self._for_array(part)]
+        known = _expanded(word, self._variables)
+        text = f"{word.partition('=')[0]}=`" if known is None else known.replace("$", _DOLLAR)
+        return [_ArrayWord(text, self._may_be_skipped)]
+
+    def _argument(self, word: str, following: str) -> None:
+        option, equals, said = word.partition("=")
+        if option in _OPTIONS:
+            said = said if equals else following
+            self.found[_OPTIONS[option]] = _expanded(said, self._variables) or said
+        elif whole := _ARRAY.fullmatch(word):
+            self._words_of_array(whole[1], word)
+        elif not self._sets_variables:
+            if alone := _VARIABLE_ALONE.fullmatch(word):
+                for one in self._split(alone[1] or alone[2]):
+                    self._read_word(one, "", word)
+            elif other := _OTHER.fullmatch(word):
+                self._unknown[word if other[1].startswith("~") else other[1]] = self._command
+        self._begins = self._begins and (word in _BEFORE or word.startswith("-"))
+
+    def _words_of_array(self, name: str, word: str) -> None:
+        self._used.add(name)
+        if name not in self._arrays:
+            self._unknown[word] = self._command
+        self._begins = False
+        words = self._arrays.get(name, [])
+        for place, one in enumerate(words):
+            self._maybe = one.maybe
+            self._read_word(one.text, words[place + 1].text if place + 1 < len(words) else "", word)
+        self._maybe = False
+
+    def _read_word(self, one: str, following: str, of: str) -> None:
+        """Reads a word of those that `of` stands for."""
+        if one.strip("=") == "`":
+            self._unknown[of] = self._command
+        else:
+            self.read(one, following)
+
+    def _split(self, name: str) -> list[str]:
+        """Returns the words of a command that a variable stands for; a backtick for some that are not known."""
+        text = self._variables.get(name)
+        text = self._partly.get(name, "`") if text is None else text.replace("$", _DOLLAR)
+        try:
+            return [one for one in shlex.split(text) if not _VARIABLE_ALONE.fullmatch(one)]
+        except ValueError:
+            return ["`"]
 
 
 def _words(text: str) -> Iterator[str]:
     """Yields words and the signs between commands. Brackets of arithmetic, and `#` within words, are no signs."""
-    text = _CONTINUED.sub(r"\1", text.replace("\r\n", "\n"))
+    text = "".join(_plain_dollars(_CONTINUED.sub(r"\1", text.replace("\r\n", "\n"))))
     text = _ARITHMETIC.sub(lambda found: "".join(found[0].split()).translate(_HIDDEN), text)
     text = re.sub(r"(?<=\S)#", "#".translate(_HIDDEN), text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_SIGNS)
@@ -127,14 +321,49 @@ def _words(text: str) -> Iterator[str]:
         yield word.translate(_SHOWN)
 
 
+def _plain_dollars(text: str) -> Iterator[str]:
+    """Yields the text in pieces, with `_DOLLAR` where a dollar sign names no variable."""
+    quote, begins, place = "", True, 0
+    while place < len(text):
+        sign, following = text[place], text[place + 1 : place + 2]
+        if sign == "#" and begins and not quote:  # a comment, whose quotes are none
+            end = text.find("\n", place)
+            place = len(text) if end < 0 else end
+            continue
+        if sign == "\\" and quote != "'":
+            yield _DOLLAR if following == "$" else sign + following
+            place, begins = place + 2, False
+            continue
+        yield _DOLLAR if sign == "$" and quote == "'" else sign
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        place, begins = place + 1, not quote and (sign.isspace() or sign in _SIGNS)
+
+
+_WHOLE = re.compile(r"[-+]?(?:0|[1-9][\d_]*)")
+"""A whole number as Hydra reads one. To YAML `010`, `0x10` and `1:30` are numbers too, and `off` is a truth value."""
+
+
 def _read(text: str | None) -> Any:
-    """Returns the value that OmegaConf reads from the text of an override."""
+    """Returns the value that Hydra reads from the text of an override."""
     import yaml
 
+    if text is None:
+        return UNKNOWN
     try:
-        return UNKNOWN if text is None else _number(yaml.safe_load(text))
+        value = _number(yaml.safe_load(_spaced(text) if text.lstrip().startswith("{") else text))
     except yaml.YAMLError:
         return text
+    is_text = (isinstance(value, bool) and text.lower() not in ("true", "false")) or (
+        isinstance(value, int) and not isinstance(value, bool) and not _WHOLE.fullmatch(text)
+    )
+    return text if is_text or (value is None and text == "") else value
+
+
+def _spaced(text: str) -> str:
+    return _KEY.sub(lambda found: found[1] or f"{found[2]}: ", text)
 
 
 def _expanded(text: str, variables: Mapping[str, str | None]) -> str | None:
@@ -146,15 +375,23 @@ def _expanded(text: str, variables: Mapping[str, str | None]) -> str | None:
 
     def value(found: re.Match[str]) -> str:
         nonlocal missing
-        known, default = variables.get(found[1] or found[3]), found[2]
-        missing = missing or (known is None and default is None)
-        return known if known is not None else default or ""
+        known = _known(found, variables)
+        missing = missing or known is None
+        return (known or "").replace("$", _DOLLAR)
 
     for _ in range(DEEPEST):  # a default may name other variables
         text, before = _VARIABLE.sub(value, text), text
         if missing or text == before:
             break
-    return None if missing else text
+    return None if missing else text.replace(_DOLLAR, "$")
+
+
+def _known(found: re.Match[str], variables: Mapping[str, str | None]) -> str | None:
+    """Returns the value of a variable that is named, or what stands for it; None where it is not known."""
+    name, default = found[1] or found[4], found[3]
+    if name not in variables:
+        return default
+    return default if variables[name] == "" and found[2] else variables[name]
 
 
 def _computed(text: str, variables: Mapping[str, str | None]) -> str:
@@ -194,6 +431,9 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
     import yaml
 
     def follow(name: str, value: Any, depth: int) -> Any:
+        if isinstance(value, list):
+            found = [follow(name, one, depth) if isinstance(one, str) else one for one in value]
+            return UNKNOWN if any(one is UNKNOWN for one in found) else found
         if not isinstance(value, str) or "${" not in value:
             return value
         if depth > DEEPEST:
@@ -202,9 +442,10 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
         if whole:
             return target(name, whole[1], depth)
         texts = [target(name, found[1], depth) for found in _REFERENCE.finditer(value)]
-        if any(text is UNKNOWN for text in texts):
+        if not texts or any(text is UNKNOWN for text in texts):
             return UNKNOWN
-        return _REFERENCE.sub(lambda found: str(texts.pop(0)), value)
+        # What was the default of another reference may make that one readable now.
+        return follow(name, _REFERENCE.sub(lambda found: str(texts.pop(0)), value), depth + 1)
 
     def target(name: str, said: str, depth: int) -> Any:
         kind, colon, rest = said.partition(":")

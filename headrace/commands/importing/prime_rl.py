@@ -32,7 +32,9 @@ def translate(t: Translation) -> None:
 
 
 def _run(t: Translation) -> None:
-    path = t.value("model.name", "trainer.model.name", "orchestrator.model.name", "inference.model.name")
+    path = t.value(
+        "model.name", "trainer.model.name", "orchestrator.model.name", "inference.model.name", "inference.vllm.model"
+    )
     if path is None:
         t.to_do["model.path"] = "the model: a directory that transformers loads, or a hub id"
     t.put("model.path", path)
@@ -40,8 +42,8 @@ def _run(t: Translation) -> None:
     if steps is None:
         t.to_do["train.steps"] = "the optimizer steps of the run"
     t.put("train.steps", steps)
-    t.take("name", "wandb.name")
-    if any(name.startswith("wandb") for name in t.given):
+    t.take("name", "wandb.name", "monitors.wandb.name")
+    if any(name.startswith(("wandb", "monitors.wandb")) for name in t.given):
         t.put("observe.wandb", True)
     t.take("checkpoint.every", "ckpt.interval")
     t.take("checkpoint.keep", "ckpt.keep_last")
@@ -63,7 +65,8 @@ def _rollouts(t: Translation) -> None:
     lag = t.value("max_async_level", "orchestrator.max_async_level", "async_level", "orchestrator.async_level")
     off = t.value("max_off_policy_steps", "orchestrator.max_off_policy_steps")
     t.put("staleness.max_lag", lag if off is None else off, "a bound on every trained token")
-    context = t.value("seq_len", "orchestrator.seq_len", "inference.model.max_model_len", "trainer.model.seq_len")
+    served = ("inference.model.max_model_len", "inference.vllm.max_model_len")
+    context = t.value("seq_len", "orchestrator.seq_len", *served, "trainer.model.seq_len")
     t.put("engine.context_length", context, "prompt and completion together")
     for ours, theirs in {
         "max_tokens": ("max_completion_tokens", "max_tokens"),
@@ -218,6 +221,7 @@ def _left_out(t: Translation) -> None:
             "orchestrator.log",
             "trainer.wandb",
             "orchestrator.wandb",
+            "monitors",
             "prime_monitor",
             "orchestrator.prime_monitor",
         ),

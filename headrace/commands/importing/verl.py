@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.commands.importing.given import CONFIG_NAME
+from headrace.commands.importing.given import CONFIG_NAME, CONFIG_PLACE
 from headrace.commands.importing.translation import Library, Translation
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -102,9 +102,10 @@ def translate(t: Translation) -> None:
 
 def _base(t: Translation) -> None:
     """Says where the settings are that this file's go over."""
-    if (name := t.value(CONFIG_NAME)) and str(name).removesuffix(".yaml") not in BASES:
+    place, name = t.value(CONFIG_PLACE), t.value(CONFIG_NAME, default=BASES[0])
+    if place or str(name).removesuffix(".yaml") not in BASES:
         t.also.append(
-            f"the script's settings go over those of {str(name).removesuffix('.yaml')}.yaml ({CONFIG_NAME}), which was not read: "
+            f"the script's settings go over those of {str(name).removesuffix('.yaml')}.yaml ({CONFIG_NAME}){f' of {place}' if place else ''}, which was not read: "
             "translate that file too, and add what it has"
         )
 
@@ -121,13 +122,16 @@ def _model(t: Translation) -> None:
     for logger in _listed(t.value("trainer.logger")):
         if logger in ("wandb", "tensorboard", "mlflow", "trackio"):
             t.put(f"observe.{logger}", True)
+        else:
+            t.leave("a run has its own log, report and board", "trainer.logger")
 
 
 def _data(t: Translation) -> None:
     files = [os.path.expanduser(str(path)) for path in _listed(t.value("data.train_files"))]
     kind = KINDS.get(Path(files[0]).suffix) if files else None
     if kind is None:
-        t.to_do["task.path"] = "the prompts: a .parquet, .jsonl or .csv file, with task.kind"
+        there = f", made of {', '.join(files)}" if files else ""
+        t.to_do["task.path"] = f"the prompts: a .parquet, .jsonl or .csv file, with task.kind{there}"
     else:
         t.put("task.kind", kind)
         t.put("task.path", files[0])
@@ -185,11 +189,9 @@ def _rollouts(t: Translation) -> None:
     longest = t.number(f"{ROLLOUT}max_model_len", default=prompt + response)
     if longest < prompt + response:
         t.put("engine.context_length", longest, "prompt and completion together, as max_model_len says")
-    if (kind := t.value(f"{ROLLOUT}name")) in ("vllm", "sglang"):
-        t.leave(
-            f'headrace has an engine of its own; with {kind} installed, engine.kind = "{kind}" (docs/engines.md)',
-            f"{ROLLOUT}name",
-        )
+    kind = t.value(f"{ROLLOUT}name")
+    there = f'; with {kind} installed, engine.kind = "{kind}"' if kind in ("vllm", "sglang") else ""
+    t.leave(f"headrace has an engine of its own{there} (docs/engines.md)", f"{ROLLOUT}name")
 
 
 def _batches(t: Translation) -> int:
@@ -244,7 +246,7 @@ def _algorithm(t: Translation) -> None:
             t.put("algo.loss", LOSSES[mode] if mode != "clip_cov" else None)
     if mode not in LOSSES and mode != "vanilla":
         t.to_do["algo.loss"] = f"{mode} has no counterpart: docs/algorithms.md"
-    if estimator == "grpo" and t.value("algorithm.norm_adv_by_std_in_grpo", default=True) is False:
+    if estimator == "grpo" and not t.value("algorithm.norm_adv_by_std_in_grpo", default=True):
         t.put("algo.advantage", "centred")
     elif estimator == "grpo" and mode == "dro":
         t.put("algo.advantage", "group_norm")
@@ -278,6 +280,11 @@ def _algorithm(t: Translation) -> None:
             "headrace leaves out every group without contrast, and draws on until the step is full",
             "algorithm.filter_groups.enable",
         )
+        if (metric := t.value("algorithm.filter_groups.metric")) not in (None, "seq_reward", "seq_final_reward"):
+            t.also.append(
+                f"verl left out groups of equal {metric} (algorithm.filter_groups.metric), and here the reward alone says which have no contrast"
+            )
+        t.leave_all("a step draws on until it is full", ["algorithm.filter_groups."])
 
 
 def _critic(t: Translation, per_batch: int) -> None:
@@ -325,11 +332,10 @@ def _bounds(t: Translation, mode: str) -> None:
 
 def _divergence(t: Translation) -> None:
     in_loss, in_reward = t.value(f"{ACTOR}use_kl_loss"), t.value("algorithm.use_kl_in_reward")
-    coef, kind = t.value(f"{ACTOR}kl_loss_coef", default=0.001), t.value(f"{ACTOR}kl_loss_type", default="low_var_kl")
-    of_reward = t.value("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty_coef", default=0.001)
     if in_loss:
+        kind = t.value(f"{ACTOR}kl_loss_type", default="low_var_kl")
         estimator = ESTIMATES.get(str(kind).removesuffix("+"), "")
-        t.put("algo.kl.coef", coef)
+        t.put("algo.kl.coef", t.value(f"{ACTOR}kl_loss_coef", default=0.001))
         t.put("algo.kl.place", "loss")
         t.put(
             "algo.kl.estimator",
@@ -337,7 +343,7 @@ def _divergence(t: Translation) -> None:
             "" if estimator in ("k2", "k3") else f"{kind} has no gradient as a loss",
         )
     elif in_reward:
-        t.put("algo.kl.coef", of_reward)
+        t.put("algo.kl.coef", t.value("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty_coef", default=0.001))
         t.put("algo.kl.place", "reward")
         t.put("algo.kl.estimator", "k1")
         penalty, control = "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
@@ -389,13 +395,16 @@ def _optimizer(t: Translation, per_batch: int) -> None:
 
 
 def _reward(t: Translation) -> None:
-    path = t.value("custom_reward_function.path", "reward.custom_reward_function.path")
-    name = t.value("custom_reward_function.name", "reward.custom_reward_function.name", default="compute_score")
-    before = ("custom_reward_function.reward_kwargs.", "reward.custom_reward_function.reward_kwargs.")
+    tables = ("custom_reward_function.", "reward.custom_reward_function.")
+    path, name = (t.value(*(f"{table}{what}" for table in tables)) for what in ("path", "name"))
+    before = [f"{table}reward_kwargs." for table in tables]
     more = {one.removeprefix(begin): t.value(one) for begin in before for one in t.given if one.startswith(begin)}
     if path:
         t.files["verl_reward.py"] = _WRAPPER.format(
-            path=json.dumps(_place(str(path))), name=json.dumps(name), more=repr(more)
+            path=json.dumps(_place(str(path))),
+            name=json.dumps(name := name or "compute_score"),
+            more=repr(more),
+            source=json.dumps(t.word("data.reward_fn_key", default="data_source")),
         )
         t.put(
             "reward.function", "verl_reward.py:reward", f"calls {name} of {path} as verl does, once for each completion"
@@ -406,6 +415,8 @@ def _reward(t: Translation) -> None:
             'verl chose one by the row\'s data_source; name yours: "rewards.py:name", which is given the columns of the row, such as '
             "reward_model with its ground_truth (docs/scoring.md)"
         )
+        t.leave("a reward function is given all columns of the row", "data.reward_fn_key")
+        t.leave(OFF, *(f"{table}name" for table in tables))
     _reward_manager(t)
 
 
@@ -431,7 +442,12 @@ def _reward_manager(t: Translation) -> None:
     buffers = [f"{begin}overlong_buffer{end}." for begin in beginnings for end in ("", "_cfg")]
     if t.value(*(f"{one}enable" for one in buffers)):
         longest = t.settings["rollout.max_tokens"]
-        t.put("reward.soft_overlong_punishment.cache", t.value(*(f"{one}len" for one in buffers)))
+        cache = "reward.soft_overlong_punishment.cache"
+        t.take(cache, *(f"{one}len" for one in buffers))
+        if cache not in t.settings:
+            t.to_do[cache] = (
+                "verl punishes completions in their last so many tokens, and nothing gave the number (overlong_buffer.len)"
+            )
         t.take("reward.soft_overlong_punishment.weight", *(f"{one}penalty_factor" for one in buffers))
         t.same("rollout.max_tokens says it", {f"{begin}max_resp_len": longest for begin in beginnings})
     else:
@@ -486,7 +502,7 @@ def _left_out(t: Translation) -> None:
         "custom_reward_function.",
     ))  # fmt: skip
     t.leave_all("prompts are checked against the context at the start, and each is used as it is", (
-        "data.filter_overlong", "data.truncation", "data.val_batch", "data.return_", "data.reward_fn_key", "data.dataloader", "data.validation_shuffle",
+        "data.filter_overlong", "data.truncation", "data.val_batch", "data.return_", "data.dataloader", "data.validation_shuffle",
         "data.seed",
     ))  # fmt: skip
     usual = {"ignore_eos": False, "do_sample": True, "over_sample_rate": 0}
@@ -534,7 +550,7 @@ _WRAPPER = '''"""Calls a reward function that was written for verl as verl does:
 
 import importlib.util
 
-PATH, NAME, MORE = {path}, {name}, {more}
+PATH, NAME, MORE, SOURCE = {path}, {name}, {more}, {source}
 
 
 def _function():
@@ -552,7 +568,7 @@ def reward(prompts, completions, **columns):
     for place, text in enumerate(completions):
         row = {{name: values[place] for name, values in columns.items()}}
         truth = (row.get("reward_model") or {{}}).get("ground_truth")
-        score = SCORE(data_source=row.get("data_source"), solution_str=text, ground_truth=truth, extra_info=row.get("extra_info"), **MORE)
+        score = SCORE(data_source=row.get(SOURCE), solution_str=text, ground_truth=truth, extra_info=row.get("extra_info") or {{}}, **MORE)
         found.append(float(score["score"] if isinstance(score, dict) else score))
     return found
 '''

@@ -18,7 +18,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from headrace.commands.installed.doctor import GIB, DoctorFinding, print_findings
+from headrace.commands.installed.doctor import GIB, DoctorFinding, State, print_findings
 from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.facts.texts import plural
@@ -36,12 +36,21 @@ from headrace.processes.placed.placed import (
     Hosted,
     HostLost,
     NodeShare,
+    rank_share,
     reach_problem,
     refusal,
 )
 from headrace.processes.places import PLACES, quoted
 from headrace.run.config import RunConfig
-from headrace.run.seats import check_seats, ranks_of, seats_of, terms_of_code, threads_elsewhere, threads_of_rank
+from headrace.run.seats import (
+    check_seats,
+    ranks_of,
+    seats_of,
+    team_of,
+    terms_of_code,
+    threads_elsewhere,
+    threads_of_rank,
+)
 from headrace.version import __version__
 from headrace.weight_sync.config import reached_at
 
@@ -195,7 +204,7 @@ Findings = list[DoctorFinding]
 def examine_cluster(config: RunConfig) -> int:
     """Prints a table for every machine. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
     place = config.orchestration
-    if not place.elsewhere and not place.hosts:
+    if not place.takes_workers:
         others = sorted((kind.name for kind in PLACES.values() if kind.elsewhere), key=lambda name: PLACES[name].joins)
         raise ConfigError(
             f'--cluster looks at other machines, and orchestration.kind = "{place.kind}" has none; set it to {quoted(others)}, or scorers or '
@@ -235,17 +244,18 @@ async def findings_of(config: RunConfig, cluster: Cluster, within: float = SEEN)
 async def _cluster(config: RunConfig, cluster: Cluster) -> tuple[dict[str, Findings], dict[str, ClusterNode]]:
     """Returns the findings about the whole, and the nodes that could hold an engine or a rank, by title."""
     place, ranks = config.orchestration, ranks_of(config.orchestration, config.train)
-    bundle = NodeShare(threads_elsewhere(place, config.engine, config.chosen), place.gpus)
-    rank = NodeShare(threads_of_rank(place, config.train, config.chosen), place.rank_gpus)
-    engines = [f"engine {number}" for number in range(config.engine.replicas)]
+    bundle = NodeShare(threads_elsewhere(place, config.engine, config.chosen), place.gpus, place.resources)
+    rank = rank_share(place, threads_of_rank(place, config.train, config.chosen))
+    engines = [f"engine {number}" for number in range(config.engine.replicas if place.elsewhere else 0)]
     nodes = await cluster.nodes()
-    problems = [
-        refusal(nodes, bundle, engines, cluster),
-        refusal(nodes, rank, ranks, cluster),
-        await reach_problem(place, cluster),
-    ]
-    findings = [DoctorFinding("the run", "bad", problem) for problem in problems if problem]
-    room = f"{sum(node.holds(bundle) for node in nodes)} engines of {bundle}; the run wants {config.engine.replicas}"
+    small: State = "note" if place.grows else "bad"
+    problems: dict[str, State] = {
+        refusal(nodes, bundle, engines, cluster): small,
+        refusal(nodes, rank, ranks, cluster, team_of(config.train.parallel)): small,
+        await reach_problem(place, cluster): "bad",
+    }
+    findings = [DoctorFinding("the run", mark, problem) for problem, mark in problems.items() if problem]
+    room = f"{sum(node.holds(bundle) for node in nodes)} engines of {bundle}; the run wants {len(engines)}"
     ranks_room = f"{sum(node.holds(rank) for node in nodes)} ranks of {rank}; the run wants {len(ranks)}"
     trainer = DoctorFinding(
         "trainer",

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -264,7 +264,7 @@ class Conversation:
         replies: list[ChatReply] = []
 
         def read(done: Completion) -> dict[str, Any]:
-            replies.append(self._read(done, format))
+            replies.append(self._read(done, format, place.given))
             return _as_message(replies[-1])
 
         begun = str(place.given[-1]["content"]) if place.continues else ""
@@ -384,15 +384,16 @@ class Conversation:
         except ConfigError as error:
             raise ConfigError(f'{error}. environment.tools = "hermes" does that') from None
 
-    def _read(self, done: Completion, format: CallFormat | None) -> ChatReply:
+    def _read(self, done: Completion, format: CallFormat | None, given: Sequence[Message]) -> ChatReply:
         stop, count = "length" if done.stop == "length" else "stop", len(done.tokens)
         text = self._text_of(format).push(done.tokens, last=True)
         if format is None:
             return ChatReply(text=text, stop=stop, tokens=count)
         reply = read_calls(text, format, self._tools)
-        calls = [WrittenCall(name=call.name, arguments=call.arguments, id=self._id()) for call in reply.calls]
+        ids = self._ids(given) if reply.calls or reply.malformed else iter(())
+        calls = [WrittenCall(name=call.name, arguments=call.arguments, id=next(ids)) for call in reply.calls]
         calls += [
-            WrittenCall(name="", arguments=section.text, problem=section.why, id=self._id())
+            WrittenCall(name="", arguments=section.text, problem=section.why, id=next(ids))
             for section in reply.malformed
         ]
         return ChatReply(text=reply.content, calls=tuple(calls), stop=stop, tokens=count)
@@ -403,9 +404,17 @@ class Conversation:
         decode = self._encoder.decode_showing(shown) if shown else self._encoder.decode
         return StreamedText(decode, self._stops)
 
-    def _id(self) -> str:
-        self._calls += 1
-        return f"call{self._calls:05d}"  # Mistral's templates want nine letters and digits
+    def _ids(self, given: Sequence[Message]) -> Iterator[str]:
+        """Yields ids that no call of the conversation has: those that a client wrote may be of another conversation, before it edited that."""
+        taken = {
+            call.get("id")
+            for message in [*(past.parsed for past in self._past), *given]
+            for call in message.get("tool_calls") or ()
+        }
+        while True:
+            self._calls += 1
+            if (name := f"call{self._calls:05d}") not in taken:  # Mistral's templates want nine letters and digits
+                yield name
 
     def _keep(self, given: Sequence[Message], text: str, done: Completion, reply: ChatReply, begun: str) -> None:
         """`begun`: the begin of the answer that was given. Template and reply write it as one message."""

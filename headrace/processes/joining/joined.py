@@ -42,6 +42,17 @@ class Seats(NamedTuple):
     """The launcher of user hosts."""
 
 
+class Team(NamedTuple):
+    """Seats next to each other whose workers exchange much for every layer, and belong on one node."""
+
+    size: int = 1
+    must: bool = True
+    """Whether they cannot be on several nodes, rather than only had better not."""
+
+
+ALONE = Team()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeatsWanted:
     """All that a place must know to open the seats of a run."""
@@ -49,6 +60,8 @@ class SeatsWanted:
     settings: PlaceSettings
     seats: Mapping[Kind, Sequence[str]]
     """The names of the seats, by what their workers offer."""
+    team: Team
+    """The ranks of the trainer that belong on one node."""
     threads: Mapping[Kind, int]
     """The threads of each engine, and of each rank of the trainer; 0: as many as its machine has cores for it."""
     terms: Terms

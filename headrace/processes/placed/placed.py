@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -16,7 +16,7 @@ from headrace.core.protocols import Heard, Job
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.texts import plural
 from headrace.processes.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE, TOKEN, Agreed, Terms
-from headrace.processes.joining.joined import Arrivals, ElsewherePlace, SeatedWorker, Seats, SeatsWanted
+from headrace.processes.joining.joined import ALONE, Arrivals, ElsewherePlace, SeatedWorker, Seats, SeatsWanted, Team
 from headrace.processes.joining.listener import Listener, listening
 from headrace.processes.launch.local import GRACE
 from headrace.processes.process_end import ending
@@ -34,18 +34,25 @@ class HostLost(HeadraceError):
 class NodeShare(NamedTuple):
     """The part of a node that one worker is given.
 
-    >>> str(NodeShare(2, 1)), str(NodeShare(1))
-    ('2 CPUs and 1 GPU', '1 CPU')
+    >>> str(NodeShare(2, 1)), str(NodeShare(1)), str(NodeShare(1, others={"accelerator_type:H100": 0.001}))
+    ('2 CPUs and 1 GPU', '1 CPU', '1 CPU and 0.001 accelerator_type:H100')
     """
 
     cpus: float
     gpus: float = 0
+    others: Mapping[str, float] = {}
+    """Further resources by the names that the cluster's software has for them, such as GPUs of one type."""
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """All that it takes, by Ray's names."""
+        return {name: count for name, count in (("CPU", self.cpus), ("GPU", self.gpus), *self.others.items()) if count}
 
     def __str__(self) -> str:
         cpus, gpus = (
-            f"{count:g} {what}{'' if count == 1 else 's'}" for count, what in zip(self, ("CPU", "GPU"), strict=True)
+            f"{count:g} {what}{'' if count == 1 else 's'}" for count, what in ((self.cpus, "CPU"), (self.gpus, "GPU"))
         )
-        return f"{cpus} and {gpus}" if self.gpus else cpus
+        return " and ".join([cpus, *[gpus] * bool(self.gpus), *(f"{n:g} {name}" for name, n in self.others.items())])
 
 
 class ClusterNode(NamedTuple):
@@ -62,7 +69,8 @@ class ClusterNode(NamedTuple):
         >>> ClusterNode("a", "10.0.0.5", NodeShare(8, 2)).holds(NodeShare(3, 1))
         2
         """
-        return int(min(mine // wanted for mine, wanted in zip(self.has, bundle, strict=True) if wanted))
+        here = self.has.amounts
+        return int(min(here.get(name, 0) / wanted + 1e-6 for name, wanted in bundle.amounts.items()))
 
 
 class Hosted(Protocol):
@@ -92,7 +100,7 @@ class Cluster(Protocol):
     """
     >>> from headrace.testing.fake_cluster import FakeCluster
     >>> async def case():
-    ...     berth = await FakeCluster([NodeShare(2), NodeShare(4)]).reserve(NodeShare(3))
+    ...     (berth,) = await FakeCluster([NodeShare(2), NodeShare(4)]).reserve(NodeShare(3))
     ...     return (await berth.placed()).id
     >>> asyncio.run(case())
     'node 2'
@@ -110,8 +118,8 @@ class Cluster(Protocol):
     async def own_address(self) -> str:
         """The address at which nodes reach this machine."""
 
-    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = ()) -> Berth:
-        """Asks for a bundle. `avoid`: nodes that it must not be on."""
+    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = (), team: Team = ALONE) -> Sequence[Berth]:
+        """Asks for as many bundles as the team has seats. `avoid`: nodes that they must not be on."""
 
     async def visit(self, node: ClusterNode) -> Hosted:
         """Starts a `NodeHost` on that node, without a bundle: it looks around there, and starts no worker."""
@@ -120,14 +128,17 @@ class Cluster(Protocol):
         """Gives all bundles back, which ends the hosts in them."""
 
 
-def refusal(nodes: Sequence[ClusterNode], bundle: NodeShare, seats: Sequence[str], cluster: Cluster) -> str:
+def refusal(
+    nodes: Sequence[ClusterNode], bundle: NodeShare, seats: Sequence[str], cluster: Cluster, team: Team = ALONE
+) -> str:
     """Returns why a bundle for each of these seats can never be placed there; empty if they can.
 
     >>> from headrace.testing.fake_cluster import FakeCluster
     >>> refusal([ClusterNode("a", "10.0.0.5", NodeShare(4))], NodeShare(2), ["engine 1", "engine 2"], FakeCluster([]))
     ''
     """
-    room = sum(node.holds(bundle) for node in nodes)
+    whole = team.size if team.must else 1
+    room = sum(node.holds(bundle) // whole * whole for node in nodes)
     if room >= len(seats):
         return ""
     there = ", ".join(f"{node.address} ({node.has})" for node in nodes) or "no node"
@@ -135,13 +146,15 @@ def refusal(nodes: Sequence[ClusterNode], bundle: NodeShare, seats: Sequence[str
     one, many = ("a rank", "ranks") if ranks else ("an engine", "engines")
     what = one if len(seats) == 1 else f"{len(seats)} {many}"
     lower = (
-        "train.parallel, train.threads (CPUs of a rank) or orchestration.rank_gpus"
+        "train.parallel, train.threads (CPUs of a rank), orchestration.rank_gpus or rank_resources"
         if ranks
-        else "engine.replicas, engine.threads (CPUs of an engine) or orchestration.gpus"
+        else "engine.replicas, engine.threads (CPUs of an engine), orchestration.gpus or resources"
     )
     return (
-        f"the {cluster.software} cluster (orchestration.address = {cluster.address}) can never place {what} of {bundle} each: it has room for {room}. It has "
-        f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {there}. Start more nodes, or lower {lower}"
+        f"the {cluster.software} cluster (orchestration.address = {cluster.address}) can never place {what} of {bundle} each"
+        f"{f', {whole} of them together on one node' if whole > 1 else ''}: it has room for {room}. It has "
+        f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {there}. Start more nodes, lower {lower}, or set orchestration.grows = true where the "
+        "cluster adds nodes on demand"
     )
 
 
@@ -172,7 +185,7 @@ class ClusterPlace(ElsewherePlace):
 
     software: ClassVar[str]
     """The software that manages the nodes, in words."""
-    own = ("address", "gpus", "rank_gpus", "listen", "trainer")
+    own = ("address", "gpus", "resources", "rank_gpus", "rank_resources", "grows", "listen", "trainer")
     refuses_hosts = "places engines and ranks, with a token of its own, and scorers and environments join by hand"
     reserves_cores = True
 
@@ -202,19 +215,25 @@ class ClusterPlace(ElsewherePlace):
             if problem := await reach_problem(settings, cluster):
                 raise ConfigError(problem)
 
-            def launcher(bundle: NodeShare) -> PlacedLauncher:
+            def launcher(bundle: NodeShare, team: Team = ALONE) -> PlacedLauncher:
                 own = {"terms": wanted.terms, "logs": wanted.logs, "telemetry": wanted.telemetry}
-                return PlacedLauncher(cluster, listener, bundle=bundle, **own)  # type: ignore[arg-type]
+                return PlacedLauncher(cluster, listener, bundle=bundle, team=team, grows=settings.grows, **own)  # type: ignore[arg-type]
 
-            engines = launcher(NodeShare(wanted.threads["engine"], settings.gpus))
-            ranks = launcher(NodeShare(wanted.threads["trainer"], settings.rank_gpus))
+            engines = launcher(NodeShare(wanted.threads["engine"], settings.gpus, settings.resources))
+            ranks = launcher(rank_share(settings, wanted.threads["trainer"]), wanted.team)
             await ranks.open(wanted.seats.get("trainer", ()))  # they wait for each other, so that they are placed first
             await engines.open(wanted.seats.get("engine", ()))
             yield Seats(engines, ranks, engines)
 
 
+def rank_share(settings: PlaceSettings, threads: int) -> NodeShare:
+    return NodeShare(threads, settings.rank_gpus, settings.rank_resources)
+
+
 class PlacedLauncher:
-    """Protocol `Launcher`. Every seat has a bundle of its own, which it keeps when its worker dies and loses with its node."""
+    """Protocol `Launcher`. Every seat has a bundle of its own, which it keeps when its worker dies and loses with its node.
+
+    The seats of a team lose theirs together: they are ranks, none of which goes on without the others."""
 
     def __init__(
         self,
@@ -226,10 +245,16 @@ class PlacedLauncher:
         logs: Path,
         telemetry: Telemetry,
         silence: float = SILENCE,
+        team: Team = ALONE,
+        grows: bool = False,
     ) -> None:
+        """`grows`: whether the cluster may have nodes later that it does not have now."""
+        self._team, self._grows = team, grows
         self.cluster, self.arrivals, self.bundle, self.terms, self.logs = cluster, arrivals, bundle, terms, logs
         self.telemetry, self.silence = telemetry, silence
         self._berths: dict[str, Berth] = {}
+        self._mates: dict[str, Sequence[str]] = {}
+        """All seats of its team, by seat."""
         self._doubts: dict[str, float] = {}
         """The times at which nodes fell silent, by their ids."""
         self._taken: set[str] = set()
@@ -237,10 +262,13 @@ class PlacedLauncher:
 
     async def open(self, seats: Sequence[str]) -> None:
         """Reserves a bundle for each seat. Raises ConfigError if they can never be had."""
-        if message := refusal(await self.cluster.nodes(), self.bundle, seats, self.cluster):
+        message = refusal(await self.cluster.nodes(), self.bundle, seats, self.cluster, self._team)
+        if message and not self._grows:
             raise ConfigError(message)
-        for who in seats:
-            self._berths[who] = await self.cluster.reserve(self.bundle)
+        for first in range(0, len(seats), self._team.size):
+            team = seats[first : first + self._team.size]
+            self._mates |= dict.fromkeys(team, team)
+            await self._reserve(team[0])
 
     def worker(self, job: Job, heard: Heard) -> PlacedWorker:
         if job.kind == "shared trainer" or job.inherited:
@@ -254,13 +282,19 @@ class PlacedLauncher:
         if who in self._berths:
             return self._berths[who], await self._berths[who].placed()
         if avoid := await self._doubted():
-            berth = self._berths[who] = await self.cluster.reserve(self.bundle, avoid)
+            berth = await self._reserve(who, avoid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DOUBTED):
                     return berth, await berth.placed()
-            await berth.release()  # the other nodes are full: the doubted one has recovered, or is no node any more
-        berth = self._berths[who] = await self.cluster.reserve(self.bundle)
+            await self.leave(who)  # the other nodes are full: the doubted one has recovered, or is no node any more
+        berth = await self._reserve(who)
         return berth, await berth.placed()
+
+    async def _reserve(self, who: str, avoid: Collection[str] = ()) -> Berth:
+        team = self._mates.get(who, (who,))
+        berths = await self.cluster.reserve(self.bundle, avoid, self._team._replace(size=len(team)))
+        self._berths |= zip(team, berths, strict=True)
+        return self._berths[who]
 
     async def _doubted(self) -> set[str]:
         """Returns the nodes to avoid; none if no other node could hold a bundle."""
@@ -273,8 +307,9 @@ class PlacedLauncher:
         """Gives the bundle of that seat back, so that its next worker gets another one. `doubted`: the node that does not answer."""
         if doubted:
             self._doubts[doubted] = self.telemetry.clock()
-        if berth := self._berths.pop(who, None):
-            await berth.release()
+        for mate in self._mates.get(who, (who,)):
+            if berth := self._berths.pop(mate, None):
+                await berth.release()
 
 
 class PlacedWorker(SeatedWorker):

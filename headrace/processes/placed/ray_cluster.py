@@ -8,12 +8,13 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.facts.texts import clip
+from headrace.processes.joining.joined import ALONE, Team
 from headrace.processes.placed import host
 from headrace.processes.placed.placed import ClusterNode, ClusterPlace, HostLost, NodeShare
 from headrace.processes.worker_place import PlaceSettings
@@ -66,8 +67,8 @@ class RayHosted:
 class RayBerth:
     """Protocol `Berth`."""
 
-    def __init__(self, group: Any, bundle: NodeShare, cluster: RayCluster) -> None:
-        self._group, self._bundle, self._cluster = group, bundle, cluster
+    def __init__(self, group: Any, index: int, bundle: NodeShare, cluster: RayCluster) -> None:
+        self._group, self._index, self._bundle, self._cluster = group, index, bundle, cluster
 
     async def placed(self) -> ClusterNode:
         await self._cluster.result(self._group.ready)
@@ -76,7 +77,7 @@ class RayBerth:
     def _node(self) -> ClusterNode:
         from ray.util import placement_group_table
 
-        (where,) = placement_group_table(self._group)["bundles_to_node_id"].values()
+        where = placement_group_table(self._group)["bundles_to_node_id"][self._index]
         found = {node.id: node for node in all_nodes()}
         return found.get(where) or ClusterNode(where, where, NodeShare(0))
 
@@ -86,7 +87,7 @@ class RayBerth:
     def _begin(self) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._index)
         return _actor(strategy, self._bundle)
 
     async def release(self) -> None:
@@ -170,14 +171,16 @@ class RayCluster:
 
         return await self.do(ray.util.get_node_ip_address)
 
-    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = ()) -> RayBerth:
+    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = (), team: Team = ALONE) -> Sequence[RayBerth]:
         from ray.util import placement_group
 
-        room = {name: count for name, count in (("CPU", bundle.cpus), ("GPU", bundle.gpus)) if count}
-        labels = [{NODE_ID: f"!in({', '.join(sorted(avoid))})"}] if avoid else None
-        group = await self.do(lambda: placement_group([room], bundle_label_selector=labels))
-        self.berths.add(berth := RayBerth(group, bundle, self))
-        return berth
+        strategy = "STRICT_PACK" if team.must else "PACK"
+        labels = [{NODE_ID: f"!in({', '.join(sorted(avoid))})"}] * team.size if avoid else None
+        room = [bundle.amounts] * team.size
+        group = await self.do(lambda: placement_group(room, strategy=strategy, bundle_label_selector=labels))
+        berths = [RayBerth(group, index, bundle, self) for index in range(team.size)]
+        self.berths.update(berths)
+        return berths
 
     async def visit(self, node: ClusterNode) -> RayHosted:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -200,8 +203,25 @@ def _actor(strategy: Any, bundle: NodeShare) -> Any:
     import ray
 
     ray.cloudpickle.register_pickle_by_value(host)  # see `host.py`
-    options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
-    return ray.remote(host.NodeHost).options(**options).remote()
+    return (
+        ray.remote(host.NodeHost)
+        .options(
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            resources=dict(bundle.others),
+            max_restarts=0,
+            scheduling_strategy=strategy,
+        )
+        .remote()
+    )
+
+
+def _share(has: Mapping[str, float]) -> NodeShare:
+    """`has`: all that Ray counts on a node. Memory, the node's own name and the bundles that are reserved there are no resources that a run asks for."""
+    own = ("memory", "object_store_memory", "node:", "bundle_group_", "CPU", "GPU")
+    return NodeShare(
+        has.get("CPU", 0), has.get("GPU", 0), {name: count for name, count in has.items() if not name.startswith(own)}
+    )
 
 
 def all_nodes() -> list[ClusterNode]:
@@ -211,7 +231,7 @@ def all_nodes() -> list[ClusterNode]:
         ClusterNode(
             node["NodeID"],
             node["NodeManagerAddress"],
-            NodeShare(node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0)),
+            _share(node["Resources"]),
         )
         for node in ray.nodes()
         if node["Alive"]

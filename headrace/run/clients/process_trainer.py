@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from headrace.core.batches import Batch
-from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.core.errors import ConfigError, HeadraceError, RankUnreachable, WorkerDied
 from headrace.core.protocols import Job, Launcher, Worker
 from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.core.weights import WeightUpdate
@@ -47,8 +47,9 @@ STOPPED = 5
 """Seconds for which a rank may be stopped by a signal or a debugger."""
 
 TOGETHER = 5.0
-"""Seconds after the failure of one rank in which the others may fail or answer too. All of them fail alike where a file is
-damaged or a setting cannot work; a rank that failed alone leaves the others in a collective, and then the group is lost."""
+"""Seconds after the failure of one rank in which the others may fail or answer too, beside those in which the loss of a rank is noticed (`late`).
+All of them fail alike where a file is damaged or a setting cannot work; a rank that failed alone leaves the others in a collective, and then the
+group is lost. One that failed because another has died must not count as the one that failed."""
 
 ALONE = {"save"}
 """Calls in which no rank waits for another: each writes files of its own, and the one whose disk is full fails long before the others end."""
@@ -88,6 +89,10 @@ class RankGroup:
     @property
     def door(self) -> str:
         return self._workers[0].door
+
+    @property
+    def late(self) -> float:
+        return max(worker.late for worker in self._workers)
 
     async def start(self) -> None:
         """Returns when all have started: the ones elsewhere come when they like. Raises WorkerDied if one is lost before the last has come."""
@@ -145,7 +150,7 @@ class RankGroup:
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if any(_failed(call) for call in calls):
-                await self._settle(calls, None if method in ALONE else TOGETHER)
+                await self._settle(calls, None if method in ALONE else TOGETHER + self.late)
             answer: T = calls[0].result()
             return answer
         finally:
@@ -169,6 +174,9 @@ class RankGroup:
         some: list[asyncio.Future[Any]] = [everyone, self._ended]
         await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED, timeout=timeout)
         errors = [error for call in calls if (error := _failed(call))]
+        if cut_off := next((error for error in errors if isinstance(error, RankUnreachable)), None):
+            await asyncio.wait([self._ended], timeout=TOGETHER + self.late)  # of the one that is not reached
+            self._lose(f"of a rank does not reach another, which lives: {cut_off}")
         if self._ended.done() or any(isinstance(error, WorkerDied) for error in errors):
             raise WorkerDied("trainer", await self.watch())
         if not everyone.done():

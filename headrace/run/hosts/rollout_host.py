@@ -55,7 +55,8 @@ LOOK = 1.0
 """Seconds for which the bus may hold back an answer."""
 
 OVERTAKEN = 10.0
-"""Seconds in which newer weights must be announced if those that were announced can no longer be fetched."""
+"""Seconds in which newer weights must be announced, or the trainer's death, if those that were announced can no longer be fetched. Where ranks are
+elsewhere, the run notices it later."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -75,6 +76,7 @@ class HostParts:
     waits: Waits
     sets: Mapping[str, GroupSource] = field(default_factory=dict)
     """The sources of the further evaluation sets, by name."""
+    overtaken: float = OVERTAKEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +307,7 @@ class _Session:
                 IdentityError
             ) as error:  # the trainer keeps two versions: these may be gone, and newer ones announced
                 error.add_note("this rollout host ends; start it again when the cause is gone")
-                failure, refused, wait, heard = error, notice, OVERTAKEN, self._signs
+                failure, refused, wait, heard = error, notice, self.parts.overtaken, self._signs
             self.wake()
 
     async def _load(self, notice: WeightsNotice, loaded: dict[str, int]) -> None:

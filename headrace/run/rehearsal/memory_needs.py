@@ -179,6 +179,8 @@ class MemoryPlan(NamedTuple):
     adapters: int
     """Number of adapters that are trained; 0 trains all weights."""
     reference_in_loss: bool
+    reference_moves: bool = False
+    """Whether the reference is a part of each checkpoint (`algo.kl.every`)."""
     critic: ModelShape | None = None
     """The critic's own model (`algo.critic.model`)."""
     rewards: bool = False
@@ -216,6 +218,7 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lora=first.lora,
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
+        reference_moves=config.algo.recipe.kl.every > 0,
         critic=critic_shape(config.algo),
         rewards=any(run.algo.trains_rewards for run in runs),
         fetches=not config.engine.is_server and way.transport.sends_bytes,
@@ -350,17 +353,30 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
-    if plan.critic:
-        own = plan.critic.parameters
-        yield MemoryNeed("trainer", "critic, gradients, AdamW (algo.critic.model)", 16 * own, device, certain=True)
-        if (plan.shared or plan.lent) and device == "cuda":
-            yield MemoryNeed("trainer", "critic and AdamW while the engine has the GPU", 12 * own, "cpu", certain=True)
-    if sums_once(train.parallel, shape.parameters, 0) and not plan.adapters:  # auto takes half of a GPU at most
-        whole = 4 * shape.parameters / train.parallel.tensor * everyone
+    yield from _critic(plan)
+    trained = (0 if plan.adapters else shape.parameters) + (plan.critic.parameters if plan.critic else 0)
+    if trained and sums_once(train.parallel, trained, 0):  # auto takes half of a GPU at most
+        whole = 4 * trained / train.parallel.tensor * everyone
         yield MemoryNeed("trainer", "gradients of the whole model in each rank, until they are summed", whole, device)
     yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
     kept = train.microbatch * step_activations(shape, plan) * computing
     yield MemoryNeed("trainer", ACTIVATIONS, kept * everyone, device)
+
+
+def _critic(plan: MemoryPlan) -> Iterator[MemoryNeed]:
+    """Yields the memory of the critic's own model, which lies on the ranks as the policy's weights do, in float32."""
+    if plan.critic is None:
+        return
+    train, device = plan.train, plan.train_device
+    own = plan.critic.parameters / train.parallel.split * (train.parallel.ranks if device == "cpu" else 1)
+    if train.offload_optimizer:
+        yield MemoryNeed("trainer", "critic, gradients (algo.critic.model)", 8 * own, device, certain=True)
+        yield MemoryNeed("trainer", "critic's AdamW and masters (algo.critic.model)", 12 * own, "cpu", certain=True)
+    else:
+        yield MemoryNeed("trainer", "critic, gradients, AdamW (algo.critic.model)", 16 * own, device, certain=True)
+    if (plan.shared or plan.lent) and device == "cuda":
+        away, what = (4, "critic") if train.offload_optimizer else (12, "critic and AdamW")
+        yield MemoryNeed("trainer", f"{what} while the engine has the GPU", away * own, "cpu", certain=True)
 
 
 def step_activations(shape: Widths, plan: MemoryPlan) -> int:
@@ -381,8 +397,9 @@ def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
     """Returns the bytes of a checkpoint: the trained weights and their AdamW state."""
     adapters = plan.adapters + plan.rewards
     trained = adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
-    critic = 12 * plan.critic.parameters if plan.critic else 0
-    return critic + trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
+    beside = 12 * plan.critic.parameters if plan.critic else 0
+    beside += int(BYTES[plan.train_dtype]) * shape.parameters if plan.reference_moves else 0
+    return beside + trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
 
 
 # --- verdicts ----------------------------------------------------------------------------------------------------------

@@ -130,8 +130,8 @@ def _tuple(value: Any, reads: dict[str, str]) -> str:
 
 def _kl(recipe: Recipe) -> str:
     kl = recipe.kl
-    unbiased = ", unbiased" if kl.unbiased else ""
-    return f"{_plain(kl.coef)} x {kl.estimator} in the {kl.place}{unbiased}" if kl.coef else "none"
+    more = (", unbiased" if kl.unbiased else "") + (f", adapted towards {_plain(kl.target)} nats" if kl.target else "")
+    return f"{_plain(kl.coef)} x {kl.estimator} in the {kl.place}{more}" if kl.coef else "none"
 
 
 def _distill(recipe: Recipe) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from headrace.durable.shared_directory import see
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
+from headrace.models.resolve import resolve_model
 from headrace.processes.joining.same_model import digests, weights_digest
 from headrace.processes.launch.forking import ForkLauncher, can_fork_for_parent, end_idle, load_ahead
 from headrace.processes.launch.local import LocalLauncher, environment
@@ -96,7 +97,7 @@ def build_trainer_core(
         seed=start.seed,
         keep_routing=start.keep_routing,
         adapters=adapters,
-        placement=_placement(start, train, door),
+        placement=_placement(start, train, loaded_models(start.model_dir, algo), door),
         beside=start.beside,
     )
     for name, checkpoint in start.restore.items():
@@ -137,8 +138,18 @@ def _sender(start: TrainerStart, core: TorchTrainer, manifests: dict[str, Manife
     return rank_sender(start, values, manifests, once)
 
 
-def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | None) -> Placement | None:
-    """The placement of one rank among several. Blocks until all have come. None: one device, the default."""
+def loaded_models(model_dir: str, algo: AlgoConfig) -> dict[str, Path]:
+    """Returns the directories of the models that each rank of the trainer reads its part of, by what they are. Raises ConfigError for one that is not on
+    this machine."""
+    own = algo.recipe.critic.model if algo.has_critic else ""
+    critic = {"the critic's files of weights": resolve_model(own, setting="algo.critic.model")} if own else {}
+    return {"the files of weights": Path(model_dir), **critic}
+
+
+def _placement(
+    start: TrainerStart, train: TrainConfig, models: Mapping[str, Path], door: socket.socket | None
+) -> Placement | None:
+    """The placement of one rank among several. Blocks until all have come. None: one device, the default. `models`: as `loaded_models` returns them."""
     if start.ranks == 1:
         return None
     import torch
@@ -161,7 +172,8 @@ def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | No
         check_same(
             "device, dtype and torch", computed, "make them alike (train.device and train.dtype name the first two)"
         )
-        check_same("the files of weights", weights_digest(Path(start.model_dir)), "copy the same files to all machines")
+        for what, directory in models.items():
+            check_same(what, weights_digest(directory), "copy the same files to all machines")
     return placement_of(train.parallel, device)
 
 

@@ -347,10 +347,11 @@ class TinkerService:
         session = self.sessions.get(model.session)
         if body.path is None and body.sampling_session_seq_id is None:
             raise Refused(400, "save_weights_for_sampler needs a path or a sampling_session_seq_id")
+        # The API's client gives a request that it sends again another number for its sampler; the first one's is the answer to both.
         return self._in_order(
             model,
             body.seq_id,
-            body,
+            msgspec.structs.replace(body, sampling_session_seq_id=None),
             lambda: self._operations.save_for_sampler(session, model, body, self._inflight(session, model)),
         )
 

@@ -112,6 +112,15 @@ class Forward:
         """[N, H] hidden states of a pack."""
         return within(self.model, lambda: self._hidden(pack).clone())  # FSDP2 warns of a view
 
+    def values(self, pack: Pack, critic: Values) -> Tensor:
+        """[M] a critic's values of what the pack's loss tokens are predicted from, with gradient. The model's own head is not called."""
+        hidden, context = self.hidden(pack), self.context
+        if context is None:
+            return _values(hidden, pack.predictor, critic)
+        places = context.places(pack.predictor)
+        found = _values(hidden, pack.predictor[places] // context.size, critic)
+        return context.collected(found, places, len(pack.predictor))
+
     def _chunked_logprobs(
         self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Values | None
     ) -> TokenScores:
@@ -140,8 +149,7 @@ class Forward:
 
         found = within(head, of_head)
         if critic is not None:
-            places, which = torch.unique(predictor, return_inverse=True)  # sums of gradients have an order then (C8)
-            found = found._replace(value=critic(hidden.index_select(0, places))[which])
+            found = found._replace(value=_values(hidden, predictor, critic))
         return _scores(pack, found if self.context is None else _of_all(self.context, found, asked[0], asked[2]))
 
     def _hidden(self, pack: Pack) -> Tensor:
@@ -171,6 +179,11 @@ class Forward:
             )
             start = end
         return _joined(scores)
+
+
+def _values(hidden: Tensor, predictor: Tensor, critic: Values) -> Tensor:
+    places, which = torch.unique(predictor, return_inverse=True)  # sums of gradients have an order then (C8)
+    return critic(hidden.index_select(0, places))[which]
 
 
 def _asked(pack: Pack, predictor: Tensor) -> tuple[Tensor, Tensor, Kept | None]:

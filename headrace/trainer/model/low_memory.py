@@ -111,6 +111,12 @@ class MixedAdamW(torch.optim.Optimizer):
             for parameter, master in self.masters.items():
                 parameter.copy_(master)
 
+    def take_masters(self) -> None:
+        """Copies weights on the device, which lose nothing in their own dtype, to their masters."""
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                master.copy_(parameter)
+
     def _place(self, parameter: Tensor) -> torch.device:
         return self.masters[parameter].device if self.masters else parameter.device
 

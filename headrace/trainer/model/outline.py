@@ -147,7 +147,7 @@ class WeightFiles:
             rest = region(name)
             if rest is not None and by_expert:
                 rest = [[(0, value.shape[0])], *rest[1:]]
-            yield name, value if rest is None else cut(value, rest)
+            yield name, cut(value, rest)
 
     def _by_expert(self, first: str, wanted: Region) -> bool:
         """Whether what this process holds of stacked experts is made of the files' tensors of some experts alone."""
@@ -196,9 +196,9 @@ def _pieces(found: Any, wanted: Region) -> Tensor:
     return torch.cat(parts, several)
 
 
-def cut(value: Tensor, wanted: Region) -> Tensor:
-    """The part of a whole tensor."""
-    for dim, runs in enumerate(wanted):
+def cut(value: Tensor, wanted: Region | None) -> Tensor:
+    """The part of a whole tensor; None: all of it."""
+    for dim, runs in enumerate(wanted or ()):
         parts = [value.narrow(dim, start, end - start) for start, end in runs]
         value = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else value.narrow(dim, 0, 0)
     return value

@@ -33,9 +33,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
+from headrace.trainer.forward.forward import Forward, forward_of, together, way_of
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
-from headrace.trainer.model.outline import Region
+from headrace.trainer.model.outline import Region, is_outline, sample
 from headrace.trainer.packing import DealtRows, Pack, StepPlan, plan_of
 from headrace.trainer.parallel import ParallelConfig
 
@@ -228,6 +229,28 @@ class Single:
 
     def part(self, read: Callable[[Region | None], Tensor], like: Tensor) -> Tensor:
         return read(None)
+
+
+# --- What a model that a placement has loaded shows, before it is spread
+
+
+def tried(placement: Placement, model: Any, trial: Callable[[Any], T]) -> T:
+    """Returns what a trial of the model finds out; of an outline, a trial that one rank makes with its first layers."""
+    if not is_outline(model):
+        return trial(model)
+
+    def alone() -> T:
+        with sample(model):
+            return trial(model)
+
+    return placement.of_leader(alone)
+
+
+def chosen_forward(placement: Placement, model: Any, *, checkpointed: bool) -> Forward:
+    """The way in which the ranks run the model (`forward.choose_forward`). Raises ConfigError where they cannot compute microbatches together."""
+    # transformers keeps no cache in layers that are checkpointed, and a rank must call each layer as often as the others
+    may_carry = placement.plain and not checkpointed
+    return together(forward_of(model, tried(placement, model, lambda one: way_of(one, may_carry))), placement.context)
 
 
 # --- The values that a rank publishes without gathering them

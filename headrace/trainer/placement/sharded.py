@@ -37,7 +37,7 @@ from headrace.trainer.parallel import ParallelConfig, sums_once
 from headrace.trainer.placement.filling import fill, part_of, piece_of
 from headrace.trainer.placement.port import Microbatches, T, TensorPiece
 from headrace.trainer.placement.rendezvous import of_leader
-from headrace.trainer.placement.tensor_parallel import split_by_plan, split_experts
+from headrace.trainer.placement.tensor_parallel import has_experts, split_by_plan, split_experts
 
 
 class Sharded:
@@ -58,6 +58,8 @@ class Sharded:
         self.context = self._context() if config.context > 1 else None
         self._roots: list[FSDPModule] = []
         """The models that FSDP2 has split."""
+        self._spread = False
+        """Whether the policy has been spread, which comes first."""
         self._summed: set[torch.nn.Parameter] = set()
         """Parameters whose gradients cover this rank's heads only."""
         self._memory = least(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0)
@@ -97,7 +99,7 @@ class Sharded:
 
     def _divide(self, model: Any) -> None:
         config, experts, summed = self.parallel, set[str](), list[str]()
-        if config.expert > 1:
+        if config.expert > 1 and (has_experts(model) or not self._spread):  # a critic beside it may be dense
             experts = split_experts(model, self._all_experts(), self._tensor)
         if config.tensor > 1:
             summed = split_by_plan(model, self._tensor, without=experts)
@@ -109,6 +111,7 @@ class Sharded:
                 if not isinstance(tensor, DTensor):  # `model.to` would make others anew, without their hooks
                     tensor.data = tensor.data.to(self._device)
         self._summed |= {model.get_parameter(name) for name in summed}
+        self._spread = True
 
     def _all_experts(self) -> DeviceMesh:
         """All ranks among which experts are split."""

@@ -200,7 +200,8 @@ def _plan_of(model: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the style of every module and parameter that the model's plan names; and those of modules that are adapted: peft puts a layer
     of its own in their place, and the module within it."""
     rules = model.tp_plan | {f"{name}.{BASE}": style for name, style in model.tp_plan.items()}
-    plan = model._expand_parallel_plan(rules)
+    gone = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Identity)}  # a critic's head
+    plan = {name: style for name, style in model._expand_parallel_plan(rules).items() if name not in gone}
     return plan, {name: style for name, style in plan.items() if f"{name}.{BASE}" in plan}
 
 
@@ -274,7 +275,7 @@ def split_experts(model: Any, ranks: DeviceMesh, alike: DeviceMesh) -> set[str]:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
     except ImportError:
         raise ConfigError(f"{asked} needs transformers >= 5.23; install it, or remove train.parallel.expert") from None
-    plan = model._expand_parallel_plan(model.ep_plan) if getattr(model, "ep_plan", None) else {}
+    plan = _plan_of_experts(model)
     weights = [name for name, style in plan.items() if style == "grouped_gemm"]
     if not weights:
         raise ConfigError(f"{asked}, and {type(model).__name__} has no experts that can be split; remove it")
@@ -287,3 +288,12 @@ def split_experts(model: Any, ranks: DeviceMesh, alike: DeviceMesh) -> set[str]:
     for name in weights:
         release(model.get_parameter(name), name, asked)
     return set(plan)
+
+
+def has_experts(model: Any) -> bool:
+    """Whether it has experts that can be split."""
+    return "grouped_gemm" in _plan_of_experts(model).values()
+
+
+def _plan_of_experts(model: Any) -> dict[str, str]:
+    return model._expand_parallel_plan(model.ep_plan) if getattr(model, "ep_plan", None) else {}

@@ -6,8 +6,8 @@
     optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>; of a critic critic/weight, critic/bias and their
                             moments, critic/exp_avg/weight, ..., and those of its own model, critic/trunk.<name>, if it has one (a checkpoint without
                             them begins a critic anew); of a process reward process/<name>
-                            and its moments
-    trainer.json            format, version, seed; the entropy's factor and last mean; for an adapter, the fingerprint of the base it
+                            and its moments; of a reference that moves reference/<name>
+    trainer.json            format, version, seed; the entropy's factor and last mean; the divergence's factor; for an adapter, the fingerprint of the base it
                             belongs to; the ranks that wrote files, where several did
 
 Ranks that hold parts of tensors write these parts, each into files of its own (`checkpoint_files.py`): `model-00001-of-00002.safetensors`. Ranks that read them, however many and
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 
 FORMAT, FORMAT_OF_PARTS = 1, 2
+_BESIDE = ("rng/", "critic/", "process/", "reference/")
+"""Beginnings of the names of what is no state of the policy's optimizer."""
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
 
@@ -55,7 +57,7 @@ class Contents:
     base: str = ""
     """Fingerprint of the frozen weights that they were trained with."""
     beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of a critic or a process reward, which are no part of the model: they lie with the optimizer's state."""
+    """Tensors of a critic, a process reward or a reference that moves, which are no part of the model: they lie with the optimizer's state."""
 
 
 def save(
@@ -79,6 +81,7 @@ def capture(
     version: int,
     seed: int,
     entropy: tuple[float, float] = (0.0, math.nan),
+    kl: float = 0.0,
     keep: Keep = on_host,
 ) -> Callable[[Path], None]:
     """Takes all that this rank writes of a checkpoint, and returns the rest of `save`, which needs no other rank. `keep`: makes copies, if the model is
@@ -92,7 +95,14 @@ def capture(
     writers = [number for number, (count,) in enumerate(counts.tolist()) if count or not number]
     if placement.leads:
         kept[1] |= {name: TensorPiece(state) for name, state in _rng(generators.flatten()).items()}
-    facts = {"format": FORMAT, "version": version, "seed": seed, "base": contents.base, "entropy": list(entropy)}
+    facts = {
+        "format": FORMAT,
+        "version": version,
+        "seed": seed,
+        "base": contents.base,
+        "entropy": list(entropy),
+        "kl": kl,
+    }
     if len(writers) > 1:
         facts |= {"format": FORMAT_OF_PARTS, "ranks": len(counts), "writers": writers}
     text = json.dumps(facts)
@@ -170,10 +180,14 @@ def entropy_of(directory: Path) -> tuple[float, float] | None:
     return None if saved is None else (float(saved[0]), float(saved[1]))
 
 
-def beside_of(directory: Path, prefix: str) -> dict[str, Tensor]:
-    """Returns the tensors beside the model whose names begin so; none in a checkpoint without any. Raises CheckpointError."""
-    saved = _saved(directory, OPTIMIZER, _read_facts(directory))
-    return {name: saved.read(name) for name in saved if name.startswith(prefix)}
+def kl_of(directory: Path) -> float:
+    """Returns the factor of the divergence in the loss (`objective.KLFactor`); 0 without one, and in a checkpoint of an earlier version."""
+    return float(json.loads((directory / TRAINER).read_text()).get("kl", 0.0))
+
+
+def beside_of(directory: Path) -> SavedTensors:
+    """Returns the file in which the tensors beside the model lie, among others. Raises CheckpointError."""
+    return _saved(directory, OPTIMIZER, _read_facts(directory))
 
 
 def all_weights(model: Any) -> Contents:
@@ -222,7 +236,7 @@ def _optimizer_state(
         if found:  # `step` is a scalar, and every rank has it
             moments = {key: placement.part(partial(rest.read, f"{key}/{name}"), like=parameter) for key in found[:2]}
             state[number] = {**moments, "step": rest.read(f"step/{name}")}
-    strangers = [name for name in rest if name not in known and not name.startswith(("rng/", "critic/", "process/"))]
+    strangers = [name for name in rest if name not in known and not name.startswith(_BESIDE)]
     if strangers:
         raise _foreign(directory, f"{OPTIMIZER} holds {strangers[0]}, which the model does not have")
     return state

@@ -9,7 +9,15 @@ from typing import NamedTuple
 import torch
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.objective import AGGREGATIONS, AggregationFunction, EntropyFactor, Objective, objective_of, reach_of
+from headrace.algo.objective import (
+    AGGREGATIONS,
+    AggregationFunction,
+    EntropyFactor,
+    KLFactor,
+    Objective,
+    objective_of,
+    reach_of,
+)
 from headrace.algo.policy.loss import Reach
 from headrace.core.errors import ConfigError
 from headrace.models.lora import LoraConfig
@@ -74,6 +82,7 @@ class Learner:
     reach: Reach = field(init=False)
     """The tokens that the loss of a token depends on."""
     entropy: EntropyFactor = field(init=False)
+    kl: KLFactor = field(init=False)
 
     def __post_init__(self) -> None:
         if self.algo.recipe.aggregation == "token_sum" and not self.algo.length_constant:
@@ -82,8 +91,8 @@ class Learner:
                 "usually to rollout.max_tokens"
             )
         self.optimizer = self.placement.optimizer(self.parameters.items(), self.config)
-        self.objective, self.reach = objective_of(self.algo), reach_of(self.algo)
-        self.entropy = EntropyFactor(self.algo.recipe.entropy)
+        self.entropy, self.kl = EntropyFactor(self.algo.recipe.entropy), KLFactor(self.algo.recipe.kl)
+        self.objective, self.reach = objective_of(self.algo, self.kl), reach_of(self.algo)
 
     @property
     def aggregation(self) -> AggregationFunction:
@@ -96,7 +105,7 @@ class Learner:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.optimizer, *([self.critic.optimizer] if self.critic else [])]
+        return [self.optimizer, *(self.critic.optimizers if self.critic else [])]
 
     @property
     def trains_critic_alone(self) -> bool:

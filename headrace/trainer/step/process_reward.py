@@ -23,6 +23,7 @@ from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.causal_lm import computed_in
 from headrace.trainer.packing import Pack, StepPlan
 from headrace.trainer.placement.port import Microbatches, Placement
+from headrace.trainer.step.checkpoint_files import SavedTensors
 from headrace.trainer.step.gradient import Replay
 from headrace.trainer.step.learner import Assignment, apply
 from headrace.trainer.step.reference import Reference
@@ -137,14 +138,16 @@ class ProcessReward:
         """Returns `state` as it is now, for `restore`."""
         return {name: tensor.clone() for name, tensor in self.state().items()}
 
-    def check(self, saved: Mapping[str, Tensor], directory: str) -> None:
-        """Raises CheckpointError if another adapter was saved."""
+    def read(self, saved: SavedTensors, directory: str) -> dict[str, Tensor]:
+        """Returns what `restore` takes of a checkpoint's tensors. Raises CheckpointError if another adapter was saved."""
+        own = {name: saved.read(name) for name in saved if name.startswith(self.prefix)}
         expected = {f"{self.prefix}{name}": parameter.shape for name, parameter in self.parameters.items()}
-        if saved and {name: saved[name].shape for name in expected if name in saved} != expected:
+        if own and {name: own[name].shape for name in expected if name in own} != expected:
             raise CheckpointError(
                 f"checkpoint {directory}: its process reward (algo.name = prime) is an adapter of another shape; resume with the lora settings "
                 "it was written with"
             )
+        return own
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Tensor]) -> None:

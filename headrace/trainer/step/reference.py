@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +24,11 @@ from headrace.core.weights import WeightUpdate
 from headrace.trainer.forward.forward import Forward
 from headrace.trainer.forward.lowered import lowered_by_autocast
 from headrace.trainer.forward.routing import no_replay
+from headrace.trainer.model.low_memory import local
+from headrace.trainer.model.outline import cut
 from headrace.trainer.packing import Pack
-from headrace.trainer.placement.port import Keep, on_host
+from headrace.trainer.placement.port import Keep, Placement, on_host
+from headrace.trainer.step.checkpoint_files import SavedTensors
 from headrace.trainer.step.host_memory import HostCopy
 
 if TYPE_CHECKING:
@@ -35,12 +39,13 @@ if TYPE_CHECKING:
 # A frozen copy of a model, in the dtype of the computation wherever that loses nothing.
 
 
-def frozen(model: Any, dtype: torch.dtype) -> Any:
-    """Returns a copy in evaluation mode that gives the same numbers under autocast to `dtype`."""
+def frozen(model: Any, dtype: torch.dtype, *, moves: bool = False) -> Any:
+    """Returns a copy in evaluation mode that gives the same numbers under autocast to `dtype`. `moves`: other weights than the present ones will be copied
+    into it."""
     lowered = {id(parameter) for _, _, parameter in lowered_by_autocast(model)}
     embedding = model.get_input_embeddings()
     weight = model.files.whole(model, embedding.weight) if embedding.weight.is_meta else embedding.weight
-    raised = type(embedding) is torch.nn.Embedding and _survives(weight, dtype)
+    raised = not moves and type(embedding) is torch.nn.Embedding and _survives(weight, dtype)
     if not raised:
         lowered.discard(id(embedding.weight))
     # deepcopy takes the copies of parameters from here, so that there is never a second one in float32
@@ -68,8 +73,12 @@ def _survives(weight: Float[Tensor, "*shape"], dtype: torch.dtype) -> bool:
 # 2 bytes a parameter under bfloat16, and log-probs that equal the policy's bit for bit until a weight moves. Under LoRA the reference
 # is the same model with its adapters switched off, which costs no memory.
 #
-# The copy is made before a checkpoint is restored, so that a resumed run has the reference that it started with.
+# The copy is made before a checkpoint is restored, so that a resumed run has the reference that it started with. One that moves (`algo.kl.every`) is a part of the
+# checkpoint.
 
+
+PREFIX = "reference/"
+"""Begins the names of its tensors in a checkpoint."""
 
 ReplayRoutes = Callable[[Pack], AbstractContextManager[Any]]
 
@@ -87,8 +96,10 @@ class Reference:
     switch: Callable[[], AbstractContextManager[Any]]
     """Open while the reference computes: it switches adapters off."""
     replay: ReplayRoutes
-    bytes: int
+    bytes: int = field(kw_only=True)
     """The size of the weights that it has of its own; 0 under LoRA."""
+    moves: bool = field(default=False, kw_only=True)
+    """Whether it takes later weights of the policy."""
 
     @torch.no_grad()
     def __call__(self, pack: Pack, temperature: float) -> Float[Tensor, " M"]:
@@ -96,21 +107,50 @@ class Reference:
         with self.switch(), self.replay(pack):
             return self.forward.logprobs(untaught, temperature, self.dtype).logprob
 
+    @torch.no_grad()
+    def follow(self, model: Any, placement: Placement) -> None:
+        """Takes the weights that the model has now."""
+        for own, new in zip(self.forward.model.parameters(), model.parameters(), strict=True):
+            if local(own).shape == local(new).shape:
+                local(own).copy_(local(new))
+            else:  # trained in another dtype than most, so that each rank has the whole
+                own.copy_(placement.part(partial(cut, new.detach()), like=own))
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint, where they lie."""
+        return {f"{PREFIX}{name}": own.detach() for name, own in self.forward.model.named_parameters()}
+
+    def read(self, saved: SavedTensors, placement: Placement) -> dict[str, Tensor]:
+        """Returns what `restore` takes of a checkpoint's tensors: this rank's part of them. Empty for one whose reference did not move."""
+        found = {name: own for name, own in self.state().items() if name in saved}
+        return {name: placement.part(partial(saved.read, name), like=own) for name, own in found.items()}
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Restores what `read` returned."""
+        for name, own in self.state().items():
+            if name in saved:
+                own.copy_(saved[name])
+
 
 def reference_of(
-    forward: Forward, dtype: torch.dtype, replay_of: Callable[[Forward], ReplayRoutes] = lambda _: no_replay
+    forward: Forward,
+    dtype: torch.dtype,
+    replay_of: Callable[[Forward], ReplayRoutes] = lambda _: no_replay,
+    *,
+    moves: bool = False,
 ) -> Reference:
     """The reference of a model as it is now, in evaluation mode: the same model without its adapters, or a frozen copy of one without any.
-    `replay_of`: makes what forces the recorded experts. Raises what it raises."""
+    `replay_of`: makes what forces the recorded experts. `moves`: as for `frozen`. Raises what `replay_of` raises."""
     switch: Callable[[], AbstractContextManager[Any]]
     adapters = adapter_layers(forward.model)
     if adapters:
-        own, switch, size = forward, lambda: switched_off(adapters), 0
+        own, switch, size, moves = forward, lambda: switched_off(adapters), 0, False
     else:
-        own = replace(forward, model=frozen(forward.model, dtype))
+        own = replace(forward, model=frozen(forward.model, dtype, moves=moves))
         switch, size = nullcontext, sum(p.nbytes for p in own.model.parameters())
 
-    return Reference(own, dtype, switch, replay_of(own), size)
+    return Reference(own, dtype, switch, replay_of(own), bytes=size, moves=moves)
 
 
 # -- without adapters -------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from headrace.trainer.config import TrainConfig, uncompiled
 from headrace.trainer.dealing.deal import dealing_of
 from headrace.trainer.dealing.share import StepShare, dealt_of
 from headrace.trainer.forward.compiled import Compilation, compiled
-from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden, together, way_of
+from headrace.trainer.forward.forward import Forward, ForwardWay, forward_of, packed_hidden
 from headrace.trainer.forward.fused.fused_ops import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
 from headrace.trainer.forward.image_places import images_ahead
@@ -54,9 +54,9 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
-from headrace.trainer.model.outline import is_outline, outline, sample
+from headrace.trainer.model.outline import is_outline, outline
 from headrace.trainer.packing import DealtRows, Pack, PickedNumbers, StepPlan, StepRows, pack_rows, pack_sequence
-from headrace.trainer.placement.port import Keep, Placement, Single, T, on_host, own_values_of
+from headrace.trainer.placement.port import Keep, Placement, Single, chosen_forward, on_host, own_values_of, tried
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents, all_weights, weights_of
@@ -64,9 +64,9 @@ from headrace.trainer.step.gradient import Gradient, Replay, Sums, make_updates
 from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner, Update
 from headrace.trainer.step.process_reward import ADAPTER, WITHOUT_ADAPTER, ProcessReward, Scoring
-from headrace.trainer.step.reference import reference_of
+from headrace.trainer.step.reference import Reference, reference_of
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
-from headrace.trainer.step.value_head import PREFIX, CriticModel, ValueHead
+from headrace.trainer.step.value_head import CriticModel, ValueHead
 from headrace.trainer.step.whole_step import StepPairs
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class TorchTrainer:
         self.tied = tied_names(self._model)
         self.kept = frozenset(saved_buffers(self._model))
         """Names of published tensors that keep their own dtype."""
-        self._forward = together(self._chosen_forward(), self._placement.context)
+        self._forward = chosen_forward(self._placement, self._model, checkpointed=config.gradient_checkpointing)
         self._fused = self._fuse()
         self.arithmetic = self._shared_arithmetic(loras)
         replay_of = self._replays() if keep_routing else (lambda _: no_replay)  # before adapters: an outline is tried
@@ -111,7 +111,8 @@ class TorchTrainer:
         algos = [assignment.algo for assignment in self._assignments.values()]
         asked = any(one.reference_in_loss or one.trains_rewards for one in algos)
         # made before a checkpoint is restored, so that it stays the model that the run began with
-        self._reference = reference_of(self._forward, self._dtype, replay_of) if asked else None
+        moves = any(one.recipe.kl.every for one in algos)
+        self._reference = reference_of(self._forward, self._dtype, replay_of, moves=moves) if asked else None
         if config.gradient_checkpointing:
             contexts = self._replay.checkpoint_contexts if isinstance(self._replay, RoutingReplay) else None
             enable_checkpointing(self._model, contexts)
@@ -147,29 +148,12 @@ class TorchTrainer:
         there = self._placement
         return Adapters(self._model, loras, self._dtype, self._model_dir, whole=there.whole, of_leader=there.of_leader)
 
-    def _tried(self, trial: Callable[[Any], T]) -> T:
-        """Returns what a trial of the model finds out; of an outline, a trial that one rank makes with its first layers."""
-        model = self._model
-        if not is_outline(model):
-            return trial(model)
-
-        def alone() -> T:
-            with sample(model):
-                return trial(model)
-
-        return self._placement.of_leader(alone)
-
-    def _chosen_forward(self) -> Forward:
-        # transformers keeps no cache in layers that are checkpointed, and a rank must call each layer as often as the others
-        may_carry = self._placement.plain and not self._config.gradient_checkpointing
-        return forward_of(self._model, self._tried(lambda model: way_of(model, may_carry)))
-
     def _replays(self) -> Callable[[Forward], RoutingReplay]:
         """Makes what forces recorded experts in a model. Raises ConfigError where they cannot be forced."""
         if not is_outline(self._model):
             return lambda forward: RoutingReplay(forward, self._dtype)
         way = ForwardWay(self._forward.packed, self._forward.chunked_head, self._forward.carried)
-        kinds = self._tried(lambda model: RoutingReplay(forward_of(model, way), self._dtype).kinds)
+        kinds = tried(self._placement, self._model, lambda one: RoutingReplay(forward_of(one, way), self._dtype).kinds)
         return lambda forward: RoutingReplay(forward, self._dtype, kinds)
 
     def _lowered_once(self) -> StepCopies:
@@ -221,7 +205,8 @@ class TorchTrainer:
     def _critic(self, algo: AlgoConfig, train: TrainConfig) -> ValueHead:
         """Raises ConfigError for a model whose hidden states are not to be had."""
         if own := algo.recipe.critic.model:
-            return CriticModel(resolve_model(own, setting="algo.critic.model"), algo, train, self._device)
+            directory = resolve_model(own, setting="algo.critic.model")
+            return CriticModel(directory, algo, train, self._device, placement=self._placement)
         if not self._forward.chunked_head:
             raise ConfigError(
                 f"algo.name = {algo.name} reads values from the last hidden states, and {type(self._model).__name__} shows its logits only; use an "
@@ -236,6 +221,11 @@ class TorchTrainer:
         ((name, policy),) = self._assignments.items()
         models = Scoring(self._forward, self._reference, self._replay, self._dtype, self._device)
         return ProcessReward(name, policy, self._adapters, models=models, placement=self._placement)
+
+    @property
+    def _moving(self) -> Reference | None:
+        """The reference, if it moves."""
+        return self._reference if self._reference and self._reference.moves else None
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         of_learners = [one for learner in self._learners.values() for one in learner.optimizers]
@@ -294,8 +284,11 @@ class TorchTrainer:
             if self._process:
                 self._process.restore(before)
             raise
-        if learner.version > batch.step and not policy_waits:  # its entropy follows from nothing that the factor did
+        if learner.version > batch.step and not policy_waits:  # what it is follows from nothing that the factors did
             learner.entropy.after(sums.entropy / sums.tokens)
+            learner.kl.after(sums.reference_kl / sums.tokens)
+        if self._moving and learner.version > batch.step and learner.version % learner.algo.recipe.kl.every == 0:
+            self._moving.follow(self._model, self._placement)
         norms = [update.norm for update in updates if update.made] or [updates[-1].norm]
         skipped = "" if learner.version > batch.step else "all_rejected" if norms[0] == 0 else "nonfinite_gradient"
         if self._process and skipped:
@@ -448,6 +441,7 @@ class TorchTrainer:
             version=learner.version,
             seed=self._seed,
             entropy=(learner.entropy.coef, learner.entropy.mean),
+            kl=learner.kl.coef,
             keep=keep,
         )
 
@@ -464,17 +458,22 @@ class TorchTrainer:
     def restore(self, directory: Path, adapter: str = "") -> None:
         """Raises CheckpointError, with nothing changed."""
         learner, contents = self._learners[adapter], self._contents(adapter)
-        critic = checkpoint.beside_of(directory, PREFIX) if learner.critic else {}
-        if learner.critic:
-            learner.critic.check(critic, directory.name)
-        process = checkpoint.beside_of(directory, self._process.prefix) if self._process else {}
-        if self._process:
-            self._process.check(process, directory.name)
+        critic = (
+            learner.critic.read(checkpoint.beside_of(directory), directory.name, self._placement)
+            if learner.critic
+            else {}
+        )
+        process = self._process.read(checkpoint.beside_of(directory), directory.name) if self._process else {}
+        reference = self._moving.read(checkpoint.beside_of(directory), self._placement) if self._moving else {}
         learner.version = checkpoint.restore(directory, contents, learner.optimizer, self._placement)
         if learner.critic:
             learner.critic.restore(critic)
         if self._process:
             self._process.restore(process)
+        if self._moving:
+            self._moving.restore(reference)
+        if learner.kl.rule.target:
+            learner.kl.coef = checkpoint.kl_of(directory) or learner.kl.coef
         if saved := checkpoint.entropy_of(directory):
             learner.entropy.coef, learner.entropy.mean = (
                 saved if learner.entropy.rule.target else (learner.entropy.coef, saved[1])
@@ -484,6 +483,7 @@ class TorchTrainer:
         learner = self._learners[adapter]
         beside = learner.critic.state() if learner.critic else {}
         beside |= self._process.state() if self._process else {}
+        beside |= self._moving.state() if self._moving else {}
         if self._adapters is None:
             return dataclasses.replace(checkpoint.all_weights(self._model), beside=beside)
         state, base = self._adapters.state(adapter), self._adapters.base_mark

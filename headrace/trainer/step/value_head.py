@@ -1,15 +1,16 @@
 """The critic of a learner: a linear value head beside the policy, or on a model of its own, its optimizer, and its part in a step.
 
 V = (w · h/|h|) / √H + b for the hidden state h [H] that predicts a token: the head's input has a norm that depends on no model, so that one learning
-rate serves all of them. It starts at 0 everywhere. The critic is no part of the policy: what is published and exported has no trace of it, and
-every rank holds the head whole.
+rate serves all of them. It starts at 0 everywhere. The critic is no part of the policy: what is published and exported has no trace of it.
+Every rank holds the head whole; a model of its own lies on the ranks as the policy does (`placement/port.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,13 @@ from headrace.algo.policy.tokens import Tokens
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.reports import CriticNumbers
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.forward import Forward, TokenScores, choose_forward
+from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.model.causal_lm import enable_checkpointing, load_model
+from headrace.trainer.model.low_memory import MixedAdamW
+from headrace.trainer.model.outline import cut
 from headrace.trainer.packing import Pack
-from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.port import Placement, chosen_forward
+from headrace.trainer.step.checkpoint_files import SavedTensors
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -64,6 +68,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)
+        """The head's."""
         self._updates = updates
         self._steps = 0.0
         """Steps of the head so far. Each of its updates is a part of one, whose size a resumed run may have changed."""
@@ -80,6 +85,10 @@ class ValueHead(torch.nn.Module):
     def scored(self, policy: Forward, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         """The scores of a microbatch under the policy, with this critic's values."""
         return policy.logprobs(pack, temperature, dtype, self)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer]
 
     @property
     def shares(self) -> bool:
@@ -135,33 +144,47 @@ class ValueHead(torch.nn.Module):
         return True
 
     def update(self) -> None:
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self._steps += 1 / self._updates
         self.forget()
 
     def forget(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint, where they lie."""
+        """The tensors of a checkpoint, where they lie: of those that are split, this rank's part."""
         found = {f"{PREFIX}{name}": parameter.detach() for name, parameter in self.named_parameters()}
         found[_STEPS] = torch.tensor(self._steps, dtype=torch.float64)
+        moments = {parameter: kept for optimizer in self.optimizers for parameter, kept in optimizer.state.items()}
         for name, parameter in self.named_parameters():
-            moments = self.optimizer.state.get(parameter, {})
-            found |= {f"{PREFIX}{key}/{name}": tensor for key, tensor in moments.items()}
+            found |= {f"{PREFIX}{key}/{name}": tensor for key, tensor in moments.get(parameter, {}).items()}
         return found
 
-    def check(self, saved: Mapping[str, Tensor], directory: str) -> None:
-        """Raises CheckpointError if a critic of other sizes was saved, or one with a model of its own in the place of one without, or the reverse."""
-        found = saved.get(f"{PREFIX}weight", self.weight)
-        if found.shape != self.weight.shape:
+    def read(self, saved: SavedTensors, directory: str, placement: Placement) -> dict[str, Tensor]:
+        """Returns what `restore` takes of a checkpoint's tensors: this rank's part of them. Raises CheckpointError if a critic of other sizes was saved, or
+        one with a model of its own in the place of one without, or the reverse."""
+        self._check(saved, directory)
+        split = dict(self.named_parameters())
+        split |= {f"{key}/{name}": parameter for name, parameter in split.items() for key in _MOMENTS[:2]}
+        found = {}
+        for name in (name for name in saved if name.startswith(PREFIX)):
+            like = split.get(name.removeprefix(PREFIX))
+            read = partial(saved.read, name)
+            found[name] = read() if like is None else placement.part(read, like=like.detach())
+        return found
+
+    def _check(self, saved: SavedTensors, directory: str) -> None:
+        found = saved.shapes.get(f"{PREFIX}weight", self.weight.shape)
+        if found != self.weight.shape:
             raise CheckpointError(
-                f"checkpoint {directory}: its critic has {len(found)} weights instead of {len(self.weight)}; it belongs to another model: resume "
+                f"checkpoint {directory}: its critic has {found[0]} weights instead of {len(self.weight)}; it belongs to another model: resume "
                 "with the model it was written for"
             )
         own = {f"{PREFIX}{name}": parameter.shape for name, parameter in self.named_parameters()}
         kept = {
-            name: tensor.shape for name, tensor in saved.items() if name in own or name.startswith(f"{PREFIX}{MODEL}.")
+            name: shape for name, shape in saved.shapes.items() if name in own or name.startswith(f"{PREFIX}{MODEL}.")
         }
         if kept and kept != own:
             raise CheckpointError(
@@ -171,19 +194,24 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores what `state` gave; without a critic in the checkpoint it begins anew."""
+        """Restores what `read` returned; without a critic in the checkpoint it begins anew."""
         if f"{PREFIX}weight" not in saved:
             self._begin()
-        for name, parameter in self.named_parameters():
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        for parameter, name in names.items():
             if f"{PREFIX}{name}" in saved:
                 parameter.copy_(saved[f"{PREFIX}{name}"])
-        state = {
-            number: {key: saved[f"{PREFIX}{key}/{name}"] for key in _MOMENTS}
-            for number, name in enumerate(name for name, _ in self.named_parameters())
-            if f"{PREFIX}step/{name}" in saved
-        }
         self._steps = float(saved.get(_STEPS, float(saved.get(f"{PREFIX}step/bias", 0)) / self._updates))
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, MixedAdamW):
+                optimizer.take_masters()
+            ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+            state = {
+                number: {key: saved[f"{PREFIX}{key}/{name}"] for key in _MOMENTS}
+                for number, name in enumerate(ordered)
+                if f"{PREFIX}step/{name}" in saved
+            }
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def _begin(self) -> None:
         self.weight.zero_()
@@ -193,39 +221,37 @@ class ValueHead(torch.nn.Module):
 class CriticModel(ValueHead):
     """A critic that is a model of its own: the head on it, and all of its weights, are trained by the value loss alone."""
 
-    def __init__(self, directory: Path, algo: AlgoConfig, train: TrainConfig, device: torch.device) -> None:
-        """Raises ConfigError for a model whose hidden states are not to be had."""
-        trunk, self._directory = load_model(directory, device), directory
-        way = choose_forward(trunk, may_carry=not train.gradient_checkpointing)
-        if not way.chunked_head:
-            raise ConfigError(
-                f"algo.critic.model = {directory}: {type(trunk).__name__} shows its logits only, and values are read from the last hidden states; use "
-                "another model, or none"
-            )
-        super().__init__(trunk.get_output_embeddings().weight.shape[1], algo, device, train.updates)
-        trunk.set_output_embeddings(torch.nn.Identity())  # nothing reads logits
-        if train.gradient_checkpointing:
-            enable_checkpointing(trunk)
-        self.trunk, self._way = trunk.requires_grad_(), way
-        self.optimizer.add_param_group(
-            {"params": list(trunk.parameters()), "lr": algo.recipe.critic.model_learning_rate}
-        )
+    def __init__(
+        self, directory: Path, algo: AlgoConfig, train: TrainConfig, device: torch.device, *, placement: Placement
+    ) -> None:
+        """Raises ConfigError for a model whose hidden states are not to be had, or that cannot lie on the ranks as the policy does."""
+        try:
+            way, width = _placed(directory, train, device, placement)
+        except ConfigError as error:
+            raise ConfigError(f"algo.critic.model = {directory}: {error}") from error
+        super().__init__(width, algo, device, train.updates)
+        self.trunk, self._way, self._directory, self._placement = way.model, way, directory, placement
+        rate = algo.recipe.critic.model_learning_rate
+        settings = replace(train, learning_rate=rate, weight_decay=0.0, beta1=0.9, beta2=0.999)  # the head's decays
+        self._model_optimizer = placement.optimizer(self.trunk.named_parameters(), settings)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer, self._model_optimizer]
 
     def scored(self, policy: Forward, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
-        return policy.logprobs(pack, temperature, dtype)._replace(value=self.values(pack))
+        scores = policy.logprobs(pack, temperature, dtype)
+        return scores._replace(value=self._way.values(pack, lambda hidden: self._read(hidden.float())))
 
     @property
     def shares(self) -> bool:
         return self._way.shares
 
-    def values(self, pack: Pack) -> Float[Tensor, " M"]:
-        """[M] what the tokens before each loss token are worth, with gradient."""
-        hidden = self._way.hidden(pack)
-        places, which = torch.unique(pack.predictor, return_inverse=True)  # sums of gradients have an order then (C8)
-        return self._read(hidden.index_select(0, places).float())[which]
-
     def bounded(self, max_norm: float) -> bool:
-        norm = torch.nn.utils.clip_grad_norm_(self.trunk.parameters(), max_norm)
+        parameters = list(self.trunk.parameters())
+        norm = self._placement.norm(parameters)
+        if norm > max_norm:
+            self._placement.clip(parameters, norm, max_norm)
         return bool(norm.isfinite())
 
     def update(self) -> None:
@@ -235,9 +261,26 @@ class CriticModel(ValueHead):
     def _begin(self) -> None:
         super()._begin()
         if self._steps:
-            first = dict(load_model(self._directory, self.weight.device).named_parameters())
+            first = dict(load_model(self._directory, torch.device("cpu")).named_parameters())
             for name, parameter in self.trunk.named_parameters():
-                parameter.copy_(first[name])
+                parameter.copy_(self._placement.part(partial(cut, first[name].detach()), like=parameter.detach()))
+
+
+def _placed(directory: Path, train: TrainConfig, device: torch.device, placement: Placement) -> tuple[Forward, int]:
+    """Returns the model as it lies on this rank, without a head of its own, and the width of its hidden states."""
+    trunk = placement.load(directory, device, values=False)
+    way = chosen_forward(placement, trunk, checkpointed=train.gradient_checkpointing)
+    if not way.chunked_head:
+        raise ConfigError(
+            f"{type(trunk).__name__} shows its logits only, and values are read from the last hidden states; use another model, or none"
+        )
+    head = trunk.get_output_embeddings().weight
+    if head is not trunk.get_input_embeddings().weight:  # nothing reads logits
+        trunk.set_output_embeddings(torch.nn.Identity())
+    if train.gradient_checkpointing:
+        enable_checkpointing(trunk)
+    placement.spread(trunk.requires_grad_())
+    return way, head.shape[1]
 
 
 def _described(kept: Mapping[str, Any]) -> str:

@@ -60,6 +60,24 @@ def test_a_chat_with_a_tool_extends_the_sampled_tokens(tmp_path: Path) -> None:
     check_rows(found, model)
 
 
+def test_no_two_calls_of_a_history_have_one_id_though_it_was_edited(tmp_path: Path) -> None:
+    """Clients pair calls and results by their ids. A history that was edited begins a path of its own, and still holds calls of the one before."""
+    model = Model(encoder_of(tmp_path, tool_chats.HERMES), [CALL] * 3)
+
+    async def case(asks: Asks) -> None:
+        talk, ids = [user("1 and 11?")], []
+        for number in range(3):
+            talk[0] = user(f"edited {number}")
+            said = await asks.said(*talk, tools=[ADD])
+            ids.append(said.tool_calls[0].id)
+            talk += [said, {"role": "tool", "tool_call_id": ids[-1], "content": "12"}]
+        assert ids == ["call00001", "call00002", "call00003"]
+
+    found = played(model, case)
+    assert parents(found) == [(), (), ()]
+    check_rows(found, model)
+
+
 def test_parallel_requests_and_two_that_continue_one_reply_are_a_tree(tmp_path: Path) -> None:
     """And a request whose history was edited begins a path of its own."""
     says = [f"reply {number}<|im_end|>" for number in range(6)]

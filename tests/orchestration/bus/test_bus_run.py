@@ -25,6 +25,8 @@ from headrace.facts.waits import Waits
 from headrace.loop.own_groups import PlayedGroup, Suspects
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world import virtual_time
+from headrace.processes.joining.greeting import SILENCE
+from headrace.processes.wire import VERDICT
 from headrace.run.hosts.bus.bus_port import Bus, Posting
 from headrace.run.hosts.bus.directory_bus import JsonlBus
 from headrace.run.hosts.bus_messages import (
@@ -41,6 +43,7 @@ from headrace.run.hosts.bus_messages import (
 )
 from headrace.run.hosts.bus_run import NO_HOST, BusDesk
 from headrace.run.hosts.rollout_host import Deserted, HostPatience
+from headrace.run.rollout_hosting import overtaken
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.faulty_bus import BusFaults, FaultyBus
@@ -351,6 +354,33 @@ def test_a_host_waits_for_a_run_that_was_killed_before_its_weights_could_be_fetc
         checked(await a_run(fleet, hosts=0))
         await asyncio.sleep(2.0)
         assert fleet.ended == {who: None}
+
+    virtual_time.run(case())
+
+
+@pytest.mark.parametrize("trainer", ["local", "elsewhere"])
+def test_a_host_that_cannot_fetch_waits_until_the_run_has_noticed_the_death_of_its_trainer(trainer: str) -> None:
+    """Ranks elsewhere are missed by their silence: a host that left before would not serve the run that goes on."""
+
+    class Cut(FakeEngine):
+        async def load(self, update: Any, parts: int = 1) -> Any:
+            if update.version == 7:
+                raise IdentityError("connection refused")
+            return await super().load(update, parts)
+
+    async def case() -> None:
+        server, place = MemoryServer(), {"trainer": trainer, "reconnect": 5.0}
+        fleet = Fleet(open_bus=in_memory(server), staleness=STALENESS, engine=Cut, overtaken=overtaken(place))
+        who = fleet.join()
+        world = await bus_world(None, fleet, steps=1)
+        await world.run()
+        await world.engine.load(WeightUpdate(version=7, kind="full", fingerprint="fake-7", nbytes=0, seconds=0.0))
+        await asyncio.sleep(0.5 if trainer == "local" else SILENCE + 5.0 + VERDICT + 1.0)
+        world.engine.trainer_died = True
+        await world.engine.close()
+        await asyncio.sleep(60.0)
+        assert who not in fleet.ended
+        checked(await a_run(fleet, hosts=0))
 
     virtual_time.run(case())
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
+from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import check, load_config, read_config
 from headrace.run.contents import contents_of
 from headrace.run.hosts.bus.open_bus import open_bus
 from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.rollout_hosting import own_config
+from headrace.run.seats import seats_of
 from headrace.run.starting import name_on_bus
 from headrace.run.wording import placement
 from headrace.settings.extras import install
@@ -45,6 +47,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "engines that Ray places": (
         {"orchestration": {"kind": "ray"}},
         'rollout hosts, and orchestration.kind = "ray" engines elsewhere; remove one',
+    ),
+    "GPUs of engines that hosts start": (
+        {"orchestration": {"kind": "ray", "trainer": "elsewhere", "gpus": 1}},
+        "remove them .orchestration.rank_gpus and rank_resources are the ranks'",
+    ),
+    "an address of the trainer, which is elsewhere": (
+        {"orchestration": {"kind": "ray", "trainer": "elsewhere"}, "weight_sync": {"host": "10.0.0.5"}},
+        "engines fetch from the ranks, which are elsewhere .*; remove it",
     ),
     "a server for all": (
         {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}},
@@ -113,6 +123,26 @@ def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
         load_config(
             tiny_config(tmp_path, tmp_path, orchestration={"bus": f"jsonl:{tmp_path}"}, weight_sync={"kind": kind})
         )
+
+
+@pytest.mark.parametrize(
+    "kind", [{"kind": "ray", "rank_gpus": 1}, {"kind": "join", "token_file": "secret", "listen": "127.0.0.1:7400"}]
+)
+def test_a_bus_brings_engines_and_the_ranks_of_the_trainer_come_from_elsewhere(
+    kind: dict[str, Any], tmp_path: Path
+) -> None:
+    """The remedy of `engines that join`. A host opens an engine of its own, whatever the ranks are."""
+    place = {"bus": f"jsonl:{tmp_path}", "trainer": "elsewhere", **kind}
+    config = load_config(
+        tiny_config(tmp_path, tmp_path, orchestration=place, train={"parallel": {"shard": 2}, "threads": 1})
+    )
+    assert seats_of(config.orchestration, config.engine, config.train) == {
+        "trainer": ["trainer rank 0", "trainer rank 1"]
+    }
+    assert config.way.kind == "tcp" and not config.orchestration.elsewhere
+    assert config.orchestration.at_home == OrchestrationConfig()
+    placed = placement(config, "")
+    assert placed["engine"].startswith("rollout hosts on jsonl:") and "2 ranks" in placed["trainer"]
 
 
 def test_servers_that_rollout_hosts_start_are_taken(tmp_path: Path) -> None:

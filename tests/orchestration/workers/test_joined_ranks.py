@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from test_joining_run import PATIENCE, free_port, joining, offering
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, WorkerJoined
+from headrace.processes.health.live_status import read_live
+from support.runs import preloaded_python
+from support.runs.beside import Beside, until
 from support.tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 TRAINER = ("--offers", "trainer", "--again")
@@ -82,6 +87,37 @@ def test_when_a_rank_dies_it_and_the_others_come_back(
     assert [who for who, _ in seats] == ["engine", "trainer rank 0", "trainer rank 1"] * 2
     assert ("trainer rank 1", killed[0]) in seats[:3] and killed[0] not in [pid for _, pid in seats[3:]]
     assert of(run, RunEnded)[-1].accounting.balance() == 0
+    assert_equal(run, local)
+
+
+@pytest.mark.slow
+def test_ranks_join_a_run_whose_engines_are_those_of_rollout_hosts(
+    local: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Its weights are those of a local run, bit for bit. After a rank's death the run waits for another one, and its status names that wait."""
+    run, port, bus = tmp_path / "runs" / "tiny", free_port(), f"jsonl:{tmp_path / 'bus'}"
+    config = joining(tmp_path, tiny_llama, port, orchestration={"trainer": "elsewhere", "bus": bus}, **TWO_RANKS)
+
+    def kill() -> None:
+        os.kill(next(worker.pid for worker in of(run, WorkerJoined) if worker.who == "trainer rank 1"), signal.SIGKILL)
+
+    def bring() -> None:
+        until(lambda: "as trainer rank 1" in str(read_live(run)))
+        with offering(tmp_path, port, "--offers", "trainer", count=2) as more:
+            until(lambda: of(run, RunEnded)[-1:] and of(run, RunEnded)[-1].step == 5)
+            assert [one.wait(PATIENCE) for one in more] == [0, 0]
+
+    words = [sys.executable, "-m", "headrace", "rollouts", "--bus", bus, "--set", "engine.threads=1"]
+    host = preloaded_python.Program(words, stderr=subprocess.PIPE, text=True)
+    try:
+        with offering(tmp_path, port, "--offers", "trainer", count=2):
+            harm, brought = at_steps(config, {2: kill}), Beside(bring)
+            assert headrace.train(config).step == 5
+            harm.join()
+            brought.join()
+        assert "the run is over" in host.communicate(timeout=PATIENCE)[1]
+    finally:
+        host.kill()
     assert_equal(run, local)
 
 

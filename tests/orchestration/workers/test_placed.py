@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_engine_process import PROMPT, opened
 from test_joining import RUN, Engine, telemetry_of
 
@@ -27,6 +29,7 @@ from headrace.loop.world.world import FactList
 from headrace.processes.frames import HEAD
 from headrace.processes.joining import joined
 from headrace.processes.joining.greeting import Agreed, Terms
+from headrace.processes.joining.joined import ALONE, Team
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.same_model import terms_of
 from headrace.processes.placed.placed import ClusterNode, NodeShare, PlacedLauncher, PlacedWorker, refusal
@@ -162,7 +165,7 @@ def test_a_doubted_node_is_used_again_when_the_others_stay_full(tmp_path: Path) 
     async def case() -> None:
         place = Place(tmp_path, [NodeShare(2), NodeShare(2)])
         await place.start()
-        other = await place.cluster.reserve(NodeShare(2))  # another job's
+        (other,) = await place.cluster.reserve(NodeShare(2))  # another job's
         await other.placed()
         place.after(3.0, lambda: place.cluster.freeze("node 1"))
         place.after(20.0, lambda: thaw(place.cluster.machines["node 1"]))
@@ -212,9 +215,66 @@ def test_a_placement_that_can_never_be_had_is_refused_with_what_there_is() -> No
         "the fake cluster (orchestration.address = 10.0.0.1:6379) can never place 2 engines of 2 CPUs and 1 GPU each: it has room for 1."
         in message
     )
-    assert "It has 2 nodes: 10.0.0.1 (4 CPUs), 10.0.0.2 (4 CPUs and 1 GPU). Start more nodes, or lower" in message
+    assert "It has 2 nodes: 10.0.0.1 (4 CPUs), 10.0.0.2 (4 CPUs and 1 GPU). Start more nodes, lower" in message
     assert "can never place an engine of 5 CPUs each" in refusal(nodes, NodeShare(5), TWO[:1], cluster)
     assert "It has 0 nodes: no node." in refusal([], NodeShare(1), TWO[:1], cluster)
+
+
+RANKS = [f"trainer rank {rank}" for rank in range(4)]
+
+
+def launcher_on(cluster: FakeCluster, tmp: Path, team: Team, grows: bool = False) -> PlacedLauncher:
+    return PlacedLauncher(
+        cluster,
+        FakeArrivals(),
+        bundle=NodeShare(1),
+        terms=Terms("m", {}),
+        logs=tmp,
+        telemetry=telemetry_of(FactList()),
+        team=team,
+        grows=grows,
+    )
+
+
+@given(cpus=st.lists(st.integers(0, 5), min_size=1, max_size=4), size=st.sampled_from([1, 2, 4]), must=st.booleans())
+def test_ranks_that_belong_on_one_node_are_placed_there_or_refused(cpus: list[int], size: int, must: bool) -> None:
+    async def case() -> None:
+        cluster = FakeCluster([NodeShare(count) for count in cpus])
+        launcher = launcher_on(cluster, Path(), Team(size, must))
+        whole = size if must else 1
+        if sum(count // whole * whole for count in cpus) < len(RANKS):
+            with pytest.raises(ConfigError, match="can never place 4 ranks of 1 CPU each") as refused:
+                await launcher.open(RANKS)
+            assert ("of them together on one node" in str(refused.value)) == (whole > 1)
+            return
+        await launcher.open(RANKS)
+        nodes = [(await launcher.place(rank))[1].id for rank in RANKS]
+        for first in range(0, len(RANKS), whole):
+            assert len(set(nodes[first : first + whole])) == 1
+        await launcher.leave(RANKS[0])  # what it is in goes with it, and comes again together
+        again = [(await launcher.place(rank))[1].id for rank in RANKS]
+        for first in range(0, len(RANKS), whole):
+            assert len(set(again[first : first + whole])) == 1
+
+    in_virtual_time(case)
+
+
+def test_a_cluster_that_grows_is_awaited_until_it_has_the_nodes(tmp_path: Path) -> None:
+    """The remedy of the refusal. What is there has too few CPUs, and GPUs of another type."""
+
+    async def case() -> None:
+        cluster = FakeCluster([NodeShare(1), NodeShare(8, 8, {"accelerator_type:A100": 1})])
+        with pytest.raises(ConfigError, match="set orchestration.grows = true where the cluster adds nodes on demand"):
+            await launcher_on(cluster, tmp_path, Team(2)).open(RANKS + RANKS + RANKS)
+        launcher = launcher_on(cluster, tmp_path, ALONE, grows=True)
+        launcher.bundle = NodeShare(1, 1, {"accelerator_type:H100": 0.001})
+        await launcher.open(["engine"])
+        asyncio.get_running_loop().call_later(
+            300.0, cluster.add, NodeShare(1, 1, {"accelerator_type:H100": 1, "more": 1})
+        )
+        assert (await launcher.place("engine"))[1].id == "node 3" and asyncio.get_running_loop().time() >= 300.0
+
+    in_virtual_time(case)
 
 
 def test_it_is_refused_before_anything_is_reserved_and_what_is_only_busy_is_awaited(tmp_path: Path) -> None:
@@ -223,7 +283,7 @@ def test_it_is_refused_before_anything_is_reserved_and_what_is_only_busy_is_awai
         with pytest.raises(ConfigError, match="can never place 2 engines"):
             await place.launcher.open(["engine 1", "engine 2"])
         assert not place.cluster.machines["node 1"].bundles
-        other = await place.cluster.reserve(NodeShare(1))
+        (other,) = await place.cluster.reserve(NodeShare(1))
         place.after(50.0, lambda: place.cluster.give_back(other))
         await place.start()
         assert place.telemetry.clock() == 50
@@ -361,7 +421,7 @@ def test_a_worker_that_ends_before_it_connects_is_a_death_and_its_words_are_in_t
     with_real_workers(tiny_llama, tmp_path, use)
 
 
-ALONE = """
+LONELY = """
 import asyncio, socket, sys
 from headrace.processes.placed.host import NodeHost
 async def main():
@@ -375,7 +435,7 @@ asyncio.run(main())
 def test_a_host_that_is_killed_leaves_no_worker_not_even_a_stopped_one(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # it is connected to, and says nothing
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        host = subprocess.Popen([sys.executable, "-c", ALONE, address], stdout=subprocess.PIPE, text=True)
+        host = subprocess.Popen([sys.executable, "-c", LONELY, address], stdout=subprocess.PIPE, text=True)
         assert host.stdout
         worker = int(host.stdout.readline())
         connection, _ = server.accept()

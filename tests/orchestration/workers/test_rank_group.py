@@ -14,8 +14,9 @@ import pytest
 from test_joining import telemetry_of
 from test_joining_run import joining
 
+from headrace.algo.config import AlgoConfig
 from headrace.core.batches import Batch, Group, Row
-from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, WorkerDied
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, RankUnreachable, WorkerDied
 from headrace.core.reports import TrainReport
 from headrace.core.types import Prompt
 from headrace.durable.shared_directory import check_answer, probing, see
@@ -31,7 +32,7 @@ from headrace.run.clients.process_trainer import TOGETHER, RankGroup
 from headrace.run.config import load_config
 from headrace.run.seats import ranks_of, threads_of_rank
 from headrace.run.worker import step_messages
-from headrace.run.worker.build import _served_here
+from headrace.run.worker.build import _served_here, loaded_models
 from headrace.run.worker.step_messages import ROWS, UNDER_WAY, ReceivedRows
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.testing.fake_arrivals import FakeArrivals
@@ -330,6 +331,25 @@ def test_a_rank_that_fails_alone_ends_the_others_in_seconds() -> None:
     run(3, answer, use)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_does_not_reach_another_one_is_no_failure_of_its_own(dies: bool) -> None:
+    """The one that has died had answered already, as those do that only copy while rank 0 publishes."""
+
+    async def answer(rank: int, frame: Frame) -> None:
+        if rank == 0:
+            raise RankUnreachable("the connection ended 45696 bytes too early")
+
+    async def use(group: RankGroup, made: list[Rank]) -> None:
+        if dies:
+            asyncio.get_running_loop().call_later(1.0, made[1].die, "was killed by SIGKILL")
+        how = "of rank 1 was killed" if dies else "of a rank does not reach another, which lives: the connection ended"
+        with pytest.raises(WorkerDied, match=how):
+            await group.call("publish", None, type(None))
+        assert not any(rank.alive for rank in made)
+
+    run(2, answer, use)
+
+
 # --- ranks elsewhere ----------------------------------------------------------------------------------------------------
 
 
@@ -352,12 +372,17 @@ class Beating(Rank):
             await asyncio.sleep(1.0)
 
 
-def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_is_named() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_is_named(fails: bool) -> None:
+    """Also where another one `fails` of it before the machine counts as lost."""
     heard: dict[int, TrainerStart] = {}
     facts = FactList()
 
     async def answer(rank: int, frame: Frame) -> Any:
         if frame.method == "step":
+            if rank == 0 and fails:
+                await asyncio.sleep(31)
+                raise HeadraceError("the connection was reset")
             await never()
         heard[rank] = unpack(frame.payload, TrainerStart)
         return None
@@ -475,6 +500,21 @@ def test_weights_are_served_at_the_rank_s_own_address() -> None:
     assert _served_here(child).transport == Tcp("t")
     elsewhere = msgspec.structs.replace(child, door="10.0.0.7:55")
     assert _served_here(elsewhere).transport == Tcp("t", host="10.0.0.7")
+
+
+def test_ranks_compare_the_files_of_the_critic_too(tiny_llama: Path) -> None:
+    """Those of its own model, which each rank finds by its setting."""
+    own = {"model": str(tiny_llama)}
+    for algo, found in (
+        (
+            AlgoConfig("ppo", critic=own),
+            {"the files of weights": Path("m"), "the critic's files of weights": tiny_llama},
+        ),
+        (AlgoConfig("ppo"), {"the files of weights": Path("m")}),
+    ):
+        assert loaded_models("m", algo) == found
+    with pytest.raises(ConfigError, match="algo.critic.model = /nowhere is not a directory"):
+        loaded_models("m", AlgoConfig("ppo", critic={"model": "/nowhere"}))
 
 
 def test_a_machine_that_does_not_see_the_run_s_directory_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 from test_joining_run import free_port, joining, offering
+from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.core.errors import ConfigError
 from headrace.facts.facts import RunEnded, WorkerJoined, WorkerLost
+from headrace.processes.health.live_status import read_live
 from support.runs.beside import PATIENCE, Beside, until
 from support.runs.processes import gone, stat
 from support.tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
@@ -260,6 +263,38 @@ def test_a_frozen_node_is_noticed_by_its_silence_and_its_seat_is_placed_on_the_o
 
 
 _CHILD = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"
+
+
+def test_a_cluster_grows_for_a_run_and_ranks_that_compute_together_are_on_one_node(
+    head: Cluster, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The test is its autoscaler: it starts nodes when the run waits for them. Ranks would fit on two of them, and belong on the third."""
+    train = {**SYNCHRONOUS["train"], "parallel": {"tensor": 2}}
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    even = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    even.resize_token_embeddings(52)  # two ranks of a tensor group split them
+    even.save_pretrained(model)
+    config = placed(tmp_path, model, head, **SYNCHRONOUS | {"train": train})
+    place = config["orchestration"]
+    place |= {"trainer": "elsewhere", "rank_resources": {"of_ranks": 1.0}}
+    with pytest.raises(
+        ConfigError, match=r"(?s)never place 2 ranks of 1 CPU and 1 of_ranks each, 2 of them together.*grows = true"
+    ):
+        headrace.train(config)
+    place["grows"] = True
+    started, nodes = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)]), []
+    try:
+        run = tmp_path / "runs" / "tiny"
+        until(lambda: "to place engine (1 CPU)" in str(read_live(run)))
+        for has in (1, 1, 2):
+            nodes.append(head.add_node(num_cpus=has, resources={"of_ranks": has}))
+        assert started.wait(PATIENCE) == 0
+    finally:
+        started.kill()
+        for node in nodes:
+            head.remove_node(node)
+    assert of(run, RunEnded)[-1].step == 3
+    assert sorted(worker.who for worker in of(run, WorkerJoined)) == ["engine", "trainer rank 0", "trainer rank 1"]
 
 
 @pytest.mark.parametrize("own", [False, True])

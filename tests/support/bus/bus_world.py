@@ -23,7 +23,7 @@ from headrace.loop.world.world import FactList
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.hosts.bus.bus_port import Bus
 from headrace.run.hosts.bus_messages import GroupSizes, RunNotice
-from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
+from headrace.run.hosts.rollout_host import OVERTAKEN, HostParts, HostPatience, RolloutHost
 from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
@@ -58,6 +58,7 @@ class Fleet:
     patience: HostPatience = HostPatience()
     waits: Waits | None = None
     """Those of the run and of its hosts; None: they have their own, without deadlines."""
+    overtaken: float = OVERTAKEN
     hosts: dict[str, tuple[RolloutHost, asyncio.Task[None]]] = field(default_factory=dict)
     engines: dict[str, FakeEngine] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
@@ -123,6 +124,7 @@ class Fleet:
             share=lambda hosts: math.ceil(self.staleness.generating / hosts),
             close=engine.close,
             waits=waits,
+            overtaken=self.overtaken,
         )
 
 

@@ -107,7 +107,10 @@ def compare_exact(ranks: RankProcesses, name: str, parallel: ParallelConfig, lor
 
 
 def weights(trainer: TorchTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.parameters()}
+    """Those that are published, and the critic's."""
+    critic, whole = trainer._learners[""].critic, trainer._placement.whole
+    found = {name: tensor.clone() for name, tensor in trainer.parameters()}
+    return found | {f"critic.{name}": whole(p).clone() for name, p in (critic.named_parameters() if critic else [])}
 
 
 def steps(trainer: TorchTrainer, case: Case, until: int) -> list[Any]:
@@ -127,7 +130,7 @@ def three_steps(directory: Path, case: Case) -> tuple[list[Any], dict[str, Tenso
 
 def compare_steps(ranks: RankProcesses, case: Case, share: float, near: float = 3e-5) -> None:
     """`share`: of the weights that each rank holds, nearly. `near`: largest difference of a weight after steps at a rate of 1e-3."""
-    directory = tiny_models.saved(case["model"])
+    directory, case = tiny_models.saved(case["model"]), case.saved
     one = case.trainer(directory)
     expected_reports = steps(one, case, 3)
     for reports, found, score, held in ranks.run(three_steps, directory, case):
@@ -170,7 +173,7 @@ def three_in_a_row(directory: Path, case: Case) -> tuple[dict[str, Tensor], Tens
 def resume(ranks: RankProcesses, case: Case, to: Path, *, near: float = 3e-5, also: Sequence[Case] = ()) -> None:
     """Two steps, a checkpoint, and the third step: bit for bit on the same mesh, and equally on one device, from one device, and on the meshes of
     `also`. `near`: largest difference of a weight, of which Adam makes ±lr where a gradient is near zero."""
-    directory = tiny_models.saved(case["model"])
+    directory, case = tiny_models.saved(case["model"]), case.saved
     ranks.run(save_after_two, directory, case, to)
     whole = ranks.run(three_in_a_row, directory, case)
     resumed = ranks.run(third_step, directory, case, to / "checkpoint")
@@ -186,7 +189,7 @@ def resume(ranks: RankProcesses, case: Case, to: Path, *, near: float = 3e-5, al
     steps(again, case, 2)
     again.save(to / "single")
     others = [found for found, _ in ranks.run(third_step, directory, case, to / "single")]
-    for mesh in also:
+    for mesh in (one.saved for one in also):
         others += [found for found, _ in ranks.run(third_step, directory, mesh, to / "checkpoint")]
     for key, tensor in weights(single).items():
         for found in (whole[0][0], *others):

@@ -34,7 +34,8 @@ PLAIN = {"dtype": "float32", "path": "torch", "device": "cpu", "learning_rate": 
 
 
 class Case(dict[str, Any]):
-    """What is trained: `model`, and further `algo`, `lora`, `train`, `parallel` (settings), `masks`, `routing`, `top`, `groups`, `pairs`."""
+    """What is trained: `model`, and further `algo`, `lora`, `train`, `parallel` (settings), `masks`, `routing`, `top`, `groups`, `pairs`,
+    `critic` (the model that the critic has of its own)."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -44,6 +45,12 @@ class Case(dict[str, Any]):
     def ranks(self) -> ParallelConfig:
         return ParallelConfig(**{"shard": 2, **self.get("parallel", {})})
 
+    @property
+    def saved(self) -> Case:
+        """The case with the directory of the critic's model in the place of its name: ranks save none."""
+        own = {"critic": str(tiny_models.saved_with_tokenizer(self["critic"]))} if "critic" in self else {}
+        return type(self)(self, **own)
+
     def batch(self, step: int) -> Batch:
         experts = plain_trainer.experts_of(tiny_models.make(self["model"])) if self.get("routing") else None
         groups, masks, top = self.get("groups", GROUPS), self.get("masks", False), self.get("top", 0)
@@ -52,7 +59,11 @@ class Case(dict[str, Any]):
         return Batch(step, (Group(0, Prompt("p", "", (1,)), scored, tuple(rows), pairs=self.get("pairs", ())),))
 
     def trainer(self, directory: Path, placement: Placement | None = None) -> TorchTrainer:
-        train, algo = TrainConfig(**self.settings), AlgoConfig(**self.get("algo", {}))
+        train, given = TrainConfig(**self.settings), self.get("algo", {})
+        if "critic" in self:
+            own = {"model": self["critic"], "model_learning_rate": 1e-3}
+            given = {**given, "critic": {**given.get("critic", {}), **own}}
+        algo = AlgoConfig(**given)
         adapters = {"": Assignment(train, algo, LoraConfig(**self["lora"]))} if "lora" in self else None
         return TorchTrainer(
             directory,
@@ -92,14 +103,16 @@ def gradients(trainer: TorchTrainer, case: Case) -> Gradients:
     if "lora" in case:
         shifted(trainer._learners[""].parameters.values())
     if critic := trainer._learners[""].critic:
-        shifted(critic.parameters())
+        shifted((critic.weight, critic.bias))
     plan = trainer._plans(given)[0]
     pairs = pairs_of(head_of(given)) if "pairs" in case else None
     sums = trainer._gradient(given.temperature, pairs=pairs).fill(plan)
     parameters = trainer._learners[""].parameters
     found = {name: trainer._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
     found |= {
-        f"critic.{n}": p.grad.clone() for n, p in enumerate(critic.parameters() if critic else []) if p.grad is not None
+        f"critic.{name}": trainer._placement.whole(p.grad).clone()
+        for name, p in (critic.named_parameters() if critic else [])
+        if p.grad is not None
     }
     norm = trainer._placement.norm([p for p in parameters.values() if p.grad is not None])
     trainer._learners[""].forget()
@@ -120,7 +133,7 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def compare(ranks: RankProcesses, case: Case, tolerance: float = 1e-5, least: int = 3) -> None:
-    directory = tiny_models.saved(case["model"])
+    directory, case = tiny_models.saved(case["model"]), case.saved
     one = case.trainer(directory)
     loss, norm, expected, _ = gradients(one, case)
     for found_loss, found_norm, found, packs in ranks.run(gradients_of_rank, directory, case):
