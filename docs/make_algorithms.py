@@ -18,7 +18,7 @@ TARGET = Path(__file__).with_name("algorithms.md")
 
 
 def recipes() -> Iterator[str]:
-    yield "| `algo.name` | advantage | loss | aggregation | what is special | source |\n|---|---|---|---|---|---|"
+    yield "| `algo.name` | advantage | loss | aggregation | what is special, and the source |\n|---|---|---|---|---|"
     usual = RECIPES[AlgoConfig().name]
     for name, recipe in RECIPES.items():
         cells = (
@@ -28,7 +28,8 @@ def recipes() -> Iterator[str]:
         )
         shown = ["" if one == other and recipe is not usual else one for one, other in cells]
         default = " (default)" if recipe is usual else ""
-        yield f"| {' | '.join([f'`{name}`{default}', *shown, _special(recipe), _sources(name, recipe)])} |"
+        told = "; ".join(one for one in (_special(recipe), _sources(name, recipe)) if one)
+        yield f"| {' | '.join([f'`{name}`{default}', *shown, told])} |"
 
 
 def _sources(name: str, recipe: Recipe) -> str:

@@ -45,7 +45,7 @@ def tables(results: list[Result]) -> Iterator[str]:
 
 
 def _table(entry: Entry, results: list[Result]) -> Iterator[str]:
-    """`results`: the newest of each card."""
+    """`results`: the newest of each card. Without any, the figures are a list."""
     cards = [
         f"measured: {chip_of(result.card).upper() or result.card}, {result.date}, `{result.commit}`"
         for result in results
@@ -55,12 +55,18 @@ def _table(entry: Entry, results: list[Result]) -> Iterator[str]:
     unasked = [
         line for line in entry.lines if line.unit == "check" and not any(one.figure(line.name) for one in results)
     ]
-    if shown := [line for line in entry.lines if line not in unasked]:
+    shown = [line for line in entry.lines if line not in unasked]
+    if shown and results:
         yield f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
+    above = ""
     for line in shown:
         found = [_cell(line, result) for result in results]
-        formula = _formula(line.formula, written_out)
-        yield f"| {' | '.join([line.name, _predicted(line), *found, formula])} |"
+        formula = "the same" if line.formula == above else _formula(line.formula, written_out)
+        above = line.formula
+        if results:
+            yield f"| {' | '.join([line.name, _predicted(line), *found, formula])} |"
+        else:
+            yield f"- {line.name}: {_predicted(line)} ({formula})"
         written_out.setdefault(line.formula, line.name)
     for result in results:
         if result.ended not in ("finished", BASIS):

@@ -1,4 +1,4 @@
-"""Writes the table of other libraries' names into docs/coming_from.md, between its marks: `make docs`."""
+"""Writes the list of other libraries' names into docs/coming_from.md, between its marks: `make docs`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ BEGIN, END = "<!-- names: `make docs` -->\n", "<!-- end of names -->"
 
 
 def rows() -> Iterator[str]:
-    """Yields a row for each of our settings and difference, with the names that it has elsewhere."""
-    named: dict[tuple[str, str], dict[str, list[str]]] = {}
+    """Yields a line for each of our settings, with the names that it has elsewhere and what differs."""
+    named: dict[str, dict[str, dict[str, list[str]]]] = {}
     for name, one in MEANINGS.items():
-        named.setdefault((one.ours, one.note), {}).setdefault(one.whose, []).append(f"`{name}`")
-    yield "| here | names elsewhere, and what differs |\n|---|---|"
-    for (ours, note), by in named.items():
-        names = "; ".join(f"{', '.join(names)} ({whose})" for whose, names in by.items())
-        yield f"| {f'`{ours}`' if ours else 'none'} | {names}{f': {note}' if note else ''} |"
+        named.setdefault(one.ours, {}).setdefault(one.note, {}).setdefault(one.whose, []).append(f"`{name}`")
+    for ours, by_note in named.items():
+        told = (
+            "; ".join(f"{', '.join(names)} ({whose})" for whose, names in by.items()) + (f": {note}" if note else "")
+            for note, by in by_note.items()
+        )
+        yield f"- {f'`{ours}`' if ours else 'none'}: {'; '.join(told)}"
 
 
 def page(text: str) -> str:
-    """Returns the page with the current table. Raises ValueError if a mark is missing."""
+    """Returns the page with the current list. Raises ValueError if a mark is missing."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}{chr(10).join(rows())}\n{END}{rest.split(END)[1]}"
 

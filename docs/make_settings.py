@@ -158,10 +158,16 @@ def constants() -> dict[str, str]:
         told = inherited(loss)
         for name in loss.reads():
             said.setdefault(name, {}).setdefault(told.get(name, ""), []).append(loss.name)
-    return {
-        name: " ".join(f"{', '.join(names)}: {text}" for text, names in texts.items()) if all(texts) else ""
-        for name, texts in said.items()
-    }
+    return {name: _of_losses(texts) if all(texts) else "" for name, texts in said.items()}
+
+
+def _of_losses(texts: dict[str, list[str]]) -> str:
+    """`texts`: what a constant is, and for which losses. Of more than two, the first is told, and the formulas tell the others."""
+    if len(texts) <= 2:
+        return " ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
+    (text, names), *others = texts.items()
+    further = ", ".join(name for _, more in others for name in more)
+    return f"{', '.join(names)}: {text} {further}: by [their formulas](algorithms.md#losses)."
 
 
 def type_of(hint: Any, metadata: list[Any]) -> str:

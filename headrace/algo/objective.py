@@ -399,7 +399,7 @@ class KLFactor:
 
     rule: KL
     coef: float = field(init=False)
-    """That of the step to come."""
+    """The factor of the step to come."""
 
     def __post_init__(self) -> None:
         self.coef = self.rule.coef

@@ -25,8 +25,7 @@ class EngineConfig:
     server_args: tuple[str, ...] = ()
     """More arguments of the server's command, such as ["--tensor-parallel-size", "2"]."""
     gpus: tuple[int, ...] = ()
-    """GPUs of the servers that the run starts, counted among CUDA_VISIBLE_DEVICES; `replicas` share them. Empty: one
-    server sees all."""
+    """GPUs of the servers that the run starts, counted among CUDA_VISIBLE_DEVICES. Empty: one server sees all."""
     token_file: str = ""
     """File with the token of a running server."""
     patience: float = Field(default=60.0, gt=0)
@@ -40,26 +39,22 @@ class EngineConfig:
     """Dtype of the served weights and the KV cache. auto: the one measured to be faster here (`headrace doctor` prints
     it)."""
     weights: Literal["published", "int8", "fp8"] = "published"
-    """published: in `dtype`. int8: linear layers in eight bits, through the C++ kernels; the distance from the
-    trained policy is measured at every version (`watch.mismatch`; docs/quantised.md). fp8: on GPUs from compute
-    capability 8.9 on, with activations in eight bits too; never run on a GPU."""
+    """published: in `dtype`. int8, fp8: linear layers in eight bits, within `watch.mismatch` (docs/quantised.md);
+    fp8 has never run on a GPU."""
     kv_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """The KV cache's largest size in GiB; a CPU's pages are taken at first use. auto: 2 on a CPU; on a GPU what is free
-    beside the weights, and a trainer on it (docs/auto.md)."""
+    """The KV cache's largest size in GiB. auto: 2 on a CPU; on a GPU what is free (docs/auto.md)."""
     max_running: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """The most sequences that decode at once; fewer run if `kv_gib` cannot hold their expected tokens. auto: 64 on a
-    CPU; on a GPU as many as the cache holds of usual length, at most 1,024."""
+    """The most sequences that decode at once. auto: 64 on a CPU; on a GPU as many as the cache holds of usual length, at most 1,024."""
     context_length: int = Field(default=1024, gt=1)
     """The most tokens of prompt and completion together, per request."""
     prefill_chunk: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Prompt tokens forwarded per pass, beside one token of every running sequence. auto: 512 on a CPU, 8192 on a GPU
-    with room for them."""
+    """Prompt tokens forwarded per pass. auto: 512 on a CPU, up to 8192 on a GPU."""
     swap: Literal["keep", "recompute"] = "keep"
     """The KV cache of running sequences at new weights: kept (version spans record it), or recomputed, which vLLM and
     SGLang always do."""
     exact: bool = False
-    """Tokens and log-probs of a request do not depend on the rest of the batch, nor on interruptions under the same
-    weights, to the bit. Slower, except in the kernels, which always are."""
+    """A request's tokens and log-probs do not depend on the rest of the batch, nor on interruptions, to the bit. Slower, except in the kernels,
+    which always are."""
     max_adapters: int = Field(default=0, ge=0)
     """LoRA adapters that can be loaded at once."""
     routing: bool = False
@@ -71,21 +66,17 @@ class EngineConfig:
     threads: int = Field(default=0, ge=0)
     """Threads. 0: as many as `cores`, or as measured to be fastest."""
     replicas: int = Field(default=1, gt=0)
-    """Engines that serve as one (docs/engines.md, fleets): native ones, or servers that the run starts. They share
-    `cores`, `threads` and `gpus`; each has a KV cache of `kv_gib`."""
+    """Engines that serve as one (docs/engines.md). They share `cores`, `threads` and `gpus`; each has a KV cache of `kv_gib`."""
     member_patience: float = Field(default=30.0, gt=0)
-    """Seconds that a fleet's member may be silent, or late with new weights. Then it leaves until it has caught up,
-    and its requests go on elsewhere."""
+    """Seconds that a fleet's member may be silent, or late with new weights; then it leaves until it has caught up."""
     max_deaths: int = Field(default=3, gt=0)
     """Processes of an engine that may die in a row, within an hour's work, before the run stops or its fleet gives it
     up."""
     ticket_deaths: int = Field(default=3, gt=0)
-    """Engine processes, or rollout hosts on a bus, that may die at one ticket before its rollouts fail
-    (`engine_died`); these deaths do not count for `max_deaths` (docs/cluster.md)."""
+    """Engine processes, or rollout hosts, that may die at one ticket before its rollouts fail (docs/cluster.md)."""
     path: Literal["auto", "kernels", "fused", "hf", "cache"] = "auto"
-    """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's forward over our blocks of
-    keys and values; cache: Hugging Face's forward with its own cache (docs/models.md); auto: the first that supports
-    the model here, unless another was measured to be faster."""
+    """The way in which a model is computed (docs/models.md). auto: the first of these that supports it here, unless another was measured to be
+    faster."""
 
     @field_validator("kind")
     @classmethod

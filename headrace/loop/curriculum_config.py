@@ -25,9 +25,7 @@ class CurriculumConfig:
     back: several epochs, or a family with few problems."""
 
     kind: Literal["uniform", "pools", "contrast"] = "uniform"
-    """uniform: the task's order. pools: that order, but a prompt whose last group had no contrast rests. contrast:
-    the first prompt whose group is expected to have contrast with a probability of `least_chance`
-    (docs/curriculum.md)."""
+    """The order in which prompts are drawn (docs/curriculum.md). uniform: the task's."""
     candidates: int = Field(default=_OF_CHOICE["candidates"], gt=1)
     """pools, contrast: the most prompts that a draw looks at before it takes the best. No known prompt is drawn more
     than this many times as often as the task yields it."""

@@ -31,9 +31,7 @@ FIRST = 64
 @dataclass(frozen=True, config=STRICT)
 class PartialConfig:
     mode: Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"] = "inflight"
-    """How new weights enter (docs/interrupts.md). inflight: between two forward passes, while requests continue;
-    stream: in `parts`; abort_resume, save_resume: requests end, and continue from their tokens; drain, barrier:
-    running requests, or groups, end first; cancel_group: older groups are dropped."""
+    """How new weights enter (docs/interrupts.md)."""
     parts: int = Field(default=4, gt=1)
     """stream: the number of parts."""
 

@@ -62,15 +62,14 @@ class StalenessConfig:
     groups_per_step: int = Field(default=8, gt=0)
     """P: groups (prompts) of one optimizer step."""
     max_lag: int = Field(default=1, ge=0)
-    """The largest lag of a trained token: 0 is synchronous, 1 a double buffer, K a buffer of K steps."""
+    """The largest lag of a trained token, in steps; 0 is synchronous."""
     window: int = Field(default=1, gt=0)
     """W: 1 trains groups strictly in the order of admission. With more, fast groups may pass slow ones, at the cost of
     W - 1 slots."""
     order: Literal["stalest", "finished"] = "stalest"
     """The finished group taken first: stalest: the one admitted first; finished: the one that finished first."""
     overdue: Literal["wait", "trim", "drop", "cancel"] = "wait"
-    """wait: generation is paced so that nothing is ever too old. The others discard (docs/staleness.md): trim old
-    tokens, drop groups with one, or cancel such groups while they are generated."""
+    """wait: generation is paced so that nothing is ever too old. The others discard (docs/staleness.md)."""
     in_flight: int = Field(default=0, ge=0)
     """trim, drop, cancel: groups generated and scored at once. 0: (max_lag + 1) P."""
     stored: int = Field(default=0, ge=0)

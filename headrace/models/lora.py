@@ -69,8 +69,8 @@ class LoraConfig:
     """Keep the frozen matrices of linear layers in 8 or 4 bits while training (arXiv:2305.14314); the engine serves the
     dequantised values in its dtype."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
-    """adapter: publish the base once, then only the adapter. merged: full weights. auto: adapter, but merged for
-    DoRA, and in the native engine for models computed by transformers, unless other settings need the adapter."""
+    """The base once, then only the adapter; or merged into full weights. auto: adapter, but merged
+    for DoRA, and where transformers computes the model in the native engine (docs/lora.md)."""
     init_seed: int = Field(default=0, ge=0)
     """Seed of each pair's first matrix A; B starts at zero, so training starts at the base model."""
 

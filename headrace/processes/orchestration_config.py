@@ -29,8 +29,7 @@ class OrchestrationConfig:
     kind: PlaceKind = "local"
     """The place. Each states who starts the workers (`WorkerPlace.about`), and docs/settings.md lists them."""
     trainer: Literal["local", "elsewhere"] = "local"
-    """local: the trainer's ranks are child processes. elsewhere: they join, or Ray places them, as engines; all their
-    machines must see the run's directory (`out`)."""
+    """elsewhere: the trainer's ranks join, or Ray places them; all their machines must see the run's directory (`out`)."""
     address: str = "local"
     """kind = "ray": local: a cluster of the run's own, here; auto: the one that this machine is a node of; or
     HOST:PORT."""
@@ -46,11 +45,9 @@ class OrchestrationConfig:
     """Whether the Ray cluster adds nodes on demand. A run then waits for nodes that are not there yet, until
     `watch.stop_after`; otherwise a cluster that is too small is refused."""
     scorers: int = Field(default=0, ge=0)
-    """Workers elsewhere (`headrace worker --offers scorer`) that run `reward.functions`, each in `reward.workers`
-    processes; they connect to `listen`. 0: this machine does it."""
+    """Workers elsewhere (`headrace worker --offers scorer`) that run `reward.functions`. 0: this machine does it."""
     environments: int = Field(default=0, ge=0)
-    """Workers elsewhere (`headrace worker --offers environment`) that play `environment.function` or a library's
-    environment, each in `environment.workers` processes. 0: this machine does it."""
+    """Workers elsewhere (`headrace worker --offers environment`) that play rollouts. 0: this machine does it."""
     also_here: bool = False
     """Whether this machine shares the work of `scorers` and `environments`."""
     listen: str = "127.0.0.1:0"
@@ -75,8 +72,7 @@ class OrchestrationConfig:
     reconnect: float = Field(default=5.0, ge=0)
     """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: none."""
     grace: float = Field(default=25.0, gt=0)
-    """Seconds after SIGTERM for a last checkpoint. Keep it below the system's limit: Kubernetes and Slurm
-    (`KillWait`) kill after 30 s, systemd after 90 s."""
+    """Seconds after SIGTERM for a last checkpoint, below the system's limit: Kubernetes and Slurm (`KillWait`) kill after 30 s."""
     bus: str = ""
     """The bus over which rollout hosts (`headrace rollouts`) get tickets and return groups, instead of an engine of the
     run's own (docs/bus.md): redis://HOST:PORT (rediss:// with TLS; `token_file` holds the password, which is then the

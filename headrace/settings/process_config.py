@@ -37,8 +37,7 @@ class EvalSetConfig:
     every: int = Field(default=0, ge=0)
     """Optimizer steps between measurements during training, a multiple of `eval.every`; 0: whenever the held-out prompts are measured."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """Settings of [task] for this set, on top of the run's, or, with another `kind`, instead of them. Without a
-    `path` it has the run's held-out prompts."""
+    """Settings of [task] for this set, on top of the run's, or, with another `kind`, instead of them."""
     environment: dict[str, Any] = Field(default_factory=dict)
     """Replaces the run's [environment]."""
     reward: dict[str, Any] = Field(default_factory=dict)
@@ -151,11 +150,11 @@ class WatchConfig:
     identity_every: int = Field(default=10, ge=0)
     """Versions between two policy-identity probes (C3); 0: none."""
     mismatch: float = Field(default=0.05, gt=0)
-    """engine.weights = "int8" or "fp8": the largest mean |difference| in nats between the log-probs of the served
-    and the trained policy, on sampled tokens. Measured at every version; above it the run ends (docs/quantised.md)."""
+    """engine.weights = "int8" or "fp8": the largest mean |difference| in nats between the log-probs of the served and the trained policy; above it
+    the run ends."""
     trial: bool = True
-    """Publish once, before the first version, weights of which every trained value is changed by some percent: finds
-    an engine that keeps old values (docs/weight_sync.md). Needs `identity_every` above 0."""
+    """Publish changed weights once before the first version, which finds an engine that keeps old values (docs/weight_sync.md). Needs
+    `identity_every` above 0."""
 
     @model_validator(mode="after")
     def _warn_before_stop(self) -> WatchConfig:

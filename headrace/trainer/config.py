@@ -35,11 +35,11 @@ class TrainConfig:
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises linearly; at most all before the last."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled decay, of matrices only; 0, because RL moves weights little."""
+    """AdamW's decoupled decay, of matrices only."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's decay of the mean gradient."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's decay of the mean squared gradient: below its usual 0.999, because runs are short."""
+    """AdamW's decay of the mean squared gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """An update's gradient is scaled down to this norm."""
     epochs: int = Field(default=1, gt=0)
@@ -49,20 +49,18 @@ class TrainConfig:
     """Parts of a step, each with its own update and denominators; divides `staleness.groups_per_step`. A step makes
     `epochs` × `minibatches` updates."""
     microbatch_tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Tokens that a rank forwards at once: bounds memory, never changes the gradient. A longer row is its own
-    microbatch. auto: 2048 on a CPU and in ranks elsewhere; on a GPU here up to 32768, as many as fit (docs/auto.md)."""
+    """Tokens that a rank forwards at once: bounds memory, never changes the gradient. auto: 2048 on a CPU and in ranks elsewhere; on a GPU here as
+    many as fit (docs/auto.md)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the computation (autocast). auto: the one measured to be faster here (`headrace doctor` prints it)."""
     path: Literal["auto", "kernels", "torch"] = "auto"
     """kernels: headrace's C++ kernels, on a CPU; torch: PyTorch; auto: kernels if they support the model, unless
     PyTorch was measured to be faster."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile decoder layers and the head's sums with torch.compile: up to a few minutes at the start. auto: on a
-    GPU, without tensor parallelism. Not in a pipeline. A model that cannot be compiled exactly is trained without. On
-    a CPU it replaces the C++ kernels."""
+    """Compile decoder layers and the head's sums with torch.compile, which takes minutes. auto: on a GPU, without tensor parallelism. Not in a
+    pipeline. A model that cannot be compiled exactly is trained without. On a CPU it replaces the C++ kernels."""
     parity: Literal["off", "bitwise"] = "off"
-    """bitwise: log-probs of tokens sampled with the trainer's current weights must equal its own bit for bit, or the
-    batch is not trained and the run stops. Refused unless proven for model and processor (docs/parity.md)."""
+    """bitwise: the sampler's log-probs must equal the trainer's bit for bit, or the run stops (docs/parity.md)."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained weights and their gradients. bfloat16: rounded stochastically after every update; 12 bytes
     a parameter, with the optimizer's state, instead of 16."""
@@ -81,8 +79,7 @@ class TrainConfig:
     max_skipped_steps: int = Field(default=3, gt=0)
     """Steps skipped in a row (non-finite gradient) after which the run stops."""
     max_deaths: int = Field(default=3, ge=0)
-    """Times that the trainer or a rank may die or hang (no answer for watch.stop_after seconds) within an hour's
-    progress; the run goes on from its last checkpoint and journal."""
+    """Times that the trainer or a rank may die or hang within an hour's progress; the run goes on from its last checkpoint and journal."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Several ranks that train one model. One rank, the default, starts no further process."""
 

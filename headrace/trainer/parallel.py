@@ -21,29 +21,24 @@ class ParallelConfig:
     replicate: int = Field(default=1, gt=0)
     """Copies of the split model, each on `shard` ranks (HSDP), with summed gradients."""
     tensor: int = Field(default=1, gt=0)
-    """Ranks that compute every layer together, each some heads, columns and rows of the vocabulary. Divides the number
-    of key and value heads."""
+    """Ranks that compute every layer together. Divides the number of key and value heads."""
     expert: int = Field(default=1, gt=0)
-    """Ranks that split a mixture's experts, whole ones, to which tokens travel: 1 (split as other weights), or all that
-    hold the model (`shard` × `context` × `tensor`)."""
+    """Ranks that split a mixture's experts, to which tokens travel: 1, or all that hold the model (`shard` × `context` × `tensor`)."""
     context: int = Field(default=1, gt=0)
-    """Ranks that compute parts of the tokens of each microbatch, for rows whose activations do not fit into one. The
-    model is split among `shard` × `context` ranks."""
+    """Ranks that compute parts of the tokens of each microbatch, for long rows. The model is split among `shard` × `context` ranks."""
     pipeline: int = Field(default=1, gt=0)
     """Ranks that split the layers, through which microbatches pass. With `shard`, each is so many ranks."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of microbatches in a `pipeline`. 1f1b: a backward pass after each forward pass. gpipe: all forward passes
-    first, with more activations. interleaved: as 1f1b, with two stages a rank: less waiting, twice the traffic.
-    zero_bubble: as interleaved, with gradients of weights in the gaps."""
+    """Order of microbatches in a `pipeline`. gpipe needs more activations than 1f1b; interleaved and zero_bubble wait less, with twice the
+    traffic."""
     reshard: bool = True
-    """Free a layer's gathered weights after its forward pass. false: a third fewer bytes between ranks, and the whole
-    model in each one's memory during a microbatch."""
+    """Free a layer's gathered weights after its forward pass. false: a third fewer bytes between ranks, for more memory."""
     gather: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which ranks send a layer's weights. bfloat16: half the bytes; norms and biases are rounded too.
     Gradients are summed in float32."""
     reduce: Literal["auto", "step", "microbatch"] = "auto"
-    """Sum the gradients of the ranks of `shard` once a step (4 more bytes a parameter on each), or after each
-    microbatch. auto: step on GPUs where that and the rank's state take at most half of the memory; else microbatch."""
+    """Sum the gradients of the ranks of `shard` once a step (4 more bytes a parameter on each), or after each microbatch. auto: step on GPUs with
+    room for it."""
 
     @property
     def ranks(self) -> int:

@@ -26,16 +26,13 @@ class ObserveConfig:
     trackio: bool = False
     """Write scalars for a local trackio dashboard; nothing leaves the machine."""
     wandb: bool = False
-    """Write scalars for Weights & Biases: to its server if logged in (`WANDB_API_KEY`, `wandb login`), else to
-    `runs/<name>/wandb` for `wandb sync`. `WANDB_MODE` and `WANDB_PROJECT` hold."""
+    """Write scalars for Weights & Biases: to its server if logged in, else to `runs/<name>/wandb` for `wandb sync`."""
     mlflow: bool = False
     """Write scalars for MLflow, to `MLFLOW_TRACKING_URI`, or else to `runs/<name>/mlruns`."""
     webhook: bool = False
-    """Post start and end, a verdict that turns, and warnings to the address in `HEADRACE_WEBHOOK` (Slack, Mattermost,
-    Discord). A process that is killed sends none."""
+    """Post start, end, a verdict that turns, and warnings to the address in `HEADRACE_WEBHOOK` (docs/board.md)."""
     engine_price: float = Field(default=0.0, ge=0)
-    """Dollars an hour of an engine (each member of a fleet). With either price the run shows its cost, by step and by
-    trained token; 0 and 0: none."""
+    """Dollars an hour of an engine (each member of a fleet). With either price the run shows its cost."""
     trainer_price: float = Field(default=0.0, ge=0)
     """Dollars an hour of all the trainer's devices. A machine that does everything has its price here."""
 

@@ -32,9 +32,8 @@ class WeightSyncConfig:
     anchor_every: int = Field(default=50, gt=0)
     """Differences between two full copies with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
-    """Address of this machine at which others fetch weights: servers (`engine.urls`) by tcp or http, engines
-    elsewhere by tcp or broadcast (default: the host of `orchestration.listen`), rollout hosts (`orchestration.bus`).
-    Without `cert` nothing is encrypted: use a private network."""
+    """Address of this machine at which others fetch weights: servers, engines elsewhere (default: the host of `orchestration.listen`), rollout
+    hosts. Without `cert` nothing is encrypted: use a private network."""
     cert: str = ""
     """Certificate file (PEM) of the trainer's server, for TLS with servers and rollout hosts (tcp, http). For engines
     that join: `orchestration.cert`."""

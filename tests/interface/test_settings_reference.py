@@ -36,11 +36,11 @@ def test_the_tables_of_algorithms_are_what_the_sources_say():
     )
 
 
-def test_the_table_of_other_libraries_names_is_what_the_source_says():
+def test_the_list_of_other_libraries_names_is_what_the_source_says():
     page, made = DOCS / "coming_from.md", runpy.run_path(str(DOCS / "make_names.py"))["page"]
     text = page.read_text(encoding="utf-8")
     assert text == made(text), "a name has changed: run `make docs`"
-    assert "| `rollout.group_size` | `num_generations` (TRL); `rollout.n` (verl);" in text
+    assert "- `rollout.group_size`: `num_generations` (TRL); `rollout.n` (verl);" in text
 
 
 def test_the_table_of_what_a_resume_carries_over_is_what_the_source_says():

@@ -39,8 +39,7 @@ class EnvironmentConfig:
     """`path/to/file.py:name` of a function that plays a rollout, `async def play(agent, prompt, **columns)`, or of a
     class with `step(agent, reply)` (docs/environments.md)."""
     command: tuple[str, ...] = ()
-    """process: the command that plays a rollout, as words or one text. It gets the prompt and the row's columns as
-    JSON on its input; the last line that it prints is its reward."""
+    """process: the command that plays a rollout, as words or one text (docs/agents.md)."""
     directory: str = ""
     """process: the command's working directory. Empty: a new one for each rollout, removed at its end."""
     processes: int = Field(default=64, gt=0)
@@ -54,8 +53,7 @@ class EnvironmentConfig:
     max_turns: int = Field(default=8, gt=0)
     """The most turns of a rollout; one that asks for more is cut off, with an empty reply and the stop `limit`."""
     max_tokens: int = Field(default=0, ge=0)
-    """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`. Without room
-    for rollout.max_tokens more it is cut off."""
+    """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`."""
     seconds: float = Field(default=600.0, ge=0)
     """Seconds that the function or agent may take between turns, tools included; then the rollout fails
     (`environment_timeout`). 0: no limit."""
@@ -73,7 +71,7 @@ class EnvironmentConfig:
     """How a rollout goes on after a kill (docs/environments.md). auto: exported for a class with `export_state` and
     `restore`, reasoning_gym and textarena; else replayed."""
     workers: int = Field(default=2, gt=0)
-    """Processes that play rollouts, each many at once: async functions in one event loop, others in a thread each."""
+    """Processes that play rollouts, each many at once."""
     memory_gib: float = Field(default=4.0, ge=0)
     """GiB that each of these processes, or with kind = process the command and all that it starts, may allocate. 0: no
     limit."""

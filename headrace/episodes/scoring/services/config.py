@@ -137,9 +137,7 @@ class JudgeConfig(EndpointConfig):
     criterion: str = Field(min_length=1)
     """A few sentences that describe a good completion."""
     mode: Literal["score", "rank", "compare"] = "score"
-    """score: a number from `low` to `high` for each completion, as a reward from 0 to 1. rank: an order of all
-    completions of a group. compare: two at a time. The reward of the last two is the share of the others that are
-    worse; a tie counts half."""
+    """Judges each completion by itself, orders a group, or compares two at a time (docs/scoring.md)."""
     low: float = 0.0
     """score: the lowest number."""
     high: float = 10.0

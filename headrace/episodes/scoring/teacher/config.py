@@ -57,8 +57,7 @@ class TeacherConfig:
     decay: float = Field(default=0.99, ge=0, lt=1)
     """student = "average": average = decay * average + (1 - decay) * weights after each step, in float32."""
     mode: Literal["tokens", "text"] = "tokens"
-    """tokens: log-probs of every sampled token (and of the `algo.distill.k` most probable ones); needs the student's
-    vocabulary. text: one number for a completion, as a reward; any vocabulary."""
+    """tokens: log-probs of every sampled token; needs the student's vocabulary. text: one number for a completion, as a reward."""
     weight: float = 1.0
     """text: its weight in the reward's sum."""
     system: str = ""
