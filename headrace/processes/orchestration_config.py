@@ -162,7 +162,7 @@ class OrchestrationConfig:
         if self.bus or (self.hosts and not self.place.joins):
             usual |= {name: _default(name) for name in _JOINED}
         if self.bus:
-            usual |= {"kind": "local", "address": _default("address")}
+            usual |= {"kind": "local", **{name: _default(name) for name in self.place.own}}
         return replace(self, **usual)
 
     @property
@@ -223,7 +223,7 @@ class OrchestrationConfig:
 
 _JOINED = ("token_file", "cert", "key", "reconnect", "listen")
 _AWAY = (
-    *("placement", "kv", "lend", "give_way", "trainer", "rank_gpus"),
+    *("placement", "kv", "lend", "give_way", "trainer", "rank_gpus", "rank_resources"),
     *("scorers", "environments", "also_here", "bus", "bus_forgets"),
 )
 

@@ -126,7 +126,11 @@ def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [{"kind": "ray", "rank_gpus": 1}, {"kind": "join", "token_file": "secret", "listen": "127.0.0.1:7400"}]
+    "kind",
+    [
+        {"kind": "ray", "rank_gpus": 1, "rank_resources": {"accelerator_type:H100": 0.001}, "grows": True},
+        {"kind": "join", "token_file": "secret", "listen": "127.0.0.1:7400"},
+    ],
 )
 def test_a_bus_brings_engines_and_the_ranks_of_the_trainer_come_from_elsewhere(
     kind: dict[str, Any], tmp_path: Path
