@@ -406,8 +406,8 @@ class KLFactor:
 
     def after(self, mean: float) -> None:
         """Takes the mean divergence of a token in a step that was made, by k3: β·(1 + K·clip(mean / target - 1, -0.2, 0.2)) (arXiv 1909.08593, 2.2, with
-        K = 0.1; there of a whole sample)."""
-        if self.rule.target:
+        K = 0.1; there of a whole sample). One that is not finite, which an update that was left out may leave behind, changes nothing."""
+        if self.rule.target and math.isfinite(mean):
             error = min(max(mean / self.rule.target - 1, -0.2), 0.2)
             self.coef *= 1 + self.rule.change * error
 

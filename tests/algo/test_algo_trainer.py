@@ -257,7 +257,7 @@ def test_the_factor_of_an_adaptive_divergence_moves_and_is_part_of_a_checkpoint(
     config = TrainConfig(device="cpu", dtype="float32", learning_rate=1e-2, microbatch_tokens=32)
     trainer = TorchTrainer(model_dir, config, algo, seed=0)
     factor, expected = trainer._learners[""].kl, 0.5
-    for mean, times in ((0.11, 1.01), (5.0, 1.02), (0.0, 0.98), (0.1, 1.0)):
+    for mean, times in ((0.11, 1.01), (5.0, 1.02), (0.0, 0.98), (0.1, 1.0), (float("nan"), 1.0)):
         factor.after(mean)
         expected *= times
         assert factor.coef == pytest.approx(expected)
@@ -275,6 +275,10 @@ def test_the_factor_of_an_adaptive_divergence_moves_and_is_part_of_a_checkpoint(
     found = [other.step(batch(1)) for other in (adaptive, fixed, later)]
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6) and found[0].reference_kl > 0
     assert found[0].grad_norm == pytest.approx(found[1].grad_norm, rel=1e-6) != found[2].grad_norm
+    fixed.save(tmp_path / "fixed")
+    begins = TorchTrainer(model_dir, config, AlgoConfig(kl={"coef": 0.2, "target": 0.1}), seed=0)
+    begins.restore(tmp_path / "fixed")
+    assert begins._learners[""].kl.coef == 0.2, "a target that a resume sets begins with the factor that is set beside it"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

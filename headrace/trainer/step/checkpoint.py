@@ -181,7 +181,7 @@ def entropy_of(directory: Path) -> tuple[float, float] | None:
 
 
 def kl_of(directory: Path) -> float:
-    """Returns the factor of the divergence in the loss (`objective.KLFactor`); 0 without one, and in a checkpoint of an earlier version."""
+    """Returns the factor that the divergence in the loss has come to (`objective.KLFactor`); 0 if it did not move, and in a checkpoint of an earlier version."""
     return float(json.loads((directory / TRAINER).read_text()).get("kl", 0.0))
 
 

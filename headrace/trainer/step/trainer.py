@@ -441,7 +441,7 @@ class TorchTrainer:
             version=learner.version,
             seed=self._seed,
             entropy=(learner.entropy.coef, learner.entropy.mean),
-            kl=learner.kl.coef,
+            kl=learner.kl.coef if learner.kl.rule.target else 0.0,
             keep=keep,
         )
 
