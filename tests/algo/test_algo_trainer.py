@@ -278,7 +278,9 @@ def test_the_factor_of_an_adaptive_divergence_moves_and_is_part_of_a_checkpoint(
     fixed.save(tmp_path / "fixed")
     begins = TorchTrainer(model_dir, config, AlgoConfig(kl={"coef": 0.2, "target": 0.1}), seed=0)
     begins.restore(tmp_path / "fixed")
-    assert begins._learners[""].kl.coef == 0.2, "a target that a resume sets begins with the factor that is set beside it"
+    assert begins._learners[""].kl.coef == 0.2, (
+        "a target that a resume sets begins with the factor that is set beside it"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,6 +38,10 @@ GUARDED = {
 """The environment of a cluster of the run's own. Ray listens on all addresses of a machine, and who is let in may run anything: so nobody
 is let in without this token. It also reports to nobody how it is used."""
 
+OF_RAY = ("CPU", "GPU", "memory", "object_store_memory")
+"""The names of what Ray counts on every node."""
+_RESERVED = re.compile(r"node:|.*_group_(\d+_)?[0-9a-f]{16,}$")
+"""Matches the name of a node itself, and of what a placement group has reserved there."""
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
 
@@ -109,6 +113,15 @@ class RayPlace(ClusterPlace):
                 f'orchestration.address = "{settings.address}" is not "local", "auto" or HOST:PORT; a run starts on a machine of the cluster, and not '
                 "through Ray's client (ray://)"
             )
+        for what, given in (("", settings.resources), ("rank_", settings.rank_resources)):
+            for name, count in given.items():
+                if name in OF_RAY:
+                    own = f"{'train' if what else 'engine'}.threads CPUs and orchestration.{what}gpus GPUs"
+                    yield f"orchestration.{what}resources names {name}, and Ray gives {own}; set these, and remove it"
+                elif round(count, 4) != count or (count > 1 and count % 1):
+                    yield (
+                        f"orchestration.{what}resources: {name} = {count:g}, and Ray takes whole numbers, or below 1 at most four decimal places; round it"
+                    )
 
     def cluster(self, address: str) -> RayCluster:
         return RayCluster(address)
@@ -217,11 +230,13 @@ def _actor(strategy: Any, bundle: NodeShare) -> Any:
 
 
 def _share(has: Mapping[str, float]) -> NodeShare:
-    """`has`: all that Ray counts on a node. Memory, the node's own name and the bundles that are reserved there are no resources that a run asks for."""
-    own = ("memory", "object_store_memory", "node:", "bundle_group_", "CPU", "GPU")
-    return NodeShare(
-        has.get("CPU", 0), has.get("GPU", 0), {name: count for name, count in has.items() if not name.startswith(own)}
-    )
+    """`has`: all that Ray counts on a node. Memory, the node's own name and the bundles that are reserved there are no resources that a run asks for.
+
+    >>> str(_share({"CPU": 4, "GPU_A100": 1, "node:10.0.0.5": 1, "GPU_A100_group_0_0123456789abcdef": 1}))
+    '4 CPUs and 1 GPU_A100'
+    """
+    others = {name: count for name, count in has.items() if name not in OF_RAY and not _RESERVED.match(name)}
+    return NodeShare(has.get("CPU", 0), has.get("GPU", 0), others)
 
 
 def all_nodes() -> list[ClusterNode]:

@@ -462,6 +462,12 @@ ON_RAY: dict[str, Any] = {**RUN, "orchestration": {"kind": "ray"}}
         ({"orchestration": {"listen": "10.0.0.5:1"}}, 'listen is for orchestration.kind = "join" or "ray"'),
         ({"orchestration": {"kind": "ray", "address": "ray://10.0.0.5:10001"}}, "not through Ray's client"),
         ({"orchestration": {"kind": "ray", "listen": "0.0.0.0:7"}}, "set it to the one that the nodes reach"),
+        (
+            {"orchestration": {"kind": "ray", "resources": {"GPU": 1}}},
+            "resources names GPU, and Ray gives engine.threads CPUs and orchestration.gpus GPUs; set these",
+        ),
+        ({"orchestration": {"kind": "ray", "resources": {"fast": 1.5}}}, "fast = 1.5, and Ray takes whole numbers"),
+        ({"orchestration": {"kind": "ray", "resources": {"fast": 0.00001}}}, "at most four decimal places; round it"),
         ({"weight_sync": {"kind": "shared_memory"}}, "does not reach engines elsewhere"),
         ({"engine": {"cores": (0,)}}, "remove it; Ray gives each engine.threads CPUs"),
         (
