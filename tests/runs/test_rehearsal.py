@@ -577,6 +577,7 @@ def test_devices_and_dtypes_as_they_will_be():
         ({"name": "tis"}, "correction", "truncate token weights to [0, 2]"),
         ({"correction": {"veto": 1e-4}}, "correction", "veto = 0.0001"),
         ({"kl": {"coef": 1e-3}}, "KL", "0.001 x k3 in the loss"),
+        ({"kl": {"coef": 1e-3, "every": 50}}, "KL", "in the loss, from the policy of the last step that 50 divides"),
         ({"lag": {"kind": "exponential"}}, "lag weight", "exponential, decay = 0.9"),
         ({"name": "second_moment"}, "selection", "second_moment, tau = 0.04"),
         ({"name": "dr_grpo"}, "denominator", "the step's sequences times 64 tokens (token_sum)"),

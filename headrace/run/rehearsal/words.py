@@ -130,6 +130,7 @@ def _tuple(value: Any, reads: dict[str, str]) -> str:
 def _kl(recipe: Recipe) -> str:
     kl = recipe.kl
     more = (", unbiased" if kl.unbiased else "") + (f", adapted towards {_plain(kl.target)} nats" if kl.target else "")
+    more += f", from the policy of the last step that {kl.every} divides" if kl.every else ""
     return f"{_plain(kl.coef)} x {kl.estimator} in the {kl.place}{more}" if kl.coef else "none"
 
 
