@@ -455,7 +455,13 @@ def test_a_critic_s_own_model_is_counted_with_its_gradients_optimizer_and_activa
 
 def test_a_reference_that_moves_is_counted_in_a_checkpoint():
     plan, size = plan_of(reference=True), memory_needs.checkpoint_bytes
-    assert size(BILLION, plan._replace(reference_moves=True)) - size(BILLION, plan) == 2 * BILLION.parameters
+    moves = plan._replace(reference_moves=True)
+    assert size(BILLION, moves) - size(BILLION, plan) == 2 * BILLION.parameters
+    large = replace(BILLION, vocabulary=50_000)  # its embeddings stay in float32 (`trainer/step/reference.py`)
+    for given, expected in ((plan, 2_000), (moves, 2_100)):
+        (held,) = [need.bytes for need in needs(large, given) if need.what == "reference model"]
+        assert held == expected * 10**6
+    assert size(large, moves) - size(large, plan) == 2_100 * 10**6
 
 
 def test_gradients_that_are_summed_once_a_step_are_those_of_policy_and_critic():

@@ -327,7 +327,8 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         loaded = 4 * shape.parameters * ranks
         yield MemoryNeed("trainer", "the whole model in each rank while it loads", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1
-    split = shape.parameters * everyone / (train.parallel.split * train.parallel.pipeline)
+    parts = everyone / (train.parallel.split * train.parallel.pipeline)
+    split = shape.parameters * parts
     if plan.adapters:
         kept = BYTES[plan.lora.quantise or plan.train_dtype]
         yield MemoryNeed("trainer", "frozen weights", split * kept, device, certain=True)
@@ -352,7 +353,8 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             away = split * (size + (0 if train.offload_optimizer else optimizer))
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
-            yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
+            reference = reference_bytes(shape, plan) * parts
+            yield MemoryNeed("trainer", "reference model", reference, device, certain=True)
     yield from _critic(plan)
     trained = (0 if plan.adapters else shape.parameters) + (plan.critic.parameters if plan.critic else 0)
     if trained and sums_once(train.parallel, trained, 0):  # auto takes half of a GPU at most
@@ -393,12 +395,20 @@ def token_activations(shape: Widths, checkpointing: bool) -> int:
     return shape.layers * shape.hidden + whole if checkpointing else shape.layers * whole
 
 
+def reference_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
+    """Returns the bytes of a reference of its own, in the dtype of the computation. Embeddings of one that moves stay in float32: no later weights are known to
+    lose nothing."""
+    low = int(BYTES[plan.train_dtype])
+    embeddings = shape.vocabulary * shape.hidden if plan.reference_moves else 0
+    return low * shape.parameters + (4 - low) * embeddings
+
+
 def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
     """Returns the bytes of a checkpoint: the trained weights and their AdamW state."""
     adapters = plan.adapters + plan.rewards
     trained = adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
     beside = 12 * plan.critic.parameters if plan.critic else 0
-    beside += int(BYTES[plan.train_dtype]) * shape.parameters if plan.reference_moves else 0
+    beside += reference_bytes(shape, plan) if plan.reference_moves else 0
     return beside + trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
 
 
