@@ -232,7 +232,7 @@ class Channel:
     @property
     def late(self) -> float:
         """Seconds after which the loss of the other end is known at the latest. Of a process of this machine the kernel reports it at once."""
-        return noticed_after(self.silence, self._away) if self.silence else 0.0
+        return self._interval * (self._most_quiet + 1) + VERDICT if self.silence else 0.0
 
     @property
     def _interval(self) -> float:

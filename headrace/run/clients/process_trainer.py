@@ -176,7 +176,7 @@ class RankGroup:
         errors = [error for call in calls if (error := _failed(call))]
         if cut_off := next((error for error in errors if isinstance(error, RankUnreachable)), None):
             await asyncio.wait([self._ended], timeout=TOGETHER + self.late)  # of the one that is not reached
-            self._lose(f"of a rank does not reach another, which lives: {cut_off}")
+            self._lose(f"lost the connection between two ranks, which both still run: {cut_off}")
         if self._ended.done() or any(isinstance(error, WorkerDied) for error in errors):
             raise WorkerDied("trainer", await self.watch())
         if not everyone.done():

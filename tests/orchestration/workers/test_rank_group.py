@@ -342,7 +342,11 @@ def test_a_rank_that_does_not_reach_another_one_is_no_failure_of_its_own(dies: b
     async def use(group: RankGroup, made: list[Rank]) -> None:
         if dies:
             asyncio.get_running_loop().call_later(1.0, made[1].die, "was killed by SIGKILL")
-        how = "of rank 1 was killed" if dies else "of a rank does not reach another, which lives: the connection ended"
+        how = (
+            "of rank 1 was killed"
+            if dies
+            else "lost the connection between two ranks, which both still run: the connection ended"
+        )
         with pytest.raises(WorkerDied, match=how):
             await group.call("publish", None, type(None))
         assert not any(rank.alive for rank in made)
