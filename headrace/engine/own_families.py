@@ -379,3 +379,5 @@ FAMILIES: Mapping[str, OwnFamily] = {
 """Families by `model_type`."""
 OWN_FAMILIES = tuple(FAMILIES)
 SURE_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.sure)
+TEXT_PARTS: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Models of text and images whose part for text, without images, is served alone, and the family that it is of."""

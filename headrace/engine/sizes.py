@@ -74,6 +74,10 @@ class Demand(NamedTuple):
     """Sequences that there can be at once."""
 
 
+STATES_A_ROW = 2
+"""Slots for states of each sequence that runs, where a model has some: its own, and one that is kept for others."""
+
+
 def cost(token: float, hidden: int, inner: int, vocabulary: int, size: float) -> Cost:
     """`size`: bytes of a number in the dtype of the weights. In a pass a token has some hidden states, and what an MLP makes of them; a
     row has float32 logits, their copy where filters sort them, and their block sums."""

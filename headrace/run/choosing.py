@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.engine.kinds import OTHERS_PATHS
-from headrace.engine.own_families import OWN_FAMILIES, SURE_FAMILIES
+from headrace.engine.own_families import OWN_FAMILIES, SURE_FAMILIES, TEXT_PARTS
 from headrace.facts.texts import duration, plural
 from headrace.loop.run_limits import Allowance
 from headrace.native.arithmetic import TIERS
@@ -159,9 +159,10 @@ def settle_adapter(config: RunConfig, model_dir: Path) -> RunConfig:
     if config.adapters or not lora.rank or lora.publish != "auto" or lora.merged or engine.is_server:
         return config
     kind = json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if kind in (SURE_FAMILIES if lora.experts else OWN_FAMILIES) and engine.path not in OTHERS_PATHS:
+    family = TEXT_PARTS.get(kind, kind)
+    if family in (SURE_FAMILIES if lora.experts else OWN_FAMILIES) and engine.path not in OTHERS_PATHS:
         return config
-    through = f"{kind} through engine.path = {engine.path}" if kind in OWN_FAMILIES else str(kind)
+    through = f"{kind} through engine.path = {engine.path}" if family in OWN_FAMILIES else str(kind)
     why = f'lora.publish = "merged", because the native engine computes {through} by transformers, where an adapter takes products of its own'
     if lora.experts:
         why = f'lora.publish = "merged", because the native engine serves no adapters of experts beside {through}'

@@ -34,6 +34,7 @@ def test_it_is_published_merged_where_transformers_computes(tmp_path: Path, fami
     ("family", "tables", "publish"),
     [
         ("llama", {"lora": {"rank": 8}}, "auto"),
+        ("qwen3_5", {"lora": {"rank": 8}}, "auto"),
         ("glm4_moe", {"lora": {"rank": 8, "publish": "adapter"}}, "adapter"),
         ("glm4_moe", {"lora": {"rank": 8}, "engine": {"urls": ["http://127.0.0.1:1"], "kind": "vllm"}}, "auto"),
         ("glm4_moe", {"lora": {"rank": 8}, "adapters": [{"name": "a"}, {"name": "b"}]}, "auto"),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.commands.importing.given import UNKNOWN, read_given
+from headrace.core.errors import ConfigError
 
 SETTINGS = ("a.b", "c.d", "e.f")
 NAMES = st.sampled_from("ABC")
@@ -35,6 +36,7 @@ STATEMENTS = st.one_of(
     st.tuples(st.sampled_from("+ "), st.lists(OVERRIDES, max_size=2)).map(
         lambda it: f"D{it[0].strip()}=(\n  {' '.join(it[1])}\n  $E\n)"
     ),
+    OVERRIDES.map(lambda it: f'D=("${{D[@]}}" {it})'),
     st.tuples(NAMES, OVERRIDES).map(lambda it: f'[ "${it[0]}" = x ] && D+=({it[1]})'),
     st.lists(OVERRIDES, max_size=2).map(lambda it: f'E="{" ".join(it).translate(str.maketrans("", "", QUOTES))}"'),
     st.just("# it isn't a.b=9"),
@@ -67,3 +69,42 @@ def test_a_script_is_read_as_the_shell_reads_it(tmp_path_factory: pytest.TempPat
     for name, value in meant.items():
         known: Any = found.get(name, UNKNOWN if any(word.startswith("$") for word in found) else None)
         assert known is UNKNOWN or (known, type(known)) == (value, type(value)), f"{name} is {value!r}"
+
+
+def test_an_array_that_is_set_to_its_own_words_and_more_has_both(tmp_path: Path) -> None:
+    script = 'A=(a.b=1)\nA=("${A[@]}" c.d=2)\npython -m x "${A[@]}"\n'
+    (path := tmp_path / "run.sh").write_text(script)
+    assert read_given(path) == {"a.b": 1, "c.d": 2}
+
+
+ANCHORS = ", ".join(
+    f"{name}: &{name} {{p: *{before}, q: *{before}}}"
+    for before, name in zip("ABCDEFGHIJKLMNOPQRSTUV", "BCDEFGHIJKLMNOPQRSTUVW", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("X=0123456789\n" + "X=$X$X\n" * 40 + "python -m x a.b=$X\n", None),
+        ("X=0123456789\n" + "X=$X$X$(date)\n" * 40 + "python -m x a.b=$X\n", None),
+        (
+            "A=(a.b=1 c.d=2)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'python -m x "${A[@]}"\n',
+            "its array A has more than",
+        ),
+        ("python -m x a.b='{A: &A {p: 1, q: 2}, " + ANCHORS + "}'\n", "its anchors are repeated"),
+        ("python -m x a.b=1 " + "$((" * 20_000 + "\n", None),
+        ("python -m x a.b=1 " + "a." * 100_000 + "\n", None),
+        ("python -m x a.b=2024-13-01\n", None),
+    ],
+    ids=["variable", "partly known", "array", "anchors", "arithmetic", "dots", "date"],
+)
+def test_a_script_that_grows_without_end_is_read_or_refused_at_once(
+    tmp_path: Path, script: str, said: str | None
+) -> None:
+    (path := tmp_path / "run.sh").write_text(script)
+    if said is None:
+        assert "a.b" in read_given(path)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            read_given(path)

@@ -15,6 +15,7 @@ from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.runner import KernelRunner
 from headrace.engine.native.kv_cache import Blocks
 from headrace.engine.native.state_slots import StateSlots
+from headrace.run.rehearsal.memory_needs import read_shape
 from headrace.testing.makers import request
 from support.fake_engine_model import CoreDriver, RecurrentRunner, prompt
 from support.few import few
@@ -287,6 +288,13 @@ def test_states_have_their_part_of_the_cache_and_fewer_sequences_run_where_it_is
     assert run(engine, [greedy(str(i), text, 60) for i, text in enumerate(texts(30, 9))])["1"].stop == "length"
     with pytest.raises(ConfigError, match=r"does not hold one sequence .*raise engine\.kv_gib"):
         make_engine(saved(NAME), kv_gib=0.9 * three)
+
+
+def test_a_rehearsal_counts_what_the_engine_holds_of_a_sequence(saved):
+    runner = KernelRunner(skeleton(NAME), 96, dtype=torch.float32, device=torch.device("cpu"))
+    shape, spec = read_shape(saved(NAME)), runner.spec
+    assert shape.state == runner.state_nbytes > 0
+    assert shape.cached == 2 * spec.kv_heads * spec.head_dim, "keys and values of the one layer that attends"
 
 
 @native

@@ -19,7 +19,7 @@ UNKNOWN = object()
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:(:?)-([^${}]*))?\}|(\w+))")
 """A variable of a shell, and what stands for it where it is not set, or, with a colon, where it is empty."""
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
+_ARITHMETIC = re.compile(r"\$\(\((.{0,1000}?)\)\)", re.DOTALL)
 _HIDDEN, _SHOWN = str.maketrans("()#", "\x01\x02\x03"), str.maketrans("\x01\x02\x03", "()#")
 _DOLLAR = "\x04"
 """Stands for a dollar sign that names no variable: one in single quotes or behind a backslash, or in the value of a variable."""
@@ -61,7 +61,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.-]+)=(.*)", re.DOTALL)
+_WORD = re.compile(r"\+{0,2}([A-Za-z_]\w*\.[\w.-]+)=(.*)", re.DOTALL)
 """An override of Hydra: `name.with.dots=value`, with plus signs for a new name."""
 _OTHER = re.compile(r"(~[A-Za-z_][\w./@-]*|\+{0,2}[A-Za-z_][\w./@-]*(?==))(?:=(.*))?", re.DOTALL)
 """Other words that Hydra takes: `~name` takes a setting away, and `group=choice` has another file's."""
@@ -74,6 +74,8 @@ _ROOMS = ("trainer", "orchestrator", "inference")
 """Tables of prime-rl that are there whether they are named or not."""
 MOST = 100_000
 """Settings of a config; the largest of verl has about a thousand."""
+LONGEST = 1_000_000
+"""Characters of a shell's variable, which may double with every line that sets it."""
 DEEPEST = 20
 """References that lead to others are followed so far: there may be a circle."""
 
@@ -101,7 +103,7 @@ def _yaml(text: str, path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
         _once(yaml.compose(text, yaml.SafeLoader), path)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has no settings: a mapping of names to values is expected")
@@ -150,13 +152,13 @@ def _toml(text: str, path: Path) -> dict[str, Any]:
 def _script(text: str, path: Path) -> dict[str, Any]:
     """The overrides on the command line, with the variables that the script sets. The script is not run: what one of its branches sets, or two
     of its commands set differently, is known only where it makes no difference."""
+    script = _Script()
     try:
         words = list(_words(text))
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            script.read(word, following)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as a shell script: {error}") from None
-    script = _Script()
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        script.read(word, following)
     if not script.found.keys() - {CONFIG_NAME, CONFIG_PLACE}:
         raise ConfigError(
             f"{path} has no settings such as data.train_batch_size=64; name the script that starts the run"
@@ -189,7 +191,8 @@ class _Script:
         self._command = self._depth = self._brackets = 0
         self._joined, self._begins, self._maybe = False, True, False
         self._array = ""
-        """The array whose words are being read."""
+        """The array whose words are being read, which may name what was in it before."""
+        self._fills: list[_ArrayWord] = []
 
     def given(self) -> dict[str, Any]:
         """Returns the settings, and the words of their commands that may be others."""
@@ -205,21 +208,28 @@ class _Script:
             self._brackets = max(0, self._brackets + word.count("(") - word.count(")"))
             if self._array and self._brackets:
                 return
-            self._array = ""
+            self._close_array()
             self._command += not self._brackets
             self._joined, self._begins = word.strip("\n") in ("&&", "||"), True
         elif self._array:
-            self._arrays[self._array] += self._for_array(word)
+            self._fills += self._for_array(word)
+            if len(self._fills) > MOST:
+                raise ValueError(f"its array {self._array} has more than {MOST} words")
         elif override := _WORD.fullmatch(word):
             self._override(override[1], override[2])
         elif (variable := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", word, re.DOTALL)) and self._sets_variables:
             if following.startswith("(") and not variable[3]:
                 self._array = variable[1]
-                self._arrays[self._array] = [*self._arrays.get(self._array, ())] if variable[2] else []
+                self._fills = [*self._arrays.get(self._array, ())] if variable[2] else []
             else:
                 self._set(variable[1], variable[3], more=bool(variable[2]))
         else:
             self._argument(word, following)
+
+    def _close_array(self) -> None:
+        if self._array:
+            self._arrays[self._array] = self._fills
+        self._array, self._fills = "", []
 
     @property
     def _sets_variables(self) -> bool:
@@ -237,6 +247,8 @@ class _Script:
             before = self.found.get(inner, None if self._maybe else one)
             self.found[inner] = UNKNOWN if (other or self._maybe) and before != one else one
             self._commands[inner] = self._command
+            if len(self.found) > MOST:
+                raise ValueError(f"{name} has more than {MOST} settings: its anchors are repeated within each other")
 
     def _set(self, name: str, text: str, more: bool) -> None:
         text = f"${{{name}}}{text}" if more else text
@@ -244,7 +256,7 @@ class _Script:
         if self._may_be_skipped and self._variables.get(name) != known:
             known = None
         elif known is None:
-            self._partly[name] = _VARIABLE.sub(self._part, text)
+            self._partly[name] = _replaced(text, self._part) or "`"
         if known is not None or self._may_be_skipped:
             self._partly.pop(name, None)
         self._variables[name] = known
@@ -354,7 +366,7 @@ def _read(text: str | None) -> Any:
         return UNKNOWN
     try:
         value = _number(yaml.safe_load(_spaced(text) if text.lstrip().startswith("{") else text))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # one such as 2024-13-01, which looks like a date
         return text
     is_text = (isinstance(value, bool) and text.lower() not in ("true", "false")) or (
         isinstance(value, int) and not isinstance(value, bool) and not _WHOLE.fullmatch(text)
@@ -380,10 +392,24 @@ def _expanded(text: str, variables: Mapping[str, str | None]) -> str | None:
         return (known or "").replace("$", _DOLLAR)
 
     for _ in range(DEEPEST):  # a default may name other variables
-        text, before = _VARIABLE.sub(value, text), text
-        if missing or text == before:
+        replaced = _replaced(text, value)
+        if missing or replaced is None:
+            return None
+        if replaced == text:
             break
-    return None if missing else text.replace(_DOLLAR, "$")
+        text = replaced
+    return text.replace(_DOLLAR, "$")
+
+
+def _replaced(text: str, value: Callable[[re.Match[str]], str]) -> str | None:
+    """Returns the text with `value` of each variable in the variable's place; None if that is too long."""
+    pieces, end, size = list[str](), 0, 0
+    for found in _VARIABLE.finditer(text):
+        pieces += text[end : found.start()], value(found)
+        end, size = found.end(), size + len(pieces[-1])
+        if size > LONGEST:
+            return None
+    return "".join([*pieces, text[end:]])
 
 
 def _known(found: re.Match[str], variables: Mapping[str, str | None]) -> str | None:

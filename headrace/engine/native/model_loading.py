@@ -19,7 +19,7 @@ from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.guides import Decode
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.sequences import Moves, SeesAhead
-from headrace.engine.sizes import Cost, Demand, Sizes, cost, fitting, longest, usable
+from headrace.engine.sizes import STATES_A_ROW, Cost, Demand, Sizes, cost, fitting, longest, usable
 from headrace.models.image_axes import has_axes, moved_up
 from headrace.models.image_blocks import ahead_in, ahead_of
 from headrace.models.tokenizer import decoder_of, endings_of, load_tokenizer
@@ -215,10 +215,6 @@ class CacheRoom(NamedTuple):
     """Slots of states; 0 for a model without."""
     rows: int
     """Sequences that may run at once."""
-
-
-STATES_A_ROW = 2
-"""Slots for each sequence that runs: its own, and one that is kept for others."""
 
 
 def room_in_cache(model: ServableModel, kv_gib: float, max_running: int) -> CacheRoom:

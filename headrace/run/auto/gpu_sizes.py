@@ -214,7 +214,8 @@ def _would_use(engine: EngineConfig, train: TrainConfig, wishes: Mapping[str, An
 
 def _cost(shape: ModelShape, plan: MemoryPlan) -> Cost:
     size = BYTES[plan.engine.serving_dtype]
-    return cost(shape.cached * size, shape.hidden, shape.inner, shape.vocabulary, size)
+    token = shape.cached * size + shape.state / plan.engine.context_length
+    return cost(token, shape.hidden, shape.inner, shape.vocabulary, size)
 
 
 def _too_little(plan: MemoryPlan, shape: ModelShape, machine: Machine, asking: Asking, least: int) -> str:

@@ -17,6 +17,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.recipe_parts import Experience
 from headrace.algo.recipes import RECIPES
 from headrace.engine.config import EngineConfig
+from headrace.engine.sizes import STATES_A_ROW
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import read_header, resolve_model, weight_files
 from headrace.native.resources import GIB, gib
@@ -45,6 +46,8 @@ class ModelShape:
     """Experts of a layer that a token passes."""
     cached: int
     """Elements that one token takes in the KV cache."""
+    state: int = 0
+    """Bytes of what layers with a delta rule keep of a sequence in the KV cache, however long it is."""
     positions: int
     """Longest context that the model was made for; 0 if its config does not say."""
     steady: int = 0
@@ -90,7 +93,8 @@ def read_shape(directory: Path) -> ModelShape:
     layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     kv_heads = _number(text, "num_key_value_heads") or heads
     head = _number(text, "head_dim") or (hidden // heads if heads else 0)
-    convolving = sum(kind == "conv" for kind in text.get("layer_types") or ())
+    kinds = list(text.get("layer_types") or ())
+    convolving, recurrent = kinds.count("conv"), kinds.count("linear_attention")
     stored = {name: tensor for path in weight_files(directory) for name, tensor in read_header(path).items()}
     parameters = sum(tensor.elements for tensor in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
@@ -102,11 +106,19 @@ def read_shape(directory: Path) -> ModelShape:
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
         experts=_number(text, "num_experts", "num_local_experts", "n_routed_experts"),
         chosen=_number(text, "num_experts_per_tok"),
-        cached=2 * (layers - convolving) * kv_heads * head + convolving * hidden,
+        cached=2 * (layers - convolving - recurrent) * kv_heads * head + convolving * hidden,
+        state=4 * recurrent * _recurrent_state(text),
         positions=_number(text, "max_position_embeddings", "n_positions"),
         steady=_steady(text),
         vocabulary=_number(text, "vocab_size"),
     )
+
+
+def _recurrent_state(text: Mapping[str, Any]) -> int:
+    """Returns the numbers of a delta rule's state in one layer: inputs of its convolution, and a matrix for each head of values."""
+    keys = _number(text, "linear_num_key_heads") * (width := _number(text, "linear_key_head_dim"))
+    values = _number(text, "linear_num_value_heads") * _number(text, "linear_value_head_dim")
+    return max(0, _number(text, "linear_conv_kernel_dim") - 1) * (2 * keys + values) + width * values
 
 
 def _from_pickles(directory: Path) -> int:
@@ -430,10 +442,10 @@ def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, m
             f"engine.kv_gib = {kv_gib:g} is more than the {gib(has)} of memory that {_name(plan.engine_device)} has; lower it (2 is "
             f"usual{enough if most < has else ''})"
         )
-    elif token * context > cache:
+    elif (one := token * context + STATES_A_ROW * shape.state) > cache:
         yield (
             f"engine.kv_gib = {kv_gib:g} does not hold one sequence of engine.context_length = {context}, which takes "
-            f"{token * context / GIB:.3g} GiB for this model; raise engine.kv_gib or lower engine.context_length"
+            f"{one / GIB:.3g} GiB for this model; raise engine.kv_gib or lower engine.context_length"
         )
     for device in ("cpu", "cuda"):
         least = sum(need.bytes for need in found if need.certain and need.where == device)
