@@ -134,7 +134,7 @@ def _matrices(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, int, in
             yield name, *shape
 
 
-def _number(config: dict[str, Any], *names: str) -> int:
+def _number(config: Mapping[str, Any], *names: str) -> int:
     found = [config[name] for name in names if isinstance(config.get(name), int | float)]
     return int(found[0]) if found and math.isfinite(found[0]) else 0
 
