@@ -45,9 +45,11 @@ VERDICT = 5.0
 """Seconds in which the end of a lost process is explained."""
 
 
-def noticed_after(silence: float, away: float) -> float:
-    """Returns the seconds after which the loss of a worker elsewhere is known at the latest. `silence`, `away`: as for `Channel`."""
-    return silence / BEATS * (BEATS + 1) + away + VERDICT
+def noticed_after(silence: float, away: float, starting: bool = False) -> float:
+    """Returns the seconds after which the loss of a worker elsewhere is known at the latest. `silence`, `away`: as for `Channel`. `starting`:
+    whether it has answered no call yet."""
+    missing = BEATS * (WHILE_STARTING if starting else 1)
+    return silence / BEATS * (missing + 1) + away + VERDICT
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,7 +234,7 @@ class Channel:
     @property
     def late(self) -> float:
         """Seconds after which the loss of the other end is known at the latest. Of a process of this machine the kernel reports it at once."""
-        return self._interval * (self._most_quiet + 1) + VERDICT if self.silence else 0.0
+        return noticed_after(self.silence, self._away, starting=not self._answered) if self.silence else 0.0
 
     @property
     def _interval(self) -> float:
