@@ -283,9 +283,15 @@ def test_the_factor_of_an_adaptive_divergence_moves_and_is_part_of_a_checkpoint(
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reference_that_moves_is_the_policy_of_each_second_step_and_part_of_a_checkpoint(model_dir, tmp_path, dtype):
-    config = TrainConfig(device="cpu", dtype=dtype, path="torch", learning_rate=1e-2, microbatch_tokens=32)
+WAYS = [("float32", "torch"), ("float32", "kernels"), ("bfloat16", "kernels"), ("bfloat16", "torch")]
+
+
+@pytest.mark.parametrize(("dtype", "path"), few(starmap(pytest.param, WAYS), keep=2))
+def test_a_reference_that_moves_is_the_policy_of_each_second_step_and_part_of_a_checkpoint(
+    model_dir, tmp_path, dtype, path
+):
+    """Kernels keep packed copies of weights: they must see that those of the reference have changed."""
+    config = TrainConfig(device="cpu", dtype=dtype, path=path, learning_rate=1e-2, microbatch_tokens=32)
     algo = AlgoConfig(kl={"coef": 0.1, "every": 2})
     trainer, stays = (TorchTrainer(model_dir, config, one, seed=0) for one in (algo, AlgoConfig(kl={"coef": 0.1})))
     found, first = [[one.step(batch(number)) for number in range(3)] for one in (trainer, stays)]
