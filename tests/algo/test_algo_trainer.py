@@ -236,13 +236,18 @@ def test_the_factor_of_an_adaptive_entropy_moves_and_is_part_of_a_checkpoint(mod
     trainer = TorchTrainer(model_dir, config, algo, seed=0)
     factor = trainer._learners[""].entropy
     assert factor.now == 0.01
-    for mean, coef, now in ((2.0, 0.012, 0.012), (3.5, 0.010, 0.0), (3.5, 0.008, 0.0), (2.9, 0.010, 0.010)):
+    means = (2.0, 0.012, 0.012), (3.5, 0.010, 0.0), (math.nan, 0.010, 0.0), (3.5, 0.008, 0.0), (2.9, 0.010, 0.010)
+    for mean, coef, now in means:
         factor.after(mean)
         assert (factor.coef, factor.now) == (pytest.approx(coef), pytest.approx(now))
     trainer.save(tmp_path / "checkpoint")
     other = TorchTrainer(model_dir, config, algo, seed=0)
     other.restore(tmp_path / "checkpoint")
     assert (other._learners[""].entropy.coef, other._learners[""].entropy.mean) == (factor.coef, 2.9)
+    TorchTrainer(model_dir, config, AlgoConfig(), seed=0).save(tmp_path / "without")
+    begins = TorchTrainer(model_dir, config, algo, seed=0)
+    begins.restore(tmp_path / "without")
+    assert begins._learners[""].entropy.now == 0.01, "a target that a resume sets begins with the factor beside it"
 
 
 def batch(number: int) -> Batch:
