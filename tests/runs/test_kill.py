@@ -7,6 +7,7 @@ the slow test makes.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from headrace.commands.replay import replay
 from headrace.durable.journal import end_of_journal, read_steps
 from headrace.facts.facts import RunEnded
 from headrace.facts.records import StepRow, read_metrics
@@ -239,6 +242,11 @@ def test_so_do_those_of_steps_that_need_more_than_their_groups(
         found = read_metrics(tmp_path / "runs" / "killed")
         moved = {fact.report.version: fact.report.reference_kl > 0 for fact in found if isinstance(fact, StepRow)}
         assert moved == {1: False, 2: True, 3: False, 4: True, 5: False}, "the reference is the policy of 2 and of 4"
+        console = Console(file=io.StringIO(), width=400)
+        assert replay.replay(tmp_path / "runs" / "killed", 4, STEPS, console) == 0, (
+            "from the checkpoint between two moves"
+        )
+        assert console.file.getvalue().count("bit for bit") == 2  # type: ignore[attr-defined]
     if "demonstrations" in more:
         assert all(step.demonstrations for step in read_steps(tmp_path / "runs" / "killed"))
 
