@@ -68,8 +68,9 @@ class BusEngine:
         """Set when a host has come or gone, or serves other weights."""
 
     async def launch(self) -> None:
-        """Opens the bus. Raises ConfigError if it cannot be used."""
-        self._bus, self._kept = await self._open()
+        """Opens the bus, as soon as it answers. Raises ConfigError if it cannot be used, and StalledError."""
+        async with self._telemetry.waits.named("start", f"the bus {self._where} to answer"):
+            self._bus, self._kept = await self._open()
         self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed, self._suspects)
         await self._desk.begin()
 
