@@ -339,9 +339,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     train, device, ranks = plan.train, plan.train_device, plan.train.parallel.ranks
     yield MemoryNeed("trainer", "Python and torch", PROCESS * ranks, "cpu")
     computing = BYTES[plan.train_dtype]
-    if train.parallel.pipeline > 1 or (
-        ranks > 1 and plan.lora.dora
-    ):  # others read what they hold (placement/filling.py)
+    if ranks > 1 and plan.lora.dora:  # others read what they hold (placement/filling.py)
         loaded = 4 * shape.parameters * ranks
         yield MemoryNeed("trainer", "the whole model in each rank while it loads", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1
