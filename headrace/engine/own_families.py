@@ -52,7 +52,7 @@ class Names:
     decay: str = "linear_attn.A_log"
     step_bias: str = "linear_attn.dt_bias"
     skip: str = ""
-    """What a state space gives of a value beside what it reads."""
+    """The part of a value that a state space gives beside what it reads."""
     per_layer_gate: str = "per_layer_input_gate"
     """Parts of a layer that has an embedding of its own (Gemma 3n): its gate, what it adds, and the norm of that."""
     per_layer_out: str = "per_layer_projection"
@@ -144,7 +144,7 @@ class DeltaRule(Recurrence):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of queries, keys and values; of gates; of what each head takes of a correction; of its steps. Or of the first two, and of the last two."""
+        """Parts of queries, keys and values; of gates; of what each head takes of a correction; of its steps. Or of the first two, and of the last two."""
         parts = self.convolved, self.values, self.value_heads, self.value_heads
         return (sum(parts[:2]), sum(parts[2:])) if self.by_key_head else parts
 
@@ -163,7 +163,7 @@ class StateSpace(Recurrence):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of gates, values, keys, queries and steps, which are one part."""
+        """The gates, values, keys, queries and steps, which are one part."""
         return (self.values + self.convolved + self.value_heads,)
 
     @property

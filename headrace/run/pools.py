@@ -31,7 +31,7 @@ from headrace.run.config import RunConfig
 from headrace.run.learning_problems import teacher_engine
 from headrace.run.needs import check_needs, check_parity
 from headrace.run.seats import ONLY_HERE, UserSites, open_seats, ranks_of, threads_of_rank
-from headrace.run.starting import engine_on_bus, start_engine, transport_of
+from headrace.run.starting import bus_of, start_engine, transport_of
 from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import AdapterStart, ShadowStart, TrainerReady, TrainerStart
 from headrace.weight_sync.kind import TransportKind
@@ -106,12 +106,8 @@ async def open_pools(
             transports.append(SharedMemory.open())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
-        bus = engine_on_bus(config, logs.parent, telemetry) if config.orchestration.bus else None
-        if (
-            bus
-        ):  # first: hosts stay as long as the run gives signs of life, and whoever takes its seats may be waited for
-            undo.push_async_callback(bus.close)
-            await bus.launch()
+        # First: hosts stay as long as the run gives signs of life, and whoever takes its seats may be waited for.
+        bus = await undo.enter_async_context(bus_of(config, logs.parent, telemetry))
         seats = await undo.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
         undo.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)

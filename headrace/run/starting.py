@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
@@ -124,8 +125,13 @@ SILENT_BUS = "the bus does not answer"
 """The key of the warning about it."""
 
 
-def engine_on_bus(config: RunConfig, run_dir: Path, telemetry: Telemetry) -> BusEngine:
+@asynccontextmanager
+async def bus_of(config: RunConfig, run_dir: Path, telemetry: Telemetry) -> AsyncIterator[BusEngine | None]:
+    """Opens the bus of a run, and gives its engine, which is launched; None for a run without a bus."""
     place = config.orchestration
+    if not place.bus:
+        yield None
+        return
 
     async def opened() -> tuple[Bus, str]:
         return await open_for_run(
@@ -138,7 +144,12 @@ def engine_on_bus(config: RunConfig, run_dir: Path, telemetry: Telemetry) -> Bus
         )
 
     sizes, suspects = GroupSizes(config.rollout.group_size, config.eval.samples), Suspects(config.engine.ticket_deaths)
-    return BusEngine(place.bus, opened, config.lora.served_name, telemetry, sizes=sizes, suspects=suspects)
+    engine = BusEngine(place.bus, opened, config.lora.served_name, telemetry, sizes=sizes, suspects=suspects)
+    try:
+        await engine.launch()
+        yield engine
+    finally:
+        await engine.close()
 
 
 def _on_bus(engine: BusEngine, config: RunConfig, model_dir: Path, transport: TransportKind) -> Starting[BusEngine]:

@@ -174,7 +174,7 @@ class RecurrenceWeights:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """What a layer makes of the embedding of its own."""
+    """The vector that a layer makes of the embedding of its own."""
 
     gate: Linear
     out: Linear
@@ -187,7 +187,7 @@ class PerLayerEmbeddings:
     embed: torch.Tensor
     """[V, layers * width]"""
     into: Linear
-    """What is added to them of a token's embedding."""
+    """The part of a token's embedding that is added to them."""
     norm: torch.Tensor
     """[width] float32"""
 
