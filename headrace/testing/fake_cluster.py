@@ -101,6 +101,7 @@ class FakeCluster:
         self.begin = begin
         self.machines = {f"node {number}": FakeMachine(number, has) for number, has in enumerate(nodes, 1)}
         self._waiting: list[FakeBerth] = []
+        self.doubts: dict[str, float] = {}
 
     async def open(self) -> None: ...
 
