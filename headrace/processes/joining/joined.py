@@ -179,6 +179,7 @@ class JoinPlace(ElsewherePlace):
     own = ("token_file", "cert", "key", "reconnect", "listen", "trainer")
     joins = True
     instead_of_cores = ", and start headrace worker under taskset"
+    instead_of_gpus = ", and start headrace worker with CUDA_VISIBLE_DEVICES"
 
     def words(self, settings: PlaceSettings, gpus: int) -> str:
         return f"of other machines, joining at {settings.listen}"

@@ -194,6 +194,10 @@ class ClusterPlace(ElsewherePlace):
         return f"; {self.software} gives each engine.threads CPUs"
 
     @property
+    def instead_of_gpus(self) -> str:  # type: ignore[override]
+        return f"; {self.software} gives each orchestration.gpus"
+
+    @property
     def given_address(self) -> str:  # type: ignore[override]
         return f"workers that {self.software} places"
 
