@@ -150,6 +150,7 @@ def test_what_workers_elsewhere_give_a_server_is_taken(tmp_path: Path) -> None:
     engine = {"kind": "vllm", "threads": 2, "ticket_deaths": 2, "replicas": 3}
     config = load_config(tiny_config(tmp_path, tmp_path, orchestration={"kind": "ray", "gpus": 2}) | {"engine": engine})
     assert threads_elsewhere(config.orchestration, config.engine, config.chosen) == 2
+    assert placement(config, "")["engine"].startswith("3 vllm servers placed by Ray (local) with 2 GPUs each")
     sglang = {"engine": {"kind": "sglang"}, "weight_sync": {"kind": "files"}}
     assert load_config(tiny_config(tmp_path, tmp_path, orchestration=PLACES["join"]) | sglang).way.kind == "files"
 
