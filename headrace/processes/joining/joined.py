@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,8 @@ class Seats(NamedTuple):
     trainer: Launcher
     hosts: Launcher
     """The launcher of user hosts."""
+    watch: Callable[[], Awaitable[None]] | None = None
+    """Raises an error if the place can have no workers any more. None: it is asked nothing."""
 
 
 class Team(NamedTuple):
