@@ -103,6 +103,7 @@ class FakeCluster:
         self.begin = begin
         self.machines = {f"node {number}": FakeMachine(number, has) for number, has in enumerate(nodes, 1)}
         self._waiting: list[FakeBerth] = []
+        self.doubts: dict[str, float] = {}
 
     async def open(self) -> None: ...
 
@@ -158,7 +159,7 @@ class FakeCluster:
         self._place()
 
     def freeze(self, name: str) -> None:
-        """Nothing comes from there any more, and the cluster does not notice it."""
+        """Freezes a node: nothing comes from there any more, and the cluster does not notice it."""
         self.machines[name].frozen = True
         self.machines[name].awake.clear()
 

@@ -260,7 +260,7 @@ class ServerProcess:
             file.write(self._token_text.format(self.token))
 
     def ended(self) -> str:
-        """How its process ended; empty while it runs."""
+        """How the server's process ended; empty while it runs."""
         code = self._code()
         if code is None:
             return ""
@@ -278,7 +278,7 @@ class ServerProcess:
         return "" if code is None or code > server_guard.KILLED else raised(self._said())
 
     def _code(self) -> int | None:
-        """Its exit code, from which nothing of it is left; None while it runs."""
+        """The process's exit code, after which nothing of it is left; None while it runs."""
         assert self._process is not None
         code = self._process.poll()
         if code is None:
@@ -323,7 +323,7 @@ class ServerProcess:
             self._process.terminate()
 
     async def end(self) -> None:
-        """Nothing of it is there when this returns."""
+        """Ends the server and waits until nothing of it is left."""
         if self._process is None:
             return
         assert self._process.stdin is not None

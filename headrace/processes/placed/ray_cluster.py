@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.facts.texts import clip
@@ -136,6 +136,8 @@ class RayCluster:
     """Protocol `Cluster`."""
 
     software = RayPlace.software
+    doubts: ClassVar[dict[str, float]] = {}
+    """Of all clusters that this process has used: Ray's ids of nodes are unique."""
 
     def __init__(self, address: str) -> None:
         """`address`: `local`, `auto` (the cluster that this machine is a node of) or HOST:PORT."""

@@ -236,6 +236,40 @@ def test_a_doubted_node_is_used_again_when_the_others_stay_full(tmp_path: Path) 
     in_virtual_time(case)
 
 
+def test_the_launcher_of_a_run_that_goes_on_knows_which_node_fell_silent(tmp_path: Path) -> None:
+    """Ray notices a silent node after a minute; until then it would place the next rank there, which is another death."""
+
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(8), NodeShare(2)])
+        await place.start()
+        place.cluster.freeze("node 1")
+        await asyncio.sleep(10.0)
+        assert len(place.how) == 1
+        await place.engine.close()
+        for berth in place.launcher._berths.values():
+            await berth.release()
+
+        def launcher(seats: int) -> PlacedLauncher:
+            team = Team(seats) if seats > 1 else ALONE
+            given = {"terms": Terms("m", {}), "logs": tmp_path, "telemetry": place.telemetry}
+            return PlacedLauncher(place.cluster, FakeArrivals(), bundle=NodeShare(2), team=team, **given)
+
+        (one,) = seats = ["trainer"]
+        again = launcher(1)
+        await again.open(seats)
+        assert (await again.place(one))[1].id == "node 2"
+        # A team for which the other node has no room: after some time the doubted one is tried.
+        team = ["trainer rank 0", "trainer rank 1"]
+        began, wide = asyncio.get_running_loop().time(), launcher(2)
+        await wide.open(team)
+        found = await asyncio.gather(*map(wide.place, team))
+        assert [node.id for _, node in found] == ["node 1", "node 1"] and len({id(berth) for berth, _ in found}) == 2
+        assert asyncio.get_running_loop().time() - began == pytest.approx(120.0)
+        assert len(place.cluster.machines["node 1"].bundles) == 2
+
+    in_virtual_time(case)
+
+
 def thaw(machine: FakeMachine) -> None:
     machine.frozen = False
     machine.awake.set()
