@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +59,8 @@ class Pools:
     """Whether engine and trainer compute one forward pass, bit for bit."""
     shadow: Shadowing | None
     """The publishing of the student's older self; None if it is no teacher."""
+    place: Callable[[], Awaitable[None]] | None = None
+    """The watch over the place that workers elsewhere come from; None if it needs none."""
     turns: DeviceShare = field(default_factory=DeviceShare)
     """The trainer's time, which all pipelines that share it take in turns."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -143,6 +145,7 @@ async def open_pools(
             launcher=launcher,
             trainer_dtype=ready.dtype,
             same_arithmetic=check_parity(engine.capabilities, ready.arithmetic, config.train.parity),
+            place=seats.watch,
             shadow=Shadowing(ready.shadow, transports[1]) if ready.shadow else None,
             turns=DeviceShare(devices_of(config.orchestration, engine, trainer, telemetry)),
         )

@@ -92,8 +92,10 @@ class FakeBerth:
 class FakeCluster:
     """Protocol `Cluster`. `begin`: makes the `NodeHost` of a node."""
 
-    address, software = "fake", "fake"
+    address, software, head, survives = "fake", "fake", "10.0.0.1:6379", 60.0
     own = "10.0.0.1"
+    missing = ""
+    """Why its head does not answer."""
 
     def __init__(
         self, nodes: Sequence[NodeShare], begin: Callable[[FakeMachine], Any] = lambda machine: NodeHost()
@@ -104,6 +106,9 @@ class FakeCluster:
         self.doubts: dict[str, float] = {}
 
     async def open(self) -> None: ...
+
+    async def head_problem(self) -> str:
+        return self.missing
 
     async def nodes(self) -> Sequence[ClusterNode]:
         return [machine.node for machine in self.machines.values()]

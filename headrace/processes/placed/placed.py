@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from headrace.processes.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE
 from headrace.processes.joining.joined import ALONE, Arrivals, ElsewherePlace, SeatedWorker, Seats, SeatsWanted, Team
 from headrace.processes.joining.listener import Listener, listening
 from headrace.processes.launch.local import GRACE
+from headrace.processes.placed.head import Headed, watch_head
 from headrace.processes.process_end import ending
 from headrace.processes.worker_place import PlaceSettings
 from headrace.settings.process_config import LOCAL_HOSTS
@@ -97,7 +99,7 @@ class Berth(Protocol):
         """Gives the bundle back."""
 
 
-class Cluster(Protocol):
+class Cluster(Headed, Protocol):
     """
     >>> from headrace.testing.fake_cluster import FakeCluster
     >>> async def case():
@@ -108,8 +110,6 @@ class Cluster(Protocol):
     """
 
     address: str
-    software: str
-    """The software that manages its nodes, in words."""
 
     async def open(self) -> None:
         """Raises ConfigError if there is no such cluster."""
@@ -200,6 +200,10 @@ class ClusterPlace(ElsewherePlace):
         return f"; {self.software} gives each engine.threads CPUs"
 
     @property
+    def instead_of_gpus(self) -> str:  # type: ignore[override]
+        return f"; {self.software} gives each orchestration.gpus"
+
+    @property
     def given_address(self) -> str:  # type: ignore[override]
         return f"workers that {self.software} places"
 
@@ -229,7 +233,8 @@ class ClusterPlace(ElsewherePlace):
             ranks = launcher(rank_share(settings, wanted.threads["trainer"]), wanted.team)
             await ranks.open(wanted.seats.get("trainer", ()))  # they wait for each other, so that they are placed first
             await engines.open(wanted.seats.get("engine", ()))
-            yield Seats(engines, ranks, engines)
+            watch = partial(watch_head, cluster, wanted.telemetry, wanted.logs.parent)
+            yield Seats(engines, ranks, engines, watch if cluster.head else None)
 
 
 def rank_share(settings: PlaceSettings, threads: int) -> NodeShare:
