@@ -95,7 +95,7 @@ class FakeCluster:
     address, software, head, survives = "fake", "fake", "10.0.0.1:6379", 60.0
     own = "10.0.0.1"
     missing = ""
-    """Why its head does not answer."""
+    """The reason why its head does not answer; empty if it does."""
 
     def __init__(
         self, nodes: Sequence[NodeShare], begin: Callable[[FakeMachine], Any] = lambda machine: NodeHost()

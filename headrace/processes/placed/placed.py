@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, StalledError
 from headrace.core.protocols import Heard, Job
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.texts import plural
@@ -21,7 +21,6 @@ from headrace.processes.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE
 from headrace.processes.joining.joined import ALONE, Arrivals, ElsewherePlace, SeatedWorker, Seats, SeatsWanted, Team
 from headrace.processes.joining.listener import Listener, listening
 from headrace.processes.launch.local import GRACE
-from headrace.processes.placed.head import Headed, watch_head
 from headrace.processes.process_end import ending
 from headrace.processes.worker_place import PlaceSettings
 from headrace.settings.process_config import LOCAL_HOSTS
@@ -99,7 +98,7 @@ class Berth(Protocol):
         """Gives the bundle back."""
 
 
-class Cluster(Headed, Protocol):
+class Cluster(Protocol):
     """
     >>> from headrace.testing.fake_cluster import FakeCluster
     >>> async def case():
@@ -110,6 +109,15 @@ class Cluster(Headed, Protocol):
     """
 
     address: str
+    software: str
+    """The software that manages its nodes, in words."""
+    head: str
+    """The address of its head; empty before it is connected."""
+    survives: float
+    """Seconds that a connected process lives without the head."""
+
+    async def head_problem(self) -> str:
+        """Returns the reason why the head does not answer; empty if it does. Returns within seconds."""
 
     async def open(self) -> None:
         """Raises ConfigError if there is no such cluster."""
@@ -162,6 +170,53 @@ def refusal(
         f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {there}. Start more nodes, lower {lower}, or set orchestration.grows = true where the "
         "cluster adds nodes on demand"
     )
+
+
+# --- The head of a cluster
+# Ray ends every process that is connected to a head which has been away for `RAY_gcs_rpc_server_reconnect_timeout_s` (60 s), without a word and wherever it is: its
+# nodes, the workers on them, and the run's own process (`src/ray/gcs_rpc_client` of Ray; seen with 2.60 after 63 s). A head comes back as what it was only if it keeps
+# its state in Redis (docs.ray.io, "GCS Fault Tolerance"). Calls of workers that are up do not need it.
+
+
+LOOK = 5.0
+"""Seconds between two looks at a head that answered."""
+
+AGAIN = 1.0
+"""Seconds between two looks at one that did not."""
+
+BEFORE = 20.0
+"""Seconds before the end of this process by which a run stops: it writes a checkpoint."""
+
+LOST_HEAD = "the head of the cluster does not answer"
+"""The key of the warning about it."""
+
+
+async def watch_head(cluster: Cluster, telemetry: Telemetry, run_dir: Path) -> NoReturn:
+    """Raises StalledError, with the commands that go on, if the head stays away. Its absence is a named wait."""
+    while True:
+        if problem := await cluster.head_problem():
+            await _until_back(cluster, telemetry, run_dir, problem)
+        await asyncio.sleep(LOOK)
+
+
+async def _until_back(cluster: Cluster, telemetry: Telemetry, run_dir: Path, problem: str) -> None:
+    since, patience = telemetry.clock(), max(0.0, cluster.survives - BEFORE)
+    what = f"the head of the {cluster.software} cluster at {cluster.head}"
+    telemetry.warn(
+        f"{what} does not answer ({problem}): engines and ranks that are up work on, and nobody is placed; the run stops in {patience:.0f} s if it is "
+        "not back",
+        key=LOST_HEAD,
+    )
+    async with telemetry.waits.named(cluster.software, what, endless=True):
+        while problem := await cluster.head_problem():
+            away = telemetry.clock() - since
+            if away >= patience:
+                raise StalledError(
+                    f"{what} has not answered for {away:.0f} s ({problem}), and {cluster.software} ends all processes of its cluster soon, this one too. Start the "
+                    f"head and its nodes again, and then: headrace train --resume {run_dir}"
+                )
+            await asyncio.sleep(AGAIN)
+    telemetry.withdraw(LOST_HEAD)
 
 
 # --- placed ------------------------------------------------------------

@@ -222,7 +222,7 @@ class RayCluster:
         return RayHosted(await self.do(lambda: _actor(there, NodeShare(0))), self)
 
     async def aclose(self) -> None:
-        """Without a head nothing can be given back: Ray ends the workers by itself."""
+        """Gives nothing back to a cluster without a head: Ray ends the workers by itself."""
         if self.head and await self.head_problem():
             self._thread.shutdown(wait=False, cancel_futures=True)
             return

@@ -32,8 +32,15 @@ from headrace.processes.joining.greeting import Agreed, Terms
 from headrace.processes.joining.joined import ALONE, Team
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.same_model import terms_of
-from headrace.processes.placed.head import LOST_HEAD, watch_head
-from headrace.processes.placed.placed import ClusterNode, NodeShare, PlacedLauncher, PlacedWorker, refusal
+from headrace.processes.placed.placed import (
+    LOST_HEAD,
+    ClusterNode,
+    NodeShare,
+    PlacedLauncher,
+    PlacedWorker,
+    refusal,
+    watch_head,
+)
 from headrace.processes.placed.ray_cluster import RayCluster
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.config import load_config
