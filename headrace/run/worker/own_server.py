@@ -48,7 +48,7 @@ def server_process(settings: EngineConfig, needs: ServerNeeds, around: Surroundi
     needs."""
     kind, transport = server_kind(settings.kind), around.transport
     own_part = kind.fetches and not transport.writes_files
-    opening = transport.device_of_buffers == "cuda"
+    opening = transport.access == {"memory": "cuda"}
     found = require(settings.kind, settings.python, own_part)
     experts = read_shape(around.model_dir).experts
     if problem := kind.cannot_serve(found, experts, sleeping=around.sleeps, opening=opening):

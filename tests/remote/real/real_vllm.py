@@ -18,13 +18,16 @@ from headrace.core.protocols import Engine
 from headrace.core.types import Completion
 from headrace.core.weights import WeightUpdate
 from headrace.engine.servers.installed import look
+from headrace.engine.servers.server_process import ServerProcess
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
 from headrace.run import starting
-from headrace.run.config import load_config
+from headrace.run.config import RunConfig, load_config
 from headrace.run.worker.build import open_launcher
+from headrace.run.worker.own_server import Surroundings, server_process
 from headrace.weight_sync.shared_memory import SharedMemory
+from headrace.weight_sync.transport import AnyTransport
 from support.tiny_run import tiny_config
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[3] / ".venv-bench/bin/python")
@@ -95,6 +98,16 @@ def save_model(directory: Path, tokenizer: Path, kind: str = "qwen2", head: int 
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     return directory
+
+
+def server_of(
+    config: RunConfig, model: Path, logs: Path, transport: AnyTransport, sleeps: bool = False
+) -> ServerProcess:
+    """The server of a run, as the run makes it."""
+    facts, clock = FactList(), time.monotonic
+    telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1000.0, 2000.0))
+    around = Surroundings(model_dir=model, transport=transport, logs=logs, telemetry=telemetry, sleeps=sleeps)
+    return server_process(config.engine, starting.needs_of_server(config, model), around)
 
 
 def config_for(directory: Path, model: Path, **tables: Any) -> dict[str, Any]:
