@@ -108,14 +108,15 @@ async def open_pools(
             transports.append(SharedMemory.open())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
-        # First: hosts stay as long as the run gives signs of life, and whoever takes its seats may be waited for.
-        bus = await undo.enter_async_context(bus_of(config, logs.parent, telemetry))
+        on_bus = engine_on_bus(config, model_dir, transports[0], logs.parent, telemetry)
+        if on_bus:
+            await _launch_first(on_bus.engine, undo)
         seats = await undo.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
         undo.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)
         started: list[Engine | Trainer] = []
         undo.push_async_exit(partial(_close, started, telemetry.waits))
-        starting = start_engine(
+        starting = on_bus or start_engine(
             config,
             model_dir=model_dir,
             launcher=seats.engines,
@@ -123,7 +124,6 @@ async def open_pools(
             transport=transports[0],
             logs=logs,
             telemetry=telemetry,
-            bus=bus,
         )
         engine = starting.engine
         started.append(engine)
@@ -149,6 +149,12 @@ async def open_pools(
             shadow=Shadowing(ready.shadow, transports[1]) if ready.shadow else None,
             turns=DeviceShare(devices_of(config.orchestration, engine, trainer, telemetry)),
         )
+
+
+async def _launch_first(engine: BusEngine, undo: AsyncExitStack) -> None:
+    """Hosts stay as long as the run gives signs of life, and whoever takes its seats may be waited for."""
+    undo.push_async_callback(engine.close)
+    await engine.launch()
 
 
 async def _close(started: Collection[Engine | Trainer], waits: Waits, _: object, error: object, __: object) -> None:

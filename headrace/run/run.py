@@ -31,7 +31,7 @@ from headrace.run.open_parts import open_parts
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearse import rehearse
 from headrace.run.result import RunResult, result_of
-from headrace.run.run_directory import RunDirectory, between_attempts
+from headrace.run.run_directory import RunDirectory, shown_waiting
 from headrace.run.seats import local_cores
 from headrace.run.session import BuiltRun, Notices, report_unhandled, run_clock
 from headrace.run.warm_start import begins_with, warm_started, warmed
@@ -247,7 +247,8 @@ def _through_deaths(call: TrainCall) -> RunResult:
                     f"the run cannot go on yet: {error}. It is tried again every {AGAIN:g} s, for {most:g} s (watch.stop_after)"
                 )
             said = str(error)
-            with between_attempts(call.path, said, time.monotonic() - since, AGAIN):
+            what = f"its next attempt to go on (one every {AGAIN:g} s), since: {said}"
+            with shown_waiting(call.path, what, time.monotonic() - since):
                 time.sleep(AGAIN)
 
 

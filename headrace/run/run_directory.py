@@ -134,6 +134,24 @@ class RunDirectory:
         self.close()
 
 
+@contextmanager
+def shown_waiting(path: Path, what: str, waited: float) -> Iterator[None]:
+    """Keeps a run's directory and shows a wait in `headrace status`, while there is no event loop whose watchdog could. `what`: what the run has waited for
+    for so many seconds."""
+    with ExitStack() as undo:
+        try:
+            undo.enter_context(RunDirectory.reopen(path))
+        except ConfigError:  # another process has the directory, or nobody can write it: that is what refuses
+            parts: Sequence[Path] = ()
+        else:
+            parts = parts_of(path)
+        live = LiveStatus(pid=os.getpid(), written=time.time(), waits=(Lasting("run", what, waited),))
+        for part in parts:
+            with suppress(OSError, HeadraceError):  # a full disk
+                write_live(part, live)
+        yield
+
+
 def refuse_used(path: Path) -> None:
     """Raises ConfigError if the directory holds a run that has begun."""
     started = (b'"RunStarted"' in line for line in read_lines(path / METRICS))

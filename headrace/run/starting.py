@@ -81,10 +81,9 @@ def start_engine(
     logs: Path,
     telemetry: Telemetry,
     here: Launcher | None = None,
-    bus: BusEngine | None = None,
 ) -> Starting:
-    """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print.
-    `bus`: the engine of a run with a bus, which is launched."""
+    """The engines of a run without a bus. `launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory
+    for what processes print."""
     suspects, routing = Suspects(config.engine.ticket_deaths), config.rollout.keep_routing
 
     def start(engine_config: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
@@ -117,8 +116,6 @@ def start_engine(
             own, f"engine {LENT}", engine, model_dir=model_dir, transport=transport, asleep=True, routing=routing
         )
 
-    if bus:
-        return _on_bus(bus, config, model_dir, transport)
     lent = start_lent if config.orchestration.lend else None
     if not config.engine.is_fleet and not lent:
         return start(config.engine, "", telemetry)
@@ -129,13 +126,13 @@ SILENT_BUS = "the bus does not answer"
 """The key of the warning about it."""
 
 
-@asynccontextmanager
-async def bus_of(config: RunConfig, run_dir: Path, telemetry: Telemetry) -> AsyncIterator[BusEngine | None]:
-    """Opens the bus of a run, and gives its engine, which is launched; None for a run without a bus."""
+def engine_on_bus(
+    config: RunConfig, model_dir: Path, transport: TransportKind, run_dir: Path, telemetry: Telemetry
+) -> Starting[BusEngine] | None:
+    """None for a run without a bus."""
     place = config.orchestration
     if not place.bus:
-        yield None
-        return
+        return None
 
     async def opened() -> tuple[Bus, str]:
         return await open_for_run(
@@ -149,16 +146,6 @@ async def bus_of(config: RunConfig, run_dir: Path, telemetry: Telemetry) -> Asyn
 
     sizes, suspects = GroupSizes(config.rollout.group_size, config.eval.samples), Suspects(config.engine.ticket_deaths)
     engine = BusEngine(place.bus, opened, config.lora.served_name, telemetry, sizes=sizes, suspects=suspects)
-    try:
-        await engine.launch()
-        yield engine
-    finally:
-        await engine.close()
-
-
-def _on_bus(engine: BusEngine, config: RunConfig, model_dir: Path, transport: TransportKind) -> Starting[BusEngine]:
-    async def launch() -> None:
-        """Does nothing: it is launched before anybody is waited for."""
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         terms = terms_of(config.model.path, model_dir)
@@ -179,7 +166,7 @@ def _on_bus(engine: BusEngine, config: RunConfig, model_dir: Path, transport: Tr
         )
         await engine.open(notice)
 
-    return Starting(engine, launch, finish)
+    return Starting(engine, engine.launch, finish)
 
 
 def name_on_bus(run_dir: Path, name: str) -> str:

@@ -137,7 +137,7 @@ class RayCluster:
 
     software = RayPlace.software
     doubts: ClassVar[dict[str, float]] = {}
-    """The nodes in doubt, of all clusters that this process has used: Ray's ids of nodes are unique."""
+    """The nodes of all clusters that this process has used: Ray's ids of nodes are unique."""
 
     def __init__(self, address: str) -> None:
         """`address`: `local`, `auto` (the cluster that this machine is a node of) or HOST:PORT."""

@@ -70,8 +70,10 @@ class BusEngine:
         """Set when a host has come or gone, or serves other weights."""
 
     async def launch(self) -> None:
-        """Opens the bus, as soon as it answers, and gives signs of life on it from then on. Raises ConfigError if it cannot be used, and
-        StalledError."""
+        """Opens the bus, as soon as it answers, and gives signs of life on it from then on. Does nothing the second time. Raises ConfigError if it
+        cannot be used, and StalledError."""
+        if self._bus:
+            return
         async with self._telemetry.waits.named("start", f"the bus {self._where} to answer"):
             self._bus, self._kept = await self._open()
         self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed, self._suspects)
