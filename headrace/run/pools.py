@@ -31,7 +31,7 @@ from headrace.run.config import RunConfig
 from headrace.run.learning_problems import teacher_engine
 from headrace.run.needs import check_needs, check_parity
 from headrace.run.seats import ONLY_HERE, UserSites, open_seats, ranks_of, threads_of_rank
-from headrace.run.starting import bus_of, start_engine, transport_of
+from headrace.run.starting import engine_on_bus, start_engine, transport_of
 from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import AdapterStart, ShadowStart, TrainerReady, TrainerStart
 from headrace.weight_sync.kind import TransportKind

@@ -334,21 +334,3 @@ def _remove(directory: Path, error: BaseException) -> None:
             path.unlink(missing_ok=True)
     with suppress(OSError):  # logs are left
         directory.rmdir()
-
-
-@contextmanager
-def between_attempts(path: Path, refused: str, waited: float, every: float) -> Iterator[None]:
-    """Keeps the run's directory and shows the wait in `headrace status`, while there is no event loop whose watchdog could. `waited`: seconds since
-    the first attempt was refused."""
-    with ExitStack() as undo:
-        try:
-            undo.enter_context(RunDirectory.reopen(path))
-        except ConfigError:  # another process has the directory, or nobody can write it: that is what refuses
-            parts: Sequence[Path] = ()
-        else:
-            parts = parts_of(path)
-        wait = Lasting("run", f"its next attempt to go on (one every {every:g} s), since: {refused}", waited)
-        for part in parts:
-            with suppress(OSError, HeadraceError):  # a full disk
-                write_live(part, LiveStatus(pid=os.getpid(), written=time.time(), waits=(wait,)))
-        yield

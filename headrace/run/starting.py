@@ -7,8 +7,7 @@ import dataclasses
 import functools
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
