@@ -75,7 +75,7 @@ class BusEngine:
         self._requests, self._scorings = itertools.count(), itertools.count()
         self._announcing, self._counted = asyncio.Lock(), 1
         self._pinned: dict[str, bytes] = {}
-        """What the run has on the board, by name."""
+        """The notices of this process, by name."""
         self._moved = asyncio.Event()
         """Set when a host has come or gone, or serves other weights."""
 
