@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from headrace.run.config import RunConfig
 from headrace.run.learning_problems import teacher_engine
 from headrace.run.needs import check_needs, check_parity
 from headrace.run.seats import ONLY_HERE, UserSites, open_seats, ranks_of, threads_of_rank
-from headrace.run.starting import start_engine, transport_of
+from headrace.run.starting import bus_of, start_engine, transport_of
 from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import AdapterStart, ShadowStart, TrainerReady, TrainerStart
 from headrace.weight_sync.kind import TransportKind
@@ -59,6 +59,8 @@ class Pools:
     """Whether engine and trainer compute one forward pass, bit for bit."""
     shadow: Shadowing | None
     """The publishing of the student's older self; None if it is no teacher."""
+    place: Callable[[], Awaitable[None]] | None = None
+    """The watch over the place that workers elsewhere come from; None if it needs none."""
     turns: DeviceShare = field(default_factory=DeviceShare)
     """The trainer's time, which all pipelines that share it take in turns."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -106,6 +108,8 @@ async def open_pools(
             transports.append(SharedMemory.open())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
+        # First: hosts stay as long as the run gives signs of life, and whoever takes its seats may be waited for.
+        bus = await undo.enter_async_context(bus_of(config, logs.parent, telemetry))
         seats = await undo.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
         undo.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)
@@ -119,6 +123,7 @@ async def open_pools(
             transport=transports[0],
             logs=logs,
             telemetry=telemetry,
+            bus=bus,
         )
         engine = starting.engine
         started.append(engine)
@@ -140,6 +145,7 @@ async def open_pools(
             launcher=launcher,
             trainer_dtype=ready.dtype,
             same_arithmetic=check_parity(engine.capabilities, ready.arithmetic, config.train.parity),
+            place=seats.watch,
             shadow=Shadowing(ready.shadow, transports[1]) if ready.shadow else None,
             turns=DeviceShare(devices_of(config.orchestration, engine, trainer, telemetry)),
         )

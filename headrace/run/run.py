@@ -31,7 +31,7 @@ from headrace.run.open_parts import open_parts
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearse import rehearse
 from headrace.run.result import RunResult, result_of
-from headrace.run.run_directory import RunDirectory
+from headrace.run.run_directory import RunDirectory, between_attempts
 from headrace.run.seats import local_cores
 from headrace.run.session import BuiltRun, Notices, report_unhandled, run_clock
 from headrace.run.warm_start import begins_with, warm_started, warmed
@@ -87,7 +87,7 @@ class TrainCall:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its trainer has died, and no step has been done since."""
+        """Whether the run's trainer has died, and no step has been done since."""
         return self.deaths.total > 0 and not self.worked
 
     def run_loop(self, main: Main, lanes: Collection[Lane]) -> None:
@@ -247,7 +247,8 @@ def _through_deaths(call: TrainCall) -> RunResult:
                     f"the run cannot go on yet: {error}. It is tried again every {AGAIN:g} s, for {most:g} s (watch.stop_after)"
                 )
             said = str(error)
-            time.sleep(AGAIN)
+            with between_attempts(call.path, said, time.monotonic() - since, AGAIN):
+                time.sleep(AGAIN)
 
 
 def _until_it_ends(call: TrainCall) -> RunResult:
@@ -279,7 +280,8 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 for lane in lanes.values():
                     for fact in [*_warm_facts(lane), *rehearsed.facts(lane.storage.seconds)]:
                         lane.storage.recorder.record(fact)
-                with _watchdog(config.watch, directory, writes=call.begun or not resume) as watchdog:
+                shown = call.begun or call.goes_on or not resume
+                with _watchdog(config.watch, directory, writes=shown) as watchdog:
                     running = _RunningLanes(call, config, directory, lanes, watchdog)
                     call.run_loop(partial(running.run, rehearsed.tried), lanes.values())
             except HeadraceError as error:

@@ -17,13 +17,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.durable.atomic_files import full_disk_as_error, read_lines, remove_parts, replace_file, write_error
 from headrace.durable.journal import Journal, holds_records
 from headrace.durable.pass_log import PassLog
@@ -32,8 +32,10 @@ from headrace.facts.facts import Warned
 from headrace.facts.kept_settings import CONFIG, configs_until
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
+from headrace.facts.waits import Lasting
 from headrace.loop.checkpoints import Checkpoints
 from headrace.loop.recovery import SavedRun, discard_superseded, open_journal
+from headrace.processes.health.live_status import LiveStatus, parts_of, write_live
 
 LOCK = ".lock"
 
@@ -314,3 +316,21 @@ def _remove(directory: Path, error: BaseException) -> None:
             path.unlink(missing_ok=True)
     with suppress(OSError):  # logs are left
         directory.rmdir()
+
+
+@contextmanager
+def between_attempts(path: Path, refused: str, waited: float, every: float) -> Iterator[None]:
+    """Keeps the run's directory and shows the wait in `headrace status`, while there is no event loop whose watchdog could. `waited`: seconds since
+    the first attempt was refused."""
+    with ExitStack() as undo:
+        try:
+            undo.enter_context(RunDirectory.reopen(path))
+        except ConfigError:  # another process has the directory, or nobody can write it: that is what refuses
+            parts: Sequence[Path] = ()
+        else:
+            parts = parts_of(path)
+        wait = Lasting("run", f"its next attempt to go on (one every {every:g} s), since: {refused}", waited)
+        for part in parts:
+            with suppress(OSError, HeadraceError):  # a full disk
+                write_live(part, LiveStatus(pid=os.getpid(), written=time.time(), waits=(wait,)))
+        yield

@@ -9,5 +9,5 @@
 The frames do not go through Ray, because one of its calls takes ten times as long. A frozen node is noticed by the beats of the
 connection, because Ray notices it after a minute.
 
-Read `placed.py` (the port), `host.py` (the actor), `placed.py` (the launcher), `ray_cluster.py` and `examined.py` (the same questions, put to a worker that offers itself).
+Read `placed.py` (the port), `head.py` (a cluster that has lost its head), `host.py` (the actor), `placed.py` (the launcher), `ray_cluster.py` and `examined.py` (the same questions, put to a worker that offers itself).
 """

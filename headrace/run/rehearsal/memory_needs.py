@@ -47,7 +47,7 @@ class ModelShape:
     cached: int
     """Elements that one token takes in the KV cache."""
     state: int = 0
-    """Bytes of what layers with a delta rule keep of a sequence in the KV cache, however long it is."""
+    """Bytes of what layers with a recurrence keep of a sequence in the KV cache, however long it is."""
     positions: int
     """Longest context that the model was made for; 0 if its config does not say."""
     steady: int = 0
@@ -94,7 +94,9 @@ def read_shape(directory: Path) -> ModelShape:
     kv_heads = _number(text, "num_key_value_heads") or heads
     head = _number(text, "head_dim") or (hidden // heads if heads else 0)
     kinds = list(text.get("layer_types") or ())
-    convolving, recurrent = kinds.count("conv"), kinds.count("linear_attention")
+    convolving, recurrent = kinds.count("conv"), kinds.count("linear_attention") + kinds.count("mamba")
+    if text.get("model_type") == "bamba":
+        recurrent = layers - len(text.get("attn_layer_indices") or ())
     stored = {name: tensor for path in weight_files(directory) for name, tensor in read_header(path).items()}
     parameters = sum(tensor.elements for tensor in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
@@ -106,7 +108,7 @@ def read_shape(directory: Path) -> ModelShape:
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
         experts=_number(text, "num_experts", "num_local_experts", "n_routed_experts"),
         chosen=_number(text, "num_experts_per_tok"),
-        cached=2 * (layers - convolving - recurrent) * kv_heads * head + convolving * hidden,
+        cached=_keys_and_values(text, layers - convolving - recurrent, kv_heads * head) + convolving * hidden,
         state=4 * recurrent * _recurrent_state(text),
         positions=_number(text, "max_position_embeddings", "n_positions"),
         steady=_steady(text),
@@ -114,11 +116,33 @@ def read_shape(directory: Path) -> ModelShape:
     )
 
 
+def _keys_and_values(text: Mapping[str, Any], layers: int, usual: int) -> int:
+    """Returns the numbers of a token's keys and values in `layers` that attend. `usual`: those of the keys in one. Layers of Gemma 4 have others by their kind, or
+    read those of layers before."""
+    if text.get("model_type") != "gemma4_text":
+        return 2 * layers * usual
+    heads, width = _number(text, "num_key_value_heads"), _number(text, "head_dim")
+    wide = {"head_dim": _number(text, "global_head_dim") or width}
+    if text.get("attention_k_eq_v"):
+        wide["num_key_value_heads"] = _number(text, "num_global_key_value_heads") or heads
+    by_kind = {layer: wide for layer, kind in enumerate(text.get("layer_types") or ()) if kind == "full_attention"}
+    given = text.get("per_layer_config")  # how transformers writes the same
+    own = by_kind if given is None else {int(layer): more for layer, more in given.items()}
+    each = [{"num_key_value_heads": heads, "head_dim": width, **own.get(layer, {})} for layer in range(layers)]
+    return 2 * sum(
+        one["num_key_value_heads"] * one["head_dim"] for one in each[: layers - _number(text, "num_kv_shared_layers")]
+    )
+
+
 def _recurrent_state(text: Mapping[str, Any]) -> int:
-    """Returns the numbers of a delta rule's state in one layer: inputs of its convolution, and a matrix for each head of values."""
+    """Returns the numbers of a recurrence's state in one layer, of a delta rule or of Mamba 2: inputs of its convolution, and a matrix for each head of
+    values."""
     keys = _number(text, "linear_num_key_heads") * (width := _number(text, "linear_key_head_dim"))
     values = _number(text, "linear_num_value_heads") * _number(text, "linear_value_head_dim")
-    return max(0, _number(text, "linear_conv_kernel_dim") - 1) * (2 * keys + values) + width * values
+    if _number(text, "mamba_n_heads"):
+        keys = _number(text, "mamba_n_groups") * (width := _number(text, "mamba_d_state"))
+        values = _number(text, "mamba_expand") * _number(text, "hidden_size")
+    return max(0, _number(text, "linear_conv_kernel_dim", "mamba_d_conv") - 1) * (2 * keys + values) + width * values
 
 
 def _from_pickles(directory: Path) -> int:
@@ -333,9 +357,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     train, device, ranks = plan.train, plan.train_device, plan.train.parallel.ranks
     yield MemoryNeed("trainer", "Python and torch", PROCESS * ranks, "cpu")
     computing = BYTES[plan.train_dtype]
-    if train.parallel.pipeline > 1 or (
-        ranks > 1 and plan.lora.dora
-    ):  # others read what they hold (placement/filling.py)
+    if ranks > 1 and plan.lora.dora:  # others read what they hold (placement/filling.py)
         loaded = 4 * shape.parameters * ranks
         yield MemoryNeed("trainer", "the whole model in each rank while it loads", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1
@@ -485,7 +507,7 @@ def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -
 
 
 def _given_back(need: MemoryNeed, who: str) -> bool:
-    """Whether it is memory of the machine that a worker gives back while it sleeps."""
+    """Whether the need is memory of the machine that a worker gives back while it sleeps."""
     kept = (
         ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference", "critic", COPY)
         if who == "trainer"

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
-from headrace.trainer.model.causal_lm import layers_of, load_model
+from headrace.trainer.model.causal_lm import layers_of
 from headrace.trainer.model.low_memory import local, make_optimizer
-from headrace.trainer.model.outline import Region, hollow, is_outline, outline
+from headrace.trainer.model.outline import Region, hollow, is_outline, outline_or_model
 from headrace.trainer.packing import DealtRows, StepPlan, plan_of
 from headrace.trainer.parallel import ParallelConfig, sums_once
 from headrace.trainer.placement.filling import fill, part_of, piece_of
@@ -85,8 +85,7 @@ class Sharded:
 
     def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
         """Values are loaded into the host's memory: a device never holds more than its part and one layer."""
-        found = None if values else outline(directory)
-        return load_model(directory, torch.device("cpu")) if found is None else found
+        return outline_or_model(directory, values=values)
 
     def of_leader(self, compute: Callable[[], T]) -> T:
         return of_leader(compute)
@@ -291,7 +290,7 @@ def kept_whole(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def _split_over(parameter: Tensor) -> tuple[bool, bool]:
-    """Whether it is split over the ranks of `shard`, and over those of `tensor`. Experts are split over one mesh of all of these."""
+    """Whether the parameter is split over the ranks of `shard`, and over those of `tensor`. Experts are split over one mesh of all of these."""
     if not isinstance(parameter, DTensor):
         return False, False
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)

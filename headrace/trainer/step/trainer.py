@@ -474,10 +474,8 @@ class TorchTrainer:
             self._moving.restore(reference)
         if learner.kl.rule.target:
             learner.kl.coef = checkpoint.kl_of(directory) or learner.kl.coef
-        if saved := checkpoint.entropy_of(directory):
-            learner.entropy.coef, learner.entropy.mean = (
-                saved if learner.entropy.rule.target else (learner.entropy.coef, saved[1])
-            )
+        if learner.entropy.rule.target and (saved := checkpoint.entropy_of(directory)):
+            learner.entropy.coef, learner.entropy.mean = saved
 
     def _contents(self, adapter: str) -> Contents:
         learner = self._learners[adapter]

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 
 from headrace.engine.native.runners.skeleton import Skeleton, fuse
-from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Clamp, DeltaRule, Names, QueryGrowth, Routing
+from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Clamp, Names, QueryGrowth, Recurrence, Routing
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 """Weight [out, in] and bias [out]."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROPE = ("default", "linear", "llama3", "yarn")
+_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Angles that depend on the position alone. `dynamic` and `longrope` look at the longest sequence of the batch: they are fixed up to a length."""
 
 
@@ -45,8 +45,14 @@ class LayerSpec:
     """Width of the expert of a mixture that serves every token; 0: there is none."""
     kernel: int = 0
     """Tokens of a gated short convolution, which the layer has in the place of attention; 0 for others."""
-    delta: DeltaRule | None = None
-    """The delta rule that the layer has in the place of attention."""
+    kv_heads: int = 1
+    head_dim: int = 0
+    borrows: int | None = None
+    """The layer whose keys and values it reads, where it has none."""
+    same: bool = False
+    """Whether values are what keys are before their norm and their positions."""
+    recurrence: Recurrence | None = None
+    """The recurrence that the layer has in the place of attention."""
 
     @property
     def dense(self) -> int:
@@ -55,7 +61,7 @@ class LayerSpec:
 
     @property
     def attends(self) -> bool:
-        return not self.kernel and self.delta is None
+        return not self.kernel and self.recurrence is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +80,20 @@ class Spec:
     out_bias: bool
     mlp_bias: bool
     conv_bias: bool
+    """Whether convolutions have biases, and with them the products of those that are gated."""
+    recurrence_bias: bool
+    """Whether products of recurrences have biases."""
     expert_bias: bool
     """Whether experts and their router have biases."""
     choice_bias: bool
     """Whether experts are chosen with a bias beside their weights."""
     shared_gate: bool
     """Whether the expert that serves every token has a factor of its own for each."""
+    per_layer: int
+    """Width of the embedding that each layer has of its own; 0: there is none."""
+    scaled_behind: bool
+    """Whether the residual stream has a factor behind each layer."""
+    values_normed: bool
     tied: bool
     """The head is the embedding."""
     qk_norm: Literal["", "head", "projection"]
@@ -137,23 +151,45 @@ class Experts:
 @dataclass(frozen=True)
 class Convolution:
     weight: torch.Tensor
-    """[tokens, H] float32, the current token last."""
+    """[tokens, C] float32, the current token last."""
     bias: torch.Tensor | None
-    """[H]"""
+    """[C]"""
 
 
-@dataclass(frozen=True)
-class Delta:
-    """Weights of a layer with a delta rule beside its products, in float32."""
+@dataclass(frozen=True, kw_only=True)
+class RecurrenceWeights:
+    """Weights of a layer with a recurrence beside its products, in float32."""
 
-    convolution: torch.Tensor
-    """[tokens, C], the current token last."""
+    convolution: Convolution
+    """Over the numbers of `Recurrence.convolved`, in the order of the product's rows."""
     decay: torch.Tensor
     """[value heads]: a state fades by exp(-decay * step)."""
     step_bias: torch.Tensor
     """[value heads]"""
     norm: torch.Tensor
-    """[value width]"""
+    """[`Recurrence.normed`]"""
+    skip: torch.Tensor | None
+    """[value heads]"""
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """The vector that a layer makes of the embedding of its own."""
+
+    gate: Linear
+    out: Linear
+    norm: torch.Tensor
+    """[H] float32: of what is added."""
+
+
+@dataclass(frozen=True)
+class PerLayerEmbeddings:
+    embed: torch.Tensor
+    """[V, layers * width]"""
+    into: Linear
+    """The part of a token's embedding that is added to them."""
+    norm: torch.Tensor
+    """[width] float32"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +199,9 @@ class LayerWeights:
     attention_norm: torch.Tensor | None
     qkv: Linear
     """Rows of q, then k, then v, and where it is `gated` each head's gates behind its queries; of a convolution the factor of its input, that of its result,
-    and its input; of a delta rule its four parts (`Names.into_delta`)."""
+    and its input; of a recurrence its parts (`Recurrence.rows`)."""
     convolution: Convolution | None
-    delta: Delta | None
+    recurrence: RecurrenceWeights | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
@@ -175,6 +211,8 @@ class LayerWeights:
     mlp_norm: torch.Tensor | None
     mlp: Dense | Experts
     mlp_out_norm: torch.Tensor | None
+    per_layer: PerLayer | None
+    scale_behind: float
 
 
 @dataclass(frozen=True)
@@ -184,6 +222,7 @@ class Weights:
     norm: torch.Tensor
     """The scale of the logits is in it."""
     head: torch.Tensor
+    per_layer: PerLayerEmbeddings | None
 
 
 # --- what the model is -------------------------------------------------------------------------------------------------
@@ -198,10 +237,12 @@ def refusal(skeleton: Skeleton) -> str:
     layers = [
         layer
         for layer in range(config.num_hidden_layers)
-        if not family.convolves(config, layer) and family.delta(config, layer) is None
+        if not family.convolves(config, layer) and family.recurrence(config, layer) is None
     ]
     if skeleton.attention is None or list(skeleton.attention.layers) != layers:
         return skeleton.objection
+    if reason := family.lacks(config):
+        return reason
     if _activation(config) not in _ACTIVATIONS:
         return f"its activation is {_activation(config)}, and ours are {' and '.join(_ACTIVATIONS)}"
     if getattr(config, "clip_qkv", None):
@@ -234,7 +275,7 @@ def serves(skeleton: Skeleton) -> bool:
 
 
 def mixes(skeleton: Skeleton) -> bool:
-    """Whether it is a known mixture of experts."""
+    """Whether the model is a known mixture of experts."""
     return serves(skeleton) and FAMILIES[skeleton.model_type].routing(skeleton.config) is not None
 
 
@@ -257,10 +298,15 @@ def read_spec(skeleton: Skeleton) -> Spec:
         qkv_bias=f"{first}{names.qkv[0]}.bias" in shapes,
         out_bias=f"{first}{names.out}.bias" in shapes,
         mlp_bias=f"{first}{names.gate_up[0]}.bias" in shapes,
-        conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes),
+        conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes)
+        or any(name.endswith(f".{names.recurrence_convolution}.bias") for name in shapes),
+        recurrence_bias=any(name.endswith(f".{names.out_of_recurrence}.bias") for name in shapes),
         expert_bias=any(name.endswith(f".{names.router}.bias") for name in shapes),
         choice_bias=any(name.endswith(f".{names.choice_bias}") for name in shapes),
         shared_gate=any(name.endswith(f".{names.shared_gate}.weight") for name in shapes),
+        per_layer=shapes.get(f"{names.per_layer_norm}.weight", (0,))[0],
+        scaled_behind=f"model.layers.0.{names.scale_behind}" in shapes,
+        values_normed=family.values_normed,
         tied="lm_head.weight" not in shapes,
         qk_norm="" if norm is None else "head" if norm == (geometry.head_dim,) else "projection",
         norms=frozenset(which for which in NORMS if f"{first}{getattr(names, which)}.weight" in shapes),
@@ -292,6 +338,7 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         experts = experts[0], experts[2], experts[1]
     down = experts or shapes.get(f"{prefix}{family.names.down}.weight", (0,))
     kind = config.layer_types[index] if _by_kind(config) else ""
+    kv_heads, head_dim = skeleton.heads[index]
     return LayerSpec(
         window=skeleton.windows[index],
         scale=skeleton.scales[index],
@@ -302,8 +349,27 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         experts=experts is not None,
         shared=shapes.get(f"{prefix}{family.names.shared_down}.weight", (0,))[-1] if experts else 0,
         kernel=shapes.get(f"{prefix}{family.names.convolution}.weight", (0,))[-1],
-        delta=family.delta(config, index),
+        kv_heads=kv_heads or skeleton.geometry.kv_heads,
+        head_dim=head_dim or skeleton.geometry.head_dim,
+        borrows=_borrows(skeleton, index) if kv_heads else None,
+        same=kv_heads > 0 and _lacks(skeleton, index, -1) and not _lacks(skeleton, index, 1),
+        recurrence=family.recurrence(config, index),
     )
+
+
+def _lacks(skeleton: Skeleton, layer: int, part: int) -> bool:
+    """Whether a layer has no module for its queries (0), keys (1) or values (-1)."""
+    names = FAMILIES[skeleton.model_type].names.qkv
+    return len(names) > 1 and f"model.layers.{layer}.{names[part]}.weight" not in skeleton.shapes
+
+
+def _borrows(skeleton: Skeleton, index: int) -> int | None:
+    """The last layer before of the same kind that has keys, for one that has none (Gemma 3n)."""
+    kinds = getattr(skeleton.config, "layer_types", None)
+    if kinds is None or not _lacks(skeleton, index, 1):
+        return None
+    owners = (layer for layer in range(index) if kinds[layer] == kinds[index] and not _lacks(skeleton, layer, 1))
+    return max(owners, default=None)
 
 
 def _activation(config: Any) -> str:
@@ -367,6 +433,11 @@ def expected_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (spec.vocabulary, spec.hidden),
         f"{spec.names.norm}.weight": (spec.hidden,),
     }
+    if spec.per_layer:
+        all_of_them = len(spec.layers) * spec.per_layer
+        shapes[f"{spec.names.per_layer_embed}.weight"] = (spec.vocabulary, all_of_them)
+        shapes[f"{spec.names.per_layer_into}.weight"] = (all_of_them, spec.hidden)
+        shapes[f"{spec.names.per_layer_norm}.weight"] = (spec.per_layer,)
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocabulary, spec.hidden)
     for index, layer in enumerate(spec.layers):
@@ -377,29 +448,36 @@ def expected_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
     """The layer's products, experts aside, by the modules that each contains."""
     names = spec.names
-    attention = {"qkv": names.qkv, "out": (names.out,)}
+    attention = {"qkv": names.qkv[: _parts(layer)], "out": (names.out,)}
     if layer.kernel:
         attention = {"qkv": (names.into_convolution,), "out": (names.out_of_convolution,)}
-    if layer.delta:
-        attention = {"qkv": names.into_delta, "out": (names.out_of_delta,)}
+    if layer.recurrence:
+        attention = {"qkv": names.into_recurrence, "out": (names.out_of_recurrence,)}
+    if spec.per_layer:
+        attention |= {"per_layer_gate": (names.per_layer_gate,), "per_layer_out": (names.per_layer_out,)}
     if layer.experts:
         shared = {"gate_up": names.shared_gate_up, "down": (names.shared_down,)}
         return attention | shared if layer.shared else attention
     return attention | {"gate_up": names.gate_up, "down": (names.down,)}
 
 
+def _parts(layer: LayerSpec) -> int:
+    """How many of queries, keys and values have rows of their own."""
+    return 1 if layer.borrows is not None else 2 if layer.same else 3
+
+
 def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """The layer's linear modules, experts aside: (out, in) by the name within the layer."""
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    first: tuple[int, ...] = (2 * q if spec.gated else q, kv, kv)
+    q, kv = spec.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    first: tuple[int, ...] = (2 * q if spec.gated else q, kv, kv)[: _parts(layer)]
     if layer.kernel:
         q, first = spec.hidden, (spec.hidden,) * 3
-    if delta := layer.delta:
-        q, first = delta.values, (delta.convolved, delta.values, delta.value_heads, delta.value_heads)
-        if delta.by_key_head:
-            first = delta.convolved + delta.values, 2 * delta.value_heads
+    if layer.recurrence:
+        q, first = layer.recurrence.values, layer.recurrence.rows
     outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.dense, layer.dense), "down": (spec.hidden,)}
+    outputs |= {"per_layer_gate": (spec.per_layer,), "per_layer_out": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.dense}
+    inputs |= {"per_layer_gate": spec.hidden, "per_layer_out": spec.per_layer}
     shapes: dict[str, tuple[int, int]] = {}
     for product, modules in products(spec, layer).items():
         rows = outputs[product] if len(modules) > 1 else (sum(outputs[product]),)
@@ -444,25 +522,41 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     if layer.sinks:
         shapes[spec.names.sinks] = (spec.heads,)
     shapes |= {f"{getattr(spec.names, which)}.weight": (spec.hidden,) for which in spec.norms}
+    if spec.per_layer:
+        shapes[f"{spec.names.behind_per_layer}.weight"] = (spec.hidden,)
+    if spec.scaled_behind:
+        shapes[spec.names.scale_behind] = (1,)
     if layer.kernel:
         shapes[f"{spec.names.convolution}.weight"] = (spec.hidden, 1, layer.kernel)
         if spec.conv_bias:
             shapes[f"{spec.names.convolution}.bias"] = (spec.hidden,)
-    elif delta := layer.delta:
-        shapes[f"{spec.names.delta_convolution}.weight"] = (delta.convolved, 1, delta.kernel)
-        shapes[spec.names.decay] = shapes[spec.names.step_bias] = (delta.value_heads,)
-        shapes[f"{spec.names.delta_norm}.weight"] = (delta.value_width,)
+    elif layer.recurrence:
+        shapes |= _recurrence_shapes(spec, layer.recurrence)
     elif spec.qk_norm:
         whole = spec.qk_norm == "projection"
-        for name, heads in ((spec.names.q_norm, spec.heads), (spec.names.k_norm, spec.kv_heads)):
-            shapes[f"{name}.weight"] = (spec.head_dim * heads if whole else spec.head_dim,)
+        normed = ((spec.names.q_norm, spec.heads), (spec.names.k_norm, layer.kv_heads))
+        for name, heads in normed[: 1 if layer.borrows is not None else 2]:
+            shapes[f"{name}.weight"] = (layer.head_dim * heads if whole else layer.head_dim,)
     return shapes
+
+
+def _recurrence_shapes(spec: Spec, of: Recurrence) -> dict[str, tuple[int, ...]]:
+    names, convolution = spec.names, spec.names.recurrence_convolution
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{convolution}.weight": (of.convolved, 1, of.kernel),
+        f"{names.recurrence_norm}.weight": (of.normed,),
+    }
+    if spec.conv_bias:
+        shapes[f"{convolution}.bias"] = (of.convolved,)
+    return shapes | {name: (of.value_heads,) for name in (names.decay, names.step_bias, names.skip) if name}
 
 
 def _has_bias(spec: Spec, name: str) -> bool:
     if name in (spec.names.into_convolution, spec.names.out_of_convolution):
         return spec.conv_bias
-    if name in (*spec.names.into_delta, spec.names.out_of_delta):
+    if name in (*spec.names.into_recurrence, spec.names.out_of_recurrence):
+        return spec.recurrence_bias
+    if name in (spec.names.per_layer_gate, spec.names.per_layer_out):
         return False
     if name in spec.names.qkv:
         return spec.qkv_bias
@@ -474,7 +568,17 @@ def read_weights(spec: Spec, tensors: Tensors) -> Weights:
     embed = tensors["model.embed_tokens.weight"]
     layers = [_layer_weights(spec, layer, _Layer(tensors, index)) for index, layer in enumerate(spec.layers)]
     norm = (tensors[f"{spec.names.norm}.weight"].float() + spec.norm_offset) * spec.logit_scale
-    return Weights(embed, layers, norm, embed if spec.tied else tensors["lm_head.weight"])
+    return Weights(embed, layers, norm, embed if spec.tied else tensors["lm_head.weight"], _per_layer(spec, tensors))
+
+
+def _per_layer(spec: Spec, tensors: Tensors) -> PerLayerEmbeddings | None:
+    if not spec.per_layer:
+        return None
+    names = spec.names
+    embed, into, norm = (
+        tensors[f"{name}.weight"] for name in (names.per_layer_embed, names.per_layer_into, names.per_layer_norm)
+    )
+    return PerLayerEmbeddings(embed, (into, None), norm.float() + spec.norm_offset)
 
 
 @dataclass(frozen=True)
@@ -504,32 +608,40 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
     return LayerWeights(
         attention_norm=of("before_attention"),
         qkv=tensors.linear(inside["qkv"], _has_bias(spec, inside["qkv"][0])),
-        convolution=_convolution(spec, tensors) if layer.kernel else None,
-        delta=_delta(spec, tensors) if layer.delta else None,
+        convolution=_convolution(spec, tensors, spec.names.convolution) if layer.kernel else None,
+        recurrence=_recurrence(spec, tensors) if layer.recurrence else None,
         q_norm=norm(spec.names.q_norm) if normed else None,
-        k_norm=norm(spec.names.k_norm) if normed else None,
+        k_norm=norm(spec.names.k_norm) if normed and layer.borrows is None else None,
         sinks=tensors[spec.names.sinks].float() if layer.sinks else None,
         out=tensors.linear(inside["out"], _has_bias(spec, inside["out"][0])),
         attention_out_norm=of("behind_attention"),
         mlp_norm=of("before_mlp"),
         mlp=_mlp(spec, layer, tensors),
         mlp_out_norm=of("behind_mlp"),
+        per_layer=PerLayer(
+            tensors.linear(inside["per_layer_gate"], False),
+            tensors.linear(inside["per_layer_out"], False),
+            norm(spec.names.behind_per_layer),
+        )
+        if spec.per_layer
+        else None,
+        scale_behind=float(tensors[spec.names.scale_behind]) if spec.scaled_behind else 1.0,
     )
 
 
-def _convolution(spec: Spec, tensors: _Layer) -> Convolution:
-    name = spec.names.convolution
+def _convolution(spec: Spec, tensors: _Layer, name: str) -> Convolution:
     weight = tensors[f"{name}.weight"].float()[:, 0].T.contiguous()
     return Convolution(weight, tensors[f"{name}.bias"].float() if spec.conv_bias else None)
 
 
-def _delta(spec: Spec, tensors: _Layer) -> Delta:
+def _recurrence(spec: Spec, tensors: _Layer) -> RecurrenceWeights:
     names = spec.names
-    return Delta(
-        convolution=tensors[f"{names.delta_convolution}.weight"].float()[:, 0].T.contiguous(),
+    return RecurrenceWeights(
+        convolution=_convolution(spec, tensors, names.recurrence_convolution),
         decay=tensors[names.decay].float().exp(),
         step_bias=tensors[names.step_bias].float(),
-        norm=tensors[f"{names.delta_norm}.weight"].float(),
+        norm=tensors[f"{names.recurrence_norm}.weight"].float(),
+        skip=tensors[names.skip].float() if names.skip else None,
     )
 
 
