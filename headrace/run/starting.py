@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from headrace.engine.remote.remote_engine import check_state
 from headrace.engine.remote.server_kind import open_control, server_kind
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.own_groups import Suspects
+from headrace.models.lora import LoraConfig
 from headrace.processes.joining.same_model import digests, terms_of
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.bus_engine import BusEngine
@@ -86,15 +87,20 @@ def start_engine(
     """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print.
     `bus`: the engine of a run with a bus, which is launched."""
     suspects, routing = Suspects(config.engine.ticket_deaths), config.rollout.keep_routing
+    needs = None
+    if config.engine.is_server and not bus:
+        room, every = config.engine.max_adapters, config.watch.identity_every
+        loras, served = [run.lora for run in config.runs], int(config.adapters_served)
+        needs = needs_of_server(loras, model_dir, served=served, room=room, check_every=every)
 
     def start(engine_config: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         if elsewhere := config.orchestration.elsewhere:  # its machine has cores of its own, which members do not share
             threads = threads_elsewhere(config.orchestration, config.engine, config.chosen)
             engine_config = dataclasses.replace(engine_config, threads=threads)
-        if engine_config.is_server and not elsewhere:
+        if needs and not elsewhere:
             member = dataclasses.replace(config, engine=engine_config)
             return _server(
-                member, name, model_dir=model_dir, transport=transport, logs=logs, telemetry=member_telemetry
+                member, name, needs, model_dir=model_dir, transport=transport, logs=logs, telemetry=member_telemetry
             )
         who = f"engine {name}".rstrip()
         engine = functools.partial(ProcessEngine, launcher, telemetry=member_telemetry, suspects=suspects)
@@ -107,7 +113,7 @@ def start_engine(
             transport=transport,
             asleep=asleep,
             routing=routing,
-            server=needs_of_server(config, model_dir) if engine_config.is_server else None,
+            server=needs,
         )
 
     def start_lent(member_telemetry: Telemetry) -> Starting[MemberEngine]:
@@ -219,23 +225,27 @@ def _process(
     return Starting(engine, engine.launch, finish)
 
 
-def needs_of_server(config: RunConfig, model_dir: Path) -> ServerNeeds:
-    loras = [run.lora for run in config.runs]
-    serves = max(config.engine.max_adapters, config.adapters_served) > 0
-    adapted = set().union(*map(read_shape(model_dir).adapted, loras)) if serves else ()
-    return ServerNeeds(
-        adapters=int(config.adapters_served),
-        rank=max(lora.rank for lora in loras),
-        adapted=tuple(sorted(adapted)),
-        check_every=config.watch.identity_every,
-    )
+def needs_of_server(
+    loras: Sequence[LoraConfig], model_dir: Path, *, served: int, room: int, check_every: int
+) -> ServerNeeds:
+    """`served`, `room`: the adapters that the run serves, and those for which the server has room. `check_every`: `watch.identity_every`."""
+    adapted = set().union(*map(read_shape(model_dir).adapted, loras)) if max(served, room) else ()
+    rank = max(lora.rank for lora in loras)
+    return ServerNeeds(adapters=served, rank=rank, adapted=tuple(sorted(adapted)), check_every=check_every)
 
 
 def _server(
-    config: RunConfig, name: str, *, model_dir: Path, transport: TransportKind, logs: Path, telemetry: Telemetry
+    config: RunConfig,
+    name: str,
+    needs: ServerNeeds,
+    *,
+    model_dir: Path,
+    transport: TransportKind,
+    logs: Path,
+    telemetry: Telemetry,
 ) -> Starting[MemberEngine]:
     """`name`: that of a member of a fleet, which goes on without it for as long as others serve."""
-    settings, needs = config.engine, needs_of_server(config, model_dir)
+    settings = config.engine
     around = Surroundings(
         model_dir=model_dir,
         transport=transport,

@@ -65,7 +65,7 @@ class WeightEnds(NamedTuple):
 
     @property
     def carried(self) -> bool:
-        """Whether those who start the servers fetch weights for them (`CarriedWeights`): others than the run start them, and they fetch none."""
+        """Whether weights are fetched for the servers by whoever starts them (`CarriedWeights`): that is not the run, and they fetch none."""
         return bool(self.server) and not self.fetches and bool(self.joined or self.bus)
 
     @property
