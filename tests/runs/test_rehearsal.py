@@ -587,6 +587,12 @@ def test_devices_and_dtypes_as_they_will_be():
         ({"lag": {"kind": "exponential"}}, "lag weight", "exponential, decay = 0.9"),
         ({"name": "second_moment"}, "selection", "second_moment, tau = 0.04"),
         ({"name": "dr_grpo"}, "denominator", "the step's sequences times 64 tokens (token_sum)"),
+        ({"name": "opd", "distill": {"model": "m"}}, "distillation", "sampled, coefficient 1, the trainer holds m"),
+        (
+            {"name": "gkd", "distill": {"model": "m", "temperature": 2.0}},
+            "distillation",
+            "jsd over the vocabulary at temperature 2, coefficient 1, the trainer holds m",
+        ),
         ({"name": "opd_topk"}, "distillation", "reverse over the teacher's top 32, coefficient 1"),
         ({"name": "icepop", "denominator": "kept"}, "denominator", "tokens that a rule masks are not counted"),
         ({"overlong": "mask"}, "cut off", "are left out of the loss and its denominator"),
