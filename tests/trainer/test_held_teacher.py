@@ -293,6 +293,25 @@ def test_certainty_and_tokens_of_no_probability_stay_finite() -> None:
         assert found.isfinite().all() and slope.isfinite().all() and (found > 0.5).all()
 
 
+def test_in_bfloat16_states_and_heads_are_rounded_and_logits_are_not() -> None:
+    """A logit of 20 is known to 1/16 in bfloat16. Autocast would round products to it."""
+    torch.manual_seed(0)
+    tensors = [10 * torch.randn(40, 4), torch.randn(300, 4), 10 * torch.randn(40, 3), torch.randn(300, 3)]
+    low = [tensor.bfloat16().double() for tensor in tensors]
+    rule = Distill("reverse", over="vocabulary")
+    hidden, weight, states, matrix = tensors
+    hidden.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        given = [HeadOf(*pair, None, Scale(), torch.bfloat16) for pair in ((hidden, weight), (states, matrix))]
+        found = divergence(*given, rule)
+        found.sum().backward()
+    own = low[0].requires_grad_()
+    wanted = by_hand(Asked("reverse", "vocabulary"), own @ low[1].T, low[2] @ low[3].T)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+    (slope,) = torch.autograd.grad(wanted.sum(), own)
+    assert hidden.grad is not None and (hidden.grad - slope).abs().max() < 0.02 * slope.abs().max()
+
+
 def test_the_most_probable_of_all_blocks_below_a_row() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(600, 4), torch.randn(3000, 4)

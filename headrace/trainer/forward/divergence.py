@@ -76,7 +76,8 @@ class HeadOf(NamedTuple):
         hidden, weight = self.hidden.to(self.dtype), self.weight[rows].to(self.dtype)
         if not hidden.is_cuda:  # a product in bfloat16 would be rounded to it
             hidden, weight = hidden.float(), weight.float()
-        logits = wide_logits(hidden, weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = wide_logits(hidden, weight)
         if self.bias is not None:
             logits += self.bias[rows]
         return self.scale.of(logits)
