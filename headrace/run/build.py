@@ -170,7 +170,7 @@ def build_environment(
     encoder = encoder.using(config.task.rendering)
     if not environment.in_processes:
         return environment_kind(environment.kind)
-    alone, rollout = not config.reward.given and not config.teachers, config.rollout
+    alone, rollout = not config.reward.given and not config.taught, config.rollout
     if not (asks := environment.gateway_kind):
         from headrace.episodes.environments.function import open_function
 
@@ -243,7 +243,7 @@ def build_scorer(
     given = config.reward.given or rewards
     if config.environment.rewards and not given:
         return NoReward()
-    if config.teachers and not given:
+    if config.taught and not given:
         if asking := [teacher.name for teacher in config.teachers if teacher.reads_sibling]:
             raise ConfigError(
                 f"the prompt of the teacher {asking[0]} shows another completion that was right, and nothing gives a reward; set reward.function, or show "

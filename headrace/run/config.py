@@ -162,6 +162,11 @@ class RunConfig:
         return replace(self, model=model, teachers=teachers, algo=replace(self.algo, **beside), chosen=chosen)
 
     @property
+    def taught(self) -> bool:
+        """Whether a teacher of any kind has something to say, so that no reward is needed."""
+        return bool(self.teachers or self.algo.recipe.distill.model)
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.out) / self.name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,9 +20,10 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import objective_of
 from headrace.algo.policy.tokens import Tokens
 from headrace.algo.recipe_parts import Distill
+from headrace.algo.training_rows import algorithm_of
 from headrace.core.batches import Batch, Group, Row
-from headrace.core.errors import ConfigError
-from headrace.core.types import Prompt
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.divergence import HeadOf, divergence, most_probable
@@ -254,6 +256,35 @@ def test_a_step_trains_and_the_teacher_stays_and_a_model_that_shows_logits_only_
     own = {"kind": "jsd", "over": "vocabulary", "model": str(tiny_models.saved_with_tokenizer("granite"))}
     with pytest.raises(ConfigError, match=r"algo.distill.model = .* shows its logits only, one row at a time"):
         made(AlgoConfig("gkd", distill=own), 14)
+
+
+def test_a_checkpoint_knows_the_teacher_s_weights_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    shutil.copytree(teacher()[1], tmp_path / "t")
+    algo = AlgoConfig("gkd", distill={"model": str(tmp_path / "t")})
+    batches = [Batch(step, (Group(0, Prompt("p", "", (1,)), (), tuple(rows())),)) for step in range(2)]
+    first = made(algo, 14)
+    first.step(batches[0])
+    first.save(tmp_path / "saved")
+    again = made(algo, 14)
+    again.restore(tmp_path / "saved")
+    assert first.step(batches[1]).grad_norm == again.step(batches[1]).grad_norm
+    assert all(torch.equal(*pair) for pair in zip(first._model.parameters(), again._model.parameters(), strict=True))
+    changed = tiny_models.make("qwen3", seed=4, vocab_size=MORE_ROWS, hidden_size=16)
+    changed.save_pretrained(tmp_path / "t")
+    with pytest.raises(CheckpointError, match=r"the weights of algo.distill.model = .* have changed since"):
+        made(algo, 14).restore(tmp_path / "saved")
+    made(CASES[0].algo(), 14).restore(tmp_path / "saved")  # another name is another teacher
+
+
+def test_rollouts_that_no_engine_scored_are_trained() -> None:
+    """Where teachers are served they are left out, and a group of such is dropped."""
+    scored = Scored(
+        Episode((Turn((1, 2), Completion((3, 4), (-1.0, -2.0), (VersionSpan(0, 0, 0),), "stop")),)), 0.0, {}
+    )
+    for algo, reason in ((CASES[0].algo(), ""), (AlgoConfig("opd_topk"), "no_teacher")):
+        algorithm = algorithm_of(algo, 8)
+        made = algorithm.rows(Prompt("p", "?", (1, 2)), (scored,))
+        assert (made[0].mask, algorithm.barren(made)) == ((not reason,) * 2, reason)
 
 
 # --- the head itself -------------------------------------------------------------------------------------------------------

@@ -154,19 +154,13 @@ class Forward:
         head = self.model.get_output_embeddings()
         if head.weight.is_meta:  # another rank has it (placement/staged.py)
             return _unknown(pack)
-        policy = HeadOf(
-            hidden,
-            head.weight,
-            getattr(head, "bias", None),
-            Scale(softcap=softcap_of(self.model)),
-            dtype,
-            packed=getattr(head, "packed", None),
-            backend=self.backend,
-        )
+        scale = Scale(softcap=softcap_of(self.model))
         questions, context = _questions(pack, pack.predictor, temperature), self.context
         here = questions if context is None else [_asked_here(context, question) for question in questions]
 
         def of_head() -> tuple[list[Head], Taught]:
+            more: dict[str, Any] = {"packed": getattr(head, "packed", None), "backend": self.backend}
+            policy = HeadOf(hidden, head.weight, getattr(head, "bias", None), scale, dtype, **more)
             return [policy.logprobs(asked) for asked in here], lesson(policy, here[0]) if lesson else Taught()
 
         found, taught = within(head, of_head)

@@ -6,9 +6,11 @@ It reads what the policy is trained on, microbatch by microbatch, in a pass with
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +21,30 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import top_divergence
 from headrace.algo.policy.tokens import TopTokens
 from headrace.algo.recipe_parts import Distill
-from headrace.core.errors import ConfigError
-from headrace.models.resolve import resolve_model
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.models.resolve import resolve_model, weight_files
 from headrace.trainer.forward.divergence import HeadOf, Question, divergence, most_probable
 from headrace.trainer.forward.forward import Forward, Lesson, Taught, softcap_of
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.forward.head import Scale
 from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Placement, chosen_forward
+from headrace.trainer.step.checkpoint_files import SavedTensors
 from headrace.trainer.step.reference import frozen
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+MARK = "teacher/mark"
+"""Its tensor in a checkpoint."""
+SAMPLE = 1 << 16
+"""Bytes of each sample of a file."""
+
+
 class HeldTeacher(torch.nn.Module):
     weight: torch.nn.Parameter
+    """[V, H] of its head."""
     bias: torch.nn.Parameter | None
 
     def __init__(
@@ -50,11 +60,8 @@ class HeldTeacher(torch.nn.Module):
         """`dtype`: of the computation. `fused`: whether it may use the kernels. Made after the policy lies on its ranks. Raises ConfigError for a model whose
         hidden states are not to be had, or that cannot lie on the ranks as the policy does."""
         super().__init__()
-        self._rule, self._dtype = rule, dtype
-        try:
-            model, way = _loaded(directory, placement)
-        except ConfigError as error:
-            raise ConfigError(f"algo.distill.model = {directory}: {error}") from error
+        self._rule, self._dtype, self._marks = rule, dtype, _marks(rule.model, directory)
+        model, way = _loaded(directory, placement)
         if fused:
             fuse(way)
         head = model.get_output_embeddings()
@@ -73,6 +80,19 @@ class HeldTeacher(torch.nn.Module):
         self._way = replace(way, model=self.trunk)
         self.weight = self.trunk.get_input_embeddings().weight if weight is None else _constant(weight)
         self._scale = Scale(softcap=softcap_of(self.trunk))
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint: the marks of its name and of its weights."""
+        return {MARK: self._marks}
+
+    def check(self, saved: SavedTensors, directory: str) -> None:
+        """Raises CheckpointError if the teacher of a checkpoint had the same name and other weights."""
+        name, weights = saved.read(MARK).tolist() if MARK in saved else (0, 0)
+        if name == int(self._marks[0]) and weights != int(self._marks[1]):
+            raise CheckpointError(
+                f"checkpoint {directory}: the weights of algo.distill.model = {self._rule.model} have changed since it was written; bring them back, or "
+                "name the new teacher by another path"
+            )
 
     @torch.no_grad()
     def lesson(self, pack: Pack) -> Lesson:
@@ -118,7 +138,10 @@ def held_teacher(
             "[[teachers]], with algo.distill.over = teacher_top"
         )
     directory = resolve_model(rules[0].model, setting="algo.distill.model")
-    return HeldTeacher(directory, rules[0], device, dtype, placement=placement, fused=fused)
+    try:
+        return HeldTeacher(directory, rules[0], device, dtype, placement=placement, fused=fused)
+    except ConfigError as error:
+        raise ConfigError(f"algo.distill.model = {directory}: {error}") from error
 
 
 def _over_top(policy: HeadOf, teacher: HeadOf, rule: Distill) -> Float[Tensor, " U"]:
@@ -148,6 +171,19 @@ def _loaded(directory: Path, placement: Placement) -> tuple[Any, Forward]:
 def _whole(model: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     values: Tensor = model.files.whole(model, tensor) if tensor.is_meta else tensor
     return values.detach().to(dtype)
+
+
+def _marks(name: str, directory: Path) -> Tensor:
+    """[2] int64: of the name, and of samples of the files of weights, which differ everywhere in a model that was trained further."""
+    found = blake2b(digest_size=7)
+    for path in weight_files(directory):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            for place in (0, size // 2, max(size - SAMPLE, 0)):
+                file.seek(place)
+                found.update(file.read(SAMPLE))
+    digests = blake2b(name.encode(), digest_size=7).digest(), found.digest()
+    return torch.tensor([int.from_bytes(digest) for digest in digests])
 
 
 def _constant(values: Tensor) -> torch.nn.Parameter:

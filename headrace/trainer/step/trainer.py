@@ -465,13 +465,12 @@ class TorchTrainer:
     def restore(self, directory: Path, adapter: str = "") -> None:
         """Raises CheckpointError, with nothing changed."""
         learner, contents = self._learners[adapter], self._contents(adapter)
-        critic = (
-            learner.critic.read(checkpoint.beside_of(directory), directory.name, self._placement)
-            if learner.critic
-            else {}
-        )
-        process = self._process.read(checkpoint.beside_of(directory), directory.name) if self._process else {}
-        reference = self._moving.read(checkpoint.beside_of(directory), self._placement) if self._moving else {}
+        saved, name = checkpoint.beside_of(directory), directory.name
+        critic = learner.critic.read(saved, name, self._placement) if learner.critic else {}
+        process = self._process.read(saved, name) if self._process else {}
+        reference = self._moving.read(saved, self._placement) if self._moving else {}
+        if self._teacher:
+            self._teacher.check(saved, name)
         learner.version = checkpoint.restore(directory, contents, learner.optimizer, self._placement)
         if learner.critic:
             learner.critic.restore(critic)
@@ -481,16 +480,15 @@ class TorchTrainer:
             self._moving.restore(reference)
         if learner.kl.rule.target:
             learner.kl.coef = checkpoint.kl_of(directory) or learner.kl.coef
-        if saved := checkpoint.entropy_of(directory):
+        if entropy := checkpoint.entropy_of(directory):
             learner.entropy.coef, learner.entropy.mean = (
-                saved if learner.entropy.rule.target else (learner.entropy.coef, saved[1])
+                entropy if learner.entropy.rule.target else (learner.entropy.coef, entropy[1])
             )
 
     def _contents(self, adapter: str) -> Contents:
         learner = self._learners[adapter]
-        beside = learner.critic.state() if learner.critic else {}
-        beside |= self._process.state() if self._process else {}
-        beside |= self._moving.state() if self._moving else {}
+        others = (learner.critic, self._process, self._moving, self._teacher)
+        beside = {name: tensor for other in others if other for name, tensor in other.state().items()}
         if self._adapters is None:
             return dataclasses.replace(checkpoint.all_weights(self._model), beside=beside)
         state, base = self._adapters.state(adapter), self._adapters.base_mark
