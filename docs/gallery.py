@@ -1,7 +1,7 @@
 """The gallery of recipes on the site: a page of cards, and a page for each folder of recipes/, made of its README and its other files.
 
 A README has a title, a paragraph, the commands, and a table with the rows `learned`, `time`, `memory` and `record`
-(`tests/pages/test_recipes.py`). `curve.svg` in the folder, where a record has one, is the picture of the card.
+(`tests/pages/test_recipes.py`), which `make_recipe.py` writes from a run. `curve.svg` in the folder, where a record has one, is the picture of the card.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent.parent / "recipes"
 LANGUAGES = {".py": "python", ".toml": "toml", ".jsonl": "json", ".sh": "bash", ".yml": "yaml"}
 ROWS = ("learned", "time", "memory", "record")
 CURVE = "curve.svg"
+SHORTER = "    *(in its tutorial, a shorter run)*\n"
 SHELVES = {
     "To begin with": ("demo", "demo_lora", "two_adapters"),
     "Where the reward comes from": ("code", "service", "preferences", "distill", "proposer"),
@@ -70,12 +71,11 @@ def block(text: str, language: str) -> str:
 
 
 def _shown(name: str) -> str:
-    one = card((FOLDER / name / "README.md").read_text(encoding="utf-8"))
-    picture = (
-        f"    ![The curve of a run](recipes/{name}/{CURVE})\n    *(in its tutorial, a shorter run)*\n\n"
-        if (FOLDER / name / CURVE).is_file()
-        else ""
-    )
+    readme = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+    one, recorded = card(readme), "![The curve of this run]" in readme  # by `make_recipe.py`
+    picture = ""
+    if (FOLDER / name / CURVE).is_file():
+        picture = f"    ![The curve of a run](recipes/{name}/{CURVE})\n{'' if recorded else SHORTER}\n"
     measured = (
         f"{one.rows['learned']}. {one.rows['time']}." if "not measured" not in one.rows["learned"] else "not measured"
     )

@@ -124,6 +124,8 @@ DANGLING = (
 """No docstring begins with one of these: such a sentence has no subject."""
 LEANING = ("The same", "Those", "It", "That", "Likewise", "Ditto", "They", "Them", "There", "Such", "Otherwise")
 """Nor with one of these: its subject is what stands above it, which may be moved."""
+LEANING_ALONE = re.compile(r"(Its|Their|Nothing|(Whether|How|Which of|Like) (it|its|they|their|these|those))\b")
+"""Nor does that of a function or class begin with one of these. A field's subject is its class."""
 
 
 SETTINGS_AT = ("__init__", "run", "commands", "testing")
@@ -531,6 +533,9 @@ def dangling_docstrings(package: Path) -> Iterator[str]:
                 first = " ".join([first, *more[:1]] if first == "The" else [first]).rstrip(",:")
                 if first in DANGLING or first in LEANING:
                     yield f"{path.relative_to(package)}:{node.lineno} begins with {first}"
+        for node in nodes(path, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
+            if found := LEANING_ALONE.match(ast.get_docstring(node) or ""):
+                yield f"{path.relative_to(package)}:{node.body[0].lineno} begins with {found[0]}"
 
 
 # --- how much a module holds, offers and imports -----------------------------------------------------------------------
@@ -1116,9 +1121,12 @@ def test_docstring_checker_reads_modules_classes_functions_and_fields(tmp_path):
         dangling='"""What it holds."""\nclass C:\n    """Of a run."""\n    x: int\n    """By ticket: its rows."""\n'
         '    def f(self):\n        """In place, scales it."""\n',
         leaning='A = 1\n"""The same, of rows."""\nB = 2\n"""Those of rows."""\nC = 3\n"""It counts."""\n',
+        alone='def f():\n    """Whether it counts."""\nclass C:\n    """Its rows."""\n    x: int\n    """Its first row."""\n',
         plain='"""The rows."""\ndef f():\n    """Information about it."""\n    return "For you."\n',
     )
     assert sorted(dangling_docstrings(package)) == [
+        "alone.py:2 begins with Whether it",
+        "alone.py:4 begins with Its",
         "dangling.py:1 begins with What",
         "dangling.py:3 begins with Of",
         "dangling.py:5 begins with By",

@@ -178,7 +178,7 @@ class AlgoConfig:
 
     @property
     def of_whole_rollouts(self) -> bool:
-        """Whether it knows a rollout as one weight, as one reward, or as one chain of tokens, and no branches."""
+        """Whether the algorithm knows a rollout as one weight, as one reward, or as one chain of tokens, and no branches."""
         advantage, loss = ADVANTAGES.get(self.recipe.advantage), self.recipe.loss
         chained = advantage is not None and (
             advantage.spread or advantage.critic or advantage.implicit or advantage.remembers

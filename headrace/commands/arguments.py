@@ -112,5 +112,5 @@ def run_directory(run: str) -> Path:
 
 
 def is_config(source: str) -> bool:
-    """Whether it looks like a config rather than a run. JSON and YAML count too; they are refused when they are read."""
+    """Whether the source looks like a config rather than a run. JSON and YAML count too; they are refused when they are read."""
     return source.endswith((".toml", ".json", ".yaml", ".yml"))

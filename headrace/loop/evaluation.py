@@ -44,7 +44,7 @@ class HeldOutSet(NamedTuple):
     """Optimizer steps between two measurements during training; 0: with each of the held-out prompts."""
 
     def is_due(self, step: int, done: int) -> bool:
-        """Whether its turn is at `step`, or was after step `done`."""
+        """Whether the set's turn is at `step`, or was after step `done`."""
         return not self.every or step // self.every * self.every > done
 
 
@@ -273,7 +273,7 @@ class Missing(NamedTuple):
 
     @property
     def is_seen(self) -> bool:
-        """Whether it would have been found if all of the change were missing."""
+        """Whether the slope would have been found if all of the change were missing."""
         return SEEN * self.error < self.effect
 
 

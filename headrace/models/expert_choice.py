@@ -33,7 +33,7 @@ Choose = Callable[[int, int, Tensor], Tensor | None]
 
 
 class NoRouters(Exception):
-    """Its message says why the choice of experts cannot be had from a model: half a sentence."""
+    """The error whose message says why the choice of experts cannot be had from a model: half a sentence."""
 
 
 @dataclass(frozen=True)

@@ -106,15 +106,15 @@ class RunningProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id; a negative number for one of another machine."""
+        """The process id; a negative number for one of another machine."""
 
     @property
     def reports(self) -> asyncio.StreamReader:
-        """Its standard output."""
+        """The process's standard output."""
 
     @property
     def orders(self) -> OrderPipe:
-        """Its standard input."""
+        """The process's standard input."""
 
     def waited(self, thread: int) -> float:
         """Returns the seconds in which that thread (the process's main one, or one of ours) could not run (`patience.within`)."""

@@ -63,7 +63,7 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
 
 
 def _gpu_rates(config: RunConfig, model_dir: Path, machine: Machine, measurer: Measurer) -> GpuRates:
-    """Nothing where no size is left open of a part that is on a GPU of this machine."""
+    """The rates of GPUs; none where no size is left open of a part that is on a GPU of this machine."""
     engine, train = config.engine, config.train
     samples = not engine.is_server and machine.device("engine.device", engine.device) == "cuda"
     samples = samples and not config.orchestration.elsewhere and "auto" in (engine.max_running, engine.prefill_chunk)

@@ -87,7 +87,7 @@ class TrainCall:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its trainer has died, and no step has been done since."""
+        """Whether the run's trainer has died, and no step has been done since."""
         return self.deaths.total > 0 and not self.worked
 
     def run_loop(self, main: Main, lanes: Collection[Lane]) -> None:

@@ -140,7 +140,7 @@ class Found:
 
     @property
     def for_cpus(self) -> bool:
-        """Whether it is a build for CPUs, as its name or its version says."""
+        """Whether the distribution is a build for CPUs, as its name or its version says."""
         return "cpu" in f"{self.distribution}{self.version}"
 
 

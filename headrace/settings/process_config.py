@@ -53,7 +53,7 @@ class EvalSetConfig:
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether it measures the rows of a file of its own."""
+        """Whether the set measures the rows of a file of its own."""
         return bool(self.task.get("path"))
 
 

@@ -153,7 +153,7 @@ class FakeCluster:
         self._place()
 
     def freeze(self, name: str) -> None:
-        """Nothing comes from there any more, and the cluster does not notice it."""
+        """Freezes a node: nothing comes from there any more, and the cluster does not notice it."""
         self.machines[name].frozen = True
         self.machines[name].awake.clear()
 

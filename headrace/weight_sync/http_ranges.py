@@ -364,7 +364,7 @@ class HttpReceiver(RelayingReceiver):
 
     @property
     def serves(self) -> bool:
-        """Whether it listens for other engines."""
+        """Whether this engine listens for other engines."""
         return self._server is not None
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:

@@ -51,7 +51,9 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(name: str, saved: Callable[..
     assert cuda.calls > 100
     on_cpu, expected = answers(saved(name), saved(name, 1), "cpu")
     assert {key: one.tokens for key, one in on_gpu.items()} == {key: one.tokens for key, one in on_cpu.items()}
-    assert [one.logprobs for one in on_gpu.values()] == [one.logprobs for one in on_cpu.values()]
+    for key, one in on_gpu.items():  # filters sum weights in float64, in another order than the CPU's
+        assert one.logprobs == pytest.approx(on_cpu[key].logprobs, rel=1e-14), key
+    assert on_gpu["a"].logprobs == on_cpu["a"].logprobs
     assert scored == expected
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from headrace.cli import main
 from headrace.core.errors import ConfigError
+from headrace.facts.facts import Accounting, Evaluated, ProcessesUsed, ProcessUse, RunEnded, RunStarted
+from headrace.facts.records import MetricsFact
 from headrace.run.config import load_config
 from headrace.run.rehearse import rehearse
 from headrace.run.rehearsed import Rehearsal
@@ -151,6 +153,44 @@ def test_the_gallery_shows_every_recipe_with_its_record():
         card = made["card"]((folder / "README.md").read_text())
         assert f"[{card.title}](recipes/{folder.name}.md)" in page and all(card.rows.values())
         assert f"headrace recipes {folder.name}\n" in (folder / "README.md").read_text()
+
+
+def recorded(after: float = 0.7, reason: str = "finished") -> list[MetricsFact]:
+    def held_out(phase: str, step: int, reward: float) -> Evaluated:
+        return Evaluated(1.0, phase, step, 64, reward, 0.03, 9.0)  # type: ignore[arg-type]
+
+    machine = {"cpu": "a CPU", "threads": "2"}
+    return [
+        RunStarted(0.0, "demo", "", 5, 60, 2, 8, 4, 1, 1, {}, machine=machine),
+        held_out("before", 0, 0.1),
+        held_out("during", 30, 0.9),
+        ProcessesUsed(5.0, {"engine": ProcessUse(1, 1.0, 1 << 30), "trainer": ProcessUse(2, 1.0, 2 << 30)}),
+        ProcessesUsed(9.0, {"engine": ProcessUse(1, 1.0, 1 << 30)}),
+        held_out("after", 60, after),
+        RunEnded(269.4, reason, 60, Accounting(), 0.5, 0.2),
+    ]
+
+
+def test_a_record_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    made = runpy.run_path(str(ROOT / "docs" / "make_recipe.py"))
+    table = made["rows"](recorded(), "today")
+    assert table == {
+        "learned": "held-out reward 0.100 ± 0.030 → 0.700 ± 0.030 (64 prompts, seed 5)",
+        "time": "4:29 for 60 steps of 2 groups, with loading and measuring",
+        "memory": "3.0 GiB in all processes; pages that they share count in each",
+        "record": "today, 2 threads of a CPU",
+    }
+    readme = (ROOT / "recipes" / "demo" / "README.md").read_text()
+    new = made["written"](readme, table)
+    card = runpy.run_path(str(ROOT / "docs" / "gallery.py"))["card"]
+    assert card(new).rows == table and card(new).title == card(readme).title and "curve of this run" in new
+    assert made["written"](new, table) == new, "a second record replaces the first one"
+    assert [line for line in readme.splitlines() if not line.startswith("|") and line not in new.splitlines()] == []
+    assert "does not prove" in made["rows"](recorded(after=0.18), "today")["learned"]
+    for broken in (recorded()[:-1], recorded(reason="interrupted"), recorded()[:2] + recorded()[-1:]):
+        with pytest.raises(ValueError, match="a record"):
+            made["rows"](broken, "today")
 
 
 def test_a_readme_without_its_record_is_refused():

@@ -84,7 +84,7 @@ class TOPR(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TOPRToken(Loss):
-    """Like `topr`, with the ratio of each token (ROLL)."""
+    """TOPR (`topr`) with the ratio of each token (ROLL)."""
 
     name: ClassVar[str] = "topr_token"
     weighs: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Whether it pays that engine and trainer take turns on the same devices (`orchestration.placement = "shared"`), and that the trainer
+"""Whether alternation pays: that engine and trainer take turns on the same devices (`orchestration.placement = "shared"`), and that the trainer
 lends its own while it waits (`orchestration.lend`).
 
 The same pipeline is simulated with an engine that stands still while the trainer works. On GPUs both then have all of them, instead of a

@@ -263,7 +263,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _two(a: Any, b: Any) -> tuple[str, str]:
-    """Both values as text, with as many digits as are needed to see the difference."""
+    """Returns both values as text, with as many digits as are needed to see the difference."""
     if isinstance(a, float) and isinstance(b, float) and f"{a:.5g}" != f"{b:.5g}":
         return f"{a:.5g}", f"{b:.5g}"
     return repr(a), repr(b)

@@ -164,7 +164,7 @@ def _apart(values: str) -> list[str]:
 
 
 def _is_whole(value: str) -> bool:
-    """Whether it is a value of TOML, or a bare word, rather than the beginning of a text, an array or a table."""
+    """Whether the text is a value of TOML, or a bare word, rather than the beginning of a text, an array or a table."""
     try:
         tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:

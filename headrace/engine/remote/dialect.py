@@ -92,7 +92,7 @@ class SleepingDialect(Dialect, Protocol):
 
     @property
     def serves(self) -> bool:
-        """Whether it is awake, with weights that are known."""
+        """Whether the server is awake, with weights that are known."""
 
     async def sleep(self, connection: Connection, keeps_base: bool, seconds: float) -> None:
         """`keeps_base`: whether the base model's weights go to the host's memory, and come back. Else they are discarded."""

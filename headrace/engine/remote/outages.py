@@ -46,10 +46,10 @@ class OwnServer(Protocol):
     def start(self) -> None: ...
 
     def ended(self) -> str:
-        """How it ended; empty while it runs."""
+        """How the process ended; empty while it runs."""
 
     def error(self) -> str:
-        """The error that ended it by itself; empty if there is none, as where it was killed."""
+        """The error by which the process ended by itself; empty if there is none, as where it was killed."""
 
     def not_loaded(self) -> frozenset[str]:
         """Returns what it has warned of since the last call that it has not loaded."""
@@ -58,7 +58,7 @@ class OwnServer(Protocol):
         """Ends it at once, with all that it started."""
 
     async def end(self) -> None:
-        """Nothing of it is left when this returns."""
+        """Ends the process and waits until nothing of it is left."""
 
 
 class Presence:

@@ -100,7 +100,7 @@ class Standstill:
         return left
 
     def leave(self, request: Request) -> None:
-        """Nothing more is heard from its stream."""
+        """Forgets the request's stream, from which nothing more is heard."""
         del self._streams[request.id]
         self._notify()
 

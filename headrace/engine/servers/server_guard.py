@@ -44,7 +44,7 @@ def end_session(leader: int) -> None:
 
 
 def _dead(pid: int) -> bool:
-    """Whether it is gone, but for its parent to notice."""
+    """Whether the process is gone, but for its parent to notice."""
     status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     return status.rpartition(")")[2].split()[0] in ("Z", "X")
 

@@ -251,7 +251,7 @@ class ServerProcess:
             file.write(self.token)
 
     def ended(self) -> str:
-        """How its process ended; empty while it runs."""
+        """How the server's process ended; empty while it runs."""
         code = self._code()
         if code is None:
             return ""
@@ -269,7 +269,7 @@ class ServerProcess:
         return "" if code is None or code > server_guard.KILLED else raised(self._said())
 
     def _code(self) -> int | None:
-        """Its exit code, from which nothing of it is left; None while it runs."""
+        """The process's exit code, after which nothing of it is left; None while it runs."""
         assert self._process is not None
         code = self._process.poll()
         if code is None:
@@ -305,7 +305,7 @@ class ServerProcess:
             self._process.terminate()
 
     async def end(self) -> None:
-        """Nothing of it is there when this returns."""
+        """Ends the server and waits until nothing of it is left."""
         if self._process is None:
             return
         assert self._process.stdin is not None

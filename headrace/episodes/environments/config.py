@@ -172,7 +172,7 @@ class EnvironmentConfig:
 
     @property
     def draws_problems(self) -> bool:
-        """Whether its players draw problems of their own."""
+        """Whether the environment's players draw problems of their own."""
         return bool(self.gateway_kind and self.gateway_kind.draws_problems)
 
     @property
@@ -190,7 +190,7 @@ class EnvironmentConfig:
 
     @property
     def rewards(self) -> bool:
-        """Whether it gives rewards of its own, so that no reward function is needed."""
+        """Whether the environment gives rewards of its own, so that no reward function is needed."""
         return self.in_processes or ENVIRONMENTS[self.kind].rewards
 
 

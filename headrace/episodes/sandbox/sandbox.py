@@ -148,7 +148,7 @@ class _Process:
 
 
 def _environment() -> dict[str, str]:
-    """Nothing of the user's environment: it may hold tokens."""
+    """The sandbox's own variables, none of the user's: those may hold tokens."""
     package = str(PACKAGE.parent)
     return {
         "PATH": os.defpath,

@@ -170,7 +170,7 @@ class Status(Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether it is alive, or ended as it should."""
+        """Whether the run is alive, or ended as it should."""
         return self.life not in ("paused", "stopped", "died")
 
     @property

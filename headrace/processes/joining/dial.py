@@ -389,7 +389,7 @@ def released() -> None:
 
 
 def refuse(why: str) -> None:
-    """This worker does not fit the run any more."""
+    """Ends this worker, which does not fit the run any more."""
     _end(REFUSED, why)
 
 

@@ -32,7 +32,7 @@ from headrace.processes.worker_place import WorkerPlace
 
 
 class ForkedProcess:
-    """Its methods may be called from any thread."""
+    """A child that another process forked for us. Methods may be called from any thread."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

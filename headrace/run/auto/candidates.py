@@ -119,7 +119,7 @@ def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> l
 
 
 def _serves(candidate: Candidate, weights: str) -> bool:
-    """Whether it is a way to serve `engine.weights`."""
+    """Whether the candidate is a way to serve `engine.weights`."""
     if weights == "fp8":
         return (candidate.dtype, candidate.path) == ("bfloat16", "fused")
     return weights == "published" or candidate.path == "kernels"

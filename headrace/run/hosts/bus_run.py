@@ -76,7 +76,7 @@ class KnownHost:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has not loaded any weights yet."""
+        """Whether the host has not loaded any weights yet."""
         return self.entry.version < 0
 
 

@@ -511,7 +511,7 @@ def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -
 
 
 def _given_back(need: MemoryNeed, who: str) -> bool:
-    """Whether it is memory of the machine that a worker gives back while it sleeps."""
+    """Whether the need is memory of the machine that a worker gives back while it sleeps."""
     kept = (
         ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference", "critic", "teacher", COPY)
         if who == "trainer"

@@ -69,7 +69,7 @@ class Model:
         self._arrived.set()
 
     def lose(self, why: str) -> None:
-        """Nothing more can be done: everything that waits fails with `why`, and so does all that comes."""
+        """Gives the session up: everything that waits fails with `why`, and so does all that comes."""
         self.lost = self.lost or why
         for promise, _ in self._waiting.values():
             self.futures.resolve(promise, failure_of(StateLost(self.lost)))

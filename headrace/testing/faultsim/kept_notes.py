@@ -26,7 +26,7 @@ class KeptNotes:
         """Rollouts that found notes of an earlier life."""
 
     def environment(self, case: Case, life: int) -> EnvironmentKind:
-        """Its replies differ between lives where it exports its state, so that one that is given twice is another context, whose tokens
+        """An environment whose replies differ between lives where it exports its state, so that one that is given twice is another context, whose tokens
         would be lost."""
         if case.turns == 1:
             return SINGLE_TURN

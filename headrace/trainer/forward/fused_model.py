@@ -288,7 +288,7 @@ def _fuse_attention(model: Any, forward: Forward) -> list[Any]:
 
 
 def _is_plain(module: Any, spec: AttentionSpec) -> bool:
-    """Whether it is made of projections, rotary embeddings and norms of single heads or of all, and of nothing else."""
+    """Whether the layer is made of projections, rotary embeddings and norms of single heads or of all, and of nothing else."""
     names = {name for name, _ in module.named_children()}
     norms = [getattr(module, name) for name in ("q_norm", "k_norm") if name in names]
     odd = ("attn_logit_softcapping", "sinks", "clip_qkv", "qkv_bias_gate")

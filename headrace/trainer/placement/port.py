@@ -279,7 +279,7 @@ def own_values_of(
 
 
 def _by_rows(tensor: DTensor) -> bool:
-    """Whether it is split by its first dimension, among the ranks of one dimension of its mesh, and otherwise copied."""
+    """Whether the tensor is split by its first dimension, among the ranks of one dimension of its mesh, and otherwise copied."""
     split = [placement for placement in tensor.placements if not placement.is_replicate()]
     return len(split) == 1 and type(split[0]) is Shard and split[0].dim == 0
 

@@ -291,7 +291,7 @@ def kept_whole(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def _split_over(parameter: Tensor) -> tuple[bool, bool]:
-    """Whether it is split over the ranks of `shard`, and over those of `tensor`. Experts are split over one mesh of all of these."""
+    """Whether the parameter is split over the ranks of `shard`, and over those of `tensor`. Experts are split over one mesh of all of these."""
     if not isinstance(parameter, DTensor):
         return False, False
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)

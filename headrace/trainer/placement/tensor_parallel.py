@@ -291,7 +291,7 @@ def split_experts(model: Any, ranks: DeviceMesh, alike: DeviceMesh) -> set[str]:
 
 
 def has_experts(model: Any) -> bool:
-    """Whether it has experts that can be split."""
+    """Whether the model has experts that can be split."""
     return "grouped_gemm" in _plan_of_experts(model).values()
 
 

@@ -94,7 +94,7 @@ class ValueHead(torch.nn.Module):
 
     @property
     def shares(self) -> bool:
-        """Whether it can read rows that share tokens, as far as the policy can."""
+        """Whether the critic can read rows that share tokens, as far as the policy can."""
         return True
 
     @property

@@ -234,7 +234,7 @@ def serves(skeleton: Skeleton) -> bool:
 
 
 def mixes(skeleton: Skeleton) -> bool:
-    """Whether it is a known mixture of experts."""
+    """Whether the model is a known mixture of experts."""
     return serves(skeleton) and FAMILIES[skeleton.model_type].routing(skeleton.config) is not None
 
 

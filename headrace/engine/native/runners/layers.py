@@ -126,7 +126,7 @@ class Adapted:
     stop: int
 
     def among(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Which of these assigned tokens [A] use it."""
+        """Indices of the assigned tokens [A] that use this adapter."""
         return ((tokens >= self.start) & (tokens < self.stop)).nonzero()[:, 0]
 
     def add(

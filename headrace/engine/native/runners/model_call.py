@@ -33,7 +33,7 @@ class ModelCall:
         self._on_axes, self._ahead_in = has_axes(model.model), ahead_in(model.model)
         self._takes = set(inspect.signature(model.model.forward).parameters)
         self.keeps = bool(self._takes & {"cache", "state"})
-        """Whether it keeps anything from pass to pass; the first GPT does not, and computes every sequence from its beginning each time."""
+        """Whether the model keeps anything from pass to pass; the first GPT does not, and computes every sequence from its beginning each time."""
         self._given = self.keeps and bool(model.model._supports_default_dynamic_cache())
         """Whether the cache is made outside of the model."""
         layers: list[Any] = DynamicCache(config=self._text).layers if self._given else [None]

@@ -526,7 +526,7 @@ def _cannot_reload(found: Found, experts: int) -> str:
 
 
 def _cannot_sleep(found: Found) -> str:
-    """Its workers on a CPU ignore the request, with a warning (vLLM 0.32, `v1/worker/cpu_worker.py`)."""
+    """A server on CPUs cannot: its workers ignore the request, with a warning (vLLM 0.32, `v1/worker/cpu_worker.py`)."""
     if not found.for_cpus:
         return ""
     return (

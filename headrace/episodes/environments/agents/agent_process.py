@@ -320,7 +320,7 @@ class AgentProcess:
         return rest.strip() if found else ""
 
     def how(self, code: int) -> str:
-        """How it ended, in words, with its last line."""
+        """How the agent ended, in words, with its last line."""
         lines = self.errors.strip().splitlines() or self.output.strip().splitlines()
         return f"{ending(code)}{f'; it said: {lines[-1].strip()[:300]}' if lines else ''}"
 

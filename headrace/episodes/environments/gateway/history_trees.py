@@ -100,7 +100,7 @@ class ChatTree:
         return self._known(digests) > 0
 
     def continues_last(self, digests: Sequence[bytes]) -> bool:
-        """Whether they do, and that turn is the newest one."""
+        """Whether the messages continue the newest turn."""
         return self.continues(digests) and self._after[digests[self._known(digests)]] is self._newest
 
     def _known(self, digests: Sequence[bytes]) -> int:
@@ -247,7 +247,7 @@ class TextTree:
         return bool(self._known(prompt))
 
     def continues_last(self, prompt: str | Sequence[int]) -> bool:
-        """Whether it does, and that completion is the newest one."""
+        """Whether the prompt continues the newest completion."""
         return self._paths[-1:] == self._known(prompt)[-1:] != []
 
     def _known(self, prompt: str | Sequence[int]) -> list[_Path]:

@@ -65,7 +65,7 @@ def player_words(python: str) -> list[str]:
 
 
 def player_variables(python: str) -> dict[str, str]:
-    """Its environment. A proxy of the user's must not be asked for the gateway."""
+    """The program's environment variables. A proxy of the user's must not be asked for the gateway."""
     own = foreign_variables(python)
     direct = ",".join(filter(None, [own.get("NO_PROXY") or own.get("no_proxy"), "127.0.0.1"]))
     return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **own, "NO_PROXY": direct, "no_proxy": direct}

@@ -27,12 +27,12 @@ Tools = Sequence[Callable[..., Any]]
 
 
 def is_stepped(player: object) -> bool:
-    """Whether it is a class with `step`."""
+    """Whether the player is a class with `step`."""
     return isinstance(player, type) and callable(getattr(player, "step", None))
 
 
 def exports(player: object) -> bool:
-    """Whether it is a class whose state can be exported."""
+    """Whether the player is a class whose state can be exported."""
     return is_stepped(player) and all(callable(getattr(player, name, None)) for name in ("export_state", "restore"))
 
 

@@ -43,7 +43,7 @@ class HttpAnswer(NamedTuple):
 
 
 class NoAnswer(Exception):
-    """Nothing came back, or not all of it. `late`: there was a connection, and the time was over."""
+    """No answer of an endpoint came back, or not all of it. `late`: there was a connection, and the time was over."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)

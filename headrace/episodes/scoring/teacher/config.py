@@ -135,7 +135,7 @@ class TeacherConfig:
 
     @property
     def reads_sibling(self) -> bool:
-        """Whether its prompt shows another completion of the group."""
+        """Whether the teacher's prompt shows another completion of the group."""
         return SIBLING in self.prompt_names
 
     @property

@@ -42,7 +42,7 @@ class Mishap(Struct, frozen=True):
     """How long it lasts, where it ends by itself; the size of a jump."""
 
     def at(self, count: int) -> int:
-        """Its place among `count` places."""
+        """The mishap's place among `count` places."""
         return int(self.place * count)
 
 

@@ -192,7 +192,7 @@ def factors() -> torch.dtype:
 
 
 def is_gelu(function: Any) -> bool | None:
-    """Whether it is GELU's tanh form, or SiLU; None if neither."""
+    """Whether the function is GELU's tanh form, or SiLU; None if neither."""
     x = torch.linspace(-6, 6, 97)
     for gelu, known in ((False, nn.functional.silu(x)), (True, nn.functional.gelu(x, approximate="tanh"))):
         if callable(function) and torch.allclose(function(x), known, rtol=1e-5, atol=1e-6):
@@ -304,7 +304,7 @@ def same_experts(model: Any) -> Iterator[None]:
 
 
 def is_fused_router(module: Any) -> bool:
-    """Whether it is a router that runs through the kernels."""
+    """Whether the module is a router that runs through the kernels."""
     return isinstance(getattr(module, "fused", None), RouterSpec) and "forward" in vars(module)
 
 
