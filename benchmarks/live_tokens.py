@@ -1,4 +1,5 @@
-"""What the controller holds of tokens that are being sampled, and how long a checkpoint of them holds its event loop (CPU time of its thread).
+"""What the controller holds of tokens that are being sampled, and of those of completions, and how long a checkpoint of them holds its event loop (CPU
+time of its thread).
 
     python benchmarks/live_tokens.py [--requests 4096] [--tokens 2048]
 
@@ -90,8 +91,11 @@ async def memory(requests: int, tokens: int) -> None:
     """Measured alone: what traces the memory slows down what comes after it too."""
     tracemalloc.start()
     book = sampled(requests, tokens)
-    live = sum(so_far.count for so_far in book.unfinished(None).values())
-    print(f"{tracemalloc.get_traced_memory()[0] / live:.1f} B of memory a live token")
+    unfinished = book.unfinished(None).values()
+    live, held = sum(so_far.count for so_far in unfinished), tracemalloc.get_traced_memory()[0]
+    completions = [so_far.completion() for so_far in unfinished]
+    each = (tracemalloc.get_traced_memory()[0] - held) / live
+    print(f"{held / live:.1f} B of memory a live token, {each:.1f} B one of {len(completions)} completions")
 
 
 def main() -> None:

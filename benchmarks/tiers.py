@@ -63,6 +63,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**EXPERTS, "num_experts": 8, "num_dense_layers": 2, "layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
     "qwen3_5_text": {**LINEAR, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
     "qwen3_next": {**EXPERTS, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 256, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
+    "granitemoehybrid": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256, "shared_intermediate_size": 512, "mamba_n_heads": 16, "mamba_d_head": 48,
+        "mamba_d_state": 64, "layer_types": (["mamba"] * 3 + ["attention"]) * 2, "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+    },
     "mamba2": {"num_heads": 16, "head_dim": 48, "n_groups": 1, "state_size": 64, "expand": 2},
 }  # fmt: skip
 """What the config of a type has beside `COMMON`."""

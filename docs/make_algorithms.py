@@ -1,6 +1,7 @@
-"""Writes the tables of recipes and of losses into docs/algorithms.md, between its marks: `make docs`.
+"""Writes the tables of recipes and of losses, and the list of references, into docs/algorithms.md, between its marks: `make docs`.
 
-Names and constants are those of `headrace/algo/recipes.py`; the formula and the source of a loss are the docstring of its class.
+Names, constants and references are those of `headrace/algo/recipes.py`; the formula and the source of a loss are the docstring of its class, and its
+unit is what it says that it looks at.
 """
 
 from __future__ import annotations
@@ -38,13 +39,31 @@ def _sources(name: str, recipe: Recipe) -> str:
 
 
 def losses() -> Iterator[str]:
-    yield "| `algo.loss` | the loss of a token, its source, and the choice made | constants |\n|---|---|---|"
+    yield (
+        "| `algo.loss` | looks at | the loss of a token, its source, and the choice made | constants |\n|---|---|---|---|"
+    )
     for name, loss in LOSSES.items():
         constants = ", ".join(f"{one} {value:g}" for one, value in loss().constants().items())
         text = " ".join((inspect.getdoc(loss) or "").split()).replace("|", "\\|")
         for paper in RECIPES[name].papers if name in RECIPES else ():
             text = text.replace(f", arXiv {paper}", "")  # the recipe's row links to it
-        yield f"| `{name}` | {text} | {constants} |"
+        yield f"| `{name}` | {_unit(loss)} | {text} | {constants} |"
+
+
+def _unit(loss: type[Loss]) -> str:
+    """Returns the tokens that the loss of one token depends on."""
+    if loss.pairs:
+        return "pairs of rollouts"
+    return {"token": "the token", "sequence": "its trajectory", "step": "the step"}[loss.reach]
+
+
+def references() -> Iterator[str]:
+    """Yields what the recipes were compared with, those of one reference together."""
+    named: dict[str, list[str]] = {}
+    for name, reference in REFERENCES.items():
+        named.setdefault(reference, []).append(name)
+    for reference, names in named.items():
+        yield f"- {', '.join(f'`{name}`' for name in names)}: {reference}"
 
 
 def _loss(loss: Loss) -> str:
@@ -79,8 +98,8 @@ def _paper(source: str) -> str:
 
 
 def page(text: str) -> str:
-    """Returns the page with the current tables. Raises ValueError if a mark is missing."""
-    for name, lines in (("recipes", recipes()), ("losses", losses())):
+    """Returns the page with the current tables and list. Raises ValueError if a mark is missing."""
+    for name, lines in (("recipes", recipes()), ("losses", losses()), ("references", references())):
         begin, end = f"<!-- {name}: `make docs` -->\n", f"<!-- end of {name} -->"
         before, rest = text.split(begin)
         text = f"{before}{begin}{chr(10).join(lines)}\n{end}{rest.split(end)[1]}"

@@ -290,7 +290,7 @@ def page(rows: list[Tried]) -> str:
         "are not part of a step, and the biases that choose experts stay as they were saved. Heads that predict further tokens are neither loaded nor trained; an exported model has them unchanged.",
         "",
         "With its own cache, forks and siblings begin from a copy where a state can be cut (attention without windows). Recurrent states and windows are kept at the ends of prompts and recomputed elsewhere",
-        "(`recomputed_tokens`), as the kernels do it with a [delta rule](decisions/0076-states-in-slots.md). Sequences that go on by one token run together ([how](decisions/0040-joined-caches.md)); conversations, and everything that `own cache alone` serves, one by one.",
+        "(`recomputed_tokens`), as the kernels do it with [recurrences](decisions/0076-states-in-slots.md). Sequences that go on by one token run together ([how](decisions/0040-joined-caches.md)); conversations, and everything that `own cache alone` serves, one by one.",
         "",
         f"Log-probs, gradients and replayed log-probs differ by at most {SHOWN:g}, unless a larger figure stands behind the name.",
         "",

@@ -62,6 +62,13 @@ class Judged(NamedTuple):
     numbers: CriticNumbers
 
 
+def above_zero(reward: Floats, starts: Ints) -> NDArray[np.bool_]:
+    """[S] whether the rewards of each trajectory sum to more than 0, beyond what rounding them to float32 leaves of parts that cancel. Trajectories lie one
+    behind another; `starts` [S]: the place of the first token of each."""
+    above: NDArray[np.bool_] = np.add.reduceat(reward, starts) > ROUNDING * np.add.reduceat(abs(reward), starts)
+    return above
+
+
 def judge(tokens: StepTokens, discounts: Discounts) -> Judged:
     """Returns advantages and targets of the tokens, in their order.
 
@@ -82,17 +89,11 @@ def judge(tokens: StepTokens, discounts: Discounts) -> Judged:
         else gae(reward, value, lengths, discounts.gamma, np.full(len(lengths), of_critic))
     )
     returns = value + gae(reward, value, lengths, discounts.gamma, np.ones(len(lengths)))
-    succeeded = np.repeat(_above_zero(reward, starts), lengths) if len(reward) else np.zeros(0, bool)
+    succeeded = np.repeat(above_zero(reward, starts), lengths) if len(reward) else np.zeros(0, bool)
     numbers = _numbers(value, target, returns, advantage)
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return Judged(_whitened(advantage)[back], target[back], succeeded[back], numbers)
-
-
-def _above_zero(reward: Floats, starts: Ints) -> NDArray[np.bool_]:
-    """[S] whether the rewards of each trajectory sum to more than 0, beyond what rounding them to float32 leaves of parts that cancel."""
-    above: NDArray[np.bool_] = np.add.reduceat(reward, starts) > ROUNDING * np.add.reduceat(abs(reward), starts)
-    return above
 
 
 def gae(reward: Floats, value: Floats, lengths: Ints, gamma: float, lam: Floats) -> Floats:

@@ -5,7 +5,7 @@ the step at once, in float64. Imports no torch.
     loss of φ                              mean over trajectories of the cross-entropy between σ(β·Σ q) and right or wrong
     process reward of a token              β·q_t; the last token of a trajectory has none
 
-Rewards of tokens, summed over a trajectory, are its outcome: above 0 it is right.
+Rewards of tokens, summed over a trajectory, are its outcome: above 0, by more than rounding leaves, it is right.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from headrace.algo.advantages import WHITENING_EPSILON
+from headrace.algo.critic import above_zero
 from headrace.core.reports import ProcessNumbers
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def taught(q: Floats, tokens: StepOutcomes, beta: float) -> Taught:
     """Returns what φ learns from the step."""
     chains = _chains(tokens)
     score = beta * np.add.reduceat(q[chains.order], chains.starts)
-    right = chains.outcome > 0
+    right = above_zero(tokens.reward[chains.order], chains.starts)
     count = len(score)
     probability = (1 + np.tanh(score / 2)) / 2  # σ, which overflows nowhere
     losses = np.logaddexp(0.0, np.where(right, -score, score))

@@ -391,8 +391,8 @@ class EntropyFactor:
         return 0.0 if self.rule.target and self.mean > self.rule.target else self.coef
 
     def after(self, mean: float) -> None:
-        """Takes the mean entropy of a step that was made."""
-        if self.rule.target:
+        """Takes the mean entropy of a step that was made. One that is not finite, which an update that was left out may leave behind, changes nothing."""
+        if self.rule.target and math.isfinite(mean):
             change = self.rule.change if mean <= self.rule.target else -self.rule.change
             self.coef, self.mean = min(max(self.coef + change, 0.0), 1.0), mean
 

@@ -5,6 +5,7 @@ No torch here: the rehearsal of a run asks which families there are. `native/run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -43,13 +44,15 @@ class Names:
     """Part of a layer that convolves, where the next two are in the places of `qkv` and `out`."""
     into_convolution: str = "conv.in_proj"
     out_of_convolution: str = "conv.out_proj"
-    into_delta: tuple[str, ...] = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
-    """Parts of a layer with a delta rule, in the place of `qkv`: queries, keys and values; gates; what each head takes of a correction; its steps."""
-    out_of_delta: str = "linear_attn.out_proj"
-    delta_convolution: str = "linear_attn.conv1d"
-    delta_norm: str = "linear_attn.norm"
+    into_recurrence: tuple[str, ...] = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    """Parts of a layer with a recurrence, in the place of `qkv` (`Recurrence.rows`)."""
+    out_of_recurrence: str = "linear_attn.out_proj"
+    recurrence_convolution: str = "linear_attn.conv1d"
+    recurrence_norm: str = "linear_attn.norm"
     decay: str = "linear_attn.A_log"
     step_bias: str = "linear_attn.dt_bias"
+    skip: str = ""
+    """What a state space gives of a value beside what it reads."""
     norm: str = "model.norm"
     rotary: str = "rotary_emb"
     """The module of the inner model that knows the angles of positions."""
@@ -80,8 +83,8 @@ class Clamp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaRule:
-    """A gated delta rule (arXiv:2412.06464): a matrix [key_width, value_width] for each head of values, which every token changes."""
+class Recurrence:
+    """A matrix [key_width, value_width] for each head of values, which every token changes at its key, and reads with its query."""
 
     key_heads: int
     value_heads: int
@@ -89,9 +92,6 @@ class DeltaRule:
     value_width: int
     kernel: int
     """Tokens over which queries, keys and values are convolved before."""
-    by_key_head: bool = False
-    """Whether the rows of its products lie by heads of keys (Qwen3-Next): queries, keys, values and gates of one head, then those of the next; and so for
-    what is taken, and steps."""
 
     @property
     def keys(self) -> int:
@@ -112,6 +112,53 @@ class DeltaRule:
     def state(self) -> int:
         """Numbers that a layer keeps of a sequence: inputs of the convolution, and the matrices."""
         return (self.kernel - 1) * self.convolved + self.key_width * self.values
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each part of the first product."""
+        raise NotImplementedError
+
+    @property
+    def normed(self) -> int:
+        """Weights of the norm of what is read."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRule(Recurrence):
+    """A gated delta rule (arXiv:2412.06464): a value replaces what the matrix says of its key."""
+
+    by_key_head: bool = False
+    """Whether the rows of its products lie by heads of keys (Qwen3-Next): queries, keys, values and gates of one head, then those of the next; and so for
+    what is taken, and steps."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of queries, keys and values; of gates; of what each head takes of a correction; of its steps. Or of the first two, and of the last two."""
+        parts = self.convolved, self.values, self.value_heads, self.value_heads
+        return (sum(parts[:2]), sum(parts[2:])) if self.by_key_head else parts
+
+    @property
+    def normed(self) -> int:
+        return self.value_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpace(Recurrence):
+    """A selective state space (Mamba 2, arXiv:2405.21060): a value times its step of time is added at its key, after the matrix has faded for as long. Keys
+    are what is called B there, queries C, values x; heads of keys are its groups, over each of which it is normed after its gate."""
+
+    steps: tuple[float, float] = (0.0, math.inf)
+    """Bounds of a step."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of gates, values, keys, queries and steps, which are one part."""
+        return (self.values + self.convolved + self.value_heads,)
+
+    @property
+    def normed(self) -> int:
+        return self.values
 
 
 @dataclass(frozen=True)
@@ -150,7 +197,7 @@ def _no_experts(of: Any) -> Routing | None:
     return None
 
 
-def _no_delta(of: Any, layer: int) -> DeltaRule | None:
+def _no_recurrence(of: Any, layer: int) -> Recurrence | None:
     return None
 
 
@@ -182,8 +229,8 @@ class OwnFamily:
     """Activation of the feed-forward part, where a config does not name it."""
     convolves: Callable[[Any, int], bool] = _never
     """Whether a layer has a gated short convolution (LFM2) in the place of attention. Only the C++ kernels have it."""
-    delta: Callable[[Any, int], DeltaRule | None] = _no_delta
-    """The delta rule that a layer has in the place of attention. Only the C++ kernels have it."""
+    recurrence: Callable[[Any, int], Recurrence | None] = _no_recurrence
+    """The recurrence that a layer has in the place of attention. Only the C++ kernels have it."""
     gated: bool = False
     """Whether what attention gives is multiplied by the sigmoids of gates, which follow each head's queries in the rows of their product. Only the C++
     kernels do so."""
@@ -246,8 +293,10 @@ def _mixtral(of: Any) -> Routing:
     return Routing(experts=of.num_local_experts, chosen=of.num_experts_per_tok, normalise=True)
 
 
-def _granitemoe(of: Any) -> Routing:
+def _granitemoe(of: Any) -> Routing | None:
     """A softmax over the scores of the best, which is that of all scores made to add up to one."""
+    if not of.num_local_experts:
+        return None
     return Routing(experts=of.num_local_experts, chosen=of.num_experts_per_tok, normalise=True)
 
 
@@ -272,6 +321,19 @@ def _qwen3_5_delta(of: Any, layer: int) -> DeltaRule | None:
     )
 
 
+def _mamba2(of: Any, layer: int) -> StateSpace | None:
+    if of.layers_block_type[layer] != "linear_attention":
+        return None
+    return StateSpace(
+        key_heads=of.mamba_n_groups,
+        value_heads=of.mamba_n_heads,
+        key_width=of.mamba_d_state,
+        value_width=of.mamba_d_head,
+        kernel=of.mamba_d_conv,
+        steps=of.time_step_limit or (0.0, math.inf),
+    )
+
+
 def _qwen3_5_moe(of: Any) -> Routing:
     return Routing(experts=of.num_experts, chosen=of.num_experts_per_tok, normalise=True)
 
@@ -286,7 +348,16 @@ def _lfm2_moe(of: Any) -> Routing:
     )
 
 
-QWEN3_5 = OwnFamily(norm_offset=1.0, delta=_qwen3_5_delta, gated=True, sure=False)
+MAMBA = Names(
+    into_recurrence=("mamba.in_proj",),
+    out_of_recurrence="mamba.out_proj",
+    recurrence_convolution="mamba.conv1d",
+    recurrence_norm="mamba.norm",
+    decay="mamba.A_log",
+    step_bias="mamba.dt_bias",
+    skip="mamba.D",
+)
+QWEN3_5 = OwnFamily(norm_offset=1.0, recurrence=_qwen3_5_delta, gated=True, sure=False)
 
 FAMILIES: Mapping[str, OwnFamily] = {
     "llama": LLAMA,
@@ -324,8 +395,29 @@ FAMILIES: Mapping[str, OwnFamily] = {
     ),
     "granitemoehybrid": replace(
         GRANITE,
-        names=Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+        names=replace(
+            MAMBA,
+            gate_up=("shared_mlp.input_linear",),
+            down="shared_mlp.output_linear",
+            router="block_sparse_moe.router",
+            experts="block_sparse_moe.experts",
+            shared_gate_up=("shared_mlp.input_linear",),
+            shared_down="shared_mlp.output_linear",
+        ),
         turned=lambda config, layer: config.position_embedding_type == "rope",
+        routing=_granitemoe,
+        recurrence=_mamba2,
+        sure=False,
+    ),
+    "bamba": OwnFamily(
+        names=replace(
+            MAMBA,
+            gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            before_mlp="pre_ff_layernorm",
+            norm="model.final_layernorm",
+        ),
+        recurrence=_mamba2,
         sure=False,
     ),
     "hyperclovax": replace(
@@ -351,7 +443,7 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "qwen3_5_moe_text": replace(QWEN3_5, routing=_qwen3_5_moe),
     "qwen3_next": replace(
         QWEN3_5,
-        names=Names(into_delta=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+        names=Names(into_recurrence=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
         routing=_qwen3_moe,
     ),
     "cohere": COHERE,

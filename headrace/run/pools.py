@@ -31,7 +31,7 @@ from headrace.run.config import RunConfig
 from headrace.run.learning_problems import teacher_engine
 from headrace.run.needs import check_needs, check_parity
 from headrace.run.seats import ONLY_HERE, UserSites, open_seats, ranks_of, threads_of_rank
-from headrace.run.starting import start_engine, transport_of
+from headrace.run.starting import engine_on_bus, start_engine, transport_of
 from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import AdapterStart, ShadowStart, TrainerReady, TrainerStart
 from headrace.weight_sync.kind import TransportKind
@@ -106,6 +106,12 @@ async def open_pools(
             transports.append(SharedMemory.open())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
+        bus = engine_on_bus(config, logs.parent, telemetry) if config.orchestration.bus else None
+        if (
+            bus
+        ):  # first: hosts stay as long as the run gives signs of life, and whoever takes its seats may be waited for
+            undo.push_async_callback(bus.close)
+            await bus.launch()
         seats = await undo.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
         undo.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)
@@ -119,6 +125,7 @@ async def open_pools(
             transport=transports[0],
             logs=logs,
             telemetry=telemetry,
+            bus=bus,
         )
         engine = starting.engine
         started.append(engine)

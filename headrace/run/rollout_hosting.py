@@ -29,7 +29,7 @@ from headrace.run.config import RunConfig, read_config
 from headrace.run.evaluation_sets import open_sets, read_sets
 from headrace.run.hosts.bus.open_bus import open_bus, runs_on
 from headrace.run.hosts.bus_messages import RunNotice
-from headrace.run.hosts.rollout_host import OVERTAKEN, HostParts, HostPatience, RolloutHost
+from headrace.run.hosts.rollout_host import OVERTAKEN, Deserted, HostParts, HostPatience, RolloutHost
 from headrace.run.needs import check_needs
 from headrace.run.resume_rules import USED_BY_HOSTS, contents_of, meaning, settings_of
 from headrace.run.seats import own_sites
@@ -91,21 +91,29 @@ def _drain(host: RolloutHost, hosting: Hosting, name: signal.Signals) -> None:
 
 
 async def _find(hosting: Hosting) -> str:
-    """Returns the run's name on the bus, as soon as it is there. Raises ConfigError if there is none in time, or there are several."""
-    loop = asyncio.get_running_loop()
-    until, waits = loop.time() + hosting.patience.run, False
-    while True:
-        named = [name for name in await runs_on(hosting.bus, hosting.password) if _is_called(name, hosting.run)]
-        if len(named) > 1:
-            raise ConfigError(f"{hosting.bus} has several runs ({', '.join(named)}); name one with --run")
-        if named:
-            return named[0]
-        if loop.time() > until:
-            raise ConfigError(f"{hosting.bus} has no run{f' called {hosting.run}' if hosting.run else ''}")
-        if not waits:
-            say(f"waiting for a run on {hosting.bus}")
-            waits = True
-        await asyncio.sleep(AGAIN)
+    """Returns the run's name on the bus, as soon as the bus answers and the run is there. Raises ConfigError for a bus that cannot be used or has
+    several such runs, and Deserted if there is none in time."""
+    seconds, what = hosting.patience.run, f"a run{f' called {hosting.run}' if hosting.run else ''} on {hosting.bus}"
+    waits = False
+
+    def tell(message: str) -> None:
+        say(f"{message} (this host waits for up to {seconds:g} s, --patience)")
+
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                found = await runs_on(hosting.bus, hosting.password, say=tell)
+                named = [name for name in found if _is_called(name, hosting.run)]
+                if len(named) > 1:
+                    raise ConfigError(f"{hosting.bus} has several runs ({', '.join(named)}); name one with --run")
+                if named:
+                    return named[0]
+                if not waits:
+                    tell(f"waiting for {what}")
+                    waits = True
+                await asyncio.sleep(AGAIN)
+    except TimeoutError:
+        raise Deserted(f"{what} was waited for {seconds:g} s (--patience), and did not come") from None
 
 
 def _is_called(name: str, wanted: str) -> bool:

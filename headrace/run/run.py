@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from headrace.facts.facts import Evaluated, WarmStarted
 from headrace.facts.progress import Evaluation, Step
 from headrace.facts.records import MetricsFact, StepRow
 from headrace.facts.run_state import RunState
+from headrace.facts.waits import Lasting
+from headrace.processes.health.live_status import LiveStatus, parts_of, write_live
 from headrace.processes.health.watchdog import Watchdog
 from headrace.processes.process_end import Deaths
 from headrace.run.auto.measurer import Measurer
@@ -247,7 +250,26 @@ def _through_deaths(call: TrainCall) -> RunResult:
                     f"the run cannot go on yet: {error}. It is tried again every {AGAIN:g} s, for {most:g} s (watch.stop_after)"
                 )
             said = str(error)
-            time.sleep(AGAIN)
+            with between_attempts(call.path, said, time.monotonic() - since):
+                time.sleep(AGAIN)
+
+
+@contextmanager
+def between_attempts(path: Path, refused: str, waited: float) -> Iterator[None]:
+    """Keeps the run's directory and shows the wait in `headrace status`, while there is no event loop whose watchdog could. `waited`: seconds since
+    the first attempt was refused."""
+    with ExitStack() as undo:
+        try:
+            undo.enter_context(RunDirectory.reopen(path))
+        except ConfigError:  # another process has the directory, or nobody can write it: that is what refuses
+            parts: Sequence[Path] = ()
+        else:
+            parts = parts_of(path)
+        wait = Lasting("run", f"its next attempt to go on (one every {AGAIN:g} s), since: {refused}", waited)
+        for part in parts:
+            with suppress(OSError, HeadraceError):  # a full disk
+                write_live(part, LiveStatus(pid=os.getpid(), written=time.time(), waits=(wait,)))
+        yield
 
 
 def _until_it_ends(call: TrainCall) -> RunResult:
@@ -279,7 +301,8 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 for lane in lanes.values():
                     for fact in [*_warm_facts(lane), *rehearsed.facts(lane.storage.seconds)]:
                         lane.storage.recorder.record(fact)
-                with _watchdog(config.watch, directory, writes=call.begun or not resume) as watchdog:
+                shown = call.begun or call.goes_on or not resume
+                with _watchdog(config.watch, directory, writes=shown) as watchdog:
                     running = _RunningLanes(call, config, directory, lanes, watchdog)
                     call.run_loop(partial(running.run, rehearsed.tried), lanes.values())
             except HeadraceError as error:

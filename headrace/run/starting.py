@@ -82,8 +82,10 @@ def start_engine(
     logs: Path,
     telemetry: Telemetry,
     here: Launcher | None = None,
+    bus: BusEngine | None = None,
 ) -> Starting:
-    """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print."""
+    """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print.
+    `bus`: the engine of a run with a bus, which is launched."""
     suspects, routing = Suspects(config.engine.ticket_deaths), config.rollout.keep_routing
 
     def start(engine_config: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
@@ -110,8 +112,8 @@ def start_engine(
             own, f"engine {LENT}", engine, model_dir=model_dir, transport=transport, asleep=True, routing=routing
         )
 
-    if config.orchestration.bus:
-        return _on_bus(config, model_dir=model_dir, transport=transport, run_dir=logs.parent, telemetry=telemetry)
+    if bus:
+        return _on_bus(bus, config, model_dir, transport)
     lent = start_lent if config.orchestration.lend else None
     if not config.engine.is_fleet and not lent:
         return start(config.engine, "", telemetry)
@@ -122,10 +124,8 @@ SILENT_BUS = "the bus does not answer"
 """The key of the warning about it."""
 
 
-def _on_bus(
-    config: RunConfig, *, model_dir: Path, transport: TransportKind, run_dir: Path, telemetry: Telemetry
-) -> Starting[BusEngine]:
-    place, adapter = config.orchestration, config.lora.served_name
+def engine_on_bus(config: RunConfig, run_dir: Path, telemetry: Telemetry) -> BusEngine:
+    place = config.orchestration
 
     async def opened() -> tuple[Bus, str]:
         return await open_for_run(
@@ -138,7 +138,12 @@ def _on_bus(
         )
 
     sizes, suspects = GroupSizes(config.rollout.group_size, config.eval.samples), Suspects(config.engine.ticket_deaths)
-    engine = BusEngine(place.bus, opened, adapter, telemetry, sizes=sizes, suspects=suspects)
+    return BusEngine(place.bus, opened, config.lora.served_name, telemetry, sizes=sizes, suspects=suspects)
+
+
+def _on_bus(engine: BusEngine, config: RunConfig, model_dir: Path, transport: TransportKind) -> Starting[BusEngine]:
+    async def launch() -> None:
+        """Does nothing: it is launched before anybody is waited for."""
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         terms = terms_of(config.model.path, model_dir)
@@ -153,13 +158,13 @@ def _on_bus(
             manifests=dict(manifests),
             transport=transport,
             adapters=adapters,
-            adapter=adapter,
+            adapter=config.lora.served_name,
             mark=mark_of(meaning(config, contents)),
             contents=with_sets,
         )
         await engine.open(notice)
 
-    return Starting(engine, engine.launch, finish)
+    return Starting(engine, launch, finish)
 
 
 def name_on_bus(run_dir: Path, name: str) -> str:

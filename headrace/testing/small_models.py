@@ -67,9 +67,20 @@ OWN: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "xlstm": {"num_heads": 4, "num_blocks": 4, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "attn_layer_indices": [1]},
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "attn_layer_indices": [1],
+    },
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_n_groups": 1},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "layer_types": ["mamba", "attention"] * 2},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "layer_types": ["mamba", "attention"] * 2,
+    },
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1},
     "dots1": {
         "n_routed_experts": 8,

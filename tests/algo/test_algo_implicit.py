@@ -106,6 +106,13 @@ def test_a_reward_model_that_knows_nothing_is_right_by_half_and_a_large_score_ov
     assert np.isfinite(far.slope).all() and far.loss == pytest.approx(BETA * 1e5 / 2)
 
 
+def test_rewards_that_cancel_are_not_right():
+    """0.3 - 0.2 - 0.1 is 7.5e-9 in float32, in which rewards travel."""
+    reward = np.array([0.3, -0.2, -0.1, 0.3, -0.2, -0.1 + 1e-5]).astype(np.float32).astype(float)
+    step = StepOutcomes(reward, np.array([0] * 3 + [1] * 3), np.zeros(6, int), [0])
+    assert (taught(np.zeros(6), step, BETA).slope > 0).tolist() == [True] * 3 + [False] * 3
+
+
 def test_a_rollout_that_is_alone_has_no_advantage():
     value, step, places = columns([[[1.0, -2.0, 3.0]], [[0.5, 2.0], [1.0, -1.0]]], [[1.0], [1.0, 0.0]])
     found = credited(value, step, BETA)

@@ -240,13 +240,18 @@ def test_the_factor_of_an_adaptive_entropy_moves_and_is_part_of_a_checkpoint(mod
     trainer = TorchTrainer(model_dir, config, algo, seed=0)
     factor = trainer._learners[""].entropy
     assert factor.now == 0.01
-    for mean, coef, now in ((2.0, 0.012, 0.012), (3.5, 0.010, 0.0), (3.5, 0.008, 0.0), (2.9, 0.010, 0.010)):
+    means = (2.0, 0.012, 0.012), (3.5, 0.010, 0.0), (math.nan, 0.010, 0.0), (3.5, 0.008, 0.0), (2.9, 0.010, 0.010)
+    for mean, coef, now in means:
         factor.after(mean)
         assert (factor.coef, factor.now) == (pytest.approx(coef), pytest.approx(now))
     trainer.save(tmp_path / "checkpoint")
     other = TorchTrainer(model_dir, config, algo, seed=0)
     other.restore(tmp_path / "checkpoint")
     assert (other._learners[""].entropy.coef, other._learners[""].entropy.mean) == (factor.coef, 2.9)
+    TorchTrainer(model_dir, config, AlgoConfig(), seed=0).save(tmp_path / "without")
+    begins = TorchTrainer(model_dir, config, algo, seed=0)
+    begins.restore(tmp_path / "without")
+    assert begins._learners[""].entropy.now == 0.01, "a target that a resume sets begins with the factor beside it"
 
 
 def batch(number: int) -> Batch:
@@ -287,9 +292,15 @@ def test_the_factor_of_an_adaptive_divergence_moves_and_is_part_of_a_checkpoint(
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reference_that_moves_is_the_policy_of_each_second_step_and_part_of_a_checkpoint(model_dir, tmp_path, dtype):
-    config = TrainConfig(device="cpu", dtype=dtype, path="torch", learning_rate=1e-2, microbatch_tokens=32)
+WAYS = [("float32", "torch"), ("float32", "kernels"), ("bfloat16", "kernels"), ("bfloat16", "torch")]
+
+
+@pytest.mark.parametrize(("dtype", "path"), few(starmap(pytest.param, WAYS), keep=2))
+def test_a_reference_that_moves_is_the_policy_of_each_second_step_and_part_of_a_checkpoint(
+    model_dir, tmp_path, dtype, path
+):
+    """Kernels keep packed copies of weights: they must see that those of the reference have changed."""
+    config = TrainConfig(device="cpu", dtype=dtype, path=path, learning_rate=1e-2, microbatch_tokens=32)
     algo = AlgoConfig(kl={"coef": 0.1, "every": 2})
     trainer, stays = (TorchTrainer(model_dir, config, one, seed=0) for one in (algo, AlgoConfig(kl={"coef": 0.1})))
     found, first = [[one.step(batch(number)) for number in range(3)] for one in (trainer, stays)]

@@ -62,6 +62,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "attention_bias": True,
     },
+    "granite4-hybrid": {
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 48,
+        "mamba_proj_bias": True,
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "intermediate_size": 48,
+        "shared_intermediate_size": 80,
+        "time_step_limit": (0.3, 1.5),
+    },
+    "bamba": {
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "mamba_n_heads": 12,
+        "mamba_n_groups": 2,
+        "mamba_conv_bias": False,
+        "attention_bias": True,
+    },
     "lfm2_moe": {
         "hidden_size": 96,
         "num_key_value_heads": 2,
@@ -98,7 +118,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1},
 }
 NAMES = list(MODELS)
-MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe", "gpt_oss", "qwen3_next"]
+MIXTURES = ["qwen3_moe-mixed", "mixtral", "olmoe", "gpt_oss", "qwen3_next", "granite4-hybrid"]
 
 native = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler here: the engine runs in PyTorch")
 pytestmark = native
@@ -303,6 +323,7 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
         ("lfm2", BF16),
         ("gpt_oss", torch.float32),
         ("qwen3_next", torch.float32),
+        ("granite4-hybrid", torch.float32),
         pytest.param("cohere2", BF16, marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""States that sequences keep beside their blocks (a gated delta rule, in the C++ kernels): found, shared, forked, moved on, and computed again."""
+"""States that sequences keep beside their blocks (a gated delta rule or a state space, in the C++ kernels): found, shared, forked, moved on, and computed again."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from support.native_calls import prompts as texts
 from support.tiny_models import RunnerDriver, Stretch, parameters, prompts, skeleton
 
 __all__ = ["saved"]
-NAME = "qwen3_5_text"
+NAMES = ["qwen3_5_text", "granite4-hybrid"]
 TOLERANCE = 3e-5
-"""Of these models transformers itself is as far from sums in float64: what a state says may be small before it is normalised."""
+"""Of a delta rule transformers itself is as far from sums in float64: what a state says may be small before it is normalised."""
 
 native = pytest.mark.skipif(binding.library() is None, reason="the kernels serve it")
 
@@ -107,9 +107,9 @@ def test_two_states_of_one_pass_for_which_there_is_one_slot():
 # --- the kernels -------------------------------------------------------------------------------------------------------
 
 
-def driver() -> RunnerDriver:
-    runner = KernelRunner(skeleton(NAME), 256, dtype=torch.float32, device=torch.device("cpu"))
-    return RunnerDriver(runner, parameters(NAME))
+def driver(name: str) -> RunnerDriver:
+    runner = KernelRunner(skeleton(name), 256, dtype=torch.float32, device=torch.device("cpu"))
+    return RunnerDriver(runner, parameters(name))
 
 
 def fork(ours: RunnerDriver, source: Stretch, tokens: list[int], cut: int, state: int) -> Stretch:
@@ -123,12 +123,14 @@ def fork(ours: RunnerDriver, source: Stretch, tokens: list[int], cut: int, state
 
 
 @native
-@pytest.mark.parametrize("cut", few([40, 1, 2, 3, 31, 32, 69], keep=2))
-def test_a_state_that_is_kept_on_the_way_is_that_of_its_tokens_to_the_last_bit(cut):
+@pytest.mark.parametrize(
+    ("name", "cut"), few([pytest.param(name, cut) for cut in (40, 1, 2, 3, 31, 32, 69) for name in NAMES], keep=3)
+)
+def test_a_state_that_is_kept_on_the_way_is_that_of_its_tokens_to_the_last_bit(name, cut):
     """In chunks whose borders lie before it, behind it, and so near that its convolution sees over them."""
     text, tail = prompts(70, 9)
-    ours = driver()
-    expected = driver().logprobs(text[:cut] + tail)
+    ours = driver(name)
+    expected = driver(name).logprobs(text[:cut] + tail)
     for chunk in (70, 17, 2):
         source, kept = ours.sequence(text), ours.states.pop()
         while source.cached < len(text):
@@ -143,9 +145,10 @@ def test_a_state_that_is_kept_on_the_way_is_that_of_its_tokens_to_the_last_bit(c
 
 
 @native
-def test_a_slot_holds_nothing_of_who_had_it_before_and_a_copy_goes_its_own_way():
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slot_holds_nothing_of_who_had_it_before_and_a_copy_goes_its_own_way(name):
     first, second, tail = prompts(40, 25, 9)
-    ours, other = driver(), driver()
+    ours, other = driver(name), driver(name)
     source = ours.sequence(first)
     ours.step([(source, 40)])
     copy = ours.states.pop()
@@ -174,9 +177,10 @@ def assert_own(model, asked: Request, answer: Answer) -> None:
 
 
 @native
-def test_a_group_shares_its_prompt_and_a_conversation_what_it_has(saved):
-    engine, model = make_engine(saved(NAME)), reference(saved(NAME))
-    assert engine.capabilities.path == f"kernels {NAME}" and engine.capabilities.exact
+@pytest.mark.parametrize("name", few(NAMES, keep=1))
+def test_a_group_shares_its_prompt_and_a_conversation_what_it_has(name, saved):
+    engine, model = make_engine(saved(name)), reference(saved(name))
+    assert engine.capabilities.path == f"kernels {model.config.model_type}" and engine.capabilities.exact
     text = texts(40)[0]
     group = [greedy("first", text, 6), *(drawn(str(i), text, seed=i, tokens=5) for i in range(4))]
     answers = run(engine, group)
@@ -189,8 +193,9 @@ def test_a_group_shares_its_prompt_and_a_conversation_what_it_has(saved):
 
 
 @native
-def test_forks_go_on_from_a_copy_where_their_source_is_and_compute_again_from_the_nearest(saved):
-    engine, model = make_engine(saved(NAME), context_length=128), reference(saved(NAME))
+@pytest.mark.parametrize("name", few(NAMES[::-1], keep=1))
+def test_forks_go_on_from_a_copy_where_their_source_is_and_compute_again_from_the_nearest(name, saved):
+    engine, model = make_engine(saved(name), context_length=128), reference(saved(name))
     source, answers = greedy("source", texts(20)[0], 12), dict[str, Answer]()
     engine.add(source)
     while len(answers.get("source", Answer()).tokens) < 8:
@@ -213,9 +218,15 @@ def test_forks_go_on_from_a_copy_where_their_source_is_and_compute_again_from_th
 
 
 @native
-@pytest.mark.parametrize("swap", ["keep", "recompute"])
-def test_a_swap_in_the_middle_of_a_completion_keeps_or_recomputes_its_state(swap, saved):
-    old, new = saved(NAME), saved(NAME, 1)
+@pytest.mark.parametrize(
+    ("name", "swap"),
+    few(
+        [pytest.param(NAMES[i], swap) for i, swap in ((0, "keep"), (0, "recompute"), (1, "recompute"), (1, "keep"))],
+        keep=2,
+    ),
+)
+def test_a_swap_in_the_middle_of_a_completion_keeps_or_recomputes_its_state(name, swap, saved):
+    old, new = saved(name), saved(name, 1)
     engine, asked, answers = make_engine(old, swap=swap), greedy("r", texts(20)[0], 12), dict[str, Answer]()
     engine.add(asked)
     while len(answers.get("r", Answer()).tokens) < 5:
@@ -239,32 +250,34 @@ def test_a_swap_in_the_middle_of_a_completion_keeps_or_recomputes_its_state(swap
 
 
 @native
-def test_asleep_it_keeps_its_requests_and_computes_their_states_again(saved):
-    engine, asked, answers = make_engine(saved(NAME)), greedy("r", texts(20)[0], 10), dict[str, Answer]()
+@pytest.mark.parametrize("name", few(NAMES[::-1], keep=1))
+def test_asleep_it_keeps_its_requests_and_computes_their_states_again(name, saved):
+    engine, asked, answers = make_engine(saved(name)), greedy("r", texts(20)[0], 10), dict[str, Answer]()
     engine.add(asked)
     while len(answers.get("r", Answer()).tokens) < 4:
         step(engine, answers)
     engine.sleep(keep=True)
     engine.wake()
-    put(engine, saved(NAME, 1), 1)
+    put(engine, saved(name, 1), 1)
     run(engine, (), answers)
     answer = answers["r"]
     assert answer.kv_versions == answer.versions == [0] * 4 + [1] * 6 and engine.stats().recomputed_tokens == 24
     after = Request("rest", (*asked.prompt, *answer.tokens[:4]), asked.sampling)
-    assert_own(reference(saved(NAME, 1)), after, Answer(answer.tokens[4:], answer.logprobs[4:]))
+    assert_own(reference(saved(name, 1)), after, Answer(answer.tokens[4:], answer.logprobs[4:]))
 
 
 @native
-def test_exactly_the_same_bits_alone_and_in_a_crowd_that_makes_room(saved):
+@pytest.mark.parametrize("name", few(NAMES, keep=1))
+def test_exactly_the_same_bits_alone_and_in_a_crowd_that_makes_room(name, saved):
     """Siblings share a prompt, sequences are pushed out and begin again, some from a state that was kept and some without."""
     shared = texts(21, 30, 40)
     requests = [drawn(str(i), shared[i // 2], seed=i, tokens=45) for i in range(6)]
     alone = {}
     for one in requests:
-        alone |= run(make_engine(saved(NAME)), [one])
-    runner = KernelRunner(skeleton(NAME), 96, dtype=torch.float32, device=torch.device("cpu"))
+        alone |= run(make_engine(saved(name)), [one])
+    runner = KernelRunner(skeleton(name), 96, dtype=torch.float32, device=torch.device("cpu"))
     crowd = make_engine(
-        saved(NAME),
+        saved(name),
         exact=True,
         max_running=6,
         kv_gib=(10 * runner.block_nbytes + 12 * runner.state_nbytes) / 2**30,
@@ -280,26 +293,29 @@ def test_exactly_the_same_bits_alone_and_in_a_crowd_that_makes_room(saved):
 
 
 @native
-def test_states_have_their_part_of_the_cache_and_fewer_sequences_run_where_it_is_small(saved):
-    runner = KernelRunner(skeleton(NAME), 96, dtype=torch.float32, device=torch.device("cpu"))
+@pytest.mark.parametrize("name", few(NAMES, keep=1))
+def test_states_have_their_part_of_the_cache_and_fewer_sequences_run_where_it_is_small(name, saved):
+    runner = KernelRunner(skeleton(name), 96, dtype=torch.float32, device=torch.device("cpu"))
     three = (3 * runner.block_nbytes + 2 * runner.state_nbytes) / 2**30
-    engine = make_engine(saved(NAME), kv_gib=three)
+    engine = make_engine(saved(name), kv_gib=three)
     assert engine.capabilities.rows == 1
     assert run(engine, [greedy(str(i), text, 60) for i, text in enumerate(texts(30, 9))])["1"].stop == "length"
     with pytest.raises(ConfigError, match=r"does not hold one sequence .*raise engine\.kv_gib"):
-        make_engine(saved(NAME), kv_gib=0.9 * three)
+        make_engine(saved(name), kv_gib=0.9 * three)
 
 
-def test_a_rehearsal_counts_what_the_engine_holds_of_a_sequence(saved):
-    runner = KernelRunner(skeleton(NAME), 96, dtype=torch.float32, device=torch.device("cpu"))
-    shape, spec = read_shape(saved(NAME)), runner.spec
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rehearsal_counts_what_the_engine_holds_of_a_sequence(name, saved):
+    runner = KernelRunner(skeleton(name), 96, dtype=torch.float32, device=torch.device("cpu"))
+    shape, spec = read_shape(saved(name)), runner.spec
     assert shape.state == runner.state_nbytes > 0
     assert shape.cached == 2 * spec.kv_heads * spec.head_dim, "keys and values of the one layer that attends"
 
 
 @native
-def test_what_is_issued_again_goes_on_from_its_prefix(saved):
-    engine, model, text = make_engine(saved(NAME)), reference(saved(NAME)), texts(35)[0]
+@pytest.mark.parametrize("name", few(NAMES[::-1], keep=1))
+def test_what_is_issued_again_goes_on_from_its_prefix(name, saved):
+    engine, model, text = make_engine(saved(name)), reference(saved(name)), texts(35)[0]
     whole = run(engine, [greedy("whole", text, 12)])["whole"]
     engine.add(greedy("cut", text, 12))
     answers: dict[str, Answer] = {}

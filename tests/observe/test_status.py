@@ -17,8 +17,8 @@ import pytest
 
 import headrace
 from headrace import cli
-from headrace.commands.show.status import ask_for_stacks
-from headrace.core.errors import HeadraceError
+from headrace.commands.show.status import ask_for_stacks, report
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.durable.spelling import encode
 from headrace.facts.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
 from headrace.facts.records import METRICS
@@ -26,6 +26,7 @@ from headrace.facts.run_state import RunState
 from headrace.facts.waits import Lasting
 from headrace.processes.health.live_status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
 from headrace.run.config import dump_config, load_config
+from headrace.run.run import between_attempts
 from headrace.run.run_directory import RunDirectory, held
 from headrace.views.screen import status_view
 from headrace.views.screen.console import Console
@@ -72,6 +73,7 @@ def live(written: float, pid: int = os.getpid(), **more: Any) -> LiveStatus:
         ),
         (True, [STARTED], live(3700.0, NOBODY), "starting", "just starting"),
         (True, [STARTED], live(99.0, silent=31.0), "silent", "its event loop has not turned for 31 s"),
+        (True, [STARTED, ended("the trainer died")], live(99.0), "alive", "going on after: the trainer died"),
         (False, [STARTED, ended("finished")], live(99.0), "finished", "finished"),
         (False, [STARTED, ended("interrupted")], None, "interrupted", "interrupted"),
         (False, [STARTED, ended("the disk is full")], live(99.0), "stopped", "the disk is full"),
@@ -96,6 +98,26 @@ def test_the_lock_tells_the_living_from_the_dead(tmp_path: Path) -> None:
     assert not held(tmp_path)
     with RunDirectory(tmp_path):
         pass
+
+
+def test_a_run_that_cannot_go_on_yet_after_its_trainer_s_death_is_alive_and_says_what_it_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").touch()
+    (tmp_path / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in (STARTED, ended("the trainer died"))))
+    with between_attempts(tmp_path, "no node of the cluster has 2 GPUs", 34.0):
+        assert report(tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "going on after: the trainer died" in said
+    assert (
+        "34.0 s  run, for its next attempt to go on (one every 10 s), since: no node of the cluster has 2 GPUs" in said
+    )
+    assert report(tmp_path) == 1, "nobody goes on"
+    with RunDirectory(tmp_path), between_attempts(tmp_path, "another process is training there", 40.0):
+        live = read_live(tmp_path)
+        assert live and live.waits[0].seconds == 34.0, "what that one writes is left alone"
+    with pytest.raises(ConfigError, match="as it was"), between_attempts(tmp_path, "", 0.0):
+        raise ConfigError("as it was")
 
 
 # --- what is read ------------------------------------------------------------------------------------------------------

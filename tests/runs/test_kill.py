@@ -7,6 +7,7 @@ the slow test makes.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from headrace.commands.replay import replay
 from headrace.durable.journal import end_of_journal, read_steps
 from headrace.facts.facts import RunEnded
-from headrace.facts.records import read_metrics
+from headrace.facts.records import StepRow, read_metrics
 from headrace.testing.faultsim.case import Case
 from headrace.testing.faultsim.checks import RunHistory
 from headrace.testing.faultsim.faults import Fault
@@ -154,13 +157,17 @@ def _check(directory: Path, undisturbed: Path) -> None:
 
 
 def _trained(checkpoint: Path) -> dict[str, Any]:
-    """The weights, and those of a critic or a process reward."""
+    """The weights, those of a critic, a process reward or a reference that moves, and the factor of the divergence from it."""
+    import torch
     from safetensors.torch import load_file
 
     (weights,) = checkpoint.glob("*model.safetensors")
     beside = load_file(checkpoint / "optimizer.safetensors")
-    return load_file(weights) | {
-        name: tensor for name, tensor in beside.items() if name.startswith(("critic/", "process/"))
+    factor = json.loads((checkpoint / "trainer.json").read_text())["kl"]
+    return {
+        **load_file(weights),
+        **{name: beside[name] for name in beside if name.startswith(("critic/", "process/", "reference/"))},
+        "kl": torch.tensor(factor, dtype=torch.float64),
     }
 
 
@@ -196,8 +203,9 @@ def test_killed_anywhere_the_weights_come_out_bit_identical(
         {"algo": {"experience": {"rollouts": 2}}},
         {"algo": {"name": "prime", "process": {"learning_rate": 0.02}}, "lora": {"rank": 4}},
         {"algo": {"name": "ppo", "critic": {"model_learning_rate": 1e-3}}},
+        {"algo": {"kl": {"coef": 0.5, "target": 1e-3, "every": 2}}},
     ],
-    ids=["demonstrations", "compared", "updates", "memory", "experience", "process", "critic"],
+    ids=["demonstrations", "compared", "updates", "memory", "experience", "process", "critic", "divergence"],
 )
 def test_so_do_those_of_steps_that_need_more_than_their_groups(
     tiny_llama: Path, tmp_path: Path, more: dict[str, Any]
@@ -230,6 +238,15 @@ def test_so_do_those_of_steps_that_need_more_than_their_groups(
         assert "critic/trunk.model.norm.weight" in _trained(
             tmp_path / "runs" / "killed" / "checkpoints" / f"step-{STEPS:06d}"
         )
+    if "kl" in more.get("algo", {}):
+        found = read_metrics(tmp_path / "runs" / "killed")
+        moved = {fact.report.version: fact.report.reference_kl > 0 for fact in found if isinstance(fact, StepRow)}
+        assert moved == {1: False, 2: True, 3: False, 4: True, 5: False}, "the reference is the policy of 2 and of 4"
+        console = Console(file=io.StringIO(), width=400)
+        assert replay.replay(tmp_path / "runs" / "killed", 4, STEPS, console) == 0, (
+            "from the checkpoint between two moves"
+        )
+        assert console.file.getvalue().count("bit for bit") == 2  # type: ignore[attr-defined]
     if "demonstrations" in more:
         assert all(step.demonstrations for step in read_steps(tmp_path / "runs" / "killed"))
 

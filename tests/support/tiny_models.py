@@ -205,6 +205,31 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
+    "granite4-hybrid": (
+        "granitemoehybrid",
+        {
+            **SCALED,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "layer_types": ["mamba", "attention"],
+        },
+    ),
+    "bamba": (
+        "bamba",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 16,
+            "attn_layer_indices": [1],
+        },
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         {**QWEN3_MOE, "head_dim": 16, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},

@@ -351,7 +351,8 @@ def _divergence(t: Translation) -> None:
             t.leave("the divergence in the reward is always k1 (docs/algorithms.md)", penalty)
         if t.value(control, default="fixed") != "fixed":
             t.leave(
-                "the coefficient stays what it is", *(name for name in t.given if name.startswith("algorithm.kl_ctrl."))
+                "the coefficient of a divergence in the reward stays what it is (algo.kl.target moves that of one in the loss)",
+                *(name for name in t.given if name.startswith("algorithm.kl_ctrl.")),
             )
     if in_loss or in_reward:
         own = t.value("actor_rollout_ref.ref.model.path", default=t.value(f"{MODEL}path"))

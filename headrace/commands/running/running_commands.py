@@ -167,7 +167,8 @@ def worker(arguments: argparse.Namespace) -> int:
         raise ConfigError("--address is where a rank of the trainer is reached, and nobody else is; leave it out")
     if arguments.model and arguments.offers in USER_CODE:
         raise ConfigError(f"--model: a worker that offers {arguments.offers} needs no model; leave it out")
-    if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", arguments.connect):
+    port = re.fullmatch(r"(?:\[[0-9a-fA-F:]+\]|[^\s:/]+):([0-9]{1,5})", arguments.connect)
+    if not port or int(port[1]) > 65535:
         raise ConfigError(f"--connect {arguments.connect} is not HOST:PORT, such as 10.0.0.5:7400")
     given = {
         TOKEN: read_token(arguments.token_file, "--token-file"),

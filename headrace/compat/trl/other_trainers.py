@@ -37,6 +37,9 @@ RLOO_FIELDS: dict[str, TrlField] = {
         'advantages of rloo are not divided; headrace_settings={"algo": {"name": "reinforce++_baseline"}} whitens',
     ),
     "reward_clip_range": TrlField(None, "refused", "clip in the reward function"),
+    "sync_ref_model": TrlField(
+        False, "refused", "an engine serves the reference, and that is the model that training began with"
+    ),
 }
 
 

@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cast_lm_head_to_fp32": (False, "the head computes in train.dtype; use bf16=False"),
     "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p"),
     "repetition_penalty": (1.0, "the sampler would not draw from the distribution that is trained"),
-    "sync_ref_model": (False, "the reference is the model that training began with"),
+    "sync_ref_model": (False, 'a reference that moves is copied here, not mixed: headrace_settings={"algo": {"kl": {"every": 512}}}'),
     "entropy_coef_min": (0.0, "the factor of the entropy is at least 0"),
     "entropy_coef_max": (1.0, "the factor of the entropy is at most 1"),
     "max_tool_calling_iterations": (None, "tools are an environment here (docs/environments.md)"),

@@ -6,7 +6,7 @@ Each segment is a stretch of one sequence over that sequence's blocks of KV cach
 at positions [context, context + n) attend, causally, to the context in the cache and to themselves. The input is plain
 numpy: runners move the arrays that they need to their device.
 
-Layers that follow a recurrence (a delta rule) keep a state of each sequence, which every token changes. States lie in slots beside the blocks: a segment
+Layers that follow a recurrence (a delta rule, a state space) keep a state of each sequence, which every token changes. States lie in slots beside the blocks: a segment
 goes on from the one in its sequence's slot, which then has seen the segment's tokens too.
 
 Legend: N tokens of the pass, S segments, R rows whose logits are needed, W width of the block tables.

@@ -297,6 +297,8 @@ def _living(state: RunState, live: LiveStatus | None, now: float) -> Status:
         return Status("silent", f"alive, but has written no status for {age:.0f} s: its process is {doing}", live)
     if live.silent > SILENT:
         return Status("silent", f"alive, but its event loop has not turned for {live.silent:.0f} s", live)
+    if state.ended and state.ended.reason not in ("finished", "interrupted"):
+        return Status("alive", f"going on after: {state.ended.reason}", live)
     return Status("alive", run_state.phase(state), live)
 
 

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -66,11 +67,15 @@ def own_address(address: str) -> str:
 
 
 def connected(address: str, ca: str, hello: Struct) -> socket.socket:
-    """Connects, and sends the first message. `ca`: see `dial`. Raises OSError, and ConfigError for a file without certificates."""
+    """Connects, and sends the first message. `ca`: see `dial`. Raises OSError, and ConfigError for a file without certificates or another's."""
     host, _, port = address.rpartition(":")
     where = (host.strip("[]"), int(port))
     if ca:
-        sock = connect_over_tls(where, ca, HELLO_SECONDS)
+        try:
+            sock = connect_over_tls(where, ca, HELLO_SECONDS)
+        except ssl.SSLCertVerificationError as error:
+            message = f"the certificate at {address} is not one that {ca} vouches for ({error.verify_message})"
+            raise ConfigError(f"{message}; give the run's own (orchestration.cert) by --ca") from None
     else:
         sock = socket.create_connection(where, timeout=HELLO_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -341,7 +346,8 @@ def offer(
     """Returns when this worker has a seat; `seated` is called with its session. `agree`: answers the terms of a run, given this machine's directory
     of the model; `examine`: answers the questions of `headrace doctor`. It tries for some time to reach the controller, which may not have started yet."""
     token, ca, model, here, again = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL, ADDRESS, AGAIN))
-    deadline = time.monotonic() + float(os.environ.pop(PATIENCE, "0"))
+    patience, said = float(os.environ.pop(PATIENCE, "0")), ""
+    deadline = time.monotonic() + patience
     while True:
         try:
             end = dial(
@@ -361,8 +367,12 @@ def offer(
         except ConfigError as error:
             _end(REFUSED, str(error))
         except OSError as error:
+            message = f"the controller at {address} cannot be reached: {error}"
             if time.monotonic() > deadline:
-                _end(NOBODY if again else LOST, f"the controller at {address} cannot be reached: {error}")
+                _end(NOBODY if again else LOST, message)
+            if message != said:
+                say(f"{message}; this {kind} tries again for up to {patience:g} s (--patience)")
+            said = message
             time.sleep(RETRY)
 
 

@@ -58,6 +58,8 @@ class BusEngine:
         self._working: asyncio.Task[None] | None = None
         self._notice = RunNotice(self._session, __version__)
         self._updates: dict[str, WeightUpdate] = {}
+        self._announced = False
+        """Whether hosts were told of this process of the run."""
         self._begun = False
         """Whether a host has served the first weights of the policy."""
         self.trainer_died = False
@@ -68,10 +70,13 @@ class BusEngine:
         """Set when a host has come or gone, or serves other weights."""
 
     async def launch(self) -> None:
-        """Opens the bus. Raises ConfigError if it cannot be used."""
-        self._bus, self._kept = await self._open()
+        """Opens the bus, as soon as it answers, and gives signs of life on it from then on. Raises ConfigError if it cannot be used, and
+        StalledError."""
+        async with self._telemetry.waits.named("start", f"the bus {self._where} to answer"):
+            self._bus, self._kept = await self._open()
         self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed, self._suspects)
         await self._desk.begin()
+        self._working = asyncio.ensure_future(self._desk.live())
 
     async def open(self, notice: RunNotice) -> None:
         """Announces the run, and returns when the first host is there. `notice`: without its session."""
@@ -80,6 +85,10 @@ class BusEngine:
         self._desk.mark = notice.mark
         await self._announce()
         await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
+        self._announced = True
+        await self._stop()
+        if self._working and not self._working.cancelled():
+            self._working.result()  # what has ended it
         self._working = asyncio.ensure_future(self._desk.run())
         late = asyncio.get_running_loop().call_later(SOON, self._desk.invite, f"headrace rollouts --bus {self._where}")
         try:
@@ -147,18 +156,26 @@ class BusEngine:
             self._working.cancel()
 
     async def close(self) -> None:
-        """Says on the bus that the run is over, and takes its letters off."""
-        while self._working and not self._working.done():
-            self._working.cancel()
-            await asyncio.wait([self._working], timeout=AGAIN)
+        """Says on the bus that the run is over, and takes its letters off. Does nothing the second time. A process that was never announced
+        says nothing, and leaves the letters of an earlier one to the next."""
+        await self._stop()
         if self._bus is None:
             return
         over = RunNotice(self._session, __version__, over=True, begun=self._begun, died=self.trainer_died)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
-                await self._bus.pin(RUN, msgspec.msgpack.encode(over))
-                await self._bus.wipe()
-        await self._bus.close()
+                if self._announced:
+                    await self._bus.pin(RUN, msgspec.msgpack.encode(over))
+                if self._announced or not self._desk.found_letters:
+                    await self._bus.wipe()
+        bus, self._bus = self._bus, None
+        await bus.close()
+
+    async def _stop(self) -> None:
+        """Ends the work at the bus."""
+        while self._working and not self._working.done():
+            self._working.cancel()
+            await asyncio.wait([self._working], timeout=AGAIN)
 
     def _serves(self, version: int) -> bool:
         return any(host.entry.version == version for host in self._desk.hosts.values())

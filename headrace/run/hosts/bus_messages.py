@@ -7,7 +7,7 @@
     board: run          run            `RunNotice`: all that a host needs to open its engine
     board: weights      run            `WeightsNotice`: the newest weights, and how many hosts share the work
     board: suspects     run                `SuspectsNotice`: errands that hosts died of
-    board: alive        run            nothing; it is renewed as long as the run lives
+    board: alive        run            `AliveNotice`, renewed as long as the run lives, also while it waits for its own workers
     list                host           `HostEntry`, renewed every `beat_of` seconds
 
 Bodies are msgpack. Weights travel by their own transport, and tokens in flight not at all.
@@ -144,6 +144,12 @@ class WeightsNotice(Struct, frozen=True):
     """The newest weights by adapter; those of the model have the empty name."""
     hosts: int = 1
     """Hosts among which the work is shared."""
+
+
+class AliveNotice(Struct, frozen=True):
+    session: str
+    """The process of the run that lives. Hosts may not have heard of it yet."""
+    beat: int
 
 
 class SuspectsNotice(Struct, frozen=True):

@@ -41,6 +41,7 @@ from headrace.run.hosts.bus_messages import (
     SILENT,
     SUSPECTS,
     TICKETS,
+    AliveNotice,
     Errand,
     ErrandLetter,
     ErrandReply,
@@ -241,8 +242,11 @@ class BusDesk:
         self._early: dict[str, ErrandReply | None] = {}
         """Replies by key that an earlier process of the run is owed; None until they come."""
         self._expecting = asyncio.Event()
+        self._beats = itertools.count()
         self._answered: set[str] = set()
         """The keys of the answers that were on the bus when this process began."""
+        self.found_letters = False
+        """Whether there were answers or tickets then."""
         self._replies: dict[str, str] = {}
         """The letter of each reply that was taken, by key."""
         self._to_settle: list[str] = []
@@ -261,6 +265,7 @@ class BusDesk:
     async def begin(self) -> None:
         """Reads what an earlier process of the run is owed."""
         self._answered = await self._bus.unsettled(ANSWERS)
+        self.found_letters = bool(self._answered or await self._bus.unsettled(TICKETS))
 
     def announced(self, version: int) -> None:
         """Lets tokens be of this version from now on."""
@@ -299,6 +304,16 @@ class BusDesk:
         """Removes the reply from the bus: what it said is in the journal."""
         if letter := self._replies.pop(key, ""):
             self._to_settle.append(letter)
+
+    async def live(self) -> None:
+        """Gives signs of life until it is cancelled. For the time in which the run waits for its own workers, and is not announced yet: hosts are
+        to stay."""
+        while True:
+            await self._sign()
+            await asyncio.sleep(LOOK)
+
+    async def _sign(self) -> None:
+        await self._bus.pin(ALIVE, _encode(AliveNotice(self._session, next(self._beats))))
 
     async def run(self) -> None:
         """Works until it is cancelled."""
@@ -399,9 +414,9 @@ class BusDesk:
                 await self._say_suspects()
 
     async def _roll_call(self) -> None:
-        for beat in itertools.count():
+        while True:
             # Where the bus takes nothing no host can sign, and this waits too: the hosts are not held to be silent for it.
-            await self._bus.pin(ALIVE, str(beat).encode())
+            await self._sign()
             signed = await self._bus.signed()
             now = self._clock()
             came, moved = self._list.read(signed, now)

@@ -2,7 +2,7 @@
 
   loop        waits for                                    woken by
   ----        ---------                                    --------
-  sessions    another process of the run, or its end       the notice `run`
+  sessions    another process of the run, or its end       the notice `run`; no sign of the run for too long
   weights     newer weights                                the notice `weights`
   errands     a place, then a letter                       an errand that is done; the bus
   beats       one second                                   the clock
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ from headrace.run.hosts.bus_messages import (
     SUSPECTS,
     TICKETS,
     WEIGHTS,
+    AliveNotice,
     Errand,
     ErrandLetter,
     ErrandReply,
@@ -126,26 +128,20 @@ class RolloutHost:
 
     async def _notice(self, served: str) -> RunNotice | None:
         """Returns the notice of a session that was not served yet; None if the run is over, or this host leaves."""
-        clock = asyncio.get_running_loop().time
-        than, since = "", clock()
+        signs = _Signs(self._bus, self._patience.run, self._say)
         while not self._leaving.is_set():
-            if found := await self._bus.newer(RUN, than, LOOK):
-                than, notice = found.id, _notice_of(found.body, self._say)
-                if notice is None:
-                    continue
-                if notice.over and notice.died:
-                    self._say("the trainer has died: waiting for the run to go on from its checkpoint")
-                    continue
-                if notice.over and notice.begun:
-                    self._say("the run is over")
-                    return None
-                if notice.over:
-                    self._say("the run ended before it began: waiting for its next start")
-                    continue
-                if notice.session != served:
-                    return notice
-            if clock() - since > self._patience.run:
-                raise Deserted(f"there was no sign of the run for {self._patience.run:g} s")
+            notice = await signs.next()
+            if notice is None:
+                continue
+            if notice.over and notice.died:
+                self._say("the trainer has died: waiting for the run to go on from its checkpoint")
+            elif notice.over and notice.begun:
+                self._say("the run is over")
+                return None
+            elif notice.over:
+                self._say("the run ended before it began: waiting for its next start")
+            elif notice.session != served:
+                return notice
         return None
 
     async def _serve(self, notice: RunNotice) -> None:
@@ -183,6 +179,39 @@ class RolloutHost:
                 await self._bus.sign(self._who, _encode(last))
 
 
+class _Signs:
+    """All that a host hears of its run on the board: notices, and signs of life."""
+
+    def __init__(self, bus: Bus, patience: float, say: Callable[[str], None]) -> None:
+        self._bus, self._patience, self._say = bus, patience, say
+        self._run, self._alive = "", ""
+        """The ids of the last notice and of the last sign of life."""
+        self._heard = asyncio.get_running_loop().time()
+        self.lives = Counter[str]()
+        """The number of signs of life that were seen, by session."""
+
+    async def next(self) -> RunNotice | None:
+        """Returns the notice of the run as soon as there is another one; None if there was none for a moment, or it cannot be read. Raises Deserted
+        without any sign for the patience, whether the run or the bus is silent, and ConfigError for a run of another version."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(self._heard + self._patience):
+                found = await self._bus.newer(RUN, self._run, LOOK)
+                sign = await self._bus.newer(ALIVE, self._alive)
+        except TimeoutError:
+            raise Deserted(f"there was no sign of the run for {self._patience:g} s (--patience)") from None
+        if found or sign:
+            self._heard = loop.time()
+        if sign:
+            self._alive = sign.id
+            if alive := _read(sign.body, AliveNotice, "the run's sign of life", self._say):
+                self.lives[alive.session] += 1
+        if found:
+            self._run = found.id
+            return _notice_of(found.body, self._say)
+        return None
+
+
 def _entry(session: str, **more: Any) -> HostEntry:
     return HostEntry(session, host=socket.gethostname(), pid=os.getpid(), **more)
 
@@ -201,8 +230,7 @@ class _Session:
     leaving: asyncio.Event
     say: Callable[[str], None]
     _beat: int = 0
-    _signs: int = 0
-    """The signs of the run that were seen."""
+    _signs: _Signs = field(init=False)
     _version: int = -1
     """The version of the policy that is served."""
     _hosts: int = 1
@@ -219,6 +247,9 @@ class _Session:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an errand is done, weights are live, or the host is to leave; there is a new one for the next change."""
     _stats: EngineStats = EngineStats()
+
+    def __post_init__(self) -> None:
+        self._signs = _Signs(self.bus, self.patience.run, self.say)
 
     def wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -255,25 +286,16 @@ class _Session:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_over(self) -> None:
-        than = ""
         while True:
-            if found := await self.bus.newer(RUN, than, LOOK):
-                than, notice = found.id, _notice_of(found.body, self.say)
-                if notice and (notice.over or notice.session != self.name):
-                    return
+            notice = await self._signs.next()
+            if notice and (notice.over or notice.session != self.name):
+                return
 
     async def _beats(self) -> None:
-        clock = asyncio.get_running_loop().time
-        alive, since = "", clock()
         while True:
             self._stats = await self.parts.engine.stats()  # an engine that hangs makes the host silent
             await self._sign()
             await self.bus.keep(TICKETS, self.who, list(self._hand))
-            if sign := await self.bus.newer(ALIVE, alive):
-                alive, since = sign.id, clock()
-                self._signs += 1
-            if clock() - since > self.patience.run:
-                raise Deserted(f"there was no sign of the run for {self.patience.run:g} s")
             await asyncio.sleep(beat_of(self._hosts))
 
     async def _sign(self) -> None:
@@ -289,9 +311,8 @@ class _Session:
         while True:
             found = await self.bus.newer(WEIGHTS, than, wait)
             if found is None:
-                if (
-                    failure and self._signs > heard + 1
-                ):  # a run that was killed has left one sign at most, and may be resumed
+                # A process of the run that was killed has left one sign at most, and may be resumed.
+                if failure and self._signs.lives[self.name] > heard + 1:
                     raise failure
                 continue
             than, notice = found.id, _read(found.body, WeightsNotice, "the notice of weights", self.say)
@@ -307,7 +328,7 @@ class _Session:
                 IdentityError
             ) as error:  # the trainer keeps two versions: these may be gone, and newer ones announced
                 error.add_note("this rollout host ends; start it again when the cause is gone")
-                failure, refused, wait, heard = error, notice, self.parts.overtaken, self._signs
+                failure, refused, wait, heard = error, notice, self.parts.overtaken, self._signs.lives[self.name]
             self.wake()
 
     async def _load(self, notice: WeightsNotice, loaded: dict[str, int]) -> None:

@@ -47,7 +47,7 @@ class ModelShape:
     cached: int
     """Elements that one token takes in the KV cache."""
     state: int = 0
-    """Bytes of what layers with a delta rule keep of a sequence in the KV cache, however long it is."""
+    """Bytes of what layers with a recurrence keep of a sequence in the KV cache, however long it is."""
     positions: int
     """Longest context that the model was made for; 0 if its config does not say."""
     steady: int = 0
@@ -94,7 +94,9 @@ def read_shape(directory: Path) -> ModelShape:
     kv_heads = _number(text, "num_key_value_heads") or heads
     head = _number(text, "head_dim") or (hidden // heads if heads else 0)
     kinds = list(text.get("layer_types") or ())
-    convolving, recurrent = kinds.count("conv"), kinds.count("linear_attention")
+    convolving, recurrent = kinds.count("conv"), kinds.count("linear_attention") + kinds.count("mamba")
+    if text.get("model_type") == "bamba":
+        recurrent = layers - len(text.get("attn_layer_indices") or ())
     stored = {name: tensor for path in weight_files(directory) for name, tensor in read_header(path).items()}
     parameters = sum(tensor.elements for tensor in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
@@ -115,10 +117,14 @@ def read_shape(directory: Path) -> ModelShape:
 
 
 def _recurrent_state(text: Mapping[str, Any]) -> int:
-    """Returns the numbers of a delta rule's state in one layer: inputs of its convolution, and a matrix for each head of values."""
+    """Returns the numbers of a recurrence's state in one layer, of a delta rule or of Mamba 2: inputs of its convolution, and a matrix for each head of
+    values."""
     keys = _number(text, "linear_num_key_heads") * (width := _number(text, "linear_key_head_dim"))
     values = _number(text, "linear_num_value_heads") * _number(text, "linear_value_head_dim")
-    return max(0, _number(text, "linear_conv_kernel_dim") - 1) * (2 * keys + values) + width * values
+    if _number(text, "mamba_n_heads"):
+        keys = _number(text, "mamba_n_groups") * (width := _number(text, "mamba_d_state"))
+        values = _number(text, "mamba_expand") * _number(text, "hidden_size")
+    return max(0, _number(text, "linear_conv_kernel_dim", "mamba_d_conv") - 1) * (2 * keys + values) + width * values
 
 
 def _from_pickles(directory: Path) -> int:
@@ -342,9 +348,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     train, device, ranks = plan.train, plan.train_device, plan.train.parallel.ranks
     yield MemoryNeed("trainer", "Python and torch", PROCESS * ranks, "cpu")
     computing = BYTES[plan.train_dtype]
-    if train.parallel.pipeline > 1 or (
-        ranks > 1 and plan.lora.dora
-    ):  # others read what they hold (placement/filling.py)
+    if ranks > 1 and plan.lora.dora:  # others read what they hold (placement/filling.py)
         loaded = 4 * shape.parameters * ranks
         yield MemoryNeed("trainer", "the whole model in each rank while it loads", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1

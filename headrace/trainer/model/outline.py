@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
 from headrace.models.resolve import read_header, weight_files
-from headrace.trainer.model.causal_lm import check_complete, switch_noise_off
+from headrace.trainer.model.causal_lm import check_complete, load_model, switch_noise_off
 
 Runs = Sequence[tuple[int, int]]
 """The places of one dimension that are wanted: start and end of each stretch, in order."""
@@ -255,6 +255,12 @@ def outline(directory: Path) -> Any:
     return model.eval()
 
 
+def outline_or_model(directory: Path, *, values: bool) -> Any:
+    """Returns the outline, or the model in the host's memory where its `values` are needed, or it has none."""
+    found = None if values else outline(directory)
+    return load_model(directory, torch.device("cpu")) if found is None else found
+
+
 @torch.no_grad()
 def _computed_buffers(model: Any) -> bool:
     """Gives buffers that are no weights, such as rotary frequencies, their values. False where the model cannot."""
@@ -316,14 +322,24 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def sample(model: Any) -> Iterator[None]:
-    """Within it an outline has values, and no more layers than it takes to have one of every kind: layers of one kind have modules of the same classes, with
-    parameters of the same shapes and the same settings."""
+def sample(model: Any, least: int = 1) -> Iterator[None]:
+    """Within it an outline has values, and few layers (`shortened`)."""
     assert not hasattr(model, "unread"), "zeros are no values: what is tried comes before `hollow`"
+    with ExitStack() as stack:
+        stack.enter_context(shortened(model, least))
+        for module, kind, own, empty in _fill_whole(model):
+            stack.callback(getattr(module, kind).__setitem__, own, empty)
+        yield
+
+
+@contextmanager
+def shortened(model: Any, least: int = 1) -> Iterator[None]:
+    """Within it a model has no more layers than it takes to have one of every kind, and `least` if it has as many: layers of one kind have modules of the
+    same classes, with parameters of the same shapes and the same settings."""
     parent, name, layers = _layers(model)
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    count = _first_of_every_kind(layers, kinds)
+    count = max(_first_of_every_kind(layers, kinds), min(least, len(layers)))
     key = getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
     before = {key: vars(config).get(key, len(layers)), **({"layer_types": kinds} if kinds else {})}
     after = {key: count, **({"layer_types": list(kinds)[:count]} if kinds else {})}
@@ -332,8 +348,6 @@ def sample(model: Any) -> Iterator[None]:
         stack.callback(parent._modules.__setitem__, name, layers)
         vars(config).update(after)
         stack.callback(vars(config).update, before)
-        for module, kind, own, empty in _fill_whole(model):
-            stack.callback(getattr(module, kind).__setitem__, own, empty)
         yield
 
 

@@ -24,11 +24,13 @@ from headrace.trainer.placement.port import TensorPiece
 @torch.no_grad()
 def fill(model: Any, device: torch.device) -> None:
     """Reads the values of an outline that was `hollow` and has been split, each rank those that it holds: into the memory of what is split, and into memory of
-    its own for what is whole. Files are read in their own order, one tensor after another.
+    its own for what is whole. What other stages of a pipeline hold lies on the meta device, and is not read. Files are read in their own order, one tensor after another.
 
     Raises ConfigError where a file cannot be read."""
     files: WeightFiles = model.files
-    held = {name: tensor for name, tensor in named_tensors(model).items() if name in model.unread}
+    held = {
+        name: tensor for name, tensor in named_tensors(model).items() if name in model.unread and not tensor.is_meta
+    }
     regions = {name: region_of(tensor) for name, tensor in held.items() if isinstance(tensor, DTensor)}
     filled: set[int] = set()
     for first in files:

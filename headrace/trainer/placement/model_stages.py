@@ -2,7 +2,8 @@
 
 The model keeps its class, its names and its own forward. While a stage is computed, modules of other stages are replaced by some that
 return what they are given, and the layer before its first by one that returns what the stage before it sent. So whatever a family does
-around its layers (masks, positions, scaled embeddings) stays its own, and whether the cut is exact is tried before anything is dropped.
+around its layers (masks, positions, scaled embeddings) stays its own, and whether the cut is exact is tried before anything is dropped: with the
+whole model, or where ranks read its files in parts with its first layers (`try_cut`).
 
 Parameters that another rank holds lie on torch's meta device: they have a name, a shape and no memory.
 """
@@ -10,7 +11,7 @@ Parameters that another rank holds lie on torch's meta device: they have a name,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +24,15 @@ from headrace.trainer.forward.forward import softcap_of
 from headrace.trainer.forward.head import Scale
 from headrace.trainer.forward.tree_attention import NAME, tree_of
 from headrace.trainer.model.causal_lm import layers_of
+from headrace.trainer.model.outline import named_tensors, outline, sample, shortened
 from headrace.trainer.packing import Segment
 from headrace.trainer.parallel import cut
 
 PROBE = 12
 """Tokens on which the cut is tried."""
+
+FIRST_MIDDLE_LAST = 3
+"""The kinds of stages, each of which is tried if a model is cut into as many."""
 
 
 class _Through(torch.nn.Module):
@@ -119,9 +124,12 @@ class Chain:
 
 
 class Stages:
-    """The stages of one model; `mine` are those that this rank holds. Raises ConfigError if the model cannot be cut."""
+    """The stages of one model; `mine` are those that this rank holds. `tried`: the model has no values, and was tried without its adapters (`try_cut`).
+    Raises ConfigError if the model cannot be cut."""
 
-    def __init__(self, model: Any, count: int, mine: Sequence[int], chain: Chain) -> None:
+    def __init__(
+        self, model: Any, count: int, mine: Sequence[int], chain: Chain | None, *, tried: bool = False
+    ) -> None:
         self.model, self.count, self._chain = model, count, chain
         self._pass: _Pass | None = None
         inner = model.base_model
@@ -130,9 +138,13 @@ class Stages:
         if inner is model or len(layers) < count:
             has = "has no inner model" if inner is model else f"has {len(layers)} layers"
             raise ConfigError(f"{asked} {has}; lower train.parallel.pipeline, or use train.parallel.shard instead")
-        whole, seen = _watched(model, layers)
+        seen = _Seen(
+            places={child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
+        )
+        with shortened(model) if tried else nullcontext():
+            whole = _watched(model, layers, seen)
         self.width, self.dtype = whole.shape[-1], seen.dtype
-        if not seen.plain_head:
+        if not tried and not seen.plain_head:
             raise ConfigError(f"{asked} makes more of its logits than a product; use train.parallel.shard instead")
         if any(module not in seen.places or set(layers) & set(module.modules()) for module in seen.before + seen.after):
             raise ConfigError(
@@ -145,14 +157,20 @@ class Stages:
         self._forward: Callable[..., Any] = inner.forward
         inner.forward = self._run
         self.mine: Sequence[ModelStage] = every
-        if not self._exact(whole):
+        if not tried and not self._exact(whole):
             raise ConfigError(
                 f"{asked} computes something else when its layers are cut into stages; use train.parallel.shard instead"
             )
         self.mine = [every[number] for number in mine]
 
     def hold(self, device: torch.device, beside: Collection[torch.nn.Parameter]) -> None:
-        """Moves the parameters of this rank's stages to the device, and drops all others. `beside`: kept by every rank."""
+        """Moves the parameters of this rank's stages to the device, and drops all others. `beside`: kept by every rank. What has no values yet stays where it
+        is (`filling.fill`)."""
+        unread = {
+            id(tensor)
+            for name, tensor in named_tensors(self.model).items()
+            if name in getattr(self.model, "unread", ())
+        }
         needed = (p for stage in self.mine for module in stage.modules for p in module._parameters.values())
         held = set(map(id, needed)) | set(map(id, beside))
         dropped: dict[int, torch.nn.Parameter] = {}
@@ -161,14 +179,16 @@ class Stages:
                 if parameter is None:
                     continue
                 if id(parameter) in held:
-                    parameter.data = parameter.data.to(device)
+                    if id(parameter) not in unread:
+                        parameter.data = parameter.data.to(device)
                     continue
                 if id(parameter) not in dropped:  # tied ones stay one
                     gone = torch.empty_like(parameter, device="meta")
                     dropped[id(parameter)] = torch.nn.Parameter(gone, requires_grad=parameter.requires_grad)
                 module._parameters[name] = dropped[id(parameter)]
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
+                if buffer is not None and id(buffer) not in unread:
+                    module._buffers[name] = buffer.to(device)
 
     @contextmanager
     def passing(self, stage: ModelStage, received: Tensor | None) -> Iterator[_Pass]:
@@ -191,11 +211,13 @@ class Stages:
         for stage in self.mine:
             received = None
             if stage.number:
+                assert self._chain
                 shape, device = kwargs["input_ids"].shape, kwargs["input_ids"].device
                 received = self._chain.receive(torch.empty(*shape, self.width, dtype=self.dtype, device=device))
             with stage.alone(received):
                 output = self._forward(*args, **kwargs)
             if stage.number < self.count - 1:
+                assert self._chain
                 self._chain.send(output.last_hidden_state)
         return output
 
@@ -234,6 +256,17 @@ class Stages:
         return torch.equal(hidden, whole)
 
 
+def try_cut(model: Any, count: int) -> None:
+    """Tries with the first layers of an outline whether cutting them into stages is exact, in the dtypes that the model has. It may be hollow and have
+    adapters, which are left out. Raises ConfigError if it is not."""
+    fresh, named = outline(model.files.directory), named_tensors(model)
+    for name, parameter in fresh.named_parameters():
+        parameter.data = parameter.data.to(named[name].dtype)
+    count = min(count, FIRST_MIDDLE_LAST)
+    with sample(fresh, least=count):
+        Stages(fresh, count, range(count), None)
+
+
 # -- what a model looks like ------------------------------------------------------------------------------------------------
 
 
@@ -255,10 +288,9 @@ class _Seen:
 
 
 @torch.no_grad()
-def _watched(model: Any, layers: Sequence[torch.nn.Module]) -> tuple[Tensor, _Seen]:
-    """The hidden states [T, H] of some tokens, and how they were made."""
-    places = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
-    seen, inside = _Seen(places=places), {module for layer in layers for module in layer.modules()}
+def _watched(model: Any, layers: Sequence[torch.nn.Module], seen: _Seen) -> Tensor:
+    """Returns the hidden states [T, H] of some tokens, and notes how they were made."""
+    inside = {module for layer in layers for module in layer.modules()}
     beside = [m for m in model.modules() if any(p is not None for p in m._parameters.values()) and m not in inside]
     late: set[torch.nn.Module] = {model.get_output_embeddings()}
     begun = False
@@ -283,7 +315,7 @@ def _watched(model: Any, layers: Sequence[torch.nn.Module]) -> tuple[Tensor, _Se
     seen.plain_head = torch.allclose(product, logits, rtol=1e-3, atol=1e-5)
     seen.before = [module for module in beside if module not in late]
     seen.after = [module for module in beside if module in late]
-    return whole, seen
+    return whole
 
 
 def _hidden(model: Any) -> Tensor:

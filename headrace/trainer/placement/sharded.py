@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
-from headrace.trainer.model.causal_lm import layers_of, load_model
+from headrace.trainer.model.causal_lm import layers_of
 from headrace.trainer.model.low_memory import local, make_optimizer
-from headrace.trainer.model.outline import Region, hollow, is_outline, outline
+from headrace.trainer.model.outline import Region, hollow, is_outline, outline_or_model
 from headrace.trainer.packing import DealtRows, StepPlan, plan_of
 from headrace.trainer.parallel import ParallelConfig, sums_once
 from headrace.trainer.placement.filling import fill, part_of, piece_of
@@ -85,8 +85,7 @@ class Sharded:
 
     def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
         """Values are loaded into the host's memory: a device never holds more than its part and one layer."""
-        found = None if values else outline(directory)
-        return load_model(directory, torch.device("cpu")) if found is None else found
+        return outline_or_model(directory, values=values)
 
     def of_leader(self, compute: Callable[[], T]) -> T:
         return of_leader(compute)

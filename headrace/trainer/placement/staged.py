@@ -31,13 +31,13 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.model.causal_lm import layers_of, load_model
+from headrace.trainer.model.causal_lm import layers_of
 from headrace.trainer.model.low_memory import local, make_optimizer
-from headrace.trainer.model.outline import Region
+from headrace.trainer.model.outline import Region, hollow, is_outline, outline_or_model
 from headrace.trainer.packing import DealtRows, StepPlan, fill_up, plan_of
 from headrace.trainer.parallel import LOOPS, ParallelConfig, stages_of
-from headrace.trainer.placement.filling import part_of, piece_of
-from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages
+from headrace.trainer.placement.filling import fill, part_of, piece_of
+from headrace.trainer.placement.model_stages import Chain, ModelStage, Stages, try_cut
 from headrace.trainer.placement.port import Microbatches, Placement, T, TensorPiece
 from headrace.trainer.placement.rendezvous import of_leader
 from headrace.trainer.placement.sharded import Sharded, kept_whole, split_layers
@@ -225,9 +225,8 @@ class Staged:
         return self._place == self.parallel.pipeline - 1
 
     def load(self, directory: Path, device: torch.device, *, values: bool) -> Any:
-        """Loads everything into the host's memory: whether the cut into stages is exact is tried with the whole model. A device never holds more than its
-        stages."""
-        return load_model(directory, torch.device("cpu"))
+        """Values are loaded into the host's memory: a device never holds more than its stages."""
+        return outline_or_model(directory, values=values)
 
     def of_leader(self, compute: Callable[[], T]) -> T:
         return of_leader(compute)
@@ -235,14 +234,20 @@ class Staged:
     def spread(self, model: Any) -> None:
         config = self.parallel
         count = config.pipeline * LOOPS[config.schedule]
-        stages = Stages(model, count, stages_of(self._place, config.pipeline, config.schedule), self._chain)
+        mine = stages_of(self._place, config.pipeline, config.schedule)
+        if is_outline(model):
+            self.of_leader(lambda: try_cut(model, count))
+            hollow(model)
+        stages = Stages(model, count, mine, self._chain, tried=is_outline(model))
         beside = kept_whole(model)
         adapters = beside if any(not p.requires_grad for p in model.parameters()) else set()
         stages.hold(self._device, adapters)
         if config.shard > 1:
             gone = {p for p in model.parameters() if p.is_meta}
-            mine = [layer for layer in layers_of(model) if not gone.intersection(layer.parameters())]
-            split_layers(model, mine, self._shards, config, without=gone | beside)
+            here = [layer for layer in layers_of(model) if not gone.intersection(layer.parameters())]
+            split_layers(model, here, self._shards, config, without=gone | beside)
+        if is_outline(model):
+            fill(model, self._device)
         if self._stages is None:
             self._stages, self._beside = stages, adapters
             both = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]

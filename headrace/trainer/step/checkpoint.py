@@ -176,9 +176,10 @@ def weights_of(directory: Path, contents: Contents) -> SavedTensors:
 
 
 def entropy_of(directory: Path) -> tuple[float, float] | None:
-    """Returns the factor of the entropy and its last mean (`objective.EntropyFactor`); None in a checkpoint of an earlier version."""
-    saved = json.loads((directory / TRAINER).read_text()).get("entropy")
-    return None if saved is None else (float(saved[0]), float(saved[1]))
+    """Returns the factor that the entropy's bonus has come to, and the last mean (`objective.EntropyFactor`); None if the factor did not move, and in a
+    checkpoint of an earlier version."""
+    coef, mean = json.loads((directory / TRAINER).read_text()).get("entropy", (0.0, math.nan))
+    return None if math.isnan(mean) else (float(coef), float(mean))
 
 
 def kl_of(directory: Path) -> float:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 SHOWN_KL = 10.0
-"""The most that one token adds to the reported mean, which a single absurd token would dominate otherwise. No loss uses it."""
+"""The most that one token adds to the reported mean, which `algo.kl.target` goes by: a single absurd token would dominate it otherwise. No loss is bounded by it."""
 
 
 @dataclass(kw_only=True)

@@ -480,10 +480,8 @@ class TorchTrainer:
             self._moving.restore(reference)
         if learner.kl.rule.target:
             learner.kl.coef = checkpoint.kl_of(directory) or learner.kl.coef
-        if entropy := checkpoint.entropy_of(directory):
-            learner.entropy.coef, learner.entropy.mean = (
-                entropy if learner.entropy.rule.target else (learner.entropy.coef, entropy[1])
-            )
+        if learner.entropy.rule.target and (entropy := checkpoint.entropy_of(directory)):
+            learner.entropy.coef, learner.entropy.mean = entropy
 
     def _contents(self, adapter: str) -> Contents:
         learner = self._learners[adapter]

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import random
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, StalledError
 from headrace.durable.atomic_files import replacing
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.own_groups import Suspects
 from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.hosts.bus.bus_port import Bus, Letter, Posting
 from headrace.run.hosts.bus.directory_bus import JsonlBus, LineFile
-from headrace.run.hosts.bus.redis_streams import PASSING, RedisBus, _code_of, runs_of
+from headrace.run.hosts.bus.open_bus import open_for_run, runs_on
+from headrace.run.hosts.bus.redis_streams import PASSING, RedisBus, _code_of
+from headrace.run.hosts.bus_messages import GroupSizes
+from headrace.run.hosts.rollout_host import Deserted, HostPatience
+from headrace.run.rollout_hosting import Hosting, serve_rollouts
 from headrace.testing.faulty_bus import BusFaults, FaultyBus
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
 from support.bus.redis_server import RedisServer, a_redis_server
@@ -405,22 +417,86 @@ def test_what_a_server_keeps_is_known_and_runs_are_listed(redis: RedisServer) ->
         kept = await bus.persistence()
         assert (kept.aof, kept.fsync, kept.evicts) == (True, "everysec", False) and "AOF, fsync everysec" in str(kept)
         await bus.register()
-        assert "demo.1" in await runs_of(redis.url)
+        assert "demo.1" in await bus.runs()
         await bus.wipe()
-        assert "demo.1" not in await runs_of(redis.url)
+        assert "demo.1" not in await bus.runs()
         await bus.close()
 
     asyncio.run(case())
 
 
-def test_a_server_that_is_not_there_is_refused_with_a_remedy() -> None:
+@contextlib.asynccontextmanager
+async def a_server_that_says(answer: bytes) -> AsyncIterator[str]:
+    """The address of a server that has one answer for all commands."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+NOWHERE = "redis://127.0.0.1:1"
+
+
+def test_a_host_waits_for_a_server_that_does_not_answer_yet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("redis")
+    patience = HostPatience(run=0.3)
+    with pytest.raises(Deserted, match=r"a run on redis://127.0.0.1:1 was waited for 0.3 s \(--patience\)"):
+        serve_rollouts(Hosting(bus=NOWHERE, patience=patience))
+    said = capfd.readouterr().err
+    assert "redis://127.0.0.1:1 does not answer (" in said and "redis-server --appendonly yes" in said
+    with pytest.raises(Deserted, match=f"a run called demo on jsonl:{tmp_path} was waited for"):
+        serve_rollouts(Hosting(bus=f"jsonl:{tmp_path}", run="demo", patience=patience))
+    assert "waiting for a run called demo" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="is not the address of a Redis server"):
+        serve_rollouts(Hosting(bus="redis://127.0.0.1:none", patience=patience))
+
+
+def test_a_run_waits_for_a_server_that_does_not_answer_yet() -> None:
+    pytest.importorskip("redis")
+
+    async def case() -> list[str]:
+        facts, clock, said = FactList(), asyncio.get_running_loop().time, list[str]()
+        telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 0.1, 0.3))
+        sizes, suspects = GroupSizes(1, 1), Suspects(1)
+        opened = functools.partial(open_for_run, NOWHERE, "demo", say=said.append)
+        engine = BusEngine(NOWHERE, opened, "", telemetry, sizes=sizes, suspects=suspects)
+        with pytest.raises(
+            StalledError, match=r"stopped: start has waited .* for the bus redis://127.0.0.1:1 to answer"
+        ):
+            await engine.launch()
+        await engine.close()
+        return said
+
+    (said,) = asyncio.run(case())
+    assert "it is tried again until it does. If nobody starts it: redis-server --appendonly yes" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "remedy"),
+    [
+        (b"-NOAUTH Authentication required.\r\n", "give the server's password, the run's by orchestration.token_file"),
+        (b"-WRONGPASS invalid username-password pair or user is disabled.\r\n", "a rollout host's by --token-file"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "name the address of a Redis server"),
+    ],
+)
+def test_a_server_that_refuses_a_process_is_not_waited_for(answer: bytes, remedy: str) -> None:
     pytest.importorskip("redis")
 
     async def case() -> None:
-        with pytest.raises(ConfigError, match="redis-server --appendonly yes"):
-            await RedisBus("redis://127.0.0.1:1", "demo").persistence()
-        with pytest.raises(ConfigError, match="cannot be used"):
-            await runs_of("redis://127.0.0.1:1")
+        async with a_server_that_says(answer) as url:
+            for opened in (
+                lambda: runs_on(url, "guessed", say=print),
+                lambda: open_for_run(url, "demo", password="guessed", say=print),
+            ):
+                with pytest.raises(ConfigError, match=re.escape(f"{url} cannot be used (")) as refused:
+                    async with asyncio.timeout(60):
+                        await opened()
+                assert remedy in str(refused.value)
 
     asyncio.run(case())
 

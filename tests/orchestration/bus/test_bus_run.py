@@ -49,7 +49,7 @@ from headrace.testing.fake_trainer import FakeTrainer
 from headrace.testing.faulty_bus import BusFaults, FaultyBus
 from headrace.testing.memory_bus import MemoryBus, MemoryServer
 from headrace.version import __version__
-from support.bus.bus_world import TICKET_DEATHS, BusWorld, Fleet, bus_world
+from support.bus.bus_world import TICKET_DEATHS, BusWorld, Fleet, bus_engine, bus_world
 
 NO_FAULTS = BusFaults()
 STALENESS = StalenessConfig(groups_per_step=3, max_lag=1)
@@ -84,6 +84,11 @@ async def a_run(fleet: Fleet, hosts: int = 2, **settings: Any) -> BusWorld:
     finally:
         await world.engine.close()
     return world
+
+
+def unheard() -> Telemetry:
+    clock = asyncio.get_running_loop().time
+    return Telemetry(lambda fact: None, clock, Waits(lambda fact: None, clock, 1e5, 1e6))
 
 
 def test_two_hosts_carry_a_run_and_leave_when_it_is_over():
@@ -324,6 +329,74 @@ def test_hosts_leave_a_run_that_gives_no_sign():
         assert isinstance(fleet.ended["host-1"], Deserted)
         with pytest.raises(HeadraceError):
             raise fleet.ended["host-1"]
+
+    virtual_time.run(case())
+
+
+def test_hosts_stay_while_a_run_waits_for_its_own_workers():
+    """Before it is announced, and between two attempts to go on after its trainer's death, for longer than hosts wait without a sign."""
+
+    async def waits(fleet: Fleet, seconds: float) -> None:
+        engine = bus_engine(fleet, unheard())
+        await engine.launch()
+        await asyncio.sleep(seconds)
+        await engine.close()
+
+    async def case() -> None:
+        server = MemoryServer()
+        fleet = Fleet(open_bus=in_memory(server), staleness=STALENESS, patience=HostPatience(run=60.0))
+        who = fleet.join()
+        await waits(fleet, 200.0)
+        assert who not in fleet.ended
+        world = await bus_world(None, fleet, steps=1)
+        await world.run()
+        world.engine.trainer_died = True
+        await world.engine.close()
+        for _ in range(20):
+            await asyncio.sleep(10.0)
+            await waits(fleet, 0.5)
+        assert who not in fleet.ended
+        assert fleet.said == ["the trainer has died: waiting for the run to go on from its checkpoint"]
+        await bus_world(None, fleet, steps=1)
+        assert who not in fleet.ended
+
+    virtual_time.run(case())
+
+
+def test_a_run_that_was_refused_leaves_the_letters_of_the_one_before_to_the_next():
+    async def case() -> None:
+        server = MemoryServer()
+        bus = MemoryBus(server)
+        await bus.post(Posting("answers", "12", b"sampled"))
+        fleet = Fleet(open_bus=in_memory(server), staleness=STALENESS)
+        engine = bus_engine(fleet, unheard())
+        await engine.launch()
+        await engine.close()
+        await engine.close()
+        assert await bus.unsettled("answers") == {"12"} and await bus.newer("run") is None
+
+    virtual_time.run(case())
+
+
+def test_a_host_leaves_a_bus_that_is_silent():
+    class Silent(MemoryBus):
+        is_silent = False
+
+        async def newer(self, name: str, than: str = "", wait: float = 0.0) -> Any:
+            if Silent.is_silent:
+                await asyncio.Event().wait()
+            return await super().newer(name, than, wait)
+
+    async def case() -> None:
+        server = MemoryServer()
+        fleet = Fleet(open_bus=lambda: Silent(server), staleness=STALENESS, patience=HostPatience(run=60.0))
+        who = fleet.join()
+        await bus_world(None, fleet)
+        await asyncio.sleep(100.0)
+        assert who not in fleet.ended
+        Silent.is_silent = True
+        await asyncio.sleep(70.0)
+        assert isinstance(fleet.ended[who], Deserted)
 
     virtual_time.run(case())
 

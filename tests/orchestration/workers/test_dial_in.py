@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -18,7 +20,7 @@ import pytest
 
 from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.processes.frames import LONGEST, framed, length_of
-from headrace.processes.joining.dial import dial
+from headrace.processes.joining.dial import LOST, dial
 from headrace.processes.joining.greeting import Hello
 from headrace.processes.joining.listener import Listener
 from headrace.processes.wire import (
@@ -30,13 +32,14 @@ from headrace.processes.wire import (
     unpack,
 )
 from headrace.version import __version__
+from headrace.web.tls import server_context
 
 TOKEN = "a token of many characters"
 
 
-def with_listener(use: Callable[[Listener], Awaitable[Any]]) -> Any:
+def with_listener(use: Callable[[Listener], Awaitable[Any]], tls: ssl.SSLContext | None = None) -> Any:
     async def go() -> Any:
-        listener = Listener(TOKEN)
+        listener = Listener(TOKEN, tls=tls)
         await listener.open()
         try:
             async with asyncio.timeout(300):
@@ -131,6 +134,46 @@ def test_a_seat_is_taken_once_and_strangers_do_not_keep_the_right_one_out() -> N
 def test_a_token_that_could_be_guessed_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 16"):
         Listener("secret")
+
+
+OFFERING = """
+from headrace.processes.joining.dial import offer
+offer("127.0.0.1:1", "scorer", print, agree=None)
+"""
+
+
+def test_a_worker_that_is_there_before_the_run_says_what_it_waits_for() -> None:
+    given = {"HEADRACE_TOKEN": TOKEN, "HEADRACE_PATIENCE": "0.5"}
+    done = subprocess.run([sys.executable, "-c", OFFERING], env={**os.environ, **given}, capture_output=True, text=True)
+    assert done.returncode == LOST
+    waits, ends = (line for line in done.stderr.splitlines() if "127.0.0.1:1 cannot be reached" in line)
+    assert "this scorer tries again for up to 0.5 s (--patience)" in waits and "tries again" not in ends
+
+
+def test_a_run_with_another_certificate_is_not_tried_again(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    made += ["-subj", "/CN=elsewhere", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(made, check=True, capture_output=True)
+
+    async def use(listener: Listener) -> None:
+        with pytest.raises(
+            ConfigError, match=r"cert.pem vouches for .*; give the run's own \(orchestration.cert\) by --ca"
+        ):
+            await asyncio.to_thread(dial, listener.address, "engine", TOKEN, ca=str(cert))
+
+    with_listener(use, server_context(cert, key))
 
 
 # --- frames and beats ----------------------------------------------------------------------------------------------------

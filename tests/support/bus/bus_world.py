@@ -138,17 +138,23 @@ class _Dead:
         return never
 
 
+def bus_engine(fleet: Fleet, telemetry: Telemetry) -> BusEngine:
+    """The run's end of the fleet's bus, which is not launched yet."""
+
+    async def opened() -> tuple[Bus, str]:
+        return fleet.open_bus(), "in memory"
+
+    sizes = GroupSizes(ROLLOUT.group_size, 2)
+    return BusEngine("a bus", opened, "", telemetry, sizes=sizes, suspects=Suspects(TICKET_DEATHS))
+
+
 async def bus_world(directory: Path | None, fleet: Fleet, resume: bool = False, **settings: Any) -> FakeWorld:
     """A world whose engine is the fleet. At least one host must have joined, or join soon."""
     facts = settings.pop("observer", None) or FactList()
     clock = asyncio.get_running_loop().time
     telemetry = Telemetry(facts.record, clock, fleet.waits or Waits(facts.record, clock, 1e5, 1e6))
 
-    async def opened() -> tuple[Bus, str]:
-        return fleet.open_bus(), "in memory"
-
-    sizes = GroupSizes(ROLLOUT.group_size, 2)
-    engine = BusEngine("a bus", opened, "", telemetry, sizes=sizes, suspects=Suspects(TICKET_DEATHS))
+    engine = bus_engine(fleet, telemetry)
     await engine.launch()
     await engine.open(RunNotice("", __version__))
     return BusWorld(

@@ -11,7 +11,7 @@ import torch
 import transformers
 import xxhash
 from rank_processes import RankProcesses
-from sharded_case import CPU, Case, trainer_of_rank
+from sharded_case import CPU, Case, Piped, trainer_of_rank
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +31,9 @@ CASES = {
     "TP of experts": Case(model="qwen3_moe", parallel={"shard": 1, "tensor": 2}),
     "EP": Case(model="qwen3_moe", routing=True, parallel={"expert": 2}),
     "EP of mixtral, a reference": Case(model="mixtral", algo={"kl": {"coef": 0.1}}, parallel={"expert": 2}),
+    "stages, tied": Piped(model="qwen3-deep"),
+    "stages of experts": Piped(model="qwen3_moe-deep", algo={"kl": {"coef": 0.1}}, parallel={"schedule": "interleaved"}),
+    "adapters in stages": Piped(model="llama", lora={"rank": 4}, train={"dtype": "bfloat16"}),
     "adapters": Case(model="qwen3", lora={"rank": 4}, train={"dtype": "bfloat16"}),
     "adapters, recorded experts": Case(model="qwen3_moe", routing=True, lora={"rank": 4}),
 }
@@ -137,12 +140,17 @@ def peak(directory: Path, parallel: dict[str, int]) -> tuple[int, int, int]:
     over.set()
     watching.join()
     parameters = list(trainer._model.parameters())
-    share = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
+    held_here = [p.to_local() if isinstance(p, DTensor) else p for p in parameters if not p.is_meta]
+    share = sum(p.nbytes for p in held_here)
     return max(*seen, held(CPU)) - before, share, max(p.nbytes for p in parameters)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"shard": 2}, {"shard": 1, "tensor": 2}], ids=["FSDP2", "TP"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{"shard": 2}, {"shard": 1, "tensor": 2}, {"shard": 1, "pipeline": 2}],
+    ids=["FSDP2", "TP", "stages"],
+)
 def test_a_rank_takes_its_part_of_memory_and_little_more(
     parallel: dict[str, int], two: RankProcesses, tmp_path: Path
 ) -> None:

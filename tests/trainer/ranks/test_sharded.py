@@ -179,22 +179,6 @@ def test_a_checkpoint_goes_on_bit_for_bit_on_its_mesh_and_equally_on_another(
     resume(two, RESUMED[name], tmp_path, near=3e-5 if name != "bfloat16" else 0.1)  # rounded with other random numbers
 
 
-MOVES = {"algo": {"kl": {"coef": 0.1, "every": 2}}}
-MOVING = {
-    "FSDP2": Case(model="qwen3", **MOVES),
-    "norms in another dtype": Case(model="llama", train=RESUMED["bfloat16"]["train"], **MOVES),
-    "TP": Case(model="llama", parallel={"shard": 1, "tensor": 2}, **MOVES),
-    "a pipeline": Piped(model="qwen3-deep", **MOVES),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MOVING)
-def test_a_reference_that_moves_is_resumed_in_parts(name: str, two: RankProcesses, tmp_path: Path) -> None:
-    """The third step has that of the second, and its gradient."""
-    resume(two, MOVING[name], tmp_path, near=3e-5 if name != "norms in another dtype" else 0.1)
-
-
 CAPTURED = {
     "FSDP2": Case(model="llama-deep"),
     "TP": Case(model="llama", parallel={"shard": 1, "tensor": 2}),

@@ -28,6 +28,7 @@ from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
     LayerWeights,
+    RecurrenceWeights,
     Spec,
     Tensors,
     query_factors,
@@ -39,7 +40,7 @@ from headrace.engine.native.runners.families import refusal as family_refusal
 from headrace.engine.native.runners.layers import PARTS
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.sampler import score
-from headrace.engine.own_families import DeltaRule
+from headrace.engine.own_families import DeltaRule, Recurrence, StateSpace
 from headrace.native.arithmetic import arithmetic
 from headrace.native.memory import address, contiguous, zeros
 
@@ -163,9 +164,14 @@ def refusal(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> str
         return f"its convolutions are over {spec.hidden} numbers (hidden_size), and that must be a multiple of 16"
     if any(layer.kernel > LONGEST_CONVOLUTION for layer in spec.layers):
         return f"its convolutions are over more than {LONGEST_CONVOLUTION} tokens"
-    for delta in {layer.delta for layer in spec.layers if layer.delta}:
-        if odd := [width for width in (delta.key_width, delta.value_width) if width % 16]:
-            return f"its delta rule has heads that are {odd[0]} wide (linear_key_head_dim, linear_value_head_dim), and that must be a multiple of 16"
+    for found in {layer.recurrence for layer in spec.layers if layer.recurrence}:
+        if odd := [width for width in (found.key_width, found.value_width) if width % 16]:
+            named = (
+                "mamba_d_state, mamba_d_head"
+                if isinstance(found, StateSpace)
+                else "linear_key_head_dim, linear_value_head_dim"
+            )
+            return f"its recurrence has heads that are {odd[0]} wide ({named}), and that must be a multiple of 16"
     if spec.head_dim % 16 or spec.head_dim > WIDEST_HEAD:
         return f"its heads are {spec.head_dim} wide (head_dim), and that must be a multiple of 16 up to {WIDEST_HEAD}"
     if odd := [width for layer in spec.layers for width in (layer.inner, layer.shared) if width % 16]:
@@ -220,7 +226,7 @@ class KernelRunner:
         )  # no trainer has quantised weights, or caps logits as we do
         self.dtype, self._levels = dtype, levels
         self._convolutions = sum(layer.kernel > 0 for layer in spec.layers)
-        self._state = sum(layer.delta.state for layer in spec.layers if layer.delta)
+        self._state = sum(layer.recurrence.state for layer in spec.layers if layer.recurrence)
         self.state_nbytes = self._state * torch.float32.itemsize
         self.block_nbytes = sum(count * each for count, each in self._parts) * dtype.itemsize
         self._tables = _rotary(model, context_length)
@@ -473,15 +479,24 @@ def delta_order(delta: DeltaRule) -> np.ndarray:
     return np.concatenate([part.ravel() for part in parts])
 
 
+def state_space_order(space: StateSpace) -> np.ndarray:
+    """Rows of gates, values, keys, queries and steps, so that queries come first, then keys, values, gates and steps."""
+    sizes = [space.values, space.values, space.keys, space.keys, space.value_heads]
+    gates, values, keys, queries, steps = np.split(np.arange(sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1])
+    return np.concatenate([queries, keys, values, gates, steps])
+
+
 def _order(spec: Spec, layer: LayerSpec) -> np.ndarray | None:
     """Rows of a layer's first product as the kernels want them; None: as they are."""
-    if layer.delta is not None:
-        return delta_order(layer.delta) if layer.delta.by_key_head else None
+    if isinstance(layer.recurrence, StateSpace):
+        return state_space_order(layer.recurrence)
+    if isinstance(layer.recurrence, DeltaRule):
+        return delta_order(layer.recurrence) if layer.recurrence.by_key_head else None
     return attention_order(spec) if spec.gated and layer.attends else None
 
 
 def _kind(layer: LayerSpec) -> tuple[bool, bool]:
-    return layer.kernel > 0, layer.delta is not None
+    return layer.kernel > 0, layer.recurrence is not None
 
 
 def _fill(
@@ -511,12 +526,26 @@ def _fill(
             packer.wide(weights.convolution.weight),
             packer.wide(weights.convolution.bias),
         )
-    if spec.delta and weights.delta:
-        into.kernel, into.convolution = spec.delta.kernel, packer.wide(weights.delta.convolution)
-        into.decay, into.step_bias = packer.wide(weights.delta.decay), packer.wide(weights.delta.step_bias)
-        into.delta_norm = packer.wide(weights.delta.norm)
-        into.key_heads, into.value_heads = spec.delta.key_heads, spec.delta.value_heads
-        into.key_width, into.value_width = spec.delta.key_width, spec.delta.value_width
+    if spec.recurrence and weights.recurrence:
+        _fill_recurrence(into, spec.recurrence, weights.recurrence, packer)
+
+
+def _fill_recurrence(into: binding.LayerStruct, spec: Recurrence, weights: RecurrenceWeights, packer: Packer) -> None:
+    convolution, bias = weights.convolution.weight, weights.convolution.bias
+    if isinstance(spec, StateSpace):
+        order = (
+            torch.from_numpy(state_space_order(spec)[: spec.convolved]).long() - spec.values
+        )  # gates are not convolved
+        convolution, bias = convolution[:, order], bias if bias is None else bias[order]
+        into.shortest_step, into.longest_step = spec.steps
+    else:
+        into.corrects, into.shortest_step, into.longest_step = 1, 0, math.inf
+    into.kernel = spec.kernel
+    into.convolution, into.convolution_bias = packer.wide(convolution), packer.wide(bias)
+    into.decay, into.step_bias = packer.wide(weights.decay), packer.wide(weights.step_bias)
+    into.result_norm, into.skip = packer.wide(weights.norm), packer.wide(weights.skip)
+    into.key_heads, into.value_heads = spec.key_heads, spec.value_heads
+    into.key_width, into.value_width = spec.key_width, spec.value_width
 
 
 # --- The residual stream of one sequence through the kernels

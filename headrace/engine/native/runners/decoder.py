@@ -97,8 +97,8 @@ def refusal(skeleton: Skeleton) -> str:
     if reason := family_refusal(skeleton):
         return reason
     spec = read_spec(skeleton)
-    if any(layer.delta for layer in spec.layers):
-        return "its delta rule is computed by the C++ kernels alone"
+    if any(layer.recurrence for layer in spec.layers):
+        return "its recurrence is computed by the C++ kernels alone"
     if spec.gated:
         return "gates of what attention gives are computed by the C++ kernels alone"
     if any(layer.shared for layer in spec.layers):

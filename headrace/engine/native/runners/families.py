@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.engine.native.runners.skeleton import Skeleton, fuse
-from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Clamp, DeltaRule, Names, QueryGrowth, Routing
+from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Clamp, Names, QueryGrowth, Recurrence, Routing
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]
@@ -45,8 +45,8 @@ class LayerSpec:
     """Width of the expert of a mixture that serves every token; 0: there is none."""
     kernel: int = 0
     """Tokens of a gated short convolution, which the layer has in the place of attention; 0 for others."""
-    delta: DeltaRule | None = None
-    """The delta rule that the layer has in the place of attention."""
+    recurrence: Recurrence | None = None
+    """The recurrence that the layer has in the place of attention."""
 
     @property
     def dense(self) -> int:
@@ -55,7 +55,7 @@ class LayerSpec:
 
     @property
     def attends(self) -> bool:
-        return not self.kernel and self.delta is None
+        return not self.kernel and self.recurrence is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,9 @@ class Spec:
     out_bias: bool
     mlp_bias: bool
     conv_bias: bool
+    """Whether convolutions have biases, and with them the products of those that are gated."""
+    recurrence_bias: bool
+    """Whether products of recurrences have biases."""
     expert_bias: bool
     """Whether experts and their router have biases."""
     choice_bias: bool
@@ -137,23 +140,25 @@ class Experts:
 @dataclass(frozen=True)
 class Convolution:
     weight: torch.Tensor
-    """[tokens, H] float32, the current token last."""
+    """[tokens, C] float32, the current token last."""
     bias: torch.Tensor | None
-    """[H]"""
+    """[C]"""
 
 
-@dataclass(frozen=True)
-class Delta:
-    """Weights of a layer with a delta rule beside its products, in float32."""
+@dataclass(frozen=True, kw_only=True)
+class RecurrenceWeights:
+    """Weights of a layer with a recurrence beside its products, in float32."""
 
-    convolution: torch.Tensor
-    """[tokens, C], the current token last."""
+    convolution: Convolution
+    """Over the numbers of `Recurrence.convolved`, in the order of the product's rows."""
     decay: torch.Tensor
     """[value heads]: a state fades by exp(-decay * step)."""
     step_bias: torch.Tensor
     """[value heads]"""
     norm: torch.Tensor
-    """[value width]"""
+    """[`Recurrence.normed`]"""
+    skip: torch.Tensor | None
+    """[value heads]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +168,9 @@ class LayerWeights:
     attention_norm: torch.Tensor | None
     qkv: Linear
     """Rows of q, then k, then v, and where it is `gated` each head's gates behind its queries; of a convolution the factor of its input, that of its result,
-    and its input; of a delta rule its four parts (`Names.into_delta`)."""
+    and its input; of a recurrence its parts (`Recurrence.rows`)."""
     convolution: Convolution | None
-    delta: Delta | None
+    recurrence: RecurrenceWeights | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
@@ -198,7 +203,7 @@ def refusal(skeleton: Skeleton) -> str:
     layers = [
         layer
         for layer in range(config.num_hidden_layers)
-        if not family.convolves(config, layer) and family.delta(config, layer) is None
+        if not family.convolves(config, layer) and family.recurrence(config, layer) is None
     ]
     if skeleton.attention is None or list(skeleton.attention.layers) != layers:
         return skeleton.objection
@@ -257,7 +262,9 @@ def read_spec(skeleton: Skeleton) -> Spec:
         qkv_bias=f"{first}{names.qkv[0]}.bias" in shapes,
         out_bias=f"{first}{names.out}.bias" in shapes,
         mlp_bias=f"{first}{names.gate_up[0]}.bias" in shapes,
-        conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes),
+        conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes)
+        or any(name.endswith(f".{names.recurrence_convolution}.bias") for name in shapes),
+        recurrence_bias=any(name.endswith(f".{names.out_of_recurrence}.bias") for name in shapes),
         expert_bias=any(name.endswith(f".{names.router}.bias") for name in shapes),
         choice_bias=any(name.endswith(f".{names.choice_bias}") for name in shapes),
         shared_gate=any(name.endswith(f".{names.shared_gate}.weight") for name in shapes),
@@ -302,7 +309,7 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         experts=experts is not None,
         shared=shapes.get(f"{prefix}{family.names.shared_down}.weight", (0,))[-1] if experts else 0,
         kernel=shapes.get(f"{prefix}{family.names.convolution}.weight", (0,))[-1],
-        delta=family.delta(config, index),
+        recurrence=family.recurrence(config, index),
     )
 
 
@@ -380,8 +387,8 @@ def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
     attention = {"qkv": names.qkv, "out": (names.out,)}
     if layer.kernel:
         attention = {"qkv": (names.into_convolution,), "out": (names.out_of_convolution,)}
-    if layer.delta:
-        attention = {"qkv": names.into_delta, "out": (names.out_of_delta,)}
+    if layer.recurrence:
+        attention = {"qkv": names.into_recurrence, "out": (names.out_of_recurrence,)}
     if layer.experts:
         shared = {"gate_up": names.shared_gate_up, "down": (names.shared_down,)}
         return attention | shared if layer.shared else attention
@@ -394,10 +401,8 @@ def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     first: tuple[int, ...] = (2 * q if spec.gated else q, kv, kv)
     if layer.kernel:
         q, first = spec.hidden, (spec.hidden,) * 3
-    if delta := layer.delta:
-        q, first = delta.values, (delta.convolved, delta.values, delta.value_heads, delta.value_heads)
-        if delta.by_key_head:
-            first = delta.convolved + delta.values, 2 * delta.value_heads
+    if layer.recurrence:
+        q, first = layer.recurrence.values, layer.recurrence.rows
     outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.dense, layer.dense), "down": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.dense}
     shapes: dict[str, tuple[int, int]] = {}
@@ -448,10 +453,8 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
         shapes[f"{spec.names.convolution}.weight"] = (spec.hidden, 1, layer.kernel)
         if spec.conv_bias:
             shapes[f"{spec.names.convolution}.bias"] = (spec.hidden,)
-    elif delta := layer.delta:
-        shapes[f"{spec.names.delta_convolution}.weight"] = (delta.convolved, 1, delta.kernel)
-        shapes[spec.names.decay] = shapes[spec.names.step_bias] = (delta.value_heads,)
-        shapes[f"{spec.names.delta_norm}.weight"] = (delta.value_width,)
+    elif layer.recurrence:
+        shapes |= _recurrence_shapes(spec, layer.recurrence)
     elif spec.qk_norm:
         whole = spec.qk_norm == "projection"
         for name, heads in ((spec.names.q_norm, spec.heads), (spec.names.k_norm, spec.kv_heads)):
@@ -459,11 +462,22 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _recurrence_shapes(spec: Spec, of: Recurrence) -> dict[str, tuple[int, ...]]:
+    names, convolution = spec.names, spec.names.recurrence_convolution
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{convolution}.weight": (of.convolved, 1, of.kernel),
+        f"{names.recurrence_norm}.weight": (of.normed,),
+    }
+    if spec.conv_bias:
+        shapes[f"{convolution}.bias"] = (of.convolved,)
+    return shapes | {name: (of.value_heads,) for name in (names.decay, names.step_bias, names.skip) if name}
+
+
 def _has_bias(spec: Spec, name: str) -> bool:
     if name in (spec.names.into_convolution, spec.names.out_of_convolution):
         return spec.conv_bias
-    if name in (*spec.names.into_delta, spec.names.out_of_delta):
-        return False
+    if name in (*spec.names.into_recurrence, spec.names.out_of_recurrence):
+        return spec.recurrence_bias
     if name in spec.names.qkv:
         return spec.qkv_bias
     return spec.out_bias if name == spec.names.out else spec.mlp_bias
@@ -504,8 +518,8 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
     return LayerWeights(
         attention_norm=of("before_attention"),
         qkv=tensors.linear(inside["qkv"], _has_bias(spec, inside["qkv"][0])),
-        convolution=_convolution(spec, tensors) if layer.kernel else None,
-        delta=_delta(spec, tensors) if layer.delta else None,
+        convolution=_convolution(spec, tensors, spec.names.convolution) if layer.kernel else None,
+        recurrence=_recurrence(spec, tensors) if layer.recurrence else None,
         q_norm=norm(spec.names.q_norm) if normed else None,
         k_norm=norm(spec.names.k_norm) if normed else None,
         sinks=tensors[spec.names.sinks].float() if layer.sinks else None,
@@ -517,19 +531,19 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
     )
 
 
-def _convolution(spec: Spec, tensors: _Layer) -> Convolution:
-    name = spec.names.convolution
+def _convolution(spec: Spec, tensors: _Layer, name: str) -> Convolution:
     weight = tensors[f"{name}.weight"].float()[:, 0].T.contiguous()
     return Convolution(weight, tensors[f"{name}.bias"].float() if spec.conv_bias else None)
 
 
-def _delta(spec: Spec, tensors: _Layer) -> Delta:
+def _recurrence(spec: Spec, tensors: _Layer) -> RecurrenceWeights:
     names = spec.names
-    return Delta(
-        convolution=tensors[f"{names.delta_convolution}.weight"].float()[:, 0].T.contiguous(),
+    return RecurrenceWeights(
+        convolution=_convolution(spec, tensors, names.recurrence_convolution),
         decay=tensors[names.decay].float().exp(),
         step_bias=tensors[names.step_bias].float(),
-        norm=tensors[f"{names.delta_norm}.weight"].float(),
+        norm=tensors[f"{names.recurrence_norm}.weight"].float(),
+        skip=tensors[names.skip].float() if names.skip else None,
     )
 
 

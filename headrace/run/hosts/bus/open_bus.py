@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.run.hosts.bus.bus_port import Bus
 from headrace.run.hosts.bus.directory_bus import JsonlBus, runs_in
-from headrace.run.hosts.bus.redis_streams import RedisBus, runs_of
+from headrace.run.hosts.bus.redis_streams import RedisBus
 from headrace.settings.extras import install, is_installed
 
 FORGETS = (
@@ -34,7 +34,8 @@ async def open_for_run(
     again: Callable[[str], None] | None = None,
 ) -> tuple[Bus, str]:
     """Opens the run's end, and enters the run into the list of runs. Returns the bus, and what it keeps, in words. `forgets`: whether it
-    may be a server without an append-only file. `say`, `again`: as for `RedisBus`. Raises ConfigError if it cannot be used."""
+    may be a server without an append-only file. `say`, `again`: as for `RedisBus`. Waits for a server that does not answer yet. Raises
+    ConfigError if it cannot be used."""
     bus: JsonlBus | RedisBus
     if directory := _directory(url):
         bus, kept = _in_files(directory / run, url), "files, flushed"
@@ -49,11 +50,15 @@ async def open_for_run(
     return bus, kept
 
 
-async def runs_on(url: str, password: str = "") -> list[str]:
-    """Returns the runs on a bus, by name. Raises ConfigError if it does not answer."""
+async def runs_on(url: str, password: str = "", *, say: Callable[[str], None]) -> list[str]:
+    """Returns the runs on a bus, by name, as soon as it answers. `say`: as for `RedisBus`. Raises ConfigError if it cannot be used."""
     if directory := _directory(url):
         return runs_in(directory)
-    return await runs_of(url, password)
+    bus = RedisBus(url, "", password=password, say=say)
+    try:
+        return await bus.runs()
+    finally:
+        await bus.close()
 
 
 async def _checked(bus: RedisBus, url: str, forgets: bool, say: Callable[[str], None]) -> str:

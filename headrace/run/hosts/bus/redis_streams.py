@@ -9,14 +9,16 @@
 is not silent. (`XAUTOCLAIM` does the first two in one command, but looks at ten times as many letters as it may claim, the oldest first: those
 of a silent claimant stay hidden behind them.) An answer is posted and its ticket settled in one transaction.
 
-A server that does not answer, or takes nothing at present (its memory or its disk is full, it is a replica until another one is), is tried again
-for as long as it takes: the waits of run and hosts have names and deadlines. A server that comes back without its memory gets its groups anew;
-the run posts what is missing (`hosts/bus_run.py`).
+A server that does not answer (yet), or takes nothing at present (its memory or its disk is full, it is a replica until another one is), is tried
+again for as long as it takes: the waits of run and hosts have names and deadlines. One that refuses the user or the password is not. A server
+that comes back without its memory gets its groups anew; the run posts what is missing (`hosts/bus_run.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -26,8 +28,8 @@ from headrace.run.hosts.bus.bus_port import LEASE, Letter, Notice, Posting
 
 RUNS = b"headrace:runs"
 GROUP = "headrace"
-AGAIN = 0.5
-"""Seconds between two attempts to reach the server."""
+AGAIN, LONGEST_AGAIN = 0.5, 2.0
+"""Seconds between the first two attempts to reach the server, and between later ones: the pauses double, because a thousand hosts may try."""
 SOCKET = 15.0
 """Seconds after which a command without an answer counts as an outage."""
 LONGEST_BLOCK = 5.0
@@ -74,7 +76,8 @@ class RedisBus:
         self._client, self._where = client_of(url, password), url
         self._say, self._again = say, again or say
         self._prefix, self._run, self._lease = f"headrace:{run}", run, lease
-        self._down = False
+        self._down = self._met = False
+        """Whether it is said that the server does not answer; and whether it ever has."""
         self._backlog: dict[str, list[Letter]] = {}
         """The letters that an earlier process under this name held, by queue, until they are claimed."""
         self._looked = 0.0
@@ -92,23 +95,26 @@ class RedisBus:
 
         await self._steady(work)
 
-    async def persistence(self) -> Persistence:
-        """Raises ConfigError if the server does not answer, or refuses."""
-        from redis.exceptions import RedisError, ResponseError
+    async def runs(self) -> list[str]:
+        """Returns the runs that the server has, by name."""
+        return sorted(map(_text, await self._steady(lambda: self._client.smembers(RUNS))))
 
-        try:
-            server, kept = await self._client.info("server"), await self._client.info("persistence")
-            memory = await self._client.info("memory")
+    async def persistence(self) -> Persistence:
+        from redis.exceptions import ResponseError
+
+        async def fsync() -> str:
             try:
-                fsync = (await self._client.config_get("appendfsync")).get("appendfsync", "")
+                said: str = (await self._client.config_get("appendfsync")).get("appendfsync", "")
             except ResponseError:  # many hosted servers forbid CONFIG
-                fsync = ""
-        except (RedisError, OSError) as error:
-            raise ConfigError(
-                f"orchestration.bus = {self._where} cannot be used: {error}; start it (redis-server --appendonly yes), or name another"
-            ) from None
+                return ""
+            return said
+
+        server, kept, memory = [
+            await self._steady(functools.partial(self._client.info, part))
+            for part in ("server", "persistence", "memory")
+        ]
         evicts = bool(memory.get("maxmemory")) and memory.get("maxmemory_policy") != "noeviction"
-        return Persistence(server["redis_version"], bool(kept["aof_enabled"]), fsync, evicts)
+        return Persistence(server["redis_version"], bool(kept["aof_enabled"]), await self._steady(fsync), evicts)
 
     async def post(self, posting: Posting) -> None:
         await self._steady(lambda: self._client.xadd(self._stream(posting.queue), _fields(posting)))
@@ -218,17 +224,20 @@ class RedisBus:
 
     async def _steady(self, work: Callable[[], Awaitable[T]]) -> T:
         """Does the work as soon as the server answers. Work that was done although its answer was lost is done again: letters repeat. Raises
-        HeadraceError for a command that the server refuses for good."""
-        from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
+        HeadraceError for a command that the server refuses for good, and ConfigError for a server that refuses this process, or is none."""
+        from redis.exceptions import BusyLoadingError, ConnectionError, InvalidResponse, ResponseError, TimeoutError
 
+        pause = AGAIN
         while True:
             try:
                 done = await work()
-            except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
-                await self._outage(f"does not answer ({error})")
+            except (ConnectionError, TimeoutError, BusyLoadingError, OSError, InvalidResponse) as error:
+                if remedy := _remedy(error):
+                    raise ConfigError(f"{self._where} cannot be used ({error}): {remedy}") from None
+                pause = await self._outage(f"does not answer ({error})", pause)
             except ResponseError as error:
                 if (code := _code_of(error)).startswith(PASSING):
-                    await self._outage(f"takes nothing at present ({code.strip()}: {error})")
+                    pause = await self._outage(f"takes nothing at present ({code.strip()}: {error})", pause)
                 elif code.startswith(("NOGROUP", "UNBLOCKED")):
                     self._backlog.clear()  # the server has lost its memory
                 else:
@@ -238,17 +247,32 @@ class RedisBus:
                     ) from None
             else:
                 _heed_cancelling()
+                self._met = True
                 if self._down:
                     self._down = False
                     self._again(f"{self._where} answers again")
                 return done
 
-    async def _outage(self, how: str) -> None:
+    async def _outage(self, how: str, pause: float) -> float:
+        """Waits for so many seconds. Returns the seconds of the next pause."""
         _heed_cancelling()
         if not self._down:
             self._down = True
-            self._say(f"{self._where} {how}; it is tried again until it does")
-        await asyncio.sleep(AGAIN)
+            remedy = "" if self._met else ". If nobody starts it: redis-server --appendonly yes"
+            self._say(f"{self._where} {how}; it is tried again until it does{remedy}")
+        await asyncio.sleep(pause)
+        return min(2 * pause, LONGEST_AGAIN)
+
+
+def _remedy(error: Exception) -> str:
+    """Returns what a person must do about an error of the connection; empty for one that passes with time."""
+    from redis.exceptions import AuthenticationError, AuthorizationError, InvalidResponse
+
+    if isinstance(error, AuthenticationError | AuthorizationError):
+        return "give the server's password, the run's by orchestration.token_file and a rollout host's by --token-file"
+    if isinstance(error.__context__, ssl.SSLCertVerificationError):
+        return "name the certificate that the server's is checked with: rediss://HOST:PORT?ssl_ca_certs=FILE"
+    return "name the address of a Redis server" if isinstance(error, InvalidResponse) else ""
 
 
 def _code_of(error: Exception) -> str:
@@ -283,19 +307,6 @@ def client_of(url: str, password: str = "") -> Any:
         )
     except ValueError as error:
         raise ConfigError(f"orchestration.bus = {url} is not the address of a Redis server: {error}") from None
-
-
-async def runs_of(url: str, password: str = "") -> list[str]:
-    """Returns the runs that a server has, by name. Raises ConfigError if it does not answer."""
-    from redis.exceptions import RedisError
-
-    client = client_of(url, password)
-    try:
-        return sorted(_text(name) for name in await client.smembers(RUNS))
-    except (RedisError, OSError) as error:
-        raise ConfigError(f"{url} cannot be used: {error}") from None
-    finally:
-        await client.aclose()
 
 
 def _heed_cancelling() -> None:

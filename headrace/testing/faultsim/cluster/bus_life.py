@@ -91,8 +91,8 @@ class BusLives:
         sizes, suspects = GroupSizes(size.group_size, 1), Suspects(size.ticket_deaths)
         engine = self._engine = BusEngine("the bus", opened, "", telemetry, sizes=sizes, suspects=suspects)
         try:
-            await trainer.open()
             await engine.launch()
+            await trainer.open()
             await engine.open(RunNotice("", __version__))
             self._checks.restarted()
             resume = self._directory.exists()

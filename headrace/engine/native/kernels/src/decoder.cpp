@@ -2,7 +2,7 @@
 //
 //   embed | norm  qkv  rotate+store  attend  out(+=)  norm  gate_up*act  down(+=) | ... | norm  head
 //
-// In a layer that convolves, or follows a delta rule, other phases stand in the place of those between qkv and out (convolution.h, delta.h).
+// In a layer that convolves, or follows a recurrence, other phases stand in the place of those between qkv and out (convolution.h, recurrence.h).
 //
 // Each word is a phase: its items are distributed over the threads, and the next phase begins when all are done (team.h). The
 // functions below list all phases before the first begins. The residual stream is float32 and lies in the blocks of packing.h, so

@@ -35,10 +35,13 @@ struct Layer {
     // current token last, and a bias or null. place: number of layers of the same kind before this one.
     const float *convolution, *convolution_bias;
     int32_t kernel, place;
-    // The gated delta rule (delta.h) over heads of keys and of values (0: none), with qkv for queries, keys, values, gates, and for each head what is
-    // taken and its step: [value_heads], [value_heads], [value_width]. Its convolution is over queries, keys and values.
-    const float *decay, *step_bias, *delta_norm;
+    // A recurrence (recurrence.h) over heads of keys and of values (0: none), with qkv for queries, keys, values, gates, and for each head what is taken (of
+    // a delta rule alone) and its step: [value_heads], [value_heads], [value_width] or all values' [value_heads * value_width], [value_heads]. Its convolution
+    // is over queries, keys and values.
+    const float *decay, *step_bias, *result_norm, *skip;
     int32_t key_heads, value_heads, key_width, value_width;
+    int32_t corrects;                   // whether it is a delta rule, and not a state space
+    float shortest_step, longest_step;  // bounds of the steps
     int32_t gated;  // whether a gate for each number that attention gives follows in qkv behind the values
     Linear shared_gate_up, shared_down;  // of an expert that serves every token beside the chosen ones; no outputs: there is none
     const float* shared_gate;            // [hidden up to 32]: the sigmoid of its product with a token is the factor of that expert; null: 1
@@ -69,7 +72,7 @@ struct Cache {
     stored* data;    // [layers with attention][blocks][kv_heads][2][dim up to 32, 32]
     stored* inputs;  // [layers with convolutions][blocks][32][hidden up to 32]: what each token of a block brings to them
     int64_t blocks;
-    float* states;       // [slots, state_size]: of a sequence each, for all layers with a delta rule one after the other
+    float* states;       // [slots, state_size]: of a sequence each, for all layers with a recurrence one after the other
     int64_t state_size;
 };
 struct Pass {

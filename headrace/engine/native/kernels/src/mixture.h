@@ -1,10 +1,10 @@
 // A mixture of experts: the router's choice, and the products of each expert with the rows that chose it.
 #pragma once
-#include "delta.h"
+#include "recurrence.h"
 #include "routing.h"
 
-struct Mixture : Delta {
-    using Delta::Delta;
+struct Mixture : Recurrent {
+    using Recurrent::Recurrent;
 
     std::vector<int> chosen;         // [N, K], best first
     std::vector<float> weights;      // [N, K]
