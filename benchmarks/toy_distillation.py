@@ -99,6 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument(
+        "--ways", type=int, nargs="+", default=[*range(len(WAYS))], help="numbers of objectives, from 0 on"
+    )
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
@@ -111,7 +114,8 @@ def main() -> None:
         print("|---|---|---|---|")
         before, taught = measured(student, teacher), measured(teacher, teacher)
         print(f"| before | {before[0]:.3f} | {before[1]:.3f} (the teacher's {taught[1]:.3f}) | |", flush=True)
-        for number, (way, (algo, rollout)) in enumerate(WAYS.items()):
+        for number in told.ways:
+            way, (algo, rollout) = [*WAYS.items()][number]
             algo = {**algo, "distill": {**algo.get("distill", {}), "model": str(teacher)}}
             found, curves = [], []
             for seed in told.seeds:

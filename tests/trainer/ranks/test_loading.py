@@ -32,7 +32,9 @@ CASES = {
     "EP": Case(model="qwen3_moe", routing=True, parallel={"expert": 2}),
     "EP of mixtral, a reference": Case(model="mixtral", algo={"kl": {"coef": 0.1}}, parallel={"expert": 2}),
     "stages, tied": Piped(model="qwen3-deep"),
-    "stages of experts": Piped(model="qwen3_moe-deep", algo={"kl": {"coef": 0.1}}, parallel={"schedule": "interleaved"}),
+    "stages of experts": Piped(
+        model="qwen3_moe-deep", algo={"kl": {"coef": 0.1}}, parallel={"schedule": "interleaved"}
+    ),
     "adapters in stages": Piped(model="llama", lora={"rank": 4}, train={"dtype": "bfloat16"}),
     "adapters": Case(model="qwen3", lora={"rank": 4}, train={"dtype": "bfloat16"}),
     "adapters, recorded experts": Case(model="qwen3_moe", routing=True, lora={"rank": 4}),
