@@ -255,6 +255,7 @@ class Distill:
     """The part of the loss that a teacher adds (`algo/objective.py`)."""
 
     kind: Literal["none", "sampled", "forward", "reverse", "jsd"] = "none"
+    _: dataclasses.KW_ONLY
     coef: float = 1.0
     over: Over = "teacher_top"
     k: int = 32

@@ -227,7 +227,7 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     engine = machine.device("engine.device", config.engine.device)
     here = config.orchestration.trains_here
     trainer = machine.device("train.device", config.train.device if here else "cpu")
-    runs, way = config.runs, config.way
+    runs, way, beside = config.runs, config.way, shapes_beside(config.algo)
     first = runs[0]
     return MemoryPlan(
         engine=config.engine,
@@ -239,8 +239,8 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
         reference_moves=config.algo.recipe.kl.every > 0,
-        critic=critic_shape(config.algo),
-        teacher=teacher_shape(config.algo),
+        critic=beside.critic,
+        teacher=beside.teacher,
         rewards=any(run.algo.trains_rewards for run in runs),
         fetches=not config.engine.is_server and way.transport.sends_bytes,
         published=way.transport.device_of_buffers,
@@ -253,16 +253,21 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     )
 
 
-def critic_shape(algo: AlgoConfig) -> ModelShape | None:
-    """The shape of the critic's own model, if it has one. Raises ConfigError if it cannot be found."""
-    path = algo.recipe.critic.model if algo.has_critic else ""
-    return read_shape(resolve_model(path, setting="algo.critic.model")) if path else None
+class ShapesBeside(NamedTuple):
+    """The shapes of the critic's own model and of the teacher that the trainer holds, if there are any."""
+
+    critic: ModelShape | None
+    teacher: ModelShape | None
 
 
-def teacher_shape(algo: AlgoConfig) -> ModelShape | None:
-    """The shape of the teacher that the trainer holds, if it does. Raises ConfigError if it cannot be found."""
-    path = algo.recipe.distill.model
-    return read_shape(resolve_model(path, setting="algo.distill.model")) if path else None
+def shapes_beside(algo: AlgoConfig) -> ShapesBeside:
+    """Returns the shapes of the models that the trainer holds beside the policy. Raises ConfigError for one that cannot be found."""
+    given = {
+        "algo.critic.model": algo.recipe.critic.model if algo.has_critic else "",
+        "algo.distill.model": algo.recipe.distill.model,
+    }
+    found = (read_shape(resolve_model(path, setting=name)) if path else None for name, path in given.items())
+    return ShapesBeside(*found)
 
 
 def _kept_tokens(experience: Experience, longest: int) -> int:

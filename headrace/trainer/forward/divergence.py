@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.trainer.forward.fused.fused_ops import PackedWeight
 
 
-class Question(NamedTuple):
+class AskedLogprobs(NamedTuple):
     """Places and the ids whose log-probs are wanted there."""
 
     predictor: Int[Tensor, " M"]
@@ -50,7 +50,7 @@ class HeadOf(NamedTuple):
     backend: str = ""
     """The backend of torch.compile (`head.token_logprobs`)."""
 
-    def logprobs(self, asked: Question) -> Head:
+    def logprobs(self, asked: AskedLogprobs) -> Head:
         """Answers a question. Places are those of the hidden states."""
         return token_logprobs(
             self.hidden,
@@ -221,7 +221,7 @@ def _largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_all(values: Tensor, ids: Tensor, k: int, share: OwnRows) -> tuple[Tensor, Tensor]:
-    """Those of all ranks; one that has fewer than k is filled up with none."""
+    """Joins those of all ranks; one that has fewer than k is filled up with none."""
     missing = k - values.shape[1]
     values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
     ids = torch.nn.functional.pad(ids, (0, missing))

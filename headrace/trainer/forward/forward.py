@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.trainer.forward.carried import UNABLE, carried_hidden, carries, close
 from headrace.trainer.forward.context import Context
-from headrace.trainer.forward.divergence import HeadOf, Question
+from headrace.trainer.forward.divergence import AskedLogprobs, HeadOf
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs
 from headrace.trainer.forward.image_places import image_places, images_ahead
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
@@ -36,7 +36,7 @@ Values = Callable[[Tensor], Tensor]
 """[M, H] hidden states -> [M] values of a critic, float32 with gradient."""
 
 
-class Taught(NamedTuple):
+class LessonNumbers(NamedTuple):
     """The numbers of a pack's M loss tokens that come from a teacher which the trainer holds; None where the algorithm asks for others."""
 
     teacher: Tensor | None = None
@@ -45,7 +45,7 @@ class Taught(NamedTuple):
     """[M] with gradient: the policy's divergence from the teacher."""
 
 
-Lesson = Callable[[HeadOf, Question], Taught]
+Lesson = Callable[[HeadOf, AskedLogprobs], LessonNumbers]
 """Compares a teacher with the policy: the policy's head, and the loss tokens, whose places are those of its hidden states."""
 
 SERVED_TEMPERATURE = 1.0
@@ -88,7 +88,7 @@ class TokenScores(NamedTuple):
     """Number of loss tokens outside their sampling mask; their log-prob is over the whole vocabulary."""
     value: Tensor | None = None
     """[M] with gradient: the critic's value of what each loss token is predicted from."""
-    taught: Taught = Taught()
+    taught: LessonNumbers = LessonNumbers()
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,10 @@ class Forward:
         questions, context = _questions(pack, pack.predictor, temperature), self.context
         here = questions if context is None else [_asked_here(context, question) for question in questions]
 
-        def of_head() -> tuple[list[Head], Taught]:
+        def of_head() -> tuple[list[Head], LessonNumbers]:
             more: dict[str, Any] = {"packed": getattr(head, "packed", None), "backend": self.backend}
             policy = HeadOf(hidden, head.weight, getattr(head, "bias", None), scale, dtype, **more)
-            return [policy.logprobs(asked) for asked in here], lesson(policy, here[0]) if lesson else Taught()
+            return [policy.logprobs(asked) for asked in here], lesson(policy, here[0]) if lesson else LessonNumbers()
 
         found, taught = within(head, of_head)
         if critic is not None:
@@ -204,20 +204,20 @@ def _values(hidden: Tensor, predictor: Tensor, critic: Values) -> Tensor:
     return critic(hidden.index_select(0, places))[which]
 
 
-def _questions(pack: Pack, predictor: Tensor, temperature: float) -> list[Question]:
+def _questions(pack: Pack, predictor: Tensor, temperature: float) -> list[AskedLogprobs]:
     """The loss tokens, then the teacher's top tokens, to which no mask applies: one question where both are of one temperature, which costs less."""
-    own = Question(predictor, pack.target, pack.kept, temperature)
+    own = AskedLogprobs(predictor, pack.target, pack.kept, temperature)
     if pack.top_ids is None:
         return [own]
     more, ids = predictor.repeat_interleave(pack.top_ids.shape[1]), pack.top_ids.flatten()
     if temperature != SERVED_TEMPERATURE:
-        return [own, Question(more, ids, None, SERVED_TEMPERATURE)]
+        return [own, AskedLogprobs(more, ids, None, SERVED_TEMPERATURE)]
     kept = None if pack.kept is None else pack.kept.padded(len(more))
-    return [Question(torch.cat([predictor, more]), torch.cat([pack.target, ids]), kept, temperature)]
+    return [AskedLogprobs(torch.cat([predictor, more]), torch.cat([pack.target, ids]), kept, temperature)]
 
 
-def _asked_here(context: Context, asked: Question) -> Question:
-    """What is asked of the tokens of this rank: their predictors are places among these."""
+def _asked_here(context: Context, asked: AskedLogprobs) -> AskedLogprobs:
+    """Returns what is asked of the tokens of this rank: their predictors are places among these."""
     mine, kept = context.places(asked.predictor), asked.kept
     return asked._replace(
         predictor=asked.predictor[mine] // context.size,
@@ -226,7 +226,7 @@ def _asked_here(context: Context, asked: Question) -> Question:
     )
 
 
-def _of_all(context: Context, found: Head, asked: Question) -> Head:
+def _of_all(context: Context, found: Head, asked: AskedLogprobs) -> Head:
     """The numbers of all loss tokens, from those of this rank's. `asked`: of all."""
     given = [found.logprob, found.entropy, *([] if found.value is None else [found.value])]
     predictor = asked.predictor
@@ -235,9 +235,9 @@ def _of_all(context: Context, found: Head, asked: Question) -> Head:
     return Head(logprob, entropy, outside, value[0] if value else None)
 
 
-def _taught_of_all(context: Context, found: Taught, predictor: Tensor) -> Taught:
+def _taught_of_all(context: Context, found: LessonNumbers, predictor: Tensor) -> LessonNumbers:
     places, count = context.places(predictor), len(predictor)
-    return Taught(*(None if column is None else context.collected(column, places, count) for column in found))
+    return LessonNumbers(*(None if column is None else context.collected(column, places, count) for column in found))
 
 
 def _scores(pack: Pack, heads: Sequence[Head]) -> TokenScores:

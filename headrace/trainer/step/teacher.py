@@ -23,8 +23,8 @@ from headrace.algo.policy.tokens import TopTokens
 from headrace.algo.recipe_parts import Distill
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.models.resolve import resolve_model, weight_files
-from headrace.trainer.forward.divergence import HeadOf, Question, divergence, most_probable
-from headrace.trainer.forward.forward import Forward, Lesson, Taught, softcap_of
+from headrace.trainer.forward.divergence import AskedLogprobs, HeadOf, divergence, most_probable
+from headrace.trainer.forward.forward import Forward, Lesson, LessonNumbers, softcap_of
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.forward.head import Scale
 from headrace.trainer.packing import Pack
@@ -99,23 +99,23 @@ class HeldTeacher(torch.nn.Module):
         """Forwards the pack; the caller opens the autocast context."""
         return partial(self._compared, self._way.hidden(pack))
 
-    def _compared(self, hidden: Float[Tensor, "N H"], policy: HeadOf, asked: Question) -> Taught:
+    def _compared(self, hidden: Float[Tensor, "N H"], policy: HeadOf, asked: AskedLogprobs) -> LessonNumbers:
         """Compares at the places of the loss tokens, which lie among the hidden states. What was sampled has the temperature and the mask of sampling;
         distributions have `algo.distill.temperature`, and all tokens."""
         rule = self._rule
-        own = HeadOf(hidden, self.weight, self.bias, self._scale, self._dtype, self._packed)
+        own = HeadOf(hidden, self.weight, self.bias, self._scale, self._dtype, packed=self._packed)
         if not rule.compares:
             kept = asked.kept and asked.kept.below(len(self.weight))
             with torch.no_grad():
-                return Taught(teacher=own.logprobs(asked._replace(kept=kept)).logprob)
+                return LessonNumbers(teacher=own.logprobs(asked._replace(kept=kept)).logprob)
         places, which = torch.unique(asked.predictor, return_inverse=True)  # sums of gradients have an order then (C8)
         policy, own = policy.at(places, rule.temperature), own.at(places, rule.temperature)
         found = divergence(policy, own, rule) if rule.over == "vocabulary" else _over_top(policy, own, rule)
-        return Taught(divergence=found[which])
+        return LessonNumbers(divergence=found[which])
 
     @property
     def shares(self) -> bool:
-        """Whether it can read rows that share tokens."""
+        """Whether the model can read rows that share tokens."""
         return self._way.shares
 
 
@@ -149,7 +149,7 @@ def _over_top(policy: HeadOf, teacher: HeadOf, rule: Distill) -> Float[Tensor, "
     rows = min(policy.weight.shape[0], teacher.weight.shape[0])
     ids = most_probable(teacher if rule.over == "teacher_top" else policy, rule.k, rows)
     places = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
-    asked = Question(places, ids.flatten(), None, rule.temperature)
+    asked = AskedLogprobs(places, ids.flatten(), None, rule.temperature)
     student = policy.logprobs(asked).logprob.view(ids.shape)
     with torch.no_grad():
         taught = teacher.logprobs(asked).logprob.view(ids.shape)

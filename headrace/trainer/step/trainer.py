@@ -128,9 +128,7 @@ class TorchTrainer:
         self._copies_of_step = self._lowered_once()
         self._compilation = self._compile()
         self._forward = self._compilation.forward
-        self._teacher = held_teacher(
-            algos, self._forward, self._device, self._dtype, placement=self._placement, fused=bool(self._fused)
-        )
+        self._teacher = self._held_teacher(algos)
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._process = self._rewarding() if any(one.trains_rewards for one in algos) else None
         self._trials: dict[str, Trial] = {}
@@ -216,6 +214,11 @@ class TorchTrainer:
                 'algorithm without a critic, such as algo.name = "grpo"'
             )
         return ValueHead(self._model.get_output_embeddings().weight.shape[1], algo, self._device, train.updates)
+
+    def _held_teacher(self, algos: Sequence[AlgoConfig]) -> HeldTeacher | None:
+        """Raises ConfigError for one that cannot be compared with the policy."""
+        lies: dict[str, Any] = {"placement": self._placement, "fused": bool(self._fused)}
+        return held_teacher(algos, self._forward, self._device, self._dtype, **lies)
 
     def _beside(self) -> list[ValueHead | HeldTeacher]:
         """The models that read what the policy reads."""

@@ -27,7 +27,7 @@ from headrace.commands.plan.rates.mesh import Heads, RankMemory, Traffic, rank_m
 from headrace.commands.plan.rates.rates import BFLOAT16, EngineRates, Rates, TrainerRates, Travel, whole
 from headrace.commands.plan.rates.shapes import Architecture
 from headrace.core.errors import ConfigError
-from headrace.run.rehearsal.memory_needs import critic_shape, teacher_shape
+from headrace.run.rehearsal.memory_needs import shapes_beside
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig, sums_once
 
@@ -149,7 +149,7 @@ def passes_of(train: TrainConfig, algo: AlgoConfig, model: Architecture | None =
 def _beside(passes: float, algo: AlgoConfig) -> float:
     """Returns the parameters that a trained token passes beside the policy's own, each as often as it does. A comparison over the vocabulary walks both heads
     twice more for its value and once for its gradient (`trainer/forward/divergence.py`), which takes the place of that of log-probs."""
-    critic, teacher = critic_shape(algo), teacher_shape(algo)
+    critic, teacher = shapes_beside(algo)
     found = passes * critic.parameters if critic else 0.0
     if teacher:
         found += teacher.parameters
