@@ -88,7 +88,8 @@ def _special(recipe: Recipe) -> str:
     if recipe.subset.kind != "none":
         said.append(f"trains half of a group: subset {recipe.subset.kind}")
     if recipe.distill.kind != "none":
-        said.append(f"distill {recipe.distill.kind}")
+        over = {"student_top": ", student_top", "vocabulary": ", vocabulary"}.get(recipe.distill.over, "")
+        said.append(f"distill {recipe.distill.kind}{over}")
     return "; ".join(said)
 
 

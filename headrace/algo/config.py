@@ -204,9 +204,16 @@ class AlgoConfig:
 
     @property
     def teacher_top(self) -> int:
-        """Number of the teacher's most probable tokens that are compared; 0 if the sampled one is enough."""
+        """Number of the most probable tokens that are asked of a served teacher; 0 if the sampled one is enough, or the trainer holds the teacher."""
         distill = self.recipe.distill
-        return distill.k if distill.kind in ("forward", "reverse", "jsd") else 0
+        return 0 if distill.model else distill.top
+
+    @property
+    def teaches_alone(self) -> bool:
+        """Whether the divergence from a teacher is all that the loss has a gradient by."""
+        recipe = self.recipe
+        silent = recipe.advantage == "zero" and recipe.loss.name == "reinforce" and not self.reference_in_loss
+        return silent and recipe.distill.compares
 
     def with_length(self, max_tokens: int) -> AlgoConfig:
         """Returns the settings with `length_constant` filled in; called where rollout and algorithm are joined."""
@@ -637,8 +644,17 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from kl.problems(_given(config.kl).keys())
     if distill.kind == "none" and given.keys() - {"kind"}:
         yield "algo.distill needs algo.distill.kind; set it, use algo.name = opd, or remove the settings of algo.distill"
-    if "k" in given and not config.teacher_top:
-        yield f"algo.distill.k has no meaning with algo.distill.kind = {distill.kind}; use forward, reverse or jsd, or remove it"
+    if "k" in given and not distill.top:
+        whole = f", over = {distill.over}" if distill.compares else ""
+        yield (
+            f"algo.distill.k has no meaning with algo.distill.kind = {distill.kind}{whole}; use forward, reverse or jsd over the teacher's or the "
+            "student's most probable tokens, or remove it"
+        )
+    if not distill.compares and (unread := {"over", "temperature"} & given.keys()):
+        yield (
+            f"algo.distill.{min(unread)} is of distributions that are compared, and algo.distill.kind = {distill.kind} compares none; use forward, "
+            "reverse or jsd, or remove it"
+        )
     if "beta" in given and distill.kind != "jsd":
         yield "algo.distill.beta needs algo.distill.kind = jsd; set it, or remove algo.distill.beta"
     for name, given_here in (
@@ -650,7 +666,7 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
                 f"{name} changes the sum of the rewards, which algo.advantage = {recipe.advantage} does not look at; "
                 "remove it, or use another advantage"
             )
-    if recipe.advantage == "zero" and config.teacher_top:
+    if recipe.advantage == "zero" and distill.compares:
         about_policy = {
             **dict.fromkeys(config.constants, True),
             "correction": recipe.correction != Correction(),
@@ -660,7 +676,7 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         if idle := [name for name, given_here in about_policy.items() if given_here]:
             yield (
                 f"algo.{idle[0]} is about the policy loss, which algo.advantage = zero makes nothing of; the divergence to the teacher's "
-                f"top tokens needs no importance weight: remove it, or use algo.distill.kind = sampled"
+                f"distribution needs no importance weight: remove it, or use algo.distill.kind = sampled"
             )
     if recipe.loss.weighs_rollouts and distill.kind != "none":
         yield (

@@ -5,7 +5,7 @@ advantage  the rewards' + the teacher's
 loss       the policy loss, a value of `policy/` (or the user's function)
 × weight   the correction's and the lag's; zero for tokens that a rule takes out
 + KL       the divergence from the reference
-+ teacher  the divergence from the teacher over its top tokens
++ teacher  the divergence from the teacher
 - bonus    the entropy (`with_bonus`, where microbatches are added up)
 
 A token that a rule takes out keeps the last two, unless `algo.denominator = kept` removes it from them too. The parts come first, in the
@@ -317,7 +317,11 @@ def teacher_advantage(tokens: Tokens) -> Float[Tensor, " M"]:
 
 
 def top_divergence(top: TopTokens, distill: Distill) -> Float[Tensor, " M"]:
-    """[M] over the teacher's k tokens and one bucket for all others, log(1 - Σp); zero without a teacher.
+    """[M] over k tokens, the teacher's most probable ones or the student's, and one bucket for all others, log(1 - Σp); zero without a teacher.
+
+    With the bucket it is a divergence of two distributions, those of which token of k, or none of them: never negative, zero only where they agree, and never
+    more than that over the whole vocabulary, of which it is a coarser view. (Of k tokens alone a reverse KL may be negative, and k renormalised ones forget
+    how probable the rest is.) Likewise SDPO's authors (`add_tail`, lasgroup/SDPO) and TRL's `loss_add_tail`. Which tokens are compared has no gradient.
 
     forward KL(T || S), reverse KL(S || T), or jsd: β·KL(T || M) + (1 - β)·KL(S || M) with M = β·T + (1 - β)·S (GKD, eq. 1).
     No importance weight: the divergence of a position does not depend on which token was sampled there.
@@ -500,8 +504,10 @@ def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, factor: KLFa
         assert tokens.reference is not None, "the trainer scores the reference where AlgoConfig.reference_in_loss"
         kl = kl_loss(tokens.logprob, tokens.sampled, tokens.reference, recipe.kl.estimator, recipe.kl.unbiased)
         total = total + factor.coef * kl
-    if recipe.distill.kind in ("forward", "reverse", "jsd") and tokens.top:
+    if recipe.distill.compares and tokens.top:
         total = total + recipe.distill.coef * top_divergence(tokens.top, recipe.distill)
+    if tokens.divergence is not None:
+        total = total + recipe.distill.coef * tokens.divergence
     if only_kept:  # no part of the loss may count tokens that the denominator leaves out
         total = torch.where(out, 0.0, total)
     return TokenLoss(total, policy.clipped & ~out, masked)

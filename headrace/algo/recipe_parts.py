@@ -21,6 +21,7 @@ Mode = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
 SelectKind = Literal["none", "second_moment", "clip_cov", "kl_cov", "entropy"]
 SubsetKind = Literal["none", "max_variance", "shortest", "efficient", "cleanest"]
+Over = Literal["teacher_top", "student_top", "vocabulary"]
 Credit = Literal["rollout", "turn", "agent", "segment", "state"]
 
 
@@ -254,9 +255,23 @@ class Distill:
     """The part of the loss that a teacher adds (`algo/objective.py`)."""
 
     kind: Literal["none", "sampled", "forward", "reverse", "jsd"] = "none"
+    _: dataclasses.KW_ONLY
     coef: float = 1.0
+    over: Over = "teacher_top"
     k: int = 32
     beta: float = 0.5
+    temperature: float = 1.0
+    model: str = ""
+
+    @property
+    def compares(self) -> bool:
+        """Whether distributions are compared, and not a token's probabilities alone."""
+        return self.kind in ("forward", "reverse", "jsd")
+
+    @property
+    def top(self) -> int:
+        """The number of tokens that are compared one by one; 0: all of them, or that which was sampled."""
+        return self.k if self.compares and self.over != "vocabulary" else 0
 
 
 @settings_dataclass(frozen=True, config=STRICT)
@@ -264,13 +279,21 @@ class DistillConfig:
     """The part of the loss that a teacher adds."""
 
     kind: Literal["none", "sampled", "forward", "reverse", "jsd"] | None = None
-    """`sampled`: reverse KL on the sampled token, as an advantage. The others compare the teacher's k most probable tokens."""
+    """`sampled`: reverse KL on the sampled token, as an advantage. The others compare both distributions over the tokens of `over`."""
     coef: float | None = Field(default=None, gt=0)
     """Weight of the teacher's part."""
+    over: Over | None = None
+    """The tokens that are compared: the teacher's `k` most probable ones, or the student's, and one bucket for all others; or the whole
+    vocabulary. The last two need `model`."""
     k: int | None = Field(default=None, ge=1)
-    """The teacher's most probable tokens that are compared; 32 if not given."""
+    """The most probable tokens that are compared; 32 if not given."""
     beta: float | None = Field(default=None, gt=0, lt=1)
     """jsd: the teacher's share of the mixture."""
+    temperature: float | None = Field(default=None, gt=0)
+    """The temperature at which both distributions are compared, whichever one tokens are sampled at; 1 if not given. Others need `model`."""
+    model: str | None = None
+    """The teacher as a model that the trainer holds, found like `model.path`, with the student's tokenizer. Empty: engines serve the
+    teachers (`[[teachers]]`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -356,6 +356,22 @@ RECIPES: dict[str, Recipe] = {
         about="divergence over the teacher's most probable tokens",
         papers=("2306.13649",),
     ),
+    "opd_student_topk": Recipe(
+        "zero",
+        Reinforce(),
+        "token_mean",
+        distill=Distill("reverse", over="student_top"),
+        about="divergence over the student's most probable tokens, from a teacher that the trainer holds",
+        papers=("2306.13649", "2601.20802"),
+    ),
+    "gkd": Recipe(
+        "zero",
+        Reinforce(),
+        "token_mean",
+        distill=Distill("jsd", over="vocabulary"),
+        about="divergence over the whole vocabulary, from a teacher that the trainer holds",
+        papers=("2306.13649",),
+    ),
     "opsd": Recipe(
         "zero",
         Reinforce(),
@@ -452,6 +468,8 @@ REFERENCES: dict[str, str] = {
     "kto": "paper, eq. 8, with the divergence of the rollouts themselves",
     "opd": "paper, with the gradient of the reverse KL on the sampled token",
     "opd_topk": "paper, eq. 1, over the teacher's most probable tokens",
+    "opd_student_topk": "lasgroup/SDPO, `compute_self_distillation_loss` with `distillation_topk` and `add_tail`: the student's most probable tokens",
+    "gkd": "paper, eq. 1, over the whole vocabulary",
     "opsd": "siyan-zhao/OPSD with `beta = 0.5` and `top_k_loss`, with a bucket for the rest",
     "sdpo": "lasgroup/SDPO with `alpha = 0.5` and a bucket for the rest, without its importance weight; its choice of the rollout that is shown",
 }

@@ -319,7 +319,7 @@ class Algorithm:
             algo.reference_in_reward
         )  # read for every rollout, and a property that is computed at each access
         self._needs_contrast = algo.compares or self._weighs
-        self._needs_teacher = self._recipe.advantage == "zero"
+        self._needs_teacher = self._recipe.advantage == "zero" and not self._recipe.distill.model
         self.min_rollouts = algo.min_rollouts
 
     def filled(self, group: Group, temperature: float = 0.0) -> Group:

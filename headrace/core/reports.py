@@ -151,6 +151,8 @@ class TrainReport(Struct, frozen=True):
     """Mean k3 estimate of KL(trainer || reference), at most 10 per token, whichever `algo.kl.estimator` the loss uses."""
     teacher_kl: float = 0.0
     """Mean of logprob - teacher's over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
+    divergence: float = 0.0
+    """Mean over the loss tokens of the divergence from the teacher that the trainer holds, in nats, as the loss has it."""
     bitwise_tokens: int = 0
     """Loss tokens at lag 0 whose log-probs were found to be the sampler's, bit for bit (`train.parity`)."""
     noise: Noise | None = None

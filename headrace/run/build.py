@@ -36,7 +36,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.processes.asked_process import HERE, Sites
 from headrace.run.config import RunConfig
-from headrace.run.rehearsal.memory_needs import critic_shape, read_shape
+from headrace.run.rehearsal.memory_needs import read_shape
 from headrace.run.seats import ONLY_HERE, UserSites
 from headrace.run.seeing import model_of
 from headrace.run.teaching import PlannedTeacher, plan_teachers
@@ -93,26 +93,31 @@ async def load_files(config: RunConfig, encoder: ChatEncoder, rows: Sequence[Row
     """`encoder`: of the model. `rows`: those that were passed from Python. Raises ConfigError for what cannot be used."""
     encoder = encoder.with_special_tokens(config.reward.special_tokens)
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, rows)
-    await asyncio.to_thread(check_critic, config.algo, encoder, config.engine.context_length)
+    await asyncio.to_thread(check_models_beside, config.algo, encoder, config.engine.context_length)
     return LoadedFiles(encoder=encoder, task=task, planned_teachers=await plan_teachers(config, encoder, rows))
 
 
-def check_critic(algo: AlgoConfig, encoder: ChatEncoder, context: int) -> None:
-    """Raises ConfigError for a critic's own model that does not read the policy's tokens, or not as many. `encoder`: the policy's; `context`: of the
-    engine."""
-    path = algo.recipe.critic.model
-    setting, own = f"algo.critic.model = {path}", critic_shape(algo)
-    if own is None:
-        return
-    reader = ChatEncoder(resolve_model(path, setting="algo.critic.model"))
-    if problem := vocabulary_problem(encoder.vocabulary(), reader.vocabulary(), "critic"):
-        raise ConfigError(
-            f"{setting} has another vocabulary than the policy, whose tokens it reads: {problem}. Use a model with the policy's tokenizer, or remove it"
-        )
+def check_models_beside(algo: AlgoConfig, encoder: ChatEncoder, context: int) -> None:
+    """Raises ConfigError for a critic's own model, or a teacher of the trainer's, that does not read the policy's tokens, or not as many. `encoder`: the
+    policy's; `context`: of the engine."""
     context = min(context, read_shape(encoder.directory).positions or context)
+    _check_reader("algo.critic.model", algo.recipe.critic.model if algo.has_critic else "", encoder, context)
+    other = '. For a teacher with another tokenizer make [[teachers]] with mode = "text"'
+    _check_reader("algo.distill.model", algo.recipe.distill.model, encoder, context, other)
+
+
+def _check_reader(setting: str, path: str, encoder: ChatEncoder, context: int, other: str = "") -> None:
+    if not path:
+        return
+    directory, given = resolve_model(path, setting=setting), f"{setting} = {path}"
+    if problem := vocabulary_problem(encoder.vocabulary(), ChatEncoder(directory).vocabulary(), "other model"):
+        raise ConfigError(
+            f"{given} has another vocabulary than the policy, whose tokens it reads: {problem}. Use a model with the policy's tokenizer, or remove it{other}"
+        )
+    own = read_shape(directory)
     if own.positions and own.positions < context:
         raise ConfigError(
-            f"{setting} was made for {own.positions} tokens, and rollouts may have {context}; lower engine.context_length, or use another model"
+            f"{given} was made for {own.positions} tokens, and rollouts may have {context}; lower engine.context_length, or use another model"
         )
 
 
@@ -165,7 +170,7 @@ def build_environment(
     encoder = encoder.using(config.task.rendering)
     if not environment.in_processes:
         return environment_kind(environment.kind)
-    alone, rollout = not config.reward.given and not config.teachers, config.rollout
+    alone, rollout = not config.reward.given and not config.taught, config.rollout
     if not (asks := environment.gateway_kind):
         from headrace.episodes.environments.function import open_function
 
@@ -238,7 +243,7 @@ def build_scorer(
     given = config.reward.given or rewards
     if config.environment.rewards and not given:
         return NoReward()
-    if config.teachers and not given:
+    if config.taught and not given:
         if asking := [teacher.name for teacher in config.teachers if teacher.reads_sibling]:
             raise ConfigError(
                 f"the prompt of the teacher {asking[0]} shows another completion that was right, and nothing gives a reward; set reward.function, or show "

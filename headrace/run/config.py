@@ -37,7 +37,7 @@ from headrace.models.resolve import ModelConfig
 from headrace.native.resources import core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
 from headrace.run.learning_problems import (
-    critic_problems,
+    beside_problems,
     curriculum_problems,
     learning_problems,
     length_problems,
@@ -146,7 +146,8 @@ class RunConfig:
     def model_paths(self) -> dict[str, str]:
         """The models that the run loads: what names each, by the setting that does."""
         teachers = {f"the teacher {teacher.name}: path": teacher.path for teacher in self.teachers}
-        found = {"model.path": self.model.path, "algo.critic.model": self.algo.critic.model or "", **teachers}
+        beside = {name: self.value_of(name) or "" for name in ("algo.critic.model", "algo.distill.model")}
+        found = {"model.path": self.model.path, **beside, **teachers}
         return {setting: path for setting, path in found.items() if path}
 
     def with_commits(self, commits: Mapping[str, str]) -> RunConfig:
@@ -155,9 +156,15 @@ class RunConfig:
         replace = dataclasses.replace
         teachers = tuple(replace(teacher, path=commits.get(teacher.path, teacher.path)) for teacher in self.teachers)
         model = replace(self.model, path=commits.get(self.model.path, self.model.path))
-        critic = replace(self.algo.critic, model=commits.get(self.algo.critic.model or "", self.algo.critic.model))
+        parts = {name: getattr(self.algo, name) for name in ("critic", "distill")}
+        beside = {name: replace(part, model=commits.get(part.model or "", part.model)) for name, part in parts.items()}
         chosen = replace(self.chosen, models={**self.chosen.models, **commits})
-        return replace(self, model=model, teachers=teachers, algo=replace(self.algo, critic=critic), chosen=chosen)
+        return replace(self, model=model, teachers=teachers, algo=replace(self.algo, **beside), chosen=chosen)
+
+    @property
+    def taught(self) -> bool:
+        """Whether a teacher of any kind has something to say, so that no reward is needed."""
+        return bool(self.teachers or self.algo.recipe.distill.model)
 
     @property
     def run_dir(self) -> Path:
@@ -340,7 +347,7 @@ def check(config: RunConfig) -> list[str]:
         *parity_problems(config.train, config.engine, config.rollout, config.lora),
         *quantised_problems(config.engine, config.algo, config.train, config.watch),
         *process_problems(config.algo, config.lora, config.train),
-        *critic_problems(config.algo, bool(config.task.images)),
+        *beside_problems(config.algo, config.train.parallel.pipeline, bool(config.task.images)),
         *train_problems(config.train, config.lora, config.staleness.groups_per_step, itself, config.algo.has_critic),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
@@ -400,7 +407,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
     yield from teacher_problems(
         config.teachers,
         f"algo.name = {algo.name}",
-        distils=algo.recipe.distill.kind != "none",
+        distill=algo.recipe.distill,
         reference=algo.reference_in_reward,
         shown=algo.recipe.shown,
         temperature=rollout.temperature,
@@ -554,6 +561,10 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield 'orchestration.placement = "shared" is for one policy; remove it, or train the adapters in runs of their own'
     if config.orchestration.lend:
         yield "orchestration.lend is for one policy; remove it, or train the adapters in runs of their own"
+    if config.algo.distill.model or any(
+        (adapter.algo.get("distill") or {}).get("model") for adapter in config.adapters
+    ):
+        yield "algo.distill.model is the teacher of one policy; remove it, or train the adapter in a run of its own"
     if config.teachers:
         yield "teachers and [[adapters]] exclude each other; train the adapters that have teachers in runs of their own"
     try:

@@ -60,12 +60,23 @@ def process_problems(algo: AlgoConfig, lora: LoraConfig, train: TrainConfig) -> 
         yield f'{named}, and train.parity = "bitwise" is proven for steps of the policy alone; set train.parity = "off"'
 
 
-def critic_problems(algo: AlgoConfig, images: bool) -> Iterator[str]:
-    """Yields a sentence if a critic has a model of its own that cannot read the prompts. `images`: whether they have some."""
+def beside_problems(algo: AlgoConfig, pipeline: int, images: bool) -> Iterator[str]:
+    """Yields a sentence for each model that the trainer holds beside the policy and that cannot read the prompts, or not where the policy does. `pipeline`:
+    the trainer's stages; `images`: whether prompts have some."""
     if algo.has_critic and algo.recipe.critic.model and images:
         yield (
             f"algo.critic.model = {algo.recipe.critic.model} is trained beside the policy, and images are tokens of the policy's model alone; remove "
             "algo.critic.model, without which the critic is a head on the policy"
+        )
+    if algo.recipe.distill.model and images:
+        yield (
+            f"algo.distill.model = {algo.recipe.distill.model} reads what the policy is trained on, and images are tokens of the policy's model alone; use "
+            "[[teachers]], whose engines read the prompt's images"
+        )
+    if algo.recipe.distill.model and pipeline > 1:
+        yield (
+            f"train.parallel.pipeline = {pipeline} leaves the last hidden states to one stage, and a teacher that the trainer holds "
+            "(algo.distill.model) is compared with them on every rank; set train.parallel.shard instead, or use [[teachers]]"
         )
 
 

@@ -68,6 +68,7 @@ def _rows(algo: AlgoConfig, longest_rollout: int) -> Any:
         "length": (algo.length_penalty, longest_rollout) if algo.length_penalty else None,
         "reference": dataclasses.asdict(recipe.kl) if algo.reference_in_reward else None,
         "top": algo.teacher_top,
+        "teacher in the trainer": bool(recipe.distill.model),
         "credit": (recipe.credit, algo.state_weight) if recipe.credit == "state" else recipe.credit,
         "discount": (recipe.gamma, algo.lam),
         "attempts": algo.attempts,
@@ -194,7 +195,7 @@ RULES = (
     CarryRule("algo.advantage", "set aside", "dropped"),
     CarryRule("algo.*", "set aside"),
     CarryRule(
-        "algo.name algo.credit algo.state_weight algo.gamma algo.lam algo.attempts algo.overlong algo.length_penalty algo.subset.* algo.kl.* algo.distill.k algo.demonstrations.*",
+        "algo.name algo.credit algo.state_weight algo.gamma algo.lam algo.attempts algo.overlong algo.length_penalty algo.subset.* algo.kl.* algo.distill.k algo.distill.model algo.demonstrations.*",
         "set aside",
         "dropped",
         why="where rows are made of them",

@@ -28,7 +28,14 @@ from headrace.episodes.tasks.demonstrations import read_demonstrations, unanswer
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import check_model_dir
-from headrace.run.build import LoadedFiles, build_course, build_environment, build_scorer, build_task, check_critic
+from headrace.run.build import (
+    LoadedFiles,
+    build_course,
+    build_environment,
+    build_scorer,
+    build_task,
+    check_models_beside,
+)
 from headrace.run.config import RunConfig
 from headrace.run.evaluation_sets import read_sets
 from headrace.run.learning_problems import correction_of, quantised_words
@@ -132,7 +139,7 @@ class _RowTrial:
             most=config.rollout.max_tokens,
         )
         await self._given_answers(encoder.using(config.task.rendering), prompts)
-        await asyncio.to_thread(check_critic, config.algo, encoder, config.engine.context_length)
+        await asyncio.to_thread(check_models_beside, config.algo, encoder, config.engine.context_length)
         found.planned_teachers += (planned := await plan_teachers(config, encoder, inputs.rows))
         await _shown(found, planned, task, encoder, most=config.rollout.max_tokens)
         episode: Episode | None = None

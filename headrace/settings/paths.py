@@ -39,8 +39,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
     if isinstance(algo, dict):
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
-        if isinstance(critic := algo.get("critic"), dict) and _names_file(critic.get("model")):
-            changed["algo"]["critic"] = {**critic, "model": _model_path(critic["model"], base)}
+        for part in ("critic", "distill"):
+            if isinstance(own := algo.get(part), dict) and _names_file(own.get("model")):
+                changed["algo"][part] = {**own, "model": _model_path(own["model"], base)}
     if isinstance(place := tree.get("environment"), dict):
         changed["environment"] = _environment_paths(place, base)
     if (adapters := tree.get("adapters")) is not None:

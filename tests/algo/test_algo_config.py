@@ -72,7 +72,7 @@ def test_constants_are_those_of_the_papers():
             "kernel_rate_negative": 2.0,
         },
         "kimi": {"tau": 0.1},
-        **{name: {"cap": 2.0} for name in ("reinforce", "opd", "opd_topk", "opsd", "sdpo")},
+        **{name: {"cap": 2.0} for name in ("reinforce", "opd", "opd_topk", "opd_student_topk", "gkd", "opsd", "sdpo")},
         "dppo_tv": {"delta": 0.2, "cap": 20.0},
         "dppo_kl": {"delta": 0.05, "cap": 20.0},
         "dppo_tv_quadratic": {"delta": 0.2, "penalty": 1e-3},
@@ -205,6 +205,9 @@ def test_what_a_group_needs():
         assert not AlgoConfig(name).compares and AlgoConfig(name).min_rollouts == 1
     assert not AlgoConfig(distill={"kind": "sampled"}).compares  # the teacher teaches where rewards are equal
     assert AlgoConfig("opd").teacher_top == 0 and AlgoConfig("opd_topk", distill={"k": 8}).teacher_top == 8
+    assert (
+        AlgoConfig("opd_topk", distill={"model": "t"}).teacher_top == AlgoConfig("gkd").teacher_top == 0
+    )  # none is served
 
 
 def test_a_product_over_long_sequences_is_warned_of():
@@ -296,6 +299,15 @@ def test_bad_settings_are_refused(wrong):
         ({"distill": {"coef": 2.0}}, "needs algo.distill.kind"),
         ({"name": "opd", "distill": {"k": 4}}, "forward, reverse or jsd"),
         ({"name": "opd_topk", "distill": {"beta": 0.1}}, "needs algo.distill.kind = jsd"),
+        (
+            {"name": "gkd", "distill": {"k": 4}},
+            "over the teacher's or the student's most probable tokens, or remove it",
+        ),
+        ({"name": "opd", "distill": {"over": "vocabulary"}}, "algo.distill.over is of distributions that are compared"),
+        ({"name": "opd", "distill": {"temperature": 2.0}}, "algo.distill.temperature is of distributions"),
+        ({"distill": {"model": "t"}}, "needs algo.distill.kind"),
+        ({"name": "gkd", "clip_low": 0.1}, "remove it"),
+        ({"name": "gkd", "old": "trainer", "correction": {"mode": "mask"}}, "needs no importance weight: remove it"),
         ({"advantage": "zero"}, "would teach nothing"),
         ({"name": "gdpo", "length_penalty": 0.1}, "does not look at; remove it"),
         ({"name": "opd", "kl": {"coef": 0.1, "place": "reward"}}, "does not look at; remove it"),

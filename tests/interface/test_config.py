@@ -268,12 +268,13 @@ def test_paths_in_a_file_are_seen_from_its_folder(tmp_path, monkeypatch):
     (tmp_path / "conf" / "model").mkdir(parents=True)
     text = """
     model.path = "model"
-    algo = { name = "ppo", critic.model = "model" }
+    algo = { name = "ppo", critic.model = "model", distill = { kind = "jsd", over = "vocabulary", model = "model" } }
     task = { kind = "jsonl", path = "../data/a.jsonl" }
     reward.functions = [{ function = "rewards/r.py:exact" }, { function = "reasoning_gym" }]
     """
     config = load_config(write(tmp_path / "conf" / "run.toml", text))
-    assert config.model.path == config.algo.critic.model == str(tmp_path / "conf" / "model")
+    models = (config.model.path, config.algo.critic.model, config.algo.distill.model)
+    assert set(models) == {str(tmp_path / "conf" / "model")}
     assert config.task.path == str(tmp_path / "data" / "a.jsonl")
     functions = [spec.function for spec in config.reward.functions]
     assert functions == [f"{tmp_path / 'conf' / 'rewards' / 'r.py'}:exact", "reasoning_gym"]

@@ -125,7 +125,7 @@ def test_a_config_with_its_defaults_is_honoured_without_a_word(trainer: Any) -> 
     assert without_meaning(trainer.kind, trainer.config("out")) == ""
     tree = {**of(trainer), "model": {"path": "m"}, "task": {"kind": "python", "rows": "x", "held_out": 0}}
     if trainer is DistillationTrainer:
-        tree["teachers"] = [{"name": "teacher", "path": "t"}]
+        tree["algo"]["distill"]["model"] = "t"
     checked(build(RunConfig, tree))
 
 
@@ -187,12 +187,15 @@ def test_preferences_and_distillation_are_recipes() -> None:
     with pytest.raises(ConfigError, match="there are: sigmoid, ipo"):
         of(OnlineDPOTrainer, loss_type="hinge")
     taught = of(DistillationTrainer, gradient_accumulation_steps=2)
-    assert taught["algo"] == {"name": "opd_topk", "distill": {"kind": "reverse"}}
+    assert taught["algo"] == {"name": "gkd", "distill": {"kind": "reverse"}}
     assert taught["rollout"]["group_size"] == 1 and taught["staleness"]["groups_per_step"] == 16
     assert of(DistillationTrainer, beta=0.0)["algo"]["distill"] == {"kind": "forward"}
     assert of(DistillationTrainer, beta=0.25)["algo"]["distill"] == {"kind": "jsd", "beta": 0.25}
     with pytest.raises(ConfigError, match="a share, from 0 to 1"):
         of(DistillationTrainer, beta=2.0)
+    cooler = of(DistillationTrainer, temperature=0.9, top_p=0.95)
+    assert cooler["algo"]["distill"] == {"kind": "reverse", "temperature": 0.9}
+    assert (cooler["rollout"]["temperature"], cooler["rollout"]["top_p"]) == (0.9, 0.95)
 
 
 def another(default: Any) -> Any:
@@ -560,7 +563,6 @@ def test_pairs_and_a_teacher_of_trl_train(tmp_path: Path, tiny_llama: Path) -> N
             {"teacher_model_revision": "v2"},
             "teacher_model_revision='v2' cannot be honoured: write it into the name",
         ),
-        ("t", {"temperature": 0.9}, "temperature=0.9 cannot be honoured: a teacher's log-probs"),
         ("t", {"eval_strategy": "steps"}, "no reward that could be measured"),
     ],
 )

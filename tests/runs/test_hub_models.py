@@ -169,6 +169,13 @@ def test_a_critic_of_its_own_has_its_commit(commit: Commit, tmp_path: Path) -> N
     assert any("algo.critic.model = org/critic: this run began with a version" in note for note in found.notes)
 
 
+def test_a_teacher_that_the_trainer_holds_has_its_commit(commit: Commit, tmp_path: Path) -> None:
+    commit(FIRST), commit(SECOND, repo="org/teacher")
+    algo = {"name": "gkd", "distill": {"model": "org/teacher"}}
+    begun = complete(rehearse(load_config(config_of(tmp_path, "org/student", algo=algo)))).config
+    assert begun.algo.distill.model == f"org/teacher@{SECOND}" == begun.algo.recipe.distill.model
+
+
 def test_every_adapter_of_a_run_has_the_commit(commit: Commit, tmp_path: Path) -> None:
     commit(FIRST)
     config = config_of(tmp_path, "org/student", lora={"rank": 2})

@@ -453,6 +453,22 @@ def test_a_critic_s_own_model_is_counted_with_its_gradients_optimizer_and_activa
     assert critic(own._replace(train=split)) == {"cuda": 0, "cpu": 32_000}, "of all ranks"
 
 
+def test_a_teacher_that_the_trainer_holds_is_counted_in_the_dtype_of_the_computation_and_its_head_on_each_rank():
+    plan, small = plan_of(), replace(BILLION, parameters=1000, vocabulary=10, hidden=8)
+    own = plan._replace(teacher=small, train_dtype="bfloat16")
+
+    def teacher(plan: memory_needs.MemoryPlan) -> list[tuple[float, str, bool]]:
+        found = [need for need in needs(BILLION, plan) if need.what.startswith("teacher")]
+        return [(need.bytes, need.where, need.certain) for need in found]
+
+    assert teacher(own) == [(2_000, "cpu", True), (4_000, "cpu", False)], "and in float32 while it loads"
+    assert teacher(own._replace(shared=True, train_device="cuda"))[::2] == [(2_000, "cuda", True), (2_000, "cpu", True)]
+    split = replace(own.train, parallel=ParallelConfig(shard=4, replicate=2))
+    assert teacher(own._replace(train=split, train_device="cuda")) == [(2 * (250 + 80), "cuda", True)], "of one rank"
+    assert teacher(own._replace(train=split)) == [(8 * 2 * (250 + 80), "cpu", True)], "of all ranks"
+    assert memory_needs.checkpoint_bytes(BILLION, own) == memory_needs.checkpoint_bytes(BILLION, plan)
+
+
 def test_a_reference_that_moves_is_counted_in_a_checkpoint():
     plan, size = plan_of(reference=True), memory_needs.checkpoint_bytes
     moves = plan._replace(reference_moves=True)
@@ -587,7 +603,13 @@ def test_devices_and_dtypes_as_they_will_be():
         ({"lag": {"kind": "exponential"}}, "lag weight", "exponential, decay = 0.9"),
         ({"name": "second_moment"}, "selection", "second_moment, tau = 0.04"),
         ({"name": "dr_grpo"}, "denominator", "the step's sequences times 64 tokens (token_sum)"),
-        ({"name": "opd_topk"}, "distillation", "reverse, top 32, coefficient 1"),
+        ({"name": "opd", "distill": {"model": "m"}}, "distillation", "sampled, coefficient 1, the trainer holds m"),
+        (
+            {"name": "gkd", "distill": {"model": "m", "temperature": 2.0}},
+            "distillation",
+            "jsd over the vocabulary at temperature 2, coefficient 1, the trainer holds m",
+        ),
+        ({"name": "opd_topk"}, "distillation", "reverse over the teacher's top 32, coefficient 1"),
         ({"name": "icepop", "denominator": "kept"}, "denominator", "tokens that a rule masks are not counted"),
         ({"overlong": "mask"}, "cut off", "are left out of the loss and its denominator"),
     ],

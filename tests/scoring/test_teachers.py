@@ -459,6 +459,25 @@ NORTH = {"name": "north", "path": "org/teacher"}
         ({"algo": {"name": "opd"}, "teachers": [NORTH], "rollout": {"temperature": 0.7}}, "set rollout.temperature = 1"),
         ({"algo": {"name": "opd"}, "teachers": [NORTH], "rollout": {"top_p": 0.9}}, "remove them"),
         ({"algo": {"kl": {"coef": 0.1, "place": "reward"}}, "rollout": {"temperature": 0.7}}, "the reference's log-probs"),
+        ({"algo": {"name": "gkd"}}, 'algo.distill.model = "PATH"; or set algo.name = opd_topk'),
+        ({"algo": {"name": "gkd"}, "teachers": [NORTH]}, 'algo.distill.model = "org/teacher" instead of the [[teachers]] table'),
+        ({"algo": {"name": "opd_student_topk"}, "teachers": [NORTH]}, "algo.distill.over = student_top compares what no engine returns"),
+        ({"algo": {"name": "opd_topk", "distill": {"temperature": 2.0}}, "teachers": [NORTH]}, "algo.distill.temperature = 2 compares"),
+        ({"algo": {"name": "gkd", "distill": {"model": "t"}}, "teachers": [NORTH]}, "remove algo.distill.model, or the table"),
+        ({"algo": {"name": "opsd", "distill": {"model": "t"}}}, "use a [[teachers]] table with a prompt"),
+        ({"algo": {"name": "gkd", "distill": {"model": "t"}}, "train": {"parallel": {"pipeline": 2}}}, "set train.parallel.shard instead"),
+        (
+            {"algo": {"name": "gkd", "distill": {"model": "t"}}, "lora": {"rank": 4}, "adapters": [{"name": "a"}, {"name": "b"}]},
+            "algo.distill.model is the teacher of one policy",
+        ),
+        (
+            {
+                "algo": {"name": "gkd", "distill": {"model": "t"}},
+                "task": {"kind": "jsonl", "path": "r.jsonl", "images": ["image"]},
+                "reward": {"function": "e.py:f"},
+            },
+            "use [[teachers]], whose engines read the prompt's images",
+        ),
         ({"algo": {"name": "opd"}, "teachers": [NORTH, NORTH]}, "2 teachers are called north"),
         ({"algo": {"name": "opd"}, "teachers": [{"name": "north"}]}, "and has neither"),
         ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "student": "average"}]}, "and has both"),
@@ -483,6 +502,20 @@ def test_bad_settings_are_refused_with_the_remedy(changes: dict[str, Any], compl
     with pytest.raises(ConfigError) as refused:
         load_config({**BASE, **changes})
     assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "algo",
+    [
+        {"name": "gkd", "distill": {"model": "t", "temperature": 2.0}},
+        {"name": "opd_student_topk", "distill": {"model": "t"}},
+        {"name": "opd", "distill": {"model": "t"}},
+        {"name": "opd_topk", "distill": {"kind": "forward"}},
+    ],
+)
+def test_sampling_is_free_where_distributions_are_compared_or_the_trainer_holds_the_teacher(algo: dict[str, Any]):
+    served = [] if "model" in algo["distill"] else [NORTH]
+    load_config({**BASE, "algo": algo, "teachers": served, "rollout": {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}})
 
 
 def test_a_teachers_engine_is_the_runs_with_its_own_settings_on_top():

@@ -175,6 +175,16 @@ def test_a_critic_s_own_model_costs_as_many_passes_as_it_has_parameters_of_the_p
     assert passes_of(TrainConfig(), critic) == passes_of(TrainConfig(), AlgoConfig("ppo"), policy) == 3
 
 
+def test_a_teacher_that_the_trainer_holds_costs_one_pass_of_its_own_and_six_of_its_head_over_the_vocabulary(
+    tiny_llama: Path,
+) -> None:
+    shape, plain = read_shape(tiny_llama), {"model": str(tiny_llama)}
+    policy = dataclasses.replace(SHAPES["8b"], active=2 * shape.parameters)
+    head = shape.vocabulary * shape.hidden / policy.active
+    top, whole = (AlgoConfig(name, distill=plain) for name in ("opd_student_topk", "gkd"))
+    assert [passes_of(TrainConfig(), algo, policy) - 3 for algo in (top, whole)] == pytest.approx([0.5, 0.5 + 6 * head])
+
+
 def test_mixtures_train_at_the_share_of_the_peak_that_was_measured_of_them():
     one = trainer_rates(GPUS["h100"], SHAPES["30b-a3b"], 8, 16_384).token
     assert one == pytest.approx(6 * 3.3e9 / (hardware.TRAINS_MIXTURE * 989e12 * 8))

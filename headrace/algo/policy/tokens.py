@@ -54,6 +54,8 @@ class Tokens(NamedTuple):
     """[M] the teacher's log-prob of the sampled token; NaN where there is none."""
     top: TopTokens | None = None
     """None if no teacher scored any of these tokens."""
+    divergence: Float[Tensor, " M"] | None = None
+    """[M] divergence of the policy from the teacher that the trainer holds, with gradient; None without one."""
     entropy: Float[Tensor, " M"] | None = None
     """[M] entropy of the policy over the whole vocabulary, in nats, with gradient."""
     before: Float[Tensor, " M"] | None = None

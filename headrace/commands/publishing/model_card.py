@@ -178,7 +178,7 @@ def _lines(
     yield f"\n![Reward by optimizer step]({PICTURE})\n"
     yield "Reward by optimizer step: the line is the mean over all rollouts that were drawn, the dots are prompts that were held out.\n"
     yield "## Data and reward\n"
-    yield from _sources(config.task, config.reward, config.teachers)
+    yield from _sources(config.task, config.reward, config.teachers, config.algo.recipe.distill.model)
     yield "\n## What held during the run\n"
     yield from _contracts(data.state)
     yield "\n## Settings\n"
@@ -231,7 +231,10 @@ def _numbers(data: ReportData) -> Iterator[str]:
             yield f"| {name} | {value} |"
 
 
-def _sources(task: TaskConfig, reward: RewardConfig, teachers: Sequence[TeacherConfig]) -> Iterator[str]:
+def _sources(
+    task: TaskConfig, reward: RewardConfig, teachers: Sequence[TeacherConfig], held: str = ""
+) -> Iterator[str]:
+    """`held`: the teacher that the trainer holds."""
     yield f"- Prompts: {_data(task)}; {task.held_out} of them were held out for evaluation."
     if task.options:
         yield f"- Its options: {', '.join(f'{key} = {value}' for key, value in task.options.items())}."
@@ -242,6 +245,8 @@ def _sources(task: TaskConfig, reward: RewardConfig, teachers: Sequence[TeacherC
         yield f"- Reward: `{endpoint.name}`, a service, weight {endpoint.weight:g}."
     for teacher in teachers:
         yield f"- Teacher: `{teacher.name}`, by {teacher.mode}."
+    if held:
+        yield f"- Teacher: `{held}`, held by the trainer."
 
 
 def _contracts(state: RunState) -> Iterator[str]:

@@ -32,7 +32,7 @@ from headrace.views.screen.layout import FittedTable, numbers, texts
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Allowed relative difference of a step's means on another machine, by training dtype. The absolute difference may be a tenth of it."""
-MEANS = ("loss", "grad_norm", "entropy", "ratio_mean", "kl", "reference_kl", "teacher_kl")
+MEANS = ("loss", "grad_norm", "entropy", "ratio_mean", "kl", "reference_kl", "teacher_kl", "divergence")
 COUNTS = ("step", "version", "skipped", "lr", "loss_tokens", "forward_tokens", "dropped_tokens", "microbatches")
 
 

@@ -140,7 +140,7 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     for run in config.runs:
         refuse_python_inputs(run.reward, run.task)
         # A command takes no function, unlike `headrace.train`.
-        if not (run.reward.given or run.teachers or run.environment.rewards):
+        if not (run.reward.given or run.taught or run.environment.rewards):
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '
                 "passed from Python are not in the config"

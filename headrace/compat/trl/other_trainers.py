@@ -200,7 +200,7 @@ class OnlineDPOTrainer(GRPOTrainer):
 # --- Distillation (TRL 1.16): a teacher's distribution on what the student samples, without rewards
 
 
-_TEMPERATURE = "a teacher's log-probs and those of the student are compared over the whole vocabulary at temperature 1 (docs/distillation.md)"
+_FREE = "completions are compared with a teacher that samples freely"
 _NOTHING_TO_MEASURE = (
     "there is no reward that could be measured: headrace eval measures the saved model on a task with one"
 )
@@ -213,14 +213,14 @@ _NOT_DISTILLED = {*_ONLY_GRPO, *_NOT_ASYNC, "epsilon", "epsilon_high", "num_gene
 
 DISTILLATION_FIELDS: dict[str, TrlField] = {
     **{name: field for name, field in FIELDS.items() if name not in _NOT_DISTILLED},
-    **{name: TrlField(FIELDS[name].default, "refused", _TEMPERATURE) for name in ("temperature", "top_p", "top_k", "min_p")},
-    "vllm_structured_outputs_regex": TrlField(None, "refused", _TEMPERATURE),
+    "temperature": FIELDS["temperature"]._replace(words="rollout.temperature and algo.distill.temperature"),
+    "vllm_structured_outputs_regex": TrlField(None, "refused", _FREE),
     "eval_strategy": TrlField("no", "refused", _NOTHING_TO_MEASURE),
     "eval_steps": TrlField(None, "no meaning", _NOTHING_TO_MEASURE),
     "per_device_train_batch_size": _BATCH,
-    "beta": TrlField(1.0, "honoured", 'algo.name = "opd_topk": 1 is algo.distill.kind = "reverse", 0 "forward", a number between them "jsd" with algo.distill.beta; over the teacher\'s 32 most probable tokens (algo.distill.k) and the rest, where TRL compares all'),
-    "teacher_model_name_or_path": TrlField(None, "honoured", "scripts pass it as teacher_model=, which becomes a table of [[teachers]]"),
-    "teacher_model_init_kwargs": TrlField(None, "honoured", "dtype is the teacher's engine.dtype; other keys are refused by name, as those of model_init_kwargs"),
+    "beta": TrlField(1.0, "honoured", 'algo.name = "gkd", over the whole vocabulary: 1 is algo.distill.kind = "reverse", 0 "forward", a number between them "jsd" with algo.distill.beta'),
+    "teacher_model_name_or_path": TrlField(None, "honoured", "scripts pass it as teacher_model=, which becomes algo.distill.model"),
+    "teacher_model_init_kwargs": TrlField(None, "honoured", "the trainer computes the teacher in train.dtype; keys beside dtype are refused by name, as those of model_init_kwargs"),
     "teacher_model_revision": TrlField(None, "refused", "write it into the name: teacher_model='org/name@revision'"),
 }  # fmt: skip
 
@@ -230,7 +230,8 @@ def _distillation(args: Any) -> Tree:
     if not 0 <= beta <= 1:
         raise ConfigError(f"beta={beta:g} cannot be honoured: it is a share, from 0 to 1")
     kind: Tree = {0.0: {"kind": "forward"}, 1.0: {"kind": "reverse"}}.get(beta, {"kind": "jsd", "beta": beta})
-    return {"name": "opd_topk", "distill": kind}
+    temperature = float(args.temperature)
+    return {"name": "gkd", "distill": {**kind, **({"temperature": temperature} if temperature != 1 else {})}}
 
 
 DISTILLATION = TrainerKind("Distillation", DISTILLATION_FIELDS, _distillation, group=1, rewarded=False)
@@ -258,18 +259,17 @@ class DistillationTrainer(GRPOTrainer):
     def _translated(self, refusals: Refusals, quantization_config: Any, peft_config: Any) -> Tree:
         tree = super()._translated(refusals, quantization_config, peft_config)
         with refusals.part():
-            tree["teachers"] = [self._teacher_table()]
+            tree.setdefault("algo", {}).setdefault("distill", {})["model"] = self._teacher_path()
         return tree
 
-    def _teacher_table(self) -> Tree:
+    def _teacher_path(self) -> str:
         if self._teacher is None:
             raise ConfigError("teacher_model= is missing: a name, a directory, or a transformers model")
         if not isinstance(self._teacher, str) and not hasattr(self._teacher, "save_pretrained"):
             kind = type(self._teacher).__name__
             raise ConfigError(f"teacher_model= takes a name or a transformers model, not {kind}")
-        path = self._teacher if isinstance(self._teacher, str) else str(self._teacher_folder())
-        dtype = dtype_of(value_of(self.args, "teacher_model_init_kwargs"), "teacher_model_init_kwargs")
-        return {"name": "teacher", "path": path, "engine": {"dtype": dtype} if dtype else {}}
+        dtype_of(value_of(self.args, "teacher_model_init_kwargs"), "teacher_model_init_kwargs")
+        return self._teacher if isinstance(self._teacher, str) else str(self._teacher_folder())
 
     def _teacher_folder(self) -> Path:
         return (self.output_dir / "headrace-teacher").absolute()

@@ -219,6 +219,8 @@ class MemoryPlan(NamedTuple):
     """Whether the reference is a part of each checkpoint (`algo.kl.every`)."""
     critic: ModelShape | None = None
     """The critic's own model (`algo.critic.model`)."""
+    teacher: ModelShape | None = None
+    """The teacher that the trainer holds (`algo.distill.model`)."""
     rewards: bool = False
     """Whether a second adapter is trained that gives the rewards of tokens (`algo.name = prime`)."""
     fetches: bool = False
@@ -243,7 +245,7 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     engine = machine.device("engine.device", config.engine.device)
     here = config.orchestration.trains_here
     trainer = machine.device("train.device", config.train.device if here else "cpu")
-    runs, way = config.runs, config.way
+    runs, way, beside = config.runs, config.way, shapes_beside(config.algo)
     first = runs[0]
     return MemoryPlan(
         engine=config.engine,
@@ -255,7 +257,8 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
         reference_moves=config.algo.recipe.kl.every > 0,
-        critic=critic_shape(config.algo),
+        critic=beside.critic,
+        teacher=beside.teacher,
         rewards=any(run.algo.trains_rewards for run in runs),
         fetches=not config.engine.is_server and way.transport.sends_bytes,
         published=way.transport.device_of_buffers,
@@ -268,10 +271,21 @@ def memory_plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     )
 
 
-def critic_shape(algo: AlgoConfig) -> ModelShape | None:
-    """The shape of the critic's own model, if it has one. Raises ConfigError if it cannot be found."""
-    path = algo.recipe.critic.model if algo.has_critic else ""
-    return read_shape(resolve_model(path, setting="algo.critic.model")) if path else None
+class ShapesBeside(NamedTuple):
+    """The shapes of the critic's own model and of the teacher that the trainer holds, if there are any."""
+
+    critic: ModelShape | None
+    teacher: ModelShape | None
+
+
+def shapes_beside(algo: AlgoConfig) -> ShapesBeside:
+    """Returns the shapes of the models that the trainer holds beside the policy. Raises ConfigError for one that cannot be found."""
+    given = {
+        "algo.critic.model": algo.recipe.critic.model if algo.has_critic else "",
+        "algo.distill.model": algo.recipe.distill.model,
+    }
+    found = (read_shape(resolve_model(path, setting=name)) if path else None for name, path in given.items())
+    return ShapesBeside(*found)
 
 
 def _kept_tokens(experience: Experience, longest: int) -> int:
@@ -390,6 +404,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             reference = reference_bytes(shape, plan) * parts
             yield MemoryNeed("trainer", "reference model", reference, device, certain=True)
     yield from _critic(plan)
+    yield from _teacher(plan)
     trained = (0 if plan.adapters else shape.parameters) + (plan.critic.parameters if plan.critic else 0)
     if trained and sums_once(train.parallel, trained, 0):  # auto takes half of a GPU at most
         whole = 4 * trained / train.parallel.tensor * everyone
@@ -413,6 +428,22 @@ def _critic(plan: MemoryPlan) -> Iterator[MemoryNeed]:
     if (plan.shared or plan.lent) and device == "cuda":
         away, what = (4, "critic") if train.offload_optimizer else (12, "critic and AdamW")
         yield MemoryNeed("trainer", f"{what} while the engine has the GPU", away * own, "cpu", certain=True)
+
+
+def _teacher(plan: MemoryPlan) -> Iterator[MemoryNeed]:
+    """Yields the memory of a teacher that the trainer holds: its layers lie on the ranks as the policy's do, its head whole on each."""
+    if plan.teacher is None:
+        return
+    parallel, size = plan.train.parallel, BYTES[plan.train_dtype]
+    ranks = parallel.ranks if plan.train_device == "cpu" else 1
+    head = plan.teacher.vocabulary * plan.teacher.hidden if parallel.split > 1 else 0
+    held = size * (plan.teacher.parameters / parallel.split + head) * ranks
+    yield MemoryNeed("trainer", "teacher (algo.distill.model)", held, plan.train_device, certain=True)
+    if parallel.ranks == 1:
+        loaded = 4 * plan.teacher.parameters
+        yield MemoryNeed("trainer", "teacher in float32, while it loads", loaded, "cpu")
+    if (plan.shared or plan.lent) and plan.train_device == "cuda":
+        yield MemoryNeed("trainer", "teacher while the engine has the GPU", held, "cpu", certain=True)
 
 
 def step_activations(shape: Widths, plan: MemoryPlan) -> int:
@@ -509,7 +540,7 @@ def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -
 def _given_back(need: MemoryNeed, who: str) -> bool:
     """Whether the need is memory of the machine that a worker gives back while it sleeps."""
     kept = (
-        ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference", "critic", COPY)
+        ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference", "critic", "teacher", COPY)
         if who == "trainer"
         else ("Python",)
     )

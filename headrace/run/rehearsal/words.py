@@ -136,8 +136,17 @@ def _kl(recipe: Recipe) -> str:
 
 def _distill(recipe: Recipe) -> str:
     distill = recipe.distill
-    top = f", top {distill.k}" if distill.kind in ("forward", "reverse", "jsd") else ""
-    return "none" if distill.kind == "none" else f"{distill.kind}{top}, coefficient {_plain(distill.coef)}"
+    if distill.kind == "none":
+        return "none"
+    tokens = {
+        "teacher_top": f" over the teacher's top {distill.k}",
+        "student_top": f" over the student's top {distill.k}",
+        "vocabulary": " over the vocabulary",
+    }
+    over = tokens[distill.over] if distill.compares else ""
+    heat = f" at temperature {_plain(distill.temperature)}" if distill.compares and distill.temperature != 1 else ""
+    held = f", the trainer holds {distill.model}" if distill.model else ""
+    return f"{distill.kind}{over}{heat}, coefficient {_plain(distill.coef)}{held}"
 
 
 def _plain(value: float) -> str:

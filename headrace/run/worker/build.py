@@ -142,9 +142,13 @@ def _sender(start: TrainerStart, core: TorchTrainer, manifests: dict[str, Manife
 def loaded_models(model_dir: str, algo: AlgoConfig) -> dict[str, Path]:
     """Returns the directories of the models that each rank of the trainer reads its part of, by what they are. Raises ConfigError for one that is not on
     this machine."""
-    own = algo.recipe.critic.model if algo.has_critic else ""
-    critic = {"the critic's files of weights": resolve_model(own, setting="algo.critic.model")} if own else {}
-    return {"the files of weights": Path(model_dir), **critic}
+    critic, teacher = algo.recipe.critic.model if algo.has_critic else "", algo.recipe.distill.model
+    found = {"the files of weights": Path(model_dir)}
+    if critic:
+        found["the critic's files of weights"] = resolve_model(critic, setting="algo.critic.model")
+    if teacher:
+        found["the teacher's files of weights"] = resolve_model(teacher, setting="algo.distill.model")
+    return found
 
 
 def _placement(

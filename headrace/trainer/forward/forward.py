@@ -16,10 +16,11 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.trainer.forward.carried import UNABLE, carried_hidden, carries, close
 from headrace.trainer.forward.context import Context
-from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
+from headrace.trainer.forward.divergence import AskedLogprobs, HeadOf
+from headrace.trainer.forward.head import Head, Scale, dense_logprobs
 from headrace.trainer.forward.image_places import image_places, images_ahead
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
-from headrace.trainer.packing import ROOT, Kept, Pack, Segment
+from headrace.trainer.packing import ROOT, Pack, Segment
 
 # --- Runs a computation within the call of the module whose weights it reads.
 #
@@ -33,6 +34,22 @@ T = TypeVar("T")
 
 Values = Callable[[Tensor], Tensor]
 """[M, H] hidden states -> [M] values of a critic, float32 with gradient."""
+
+
+class LessonNumbers(NamedTuple):
+    """The numbers of a pack's M loss tokens that come from a teacher which the trainer holds; None where the algorithm asks for others."""
+
+    teacher: Tensor | None = None
+    """[M] the teacher's log-probs, of the distribution that was sampled from."""
+    divergence: Tensor | None = None
+    """[M] with gradient: the policy's divergence from the teacher."""
+
+
+Lesson = Callable[[HeadOf, AskedLogprobs], LessonNumbers]
+"""Compares a teacher with the policy: the policy's head, and the loss tokens, whose places are those of its hidden states."""
+
+SERVED_TEMPERATURE = 1.0
+"""The temperature of the log-probs that engines of teachers return."""
 
 
 def within(module: Any, function: Callable[[], T]) -> T:
@@ -71,6 +88,7 @@ class TokenScores(NamedTuple):
     """Number of loss tokens outside their sampling mask; their log-prob is over the whole vocabulary."""
     value: Tensor | None = None
     """[M] with gradient: the critic's value of what each loss token is predicted from."""
+    taught: LessonNumbers = LessonNumbers()
 
 
 @dataclass(frozen=True)
@@ -101,12 +119,20 @@ class Forward:
         way = f"{kind}, {'chunked' if self.chunked_head else 'own'} head"
         return way + (", compiled" if self.backend else "")
 
-    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Values | None = None) -> TokenScores:
-        """The log-probs of the pack's targets, and the values of a critic, for which the head must be a chunked one."""
+    def logprobs(
+        self,
+        pack: Pack,
+        temperature: float,
+        dtype: torch.dtype,
+        critic: Values | None = None,
+        *,
+        lesson: Lesson | None = None,
+    ) -> TokenScores:
+        """The log-probs of the pack's targets, the values of a critic, and what a lesson finds. For the last two the head must be a chunked one."""
         if not self.chunked_head:
-            assert critic is None, "the model shows its logits only"
+            assert critic is None and lesson is None, "the model shows its logits only"
             return self._own_logprobs(pack, temperature)
-        return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype, critic))
+        return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype, critic, lesson))
 
     def hidden(self, pack: Pack) -> Tensor:
         """[N, H] hidden states of a pack."""
@@ -122,35 +148,28 @@ class Forward:
         return context.collected(found, places, len(pack.predictor))
 
     def _chunked_logprobs(
-        self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Values | None
+        self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Values | None, lesson: Lesson | None
     ) -> TokenScores:
         hidden = self._hidden(pack)
         head = self.model.get_output_embeddings()
         if head.weight.is_meta:  # another rank has it (placement/staged.py)
             return _unknown(pack)
-        softcap = softcap_of(self.model)
-        asked = _asked(pack, pack.predictor)
-        predictor, target, kept = asked if self.context is None else _asked_here(self.context, *asked)
+        scale = Scale(softcap=softcap_of(self.model))
+        questions, context = _questions(pack, pack.predictor, temperature), self.context
+        here = questions if context is None else [_asked_here(context, question) for question in questions]
 
-        def of_head() -> Head:
-            return token_logprobs(
-                hidden,
-                head.weight,
-                getattr(head, "bias", None),
-                predictor,
-                target,
-                temperature=temperature,
-                dtype=dtype,
-                kept=kept,
-                softcap=softcap,
-                packed=getattr(head, "packed", None),
-                backend=self.backend,
-            )
+        def of_head() -> tuple[list[Head], LessonNumbers]:
+            more: dict[str, Any] = {"packed": getattr(head, "packed", None), "backend": self.backend}
+            policy = HeadOf(hidden, head.weight, getattr(head, "bias", None), scale, dtype, **more)
+            return [policy.logprobs(asked) for asked in here], lesson(policy, here[0]) if lesson else LessonNumbers()
 
-        found = within(head, of_head)
+        found, taught = within(head, of_head)
         if critic is not None:
-            found = found._replace(value=_values(hidden, predictor, critic))
-        return _scores(pack, found if self.context is None else _of_all(self.context, found, asked[0], asked[2]))
+            found[0] = found[0]._replace(value=_values(hidden, here[0].predictor, critic))
+        if context is not None:
+            found = [_of_all(context, one, asked) for one, asked in zip(found, questions, strict=True)]
+            taught = _taught_of_all(context, taught, questions[0].predictor)
+        return _scores(pack, found)._replace(taught=taught)
 
     def _hidden(self, pack: Pack) -> Tensor:
         """[N, H] hidden states, of this rank's tokens where they are spread over several."""
@@ -174,9 +193,8 @@ class Forward:
             logits = own_logits(self.model, pack.tokens[segment.start : segment.end])
             end = start + int(((pack.predictor >= segment.start) & (pack.predictor < segment.end)).sum())
             mine = _loss_tokens(pack, start, end)
-            scores.append(
-                _scores(mine, dense_logprobs(logits, *_asked(mine, mine.predictor - segment.start), temperature))
-            )
+            questions = _questions(mine, mine.predictor - segment.start, temperature)
+            scores.append(_scores(mine, [dense_logprobs(logits, *question) for question in questions]))
             start = end
         return _joined(scores)
 
@@ -186,36 +204,49 @@ def _values(hidden: Tensor, predictor: Tensor, critic: Values) -> Tensor:
     return critic(hidden.index_select(0, places))[which]
 
 
-def _asked(pack: Pack, predictor: Tensor) -> tuple[Tensor, Tensor, Kept | None]:
-    """Predictors, targets and kept ids of the loss tokens, then of the teacher's top tokens, to which no mask applies."""
+def _questions(pack: Pack, predictor: Tensor, temperature: float) -> list[AskedLogprobs]:
+    """The loss tokens, then the teacher's top tokens, to which no mask applies: one question where both are of one temperature, which costs less."""
+    own = AskedLogprobs(predictor, pack.target, pack.kept, temperature)
     if pack.top_ids is None:
-        return predictor, pack.target, pack.kept
-    more = predictor.repeat_interleave(pack.top_ids.shape[1])
+        return [own]
+    more, ids = predictor.repeat_interleave(pack.top_ids.shape[1]), pack.top_ids.flatten()
+    if temperature != SERVED_TEMPERATURE:
+        return [own, AskedLogprobs(more, ids, None, SERVED_TEMPERATURE)]
     kept = None if pack.kept is None else pack.kept.padded(len(more))
-    return torch.cat([predictor, more]), torch.cat([pack.target, pack.top_ids.flatten()]), kept
+    return [AskedLogprobs(torch.cat([predictor, more]), torch.cat([pack.target, ids]), kept, temperature)]
 
 
-def _asked_here(
-    context: Context, predictor: Tensor, target: Tensor, kept: Kept | None
-) -> tuple[Tensor, Tensor, Kept | None]:
-    """Predictors, targets and kept ids of the tokens of this rank: their predictors are places among these."""
-    mine = context.places(predictor)
-    return predictor[mine] // context.size, target[mine], None if kept is None else kept.chosen(mine)
+def _asked_here(context: Context, asked: AskedLogprobs) -> AskedLogprobs:
+    """Returns what is asked of the tokens of this rank: their predictors are places among these."""
+    mine, kept = context.places(asked.predictor), asked.kept
+    return asked._replace(
+        predictor=asked.predictor[mine] // context.size,
+        target=asked.target[mine],
+        kept=None if kept is None else kept.chosen(mine),
+    )
 
 
-def _of_all(context: Context, found: Head, predictor: Tensor, kept: Kept | None) -> Head:
-    """The numbers of all loss tokens, from those of this rank's. `predictor` and `kept`: of all."""
+def _of_all(context: Context, found: Head, asked: AskedLogprobs) -> Head:
+    """The numbers of all loss tokens, from those of this rank's. `asked`: of all."""
     given = [found.logprob, found.entropy, *([] if found.value is None else [found.value])]
+    predictor = asked.predictor
     logprob, entropy, *value = context.collected(torch.stack(given), context.places(predictor), len(predictor))
-    outside = found.outside if kept is None else context.added(found.outside)
+    outside = found.outside if asked.kept is None else context.added(found.outside)
     return Head(logprob, entropy, outside, value[0] if value else None)
 
 
-def _scores(pack: Pack, head: Head) -> TokenScores:
-    count = len(pack.target)
-    top = None if pack.top_ids is None else head.logprob[count:].view(pack.top_ids.shape)
-    value = None if head.value is None else head.value[:count]
-    return TokenScores(head.logprob[:count], head.entropy[:count], top, head.outside, value)
+def _taught_of_all(context: Context, found: LessonNumbers, predictor: Tensor) -> LessonNumbers:
+    places, count = context.places(predictor), len(predictor)
+    return LessonNumbers(*(None if column is None else context.collected(column, places, count) for column in found))
+
+
+def _scores(pack: Pack, heads: Sequence[Head]) -> TokenScores:
+    """`heads`: the answers to `_questions`."""
+    count, first = len(pack.target), heads[0]
+    logprob = first.logprob if len(heads) == 1 else torch.cat([head.logprob for head in heads])
+    top = None if pack.top_ids is None else logprob[count:].view(pack.top_ids.shape)
+    value = None if first.value is None else first.value[:count]
+    return TokenScores(logprob[:count], first.entropy[:count], top, first.outside, value)
 
 
 def _unknown(pack: Pack) -> TokenScores:

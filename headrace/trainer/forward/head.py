@@ -138,7 +138,7 @@ def token_logprobs(
     several targets (the end of a shared prompt) is computed once. Weight and bias may be split over ranks (DTensors). `backend`: of
     torch.compile, which makes one kernel of what is done to a block of logits; empty: they are operations of their own.
     """
-    weight, bias, share = _held(weight, bias)
+    weight, bias, share = held(weight, bias)
     places, which = torch.unique(predictor, return_inverse=True)
     if bias is None:
         bias = weight.new_zeros(0)
@@ -154,7 +154,7 @@ def token_logprobs(
     return _compose(values, entropy[which], target=target, kept=kept, among_sets=among_sets, among=among)
 
 
-def _held(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, OwnRows | None]:
+def held(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, OwnRows | None]:
     """Returns what this rank computes with: its rows where the vocabulary is split, equally many on each rank; otherwise the whole,
     gathered if need be. The gradient returns in the same parts."""
     split: Any = weight
@@ -484,7 +484,12 @@ def _block_logits(hidden: Tensor, weight: Tensor, bias: Tensor, block: slice, sc
 
 def _blocks(places: int, vocabulary: int, ids: Tensor) -> list[tuple[slice, slice]]:
     """Blocks of the vocabulary, and which of the ascending ids lie in each."""
-    size = max(BLOCK_ELEMENTS[ids.device.type] // max(places, 1), 256)
+    size = size_of_blocks(places, ids.device)
     edges = [*range(0, vocabulary, size), vocabulary]
     found = torch.searchsorted(ids, torch.tensor(edges, device=ids.device)).tolist()
     return [(slice(*block), slice(*mine)) for block, mine in zip(pairwise(edges), pairwise(found), strict=True)]
+
+
+def size_of_blocks(places: int, device: torch.device) -> int:
+    """The rows of the head's matrix that are multiplied at once."""
+    return max(BLOCK_ELEMENTS[device.type] // max(places, 1), 256)

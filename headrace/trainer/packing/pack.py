@@ -61,6 +61,13 @@ class Kept:
         ids = self.ids[source + torch.arange(len(source), device=source.device)]
         return Kept(ids, offsets, self.sets, None if self.set_of is None else self.set_of[places])
 
+    def below(self, rows: int) -> Kept:
+        """Returns these sets without ids from `rows` on."""
+        there = self.ids < rows
+        counts = torch.zeros_like(self.offsets)
+        counts[1:] = torch.cat([there.new_zeros(1, dtype=torch.int64), there.cumsum(0)])[self.offsets].diff()
+        return Kept(self.ids[there], counts.cumsum(0), self.sets, self.set_of)
+
     def padded(self, count: int) -> Kept:
         """Returns these sets with `count` more places, each with the whole vocabulary."""
         own = None if self.set_of is None else torch.cat([self.set_of, self.set_of.new_full((count,), -1)])

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 FORMAT, FORMAT_OF_PARTS = 1, 2
-_BESIDE = ("rng/", "critic/", "process/", "reference/")
+_BESIDE = ("rng/", "critic/", "process/", "reference/", "teacher/")
 """Beginnings of the names of what is no state of the policy's optimizer."""
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
@@ -57,7 +57,8 @@ class Contents:
     base: str = ""
     """Fingerprint of the frozen weights that they were trained with."""
     beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of a critic, a process reward or a reference that moves, which are no part of the model: they lie with the optimizer's state."""
+    """Tensors of a critic, a process reward or a reference that moves, and the mark of a teacher, which are no part of the model: they lie with the optimizer's
+    state."""
 
 
 def save(

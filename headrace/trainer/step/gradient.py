@@ -28,6 +28,7 @@ from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner, Update
 from headrace.trainer.step.reference import Reference
+from headrace.trainer.step.teacher import HeldTeacher
 from headrace.trainer.step.value_head import JudgedPack, ValueHead
 from headrace.trainer.step.whole_step import PairNumbers, StepPairs, StepPart, numbers_of, pairs_of, parts_of
 
@@ -55,6 +56,7 @@ class Sums:
     kl: float = 0.0
     reference_kl: float = 0.0
     teacher_kl: float = 0.0
+    divergence: float = 0.0
     taught: int = 0
     """Tokens that a teacher scored."""
     idle: int = 0
@@ -116,6 +118,8 @@ class Sums:
             known = tokens.teacher.isfinite()
             self.teacher_kl += float((logprob - tokens.teacher)[known].sum())
             self.taught += int(known.sum())
+        if tokens.divergence is not None:
+            self.divergence += float(tokens.divergence.detach().sum())
         self.diagnostics.add(tokens, result, pack.apart)
 
     def combine(self, placement: Placement, kept: KeptCounts | None) -> None:
@@ -207,6 +211,7 @@ class Gradient:
     """The dtype of the computation."""
     device: torch.device
     reference: Reference | None = None
+    teacher: HeldTeacher | None = None
     replay: Replay = no_replay
     copies: Callable[[], AbstractContextManager[None]] = nullcontext
     """Open while the model computes: weights are then those that autocast would lower for every microbatch (`forward/lowered.py`)."""
@@ -303,7 +308,7 @@ class Gradient:
         if len(packs) == 1 or not (at_once or unjudged):
             return ahead
         with torch.no_grad():
-            scores = [self._scores(pack) for pack in packs]
+            scores = [self._scores(pack, taught=at_once) for pack in packs]
         if unjudged:
             judged = self._judged(packs, scores)
             ahead = [own._replace(judged=found) for own, found in zip(ahead, judged, strict=True)]
@@ -349,14 +354,18 @@ class Gradient:
         with self.replay(pack):
             return self.forward.hidden(pack)
 
-    def _scores(self, pack: Pack) -> TokenScores:
+    def _scores(self, pack: Pack, taught: bool = False) -> TokenScores:
         with self._precision(), self.replay(pack):
-            return self._forwarded(pack)
+            return self._forwarded(pack, taught)
 
-    def _forwarded(self, pack: Pack) -> TokenScores:
+    def _forwarded(self, pack: Pack, taught: bool = True) -> TokenScores:
+        """`taught`: whether the teacher is asked, too."""
         given = (pack, pack.temperature or self.temperature, self.dtype)
+        lesson = self.teacher.lesson(pack) if self.teacher and taught else None
         critic = self.critic
-        return critic.scored(self.forward, *given) if critic else self.forward.logprobs(*given)
+        if critic:
+            return critic.scored(self.forward, *given, lesson=lesson)
+        return self.forward.logprobs(*given, lesson=lesson)
 
     @contextmanager
     def _microbatch(self, pack: Pack, ahead: Ahead, at_once: bool) -> Iterator[Float[Tensor, ""]]:
@@ -368,6 +377,8 @@ class Gradient:
             judged = ahead.judged or self._judged([pack], [scores])[0]
             pack = _advised(pack, judged)
             tokens, algo, part = _tokens(pack, scores, ahead), self.learner.algo, ahead.part
+            if self.teacher and algo.teaches_alone:  # spares a backward pass of zeros through the head
+                tokens = tokens._replace(logprob=tokens.logprob.detach())
             if at_once:
                 part = part or self._step_parts([pack], [tokens])[0]
                 result, pack = part.of(tokens), replace(pack, weight=part.weight)
@@ -406,8 +417,9 @@ def _tokens(pack: Pack, scores: TokenScores, ahead: Ahead) -> Tokens:
         sequence=pack.sequence,
         lag=pack.lag,
         reference=ahead.reference,
-        teacher=pack.teacher,
+        teacher=pack.teacher if scores.taught.teacher is None else scores.taught.teacher,
         top=top,
+        divergence=scores.taught.divergence,
         entropy=scores.entropy,
         before=ahead.before,
     )
@@ -431,8 +443,8 @@ def _mix(gradient: Gradient, sums: Sums, plan: StepPlan, step: int) -> None:
     aside = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    nothing: dict[str, Any] = {"sums": Sums(), "picked": None, "pairs": None, "reference": None, "bitwise": False}
-    found = replace(gradient, given=demonstrated(rule, share), **nothing).fill(plan)
+    nothing: dict[str, Any] = dict.fromkeys(("picked", "pairs", "reference", "teacher"))
+    found = replace(gradient, given=demonstrated(rule, share), sums=Sums(), bitwise=False, **nothing).fill(plan)
     for parameter, own in zip(parameters, aside, strict=True):
         if parameter.grad is not None:
             parameter.grad.mul_(share)

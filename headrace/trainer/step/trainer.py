@@ -65,6 +65,7 @@ from headrace.trainer.step.host_memory import HostCopy, Resting
 from headrace.trainer.step.learner import Assignment, Learner, Update
 from headrace.trainer.step.process_reward import ADAPTER, WITHOUT_ADAPTER, ProcessReward, Scoring
 from headrace.trainer.step.reference import Reference, reference_of
+from headrace.trainer.step.teacher import HeldTeacher, held_teacher
 from headrace.trainer.step.trial import WORTH, KnownEffects, Trial, contents_mark
 from headrace.trainer.step.value_head import CriticModel, ValueHead
 from headrace.trainer.step.whole_step import StepPairs
@@ -127,11 +128,11 @@ class TorchTrainer:
         self._copies_of_step = self._lowered_once()
         self._compilation = self._compile()
         self._forward = self._compilation.forward
+        self._teacher = self._held_teacher(algos)
         self._learners = {name: self._learner(name, assignment) for name, assignment in self._assignments.items()}
         self._process = self._rewarding() if any(one.trains_rewards for one in algos) else None
         self._trials: dict[str, Trial] = {}
-        critics = [learner.critic for learner in self._learners.values() if learner.critic]
-        self._resting = Resting([*models, *critics], self._optimizers, self._device)
+        self._resting = Resting([*models, *self._beside()], self._optimizers, self._device)
         self._copies = {name: HostCopy(lambda: available() // beside) for name in self._learners}
         self._reading = threading.Lock()
         """Held by a thread that reads frozen weights: they stay where they are."""
@@ -214,6 +215,16 @@ class TorchTrainer:
             )
         return ValueHead(self._model.get_output_embeddings().weight.shape[1], algo, self._device, train.updates)
 
+    def _held_teacher(self, algos: Sequence[AlgoConfig]) -> HeldTeacher | None:
+        """Raises ConfigError for one that cannot be compared with the policy."""
+        lies: dict[str, Any] = {"placement": self._placement, "fused": bool(self._fused)}
+        return held_teacher(algos, self._forward, self._device, self._dtype, **lies)
+
+    def _beside(self) -> list[ValueHead | HeldTeacher]:
+        """The models that read what the policy reads."""
+        critics = [learner.critic for learner in self._learners.values() if learner.critic]
+        return [*critics, *([self._teacher] if self._teacher else [])]
+
     def _rewarding(self) -> ProcessReward:
         """Raises ConfigError where there is not one adapter beside which another could be trained."""
         if not self._adapters or len(self._assignments) > 1 or self._reference is None:
@@ -256,8 +267,7 @@ class TorchTrainer:
     @property
     def packed(self) -> bool:
         """Whether rows that begin alike share tokens: each model that reads them must be able to."""
-        critics = [learner.critic for learner in self._learners.values() if learner.critic]
-        return self._forward.shares and all(critic.shares for critic in critics)
+        return self._forward.shares and all(model.shares for model in self._beside())
 
     def step(self, given: Batch | StepShare) -> TrainReport:
         """Makes one step, given the whole of its rows or this rank's share: one update, or several (`train.epochs`, `train.minibatches`). A
@@ -458,13 +468,12 @@ class TorchTrainer:
     def restore(self, directory: Path, adapter: str = "") -> None:
         """Raises CheckpointError, with nothing changed."""
         learner, contents = self._learners[adapter], self._contents(adapter)
-        critic = (
-            learner.critic.read(checkpoint.beside_of(directory), directory.name, self._placement)
-            if learner.critic
-            else {}
-        )
-        process = self._process.read(checkpoint.beside_of(directory), directory.name) if self._process else {}
-        reference = self._moving.read(checkpoint.beside_of(directory), self._placement) if self._moving else {}
+        saved, name = checkpoint.beside_of(directory), directory.name
+        critic = learner.critic.read(saved, name, self._placement) if learner.critic else {}
+        process = self._process.read(saved, name) if self._process else {}
+        reference = self._moving.read(saved, self._placement) if self._moving else {}
+        if self._teacher:
+            self._teacher.check(saved, name)
         learner.version = checkpoint.restore(directory, contents, learner.optimizer, self._placement)
         if learner.critic:
             learner.critic.restore(critic)
@@ -474,14 +483,13 @@ class TorchTrainer:
             self._moving.restore(reference)
         if learner.kl.rule.target:
             learner.kl.coef = checkpoint.kl_of(directory) or learner.kl.coef
-        if learner.entropy.rule.target and (saved := checkpoint.entropy_of(directory)):
-            learner.entropy.coef, learner.entropy.mean = saved
+        if learner.entropy.rule.target and (entropy := checkpoint.entropy_of(directory)):
+            learner.entropy.coef, learner.entropy.mean = entropy
 
     def _contents(self, adapter: str) -> Contents:
         learner = self._learners[adapter]
-        beside = learner.critic.state() if learner.critic else {}
-        beside |= self._process.state() if self._process else {}
-        beside |= self._moving.state() if self._moving else {}
+        others = (learner.critic, self._process, self._moving, self._teacher)
+        beside = {name: tensor for other in others if other for name, tensor in other.state().items()}
         if self._adapters is None:
             return dataclasses.replace(checkpoint.all_weights(self._model), beside=beside)
         state, base = self._adapters.state(adapter), self._adapters.base_mark
@@ -552,7 +560,6 @@ class TorchTrainer:
     ) -> Gradient:
         """`picked`: given for the first update of a step, before which the weights are those that sampled the newest tokens."""
         learner = self._learners[adapter]
-        reference = self._reference if learner.algo.reference_in_loss else None
         return Gradient(
             forward=self._forward,
             learner=learner,
@@ -560,7 +567,8 @@ class TorchTrainer:
             temperature=temperature or 1.0,
             dtype=self._dtype,
             device=self._device,
-            reference=reference,
+            reference=self._reference if learner.algo.reference_in_loss else None,
+            teacher=self._teacher if learner.algo.recipe.distill.model else None,
             pairs=pairs,
             picked=picked,
             replay=self._replay,
@@ -601,6 +609,7 @@ def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
         reference_kl=sums.reference_kl / sums.tokens,
         bitwise_tokens=sums.bitwise,
         teacher_kl=sums.teacher_kl / max(sums.taught, 1),
+        divergence=sums.divergence / sums.tokens,
         noise=sums.diagnostics.noise(),
         pairs=sums.pairs.pairs,
         pairs_agreed=sums.pairs.agreed,
@@ -638,7 +647,8 @@ def export_weights(
             lower_weights(model, torch.bfloat16)
         export_model(model, model_dir, to, dtype=dtype, whole=weights_of(checkpoint, all_weights(model)).read)
         return
-    algo = AlgoConfig() if trained.algo.has_critic else trained.algo  # a critic's own model may be gone
+    alone = trained.algo.has_critic or trained.algo.recipe.distill.model  # another model may be gone
+    algo = AlgoConfig() if alone else trained.algo
     adapters = {"": dataclasses.replace(trained, train=train, algo=algo)} if trained.lora.rank else {}
     trainer = TorchTrainer(model_dir, train, algo, seed, adapters=adapters)
     trainer.restore(checkpoint)

@@ -24,7 +24,7 @@ from headrace.algo.policy.tokens import Tokens
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.reports import CriticNumbers
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.forward import Forward, TokenScores
+from headrace.trainer.forward.forward import Forward, Lesson, TokenScores
 from headrace.trainer.model.causal_lm import enable_checkpointing, load_model
 from headrace.trainer.model.low_memory import MixedAdamW
 from headrace.trainer.model.outline import cut
@@ -82,9 +82,11 @@ class ValueHead(torch.nn.Module):
         unit = torch.nn.functional.normalize(hidden, dim=-1) / math.sqrt(hidden.shape[-1])
         return (unit * self.weight).sum(-1) + self.bias
 
-    def scored(self, policy: Forward, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
+    def scored(
+        self, policy: Forward, pack: Pack, temperature: float, dtype: torch.dtype, *, lesson: Lesson | None = None
+    ) -> TokenScores:
         """The scores of a microbatch under the policy, with this critic's values."""
-        return policy.logprobs(pack, temperature, dtype, self)
+        return policy.logprobs(pack, temperature, dtype, self, lesson=lesson)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -239,8 +241,10 @@ class CriticModel(ValueHead):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.optimizer, self._model_optimizer]
 
-    def scored(self, policy: Forward, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
-        scores = policy.logprobs(pack, temperature, dtype)
+    def scored(
+        self, policy: Forward, pack: Pack, temperature: float, dtype: torch.dtype, *, lesson: Lesson | None = None
+    ) -> TokenScores:
+        scores = policy.logprobs(pack, temperature, dtype, lesson=lesson)
         return scores._replace(value=self._way.values(pack, lambda hidden: self._read(hidden.float())))
 
     @property

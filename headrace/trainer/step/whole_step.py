@@ -123,11 +123,12 @@ def numbers_of(loss: PairLoss, tokens: Tokens) -> PairNumbers:
 
 def _variables(tokens: Tokens) -> dict[str, Tensor]:
     """The columns that have a gradient."""
-    given = {"logprob": tokens.logprob, "entropy": tokens.entropy, "top": tokens.top.student if tokens.top else None}
+    given = {"logprob": tokens.logprob, "entropy": tokens.entropy, "divergence": tokens.divergence}
+    given["top"] = tokens.top.student if tokens.top else None
     return {name: column for name, column in given.items() if column is not None}
 
 
-_OPTIONAL = ("reference", "teacher", "before")
+_OPTIONAL = ("reference", "teacher", "before", "divergence")
 
 
 def _columns(pack: Pack, tokens: Tokens, top: int) -> Float[Tensor, "c M"]:
@@ -162,6 +163,7 @@ def _step_tokens(
         reference=optional[0] if like.reference is not None else None,
         teacher=optional[1] if like.teacher is not None or optional[1].isfinite().any() else None,
         before=optional[2] if like.before is not None else None,
+        divergence=optional[3].clone() if like.divergence is not None else None,
         top=TopTokens(rest[:top].T.clone(), rest[top:].T) if top and rest[top:].isfinite().any() else None,
         entropy=None if like.entropy is None else entropy.clone(),
         pairs=(pairs.chosen, pairs.rejected) if pairs else None,

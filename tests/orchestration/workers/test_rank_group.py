@@ -515,6 +515,10 @@ def test_ranks_compare_the_files_of_the_critic_too(tiny_llama: Path) -> None:
             {"the files of weights": Path("m"), "the critic's files of weights": tiny_llama},
         ),
         (AlgoConfig("ppo"), {"the files of weights": Path("m")}),
+        (
+            AlgoConfig("gkd", distill=own),
+            {"the files of weights": Path("m"), "the teacher's files of weights": tiny_llama},
+        ),
     ):
         assert loaded_models("m", algo) == found
     with pytest.raises(ConfigError, match="algo.critic.model = /nowhere is not a directory"):

@@ -35,7 +35,7 @@ PLAIN = {"dtype": "float32", "path": "torch", "device": "cpu", "learning_rate": 
 
 class Case(dict[str, Any]):
     """What is trained: `model`, and further `algo`, `lora`, `train`, `parallel` (settings), `masks`, `routing`, `top`, `groups`, `pairs`,
-    `critic` (the model that the critic has of its own)."""
+    `critic` (the model that the critic has of its own), `teacher` (the model that the trainer holds)."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -47,8 +47,10 @@ class Case(dict[str, Any]):
 
     @property
     def saved(self) -> Case:
-        """The case with the directory of the critic's model in the place of its name: ranks save none."""
-        own = {"critic": str(tiny_models.saved_with_tokenizer(self["critic"]))} if "critic" in self else {}
+        """The case with the directories of other models in the place of their names: ranks save none."""
+        own = {
+            name: str(tiny_models.saved_with_tokenizer(self[name])) for name in ("critic", "teacher") if name in self
+        }
         return type(self)(self, **own)
 
     def batch(self, step: int) -> Batch:
@@ -63,6 +65,8 @@ class Case(dict[str, Any]):
         if "critic" in self:
             own = {"model": self["critic"], "model_learning_rate": 1e-3}
             given = {**given, "critic": {**given.get("critic", {}), **own}}
+        if "teacher" in self:
+            given = {**given, "distill": {**given.get("distill", {}), "model": self["teacher"]}}
         algo = AlgoConfig(**given)
         adapters = {"": Assignment(train, algo, LoraConfig(**self["lora"]))} if "lora" in self else None
         return TorchTrainer(

@@ -27,7 +27,7 @@ from headrace.commands.plan.rates.mesh import Heads, RankMemory, Traffic, rank_m
 from headrace.commands.plan.rates.rates import BFLOAT16, EngineRates, Rates, TrainerRates, Travel, whole
 from headrace.commands.plan.rates.shapes import Architecture
 from headrace.core.errors import ConfigError
-from headrace.run.rehearsal.memory_needs import critic_shape
+from headrace.run.rehearsal.memory_needs import shapes_beside
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig, sums_once
 
@@ -139,11 +139,22 @@ def trains(model: Architecture) -> float:
 
 
 def passes_of(train: TrainConfig, algo: AlgoConfig, model: Architecture | None = None) -> float:
-    """Returns the forward passes of the policy that a trained token costs under these settings, those of a critic's own model by its size. `model`: the
-    policy's; None where its size is not known, and has no part in a rate that was measured."""
-    passes, critic = PASSES + train.gradient_checkpointing, critic_shape(algo) if model else None
-    of_critic = passes * critic.parameters / model.active if model and critic else 0
-    return passes + of_critic + algo.reference_in_loss
+    """Returns the forward passes of the policy that a trained token costs under these settings, those of a critic's own model and of a teacher that the
+    trainer holds by their sizes. `model`: the policy's; None where its size is not known, and has no part in a rate that was measured."""
+    passes = PASSES + train.gradient_checkpointing
+    beside = _beside(passes, algo) / model.active if model else 0
+    return passes + beside + algo.reference_in_loss
+
+
+def _beside(passes: float, algo: AlgoConfig) -> float:
+    """Returns the parameters that a trained token passes beside the policy's own, each as often as it does. A comparison over the vocabulary walks both heads
+    twice more for its value and once for its gradient (`trainer/forward/divergence.py`), which takes the place of that of log-probs."""
+    critic, teacher = shapes_beside(algo)
+    found = passes * critic.parameters if critic else 0.0
+    if teacher:
+        found += teacher.parameters
+        found += 6 * teacher.vocabulary * teacher.hidden if algo.recipe.distill.over == "vocabulary" else 0
+    return found
 
 
 def token_seconds(

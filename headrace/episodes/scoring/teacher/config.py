@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.algo.recipe_parts import Distill
 from headrace.episodes.rollout import ForksConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.settings.strict import LONGEST_NAME, STRICT
@@ -151,7 +152,7 @@ def teacher_problems(
     teachers: Sequence[TeacherConfig],
     algorithm: str,
     *,
-    distils: bool,
+    distill: Distill,
     reference: bool,
     shown: Shown,
     temperature: float,
@@ -159,29 +160,26 @@ def teacher_problems(
 ) -> Iterator[str]:
     """Yields a sentence with its remedy for each pair of settings that cannot work together.
 
-    `distils`: the algorithm learns from a teacher's log-probs; `reference`: the KL to the reference is part of the reward; `shown`: what the
-    algorithm's teacher reads beside the policy's prompt.
+    `distill`: what the algorithm learns from a teacher's log-probs; `reference`: the KL to the reference is part of the reward; `shown`: what the
+    algorithm's teacher reads beside the policy's prompt. `temperature` and `truncates`: how rollouts are sampled.
     """
-    tokens = [teacher.name for teacher in teachers if teacher.mode == "tokens"]
-    if distils and not tokens:
-        yield (
-            f"{algorithm} learns from a teacher's log-probs, and there is none; add a [[teachers]] table with a name and the "
-            "path of a model with the student's tokenizer"
-        )
-    if tokens and not distils:
-        yield (
-            f"the log-probs of the teacher {tokens[0]} are not used by {algorithm}; set algo.name = opd or opd_topk, or "
-            'algo.distill.kind, or make it a reward with mode = "text"'
-        )
-    needs = "a teacher's" if distils else "the reference's" if reference else ""
+    tokens = [teacher for teacher in teachers if teacher.mode == "tokens"]
+    yield from _problems_of_sources(tokens, algorithm, distill, shown)
+    served = distill.kind == "sampled" and not distill.model
+    needs = "a teacher's" if served else "the reference's" if reference else ""
+    other = (
+        ', or compare whole distributions (algo.name = "opd_topk"), or let the trainer hold the teacher (algo.distill.model)'
+        if served
+        else ""
+    )
     if needs and temperature not in (0.0, 1.0):  # 0 is refused anyway
         yield (
-            f"rollout.temperature = {temperature} does not go with {needs} log-probs, which are those at temperature 1, as "
-            "distributions at different temperatures are never equal; set rollout.temperature = 1"
+            f"rollout.temperature = {temperature} does not go with {needs} log-probs of sampled tokens, which are those at temperature 1, as "
+            f"distributions at different temperatures are never equal; set rollout.temperature = 1{other}"
         )
     if needs and truncates:
         yield (
-            f"rollout.top_p, top_k and min_p do not go with {needs} log-probs, which are of the whole vocabulary; remove them"
+            f"rollout.top_p, top_k and min_p do not go with {needs} log-probs of sampled tokens, which are of the whole vocabulary; remove them{other}"
         )
     for teacher in teachers:
         if shown and teacher.mode == "tokens" and not (teacher.prompt and (shown == "more" or teacher.reads_sibling)):
@@ -201,6 +199,46 @@ def teacher_problems(
     )
     if len(selves := [teacher.name for teacher in teachers if teacher.student]) > 1:
         yield f"the teachers {' and '.join(selves)} are both the student itself; keep one of them"
+
+
+def _problems_of_sources(
+    tokens: Sequence[TeacherConfig], algorithm: str, distill: Distill, shown: Shown
+) -> Iterator[str]:
+    """Yields what is wrong with where log-probs come from. `tokens`: the teachers that are served."""
+    distils = distill.kind != "none"
+    asked = {
+        f"algo.distill.over = {distill.over}": distill.over != "teacher_top",
+        f"algo.distill.temperature = {distill.temperature:g}": distill.temperature != 1,
+    }
+    only_held = next((name for name, given in asked.items() if given), "") if distill.compares else ""
+    if distill.model:
+        if tokens:
+            yield (
+                f"algo.distill.model = {distill.model} is a teacher that the trainer holds, and the teacher {tokens[0].name} is served: the policy learns from "
+                'one of them; remove algo.distill.model, or the table (mode = "text" would make it a reward)'
+            )
+        if shown:
+            yield (
+                f"{algorithm} learns from a teacher that is shown more than the policy reads, and algo.distill.model = {distill.model} reads the same; use a "
+                "[[teachers]] table with a prompt, or algo.name = gkd"
+            )
+    elif only_held and distils:
+        path = next((teacher.path for teacher in tokens if teacher.path), "PATH")
+        instead = " instead of the [[teachers]] table" if tokens else ""
+        yield (
+            f"{algorithm} with {only_held} compares what no engine returns: a served teacher gives its own most probable tokens, at temperature 1. Let the "
+            f'trainer hold the teacher: algo.distill.model = "{path}"{instead}; or set algo.name = opd_topk, with algo.distill.temperature = 1'
+        )
+    elif distils and not tokens:
+        yield (
+            f"{algorithm} learns from a teacher's log-probs, and there is none; add a [[teachers]] table with a name and the "
+            "path of a model with the student's tokenizer, or let the trainer hold the model (algo.distill.model)"
+        )
+    if tokens and not distils:
+        yield (
+            f"the log-probs of the teacher {tokens[0].name} are not used by {algorithm}; set algo.name = opd or opd_topk, or "
+            'algo.distill.kind, or make it a reward with mode = "text"'
+        )
 
 
 def prompt_problems(
