@@ -308,13 +308,13 @@ NUMBER = "headrace.number"
 """The key under which a request's scope has its number in its rollout."""
 
 
-class Said(NamedTuple):
+class LastAnswer(NamedTuple):
     """The answer to a request beside which no other one was under way."""
 
     number: int
     to: Speaker
     digest: bytes
-    """Of the request (`web.sending.attempt_of`)."""
+    """The digest of the request (`web.sending.attempt_of`)."""
     answer: TreeReply
 
 
@@ -346,7 +346,7 @@ class GatewayRollout:
         self.responses = StoredResponses()
         self.answered = 0
         """Requests for a turn that were answered."""
-        self.said_last: Said | None = None
+        self.said_last: LastAnswer | None = None
         self._numbers = itertools.count()
         self.error = ""
         """The last refusal, in words; empty if every request was served."""

@@ -24,7 +24,7 @@ from headrace.episodes.environments.conversation import TurnEncoder, TurnStream
 from headrace.episodes.environments.gateway.history_trees import (
     NUMBER,
     GatewayRollout,
-    Said,
+    LastAnswer,
     Speaker,
     TextEncoder,
     TreeReply,
@@ -240,7 +240,7 @@ class TurnRequest:
             return lost
         answer = await while_there(request, self.sampled())
         if answer and digest and alone:
-            rollout.said_last = Said(number, speaker, digest, answer)
+            rollout.said_last = LastAnswer(number, speaker, digest, answer)
         return answer
 
     async def pieces(self) -> AsyncGenerator[TurnPiece, None]:
