@@ -88,9 +88,9 @@ class BusEngine:
             return
         async with self._telemetry.waits.named("start", f"the bus {self._where} to answer"):
             self._bus, self._kept = await self._open()
+            self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed, self._suspects)
             self._notice = msgspec.structs.replace(self._notice, earlier=await self._earlier())
-        self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed, self._suspects)
-        await self._desk.begin()
+            await self._desk.begin()
         self._working = asyncio.ensure_future(self._desk.live())
 
     async def _earlier(self) -> tuple[str, ...]:

@@ -245,8 +245,8 @@ class BusDesk:
         self._beats = itertools.count()
         self._answered: set[str] = set()
         """The keys of the answers that were on the bus when this process began."""
-        self.found_letters = False
-        """Whether there were answers or tickets then."""
+        self.found_letters = True
+        """Whether there were answers or tickets then, or nobody has looked yet."""
         self._replies: dict[str, str] = {}
         """The letter of each reply that was taken, by key."""
         self._to_settle: list[str] = []

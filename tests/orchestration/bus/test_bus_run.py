@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.errors import ConfigError, HeadraceError, IdentityError
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError, StalledError
 from headrace.core.reports import EngineStats
 from headrace.core.types import Completion, Prompt, Request, RolloutKey
 from headrace.core.weights import WeightUpdate
@@ -425,6 +425,26 @@ def test_a_run_that_was_refused_leaves_the_letters_of_the_one_before_to_the_next
         await engine.close()
         await engine.close()
         assert await bus.unsettled("answers") == {"12"} and await bus.newer("run") is None
+
+    virtual_time.run(case())
+
+
+@pytest.mark.parametrize("silent", ["newer", "unsettled"])
+def test_a_bus_that_falls_silent_while_a_run_looks_at_it_is_a_named_wait_and_keeps_its_letters(silent: str):
+    async def case() -> None:
+        server, clock = MemoryServer(), asyncio.get_running_loop().time
+        bus = MemoryBus(server)
+        await bus.post(Posting("answers", "12", b"sampled"))
+        ours, telemetry = (
+            MemoryBus(server),
+            Telemetry(lambda fact: None, clock, Waits(lambda fact: None, clock, 5.0, 50.0)),
+        )
+        setattr(ours, silent, lambda *given: asyncio.Event().wait())
+        engine = bus_engine(Fleet(open_bus=lambda: ours, staleness=STALENESS), telemetry)
+        with pytest.raises(StalledError, match="for the bus a bus to answer"):
+            await engine.launch()
+        await engine.close()
+        assert await bus.unsettled("answers") == {"12"}
 
     virtual_time.run(case())
 
