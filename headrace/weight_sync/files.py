@@ -31,7 +31,7 @@ from headrace.core.types import Struct
 from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 from headrace.durable.atomic_files import open_regular, read_regular
 from headrace.processes.health.owned_directory import OwnedDirectory
-from headrace.weight_sync.fetching import FetchingReceiver
+from headrace.weight_sync.fetching import FetchingReceiver, RelayingReceiver
 from headrace.weight_sync.kind import FULL, PLAIN, Encoding, Opening, TransportKind
 
 if TYPE_CHECKING:
@@ -340,13 +340,17 @@ class CarriedWeights:
         place = Path(self._directory.path) / (name or "model") / f"{update.version:06d}"
         here = msgspec.structs.replace(update, where={"path": str(place)})
         write_version(place, UpdateRecord(here, manifest), buffer, self._repeat_tied)
-        written.append(here)
+        written[:] = [*(one for one in written if one.version != update.version), here]  # one place for each version
         for old in written[:-KEPT]:
             shutil.rmtree(str(old.where["path"]), ignore_errors=True)
         del written[:-KEPT]
         return here
 
     def close(self) -> None:
+        """Ends what its receiver serves to other engines: a rollout host outlives the process of the run that it fetched from."""
+        if isinstance(self._receiver, RelayingReceiver):
+            self._receiver.close()
+        self._receiver = None
         self._directory.remove()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.core.errors import IdentityError
-from headrace.core.weights import AdapterSpec
+from headrace.core.weights import AdapterSpec, Manifest
+from headrace.weight_sync.fetching import RelayingReceiver
 from headrace.weight_sync.files import CarriedWeights, FilesReceiver
 from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import lay_out
@@ -78,3 +79,34 @@ def test_bytes_that_were_not_published_are_not_written(transport: Tcp, carried: 
         asyncio.run(carried.bring(msgspec.structs.replace(good, version=1, fingerprint=f"{good.fingerprint[:-1]}x")))
     here = Path(str(asyncio.run(carried.bring(good)).where["path"]))
     assert [place.name for place in here.parent.iterdir()] == ["000000"]
+
+
+def test_a_version_that_is_published_anew_replaces_its_files(transport: Tcp, carried: CarriedWeights) -> None:
+    """Files of the version before it under its number were removed in its place: they lie in one directory."""
+    manifests = {"": lay_out(parameters(0), torch.bfloat16)}
+    sender = transport.sender(manifests)
+    carried.open(manifests)
+    for version in (1, 2):
+        asyncio.run(carried.bring(sender.copy(version, parameters(version))()))
+    again = sender.copy(1, parameters(3))()
+    here = asyncio.run(carried.bring(again))
+    FilesReceiver().receive(here)
+    assert asyncio.run(carried.bring(again)) is here
+
+
+def test_what_it_serves_to_other_engines_ends_with_it() -> None:
+    closed = list[bool]()
+
+    class Noted(RelayingReceiver):
+        def close(self) -> None:
+            closed.append(True)
+
+    class Relaying:
+        def receiver(self, manifests: Mapping[str, Manifest]) -> Noted:
+            return Noted(manifests, None)  # type: ignore[arg-type]
+
+    one = CarriedWeights(Relaying())  # type: ignore[arg-type]
+    one.open({"": lay_out(parameters(0), torch.bfloat16)})
+    one.close()
+    one.close()
+    assert closed == [True]
