@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from headrace.episodes.scoring.job import Effort, ScoringJob
 from headrace.processes.asked_process import UserProgram
 from headrace.processes.joining.greeting import Kind
 from headrace.processes.joining.same_model import digests
+from headrace.processes.wire import WorkerEnd
 from headrace.run.config import RunConfig, load_config
 from headrace.run.resume_rules import check_resumable, contents_of, meaning
 from headrace.run.seats import own_sites
 from headrace.run.worker.build import build_engine_core
-from headrace.run.worker.worker_messages import EngineStart
+from headrace.run.worker.server_loop import ServerWorker
+from headrace.run.worker.worker_messages import EngineStart, ServerNeeds
+from headrace.weight_sync.files import Files
 
 
 def settings_of(directory: Path, sets: Sequence[Any] = ()) -> RunConfig:
@@ -121,6 +125,18 @@ def test_an_engine_that_takes_the_place_of_another_refuses_other_files_of_the_mo
     (tmp_path / "merges.txt").write_text("a b")
     with pytest.raises(IdentityError, match=r"has other files than when the run began \(config\.json, merges\.txt\)"):
         build_engine_core(start)
+
+
+def test_a_worker_with_a_server_refuses_other_files_of_the_model_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"rope_theta": 10000.0}')
+    needs, transport = ServerNeeds(), Files(str(tmp_path / "weights"))
+    start = EngineStart(
+        str(tmp_path), {"kind": "vllm", "python": ""}, {}, transport, files=digests(tmp_path), server=needs
+    )
+    (tmp_path / "config.json").write_text('{"rope_theta": 500000.0}')
+    ours, other = socket.socketpair()
+    with ours, other, pytest.raises(IdentityError, match=r"has other files than when the run began \(config\.json\)"):
+        ServerWorker(WorkerEnd(ours), start)
 
 
 def test_a_run_of_an_earlier_version_goes_on_by_its_own_digest(tmp_path: Path) -> None:

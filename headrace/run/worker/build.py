@@ -224,7 +224,7 @@ def build_shared_trainer(start: SharedStart) -> SharedTrainer:
     return trainer
 
 
-def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
+def check_files(start: EngineStart) -> None:
     """Raises IdentityError if the model's files are others than those that the run began with."""
     here = digests(Path(start.model_dir)) if start.files else {}
     if others := sorted(name for name in {*here, *start.files} if here.get(name) != start.files.get(name)):
@@ -232,6 +232,11 @@ def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
             f"{start.model_dir} has other files than when the run began ({', '.join(others)}), with which an engine would compute something else than those "
             "before it; put them back, and resume the run"
         )
+
+
+def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
+    """Raises what `check_files` raises."""
+    check_files(start)
     import torch
 
     from headrace.engine.native.runners.skeleton import parameters_from_dir

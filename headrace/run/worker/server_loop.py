@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from headrace.core.errors import HeadraceError, IdentityError
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError
 from headrace.core.printing import echo, say
 from headrace.core.reports import Capabilities
 from headrace.core.steps import StepOutput
@@ -37,7 +37,8 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.joining.greeting import ENGINE_PYTHON
-from headrace.processes.wire import Frame, WorkerEnd, fail, unpack
+from headrace.processes.wire import Frame, WorkerEnd, begun, fail, unpack
+from headrace.run.worker.build import check_files
 from headrace.run.worker.own_server import Surroundings, engine_over, server_process
 from headrace.run.worker.worker_messages import LAST_WORDS, EngineStart, LastWords
 
@@ -69,6 +70,13 @@ def in_one(outputs: Sequence[StepOutput]) -> list[StepOutput]:
         both = {name: getattr(last, name) + getattr(output, name) for name in columns}
         found[-1] = msgspec.structs.replace(last, **both)
     return found
+
+
+def _without_remedy(error: HeadraceError) -> Literal["", "IdentityError", "ConfigError"]:
+    """Returns the class of an error that another process would meet too; empty for one that is of this process or its machine."""
+    if isinstance(error, IdentityError):
+        return "IdentityError"
+    return "ConfigError" if isinstance(error, ConfigError) else ""
 
 
 class ServerLoop:
@@ -165,9 +173,7 @@ class ServerLoop:
         try:
             await self._engine.watch()
         except HeadraceError as error:
-            self._say_last(
-                LastWords(str(error), "IdentityError" if isinstance(error, IdentityError) else "ConfigError")
-            )
+            self._say_last(LastWords(str(error), _without_remedy(error)))
 
     def _say_last(self, words: LastWords) -> None:
         self._flush()
@@ -180,8 +186,9 @@ class ServerWorker:
     """The server of a worker, and what belongs to it on this machine."""
 
     def __init__(self, end: WorkerEnd, start: EngineStart) -> None:
-        """Raises ConfigError if this machine cannot start the server."""
+        """Raises ConfigError if this machine cannot start the server, and what `check_files` raises."""
         assert start.server and start.transport, "a worker with a server has been told what it needs"
+        check_files(start)
         self._place = OwnedDirectory("server")
         end.last_acts.append(self._place.remove)
         python = os.environ.get(ENGINE_PYTHON) or start.engine["python"]
@@ -206,8 +213,12 @@ class ServerWorker:
         """Starts the server, and waits until it answers. Raises HeadraceError if it does not come up, or is another one than the run needs."""
         engine, settings = self._served.engine, self._settings
         self._tasks = [asyncio.ensure_future(self._print_log())]
-        state = await engine.open()
-        check_state(state, settings.serving_dtype, settings.context_length, self._host.url)
+        try:
+            state = await engine.open()
+            check_state(state, settings.serving_dtype, settings.context_length, self._host.url)
+        except Exception:
+            self._print()  # the log goes with this process
+            raise
         self._tasks.append(asyncio.ensure_future(self.loop.watch()))
         return engine.capabilities
 
@@ -238,9 +249,14 @@ class ServerWorker:
             echo(said.rstrip("\n"), err=True)
 
 
-def serve_server(end: WorkerEnd, inbox: queue.Queue[Frame], first: Frame) -> None:
+def serve_server(
+    end: WorkerEnd,
+    inbox: queue.Queue[Frame],
+    first: Frame,
+    make: Callable[[WorkerEnd, EngineStart], ServerWorker] = ServerWorker,
+) -> None:
     """Serves until the connection ends, which ends this process, and the server with it. `first`: the start message."""
-    asyncio.run(_serve(end, inbox, first))
+    asyncio.run(_serve(end, inbox, first, make))
 
 
 def _end_by(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> NoReturn:
@@ -249,10 +265,12 @@ def _end_by(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> NoRe
     os._exit(1)
 
 
-async def _serve(end: WorkerEnd, inbox: queue.Queue[Frame], first: Frame) -> None:
+async def _serve(
+    end: WorkerEnd, inbox: queue.Queue[Frame], first: Frame, make: Callable[[WorkerEnd, EngineStart], ServerWorker]
+) -> None:
     here = asyncio.get_running_loop()
     try:
-        worker = ServerWorker(end, unpack(first.payload, EngineStart))
+        worker = make(end, unpack(first.payload, EngineStart))
         capabilities = await worker.open()
     except Exception as error:
         fail(end, first, error)
@@ -260,6 +278,7 @@ async def _serve(end: WorkerEnd, inbox: queue.Queue[Frame], first: Frame) -> Non
             act()
         return
     end.reply(first, capabilities)
+    begun()
     here.set_exception_handler(_end_by)
 
     def pass_on() -> None:

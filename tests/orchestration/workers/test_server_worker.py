@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import queue
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.errors import ConfigError, HeadraceError, IdentityError
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError, WorkerDied
 from headrace.core.protocols import Heard, Job
-from headrace.core.reports import EngineStats, LoadReport
+from headrace.core.reports import Capabilities, EngineStats, LoadReport
 from headrace.core.steps import Finished, StepOutput
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
+from headrace.engine.config import EngineConfig
 from headrace.facts.facts import EngineSample, WorkerLost
-from headrace.processes.wire import Frame, pack_payload
+from headrace.processes.wire import Frame, WorkerEnd, pack_payload
 from headrace.run.clients.keeper import Keeper
-from headrace.run.worker.server_loop import ServerLoop, in_one
-from headrace.run.worker.worker_messages import LAST_WORDS, LastWords
+from headrace.run.worker.server_loop import ServerLoop, ServerWorker, _serve, in_one
+from headrace.run.worker.worker_messages import LAST_WORDS, EngineStart, LastWords, ServerNeeds
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
+from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.tcp import Tcp
+from support import fake_servers
 
 TYPES: dict[str, Any] = {"output": StepOutput, "stats": EngineStats, LAST_WORDS: LastWords, "load": LoadReport}
 
@@ -154,7 +163,12 @@ def test_a_refusal_and_an_interruption_reach_the_run() -> None:
 
 @pytest.mark.parametrize(
     ("error", "named"),
-    [(IdentityError("foreign weights"), "IdentityError"), (ConfigError("no kernel"), "ConfigError"), (None, "")],
+    [
+        (IdentityError("foreign weights"), "IdentityError"),
+        (ConfigError("no kernel"), "ConfigError"),
+        (WorkerDied("engine", "was away for 900 s"), ""),
+        (None, ""),
+    ],
 )
 def test_the_last_words_say_whether_another_process_may_take_its_place(error: HeadraceError | None, named: str) -> None:
     async def case() -> None:
@@ -199,6 +213,63 @@ def test_outputs_in_one_have_every_token_with_its_labels_and_every_end_in_order(
         return of
 
     assert told(in_one(outputs)) == told(outputs)
+
+
+def test_a_server_that_does_not_come_up_leaves_what_it_said_with_its_worker(
+    tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its log is removed with the worker."""
+    python = fake_servers.interpreter(tmp_path)
+    broken = "for n in range(3): print('reason', n)\nraise SystemExit('out of luck')\n"
+    (tmp_path / "site/sglang/launch_server.py").write_text(broken)
+    engine = asdict(EngineConfig(kind="sglang", python=str(python), context_length=64))
+    transport = Tcp("token")
+    manifests = {"": lay_out([("weight", torch.zeros(2))], torch.float32)}
+    start = EngineStart(str(tiny_llama), engine, manifests, transport, server=ServerNeeds())
+
+    async def case(end: WorkerEnd) -> None:
+        with pytest.raises(ConfigError, match="did not come up"):
+            await ServerWorker(end, start).open()
+
+    ours, other = socket.socketpair()
+    with ours, other:
+        asyncio.run(case(end := WorkerEnd(ours)))
+        for act in end.last_acts:
+            act()
+    said = capfd.readouterr().err
+    assert "reason 2" in said and "out of luck" in said
+
+
+class _Up:
+    """A worker whose server is up."""
+
+    def __init__(self, end: object, start: object) -> None:
+        self.loop = self
+
+    def obey(self, frame: Frame) -> None: ...
+
+    async def open(self) -> Capabilities:
+        return Capabilities(context_length=64)
+
+
+def test_a_worker_with_a_server_collects_its_garbage() -> None:
+    """A worker's process begins without, until what it imports is there."""
+
+    async def case() -> bool:
+        wire, start = Wire(), EngineStart("model", {}, {}, server=ServerNeeds())
+        frame = Frame(1, "start", pack_payload(start))
+        serving = asyncio.ensure_future(_serve(wire, queue.Queue(), frame, _Up))  # type: ignore[arg-type]
+        await until(lambda: wire.sent)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        return gc.isenabled()
+
+    gc.disable()
+    try:
+        assert asyncio.run(case())
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 class _Silent:
