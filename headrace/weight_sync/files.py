@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from headrace.core.errors import IdentityError
+from headrace.core.errors import HeadraceError, IdentityError
 from headrace.core.protocols import WeightReceiver, WeightSender
 from headrace.core.types import Struct
 from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
@@ -321,7 +321,7 @@ class CarriedWeights:
 
     async def bring(self, update: WeightUpdate) -> WeightUpdate:
         """Returns the update as a server reads it from this machine's files. Raises IdentityError if its bytes cannot be had, or are not those that were
-        published, and OSError if they cannot be written."""
+        published, and HeadraceError if they cannot be written."""
         async with self._turn:
             return await asyncio.to_thread(self._bring, update)
 
@@ -339,7 +339,15 @@ class CarriedWeights:
         PackedBuffer(manifest, buffer).fill(tensors.items())
         place = Path(self._directory.path) / (name or "model") / f"{update.version:06d}"
         here = msgspec.structs.replace(update, where={"path": str(place)})
-        write_version(place, UpdateRecord(here, manifest), buffer, self._repeat_tied)
+        try:
+            write_version(place, UpdateRecord(here, manifest), buffer, self._repeat_tied)
+        except OSError as error:
+            message = (
+                f"version {update.version} could not be written where the server reads it, {place}: {error.strerror}"
+            )
+            raise HeadraceError(
+                f"{message}; make room on that disk, or name a directory of another one in TMPDIR"
+            ) from error
         written[:] = [*(one for one in written if one.version != update.version), here]  # one place for each version
         for old in written[:-KEPT]:
             shutil.rmtree(str(old.where["path"]), ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,8 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.core.errors import IdentityError
-from headrace.core.weights import AdapterSpec, Manifest
+from headrace.core.errors import HeadraceError, IdentityError
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialects.sglang import SglangDialect
+from headrace.engine.remote.remote_engine import RemoteEngine
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.testing.makers import request
 from headrace.weight_sync.fetching import RelayingReceiver
 from headrace.weight_sync.files import CarriedWeights, FilesReceiver
 from headrace.weight_sync.kind import Encoding, Opening
@@ -110,3 +117,40 @@ def test_what_it_serves_to_other_engines_ends_with_it() -> None:
     one.close()
     one.close()
     assert closed == [True]
+
+
+def test_a_place_that_cannot_be_written_is_named_with_a_remedy(transport: Tcp, carried: CarriedWeights) -> None:
+    manifests = {"": lay_out(parameters(0), torch.bfloat16)}
+    sender = transport.sender(manifests)
+    carried.open(manifests)
+    place = Path(str(asyncio.run(carried.bring(sender.copy(0, parameters(0))())).where["path"])).parent
+    shutil.rmtree(place)
+    place.write_text("somebody's")
+    update = sender.copy(1, parameters(1))()
+    with pytest.raises(HeadraceError, match=r"version 1 could not be written .*/model/000001: .*TMPDIR"):
+        asyncio.run(carried.bring(update))
+    place.unlink()
+    FilesReceiver().receive(asyncio.run(carried.bring(update)))
+
+
+def test_an_update_that_could_not_be_written_is_not_asked_for() -> None:
+    """A server that comes back would be given it, and what is reported would name its version."""
+
+    class Full:
+        async def bring(self, update: WeightUpdate) -> WeightUpdate:
+            raise PermissionError("nobody may write there")
+
+    async def case() -> None:
+        clock = asyncio.get_running_loop().time
+        telemetry = Telemetry(lambda fact: None, clock, Waits(lambda fact: None, clock, 1e5, 1e6))
+        connection, dialect = Connection("http://127.0.0.1:1", ""), SglangDialect(frozenset())
+        engine = RemoteEngine(connection, dialect, patience=1.0, max_deaths=1, telemetry=telemetry, carrier=Full())  # type: ignore[arg-type]
+        update = WeightUpdate(
+            version=1, kind="adapter", fingerprint="1", nbytes=1, seconds=0.0, where={}, adapter=ADAPTER
+        )
+        with pytest.raises(PermissionError):
+            await engine.load(update)
+        with pytest.raises(ValueError, match="no adapter a is loaded"):
+            await engine.generate(request("r", adapter="a"))
+
+    asyncio.run(case())

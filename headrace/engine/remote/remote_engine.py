@@ -163,7 +163,7 @@ class WeightCarrier(Protocol):
     """Brings weights to the machine of a server that cannot fetch them (`CarriedWeights` in `weight_sync/files.py`)."""
 
     async def bring(self, update: WeightUpdate) -> WeightUpdate:
-        """Returns the update as the server can read it. Raises IdentityError if its bytes are not those that were published, and OSError."""
+        """Returns the update as the server can read it. Raises IdentityError if its bytes are not those that were published, and HeadraceError if they cannot be written."""
 
     def close(self) -> None: ...
 
@@ -356,8 +356,8 @@ class RemoteEngine:
                 await self._carrier.bring(update)
             async with contextlib.nullcontext() if self._dialect.keeps_requests else self._standstill.of(name):
                 return await self._presence.retrying(lambda: self._load(update))
-        except (HeadraceError, ValueError):
-            if before is None:  # refused: a server that comes back has no use for it
+        except Exception:
+            if before is None:  # refused, or not written here: a server that comes back has no use for it
                 del self._wanted[name]
             else:
                 self._wanted[name] = before
