@@ -46,6 +46,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "olmo2": {},
     "gemma2": {"sliding_window": 64},
+    "gemma4_text": {
+        "sliding_window": 64, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2, "num_kv_shared_layers": 4, "global_head_dim": 96,
+        "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY,
+    },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256, "sliding_window": 64},
     "deepseek_v3": {
         **EXPERTS, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 192, "kv_lora_rank": 128, "qk_rope_head_dim": 32,

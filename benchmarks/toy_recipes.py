@@ -7,10 +7,11 @@ reasoning_gym (`pip install "headrace[tasks]"`), which gives an answer that hold
     python benchmarks/toy_recipes.py grpo ce_gppo vespo --lags 1 4 --seeds 0 1
     python benchmarks/toy_recipes.py grpo dapo gspo tis --lags 0 1 4 --seeds 0 1 2 --steps 40 --errors
     python benchmarks/toy_recipes.py grpo gigpo --turns 4 --lags 1
-    python benchmarks/toy_recipes.py grpo tis --prompts 12 --experience 2 --lags 1 --seeds 0 1 2
+    python benchmarks/toy_recipes.py grpo tis --prompts 12 --algo experience.rollouts=2 --lags 1 --seeds 0 1 2
     python benchmarks/toy_recipes.py grpo tis cispo --gym letter_counting --lags 0 4 --seeds 0 1 --steps 40 --errors
     python benchmarks/toy_recipes.py prime rloo --rank 8 --lags 1 --seeds 0 1 2 --steps 20 --errors
     python benchmarks/toy_recipes.py ppo --critic 1e-3 --lags 1 --seeds 0 1 --steps 40 --errors
+    python benchmarks/toy_recipes.py grpo --algo kl.coef=0.3 kl.every=10 --lags 1 --seeds 0 1 --steps 40
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -31,8 +32,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from headrace.algo.config import AlgoConfig
-from headrace.facts.facts import GroupEnded
+from headrace.facts.facts import GroupEnded, WarmStarted
 from headrace.facts.records import StepRow, read_metrics
+from headrace.settings.toml import parse_sets
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from conftest import CHARACTERS, SPECIAL, save_tokenizer
@@ -76,6 +78,10 @@ class ToyRun(NamedTuple):
     """Groups that were sampled; those without contrast are not trained."""
     explained: list[float]
     """The share of the returns' variance that a critic explained in each step; empty without one."""
+    divergences: list[float]
+    """Mean divergence of a token from the reference in each step; zeros without one."""
+    held_out: list[float]
+    """The loss of held-out answers before each epoch of a warm start, and after the last; empty without one."""
 
 
 def make_model(directory: Path, read: str = "", head: float = 1.0) -> Path:
@@ -118,11 +124,13 @@ def trained(
     prompts: int = 0,
     gym: str = "",
     game: str = "",
-    experience: int = 0,
     sparse: bool = False,
     rank: int = 0,
     critic: float = 0.0,
+    warm_start: int = 0,
+    algo: Mapping[str, Any] = {},
 ) -> ToyRun:
+    """`warm_start`: epochs of learning the given answer first. `algo`: settings of `[algo]` beside the recipe's name."""
     place.mkdir()
     (place / "twice.py").write_text(TWICE)
     (place / "walk.py").write_text(WALK.replace("TURNS", str(turns)))
@@ -134,7 +142,7 @@ def trained(
         place,
         model,
         seed=seed,
-        algo={"name": recipe, **({"experience": {"rollouts": experience}} if experience else {})},
+        algo={"name": recipe, **algo},
         train={"steps": steps, "learning_rate": 3e-3},
         staleness={"max_lag": lag},
         checkpoint={"every": 0},
@@ -160,12 +168,16 @@ def trained(
         if AlgoConfig(recipe).with_length(1) != AlgoConfig(recipe):
             settings["algo"]["length_constant"] = 6
         settings["rollout"]["max_tokens"] = 1
-    if (kind := AlgoConfig(recipe).given_answers) != "none":
+    kind = AlgoConfig(recipe).given_answers
+    if kind != "none" or warm_start:
         asked = map(json.loads, (place / "rows.jsonl").read_text().splitlines())
         given = [json.dumps({"prompt": row["prompt"], "answer": ANSWER}) for row in asked]
         (place / "answers.jsonl").write_text("\n".join(given))
+    if kind != "none":
         own = {} if kind == "compared" else {"rows_per_step": settings["staleness"]["groups_per_step"]}
         settings["demonstrations"] = {"path": str(place / "answers.jsonl"), **own}
+    if warm_start:
+        settings["warm_start"] = {"path": str(place / "answers.jsonl"), "epochs": warm_start, "learning_rate": 3e-4}
     if prompts:
         rows = (place / "rows.jsonl").read_text().splitlines()
         (place / "rows.jsonl").write_text("\n".join(rows[: prompts + 16]))  # 16 are held out
@@ -178,7 +190,10 @@ def trained(
     stopped = sum(lag.tokens * (lag.clipped + sum(lag.masked.values())) for row in rows for lag in row.report.lags)
     explained = [row.report.critic.explained_variance for row in rows if row.report.critic]
     norms = [row.report.grad_norm for row in rows]
-    return ToyRun([row.reward_drawn for row in rows], stopped / tokens, norms, drawn, explained)
+    divergences = [row.report.reference_kl for row in rows]
+    held_out = next((fact.held_out for fact in facts if isinstance(fact, WarmStarted)), [])
+    rewards = [row.reward_drawn for row in rows]
+    return ToyRun(rewards, stopped / tokens, norms, drawn, explained, divergences, list(held_out))
 
 
 def cell(runs: Sequence[ToyRun], errors: bool) -> str:
@@ -202,9 +217,6 @@ def main() -> None:
         "--prompts", type=int, default=0, help="different prompts, which come again and again; 0: more than a run draws"
     )
     parser.add_argument("--gym", choices=[*GYM], default="", help="a family of reasoning_gym instead of the toy task")
-    parser.add_argument(
-        "--experience", type=int, default=0, help="good earlier rollouts of a prompt that are trained again"
-    )
     parser.add_argument("--rank", type=int, default=0, help="train an adapter of this rank")
     parser.add_argument(
         "--critic",
@@ -212,9 +224,18 @@ def main() -> None:
         default=0.0,
         help="learning rate of a critic with a model of its own, at first the policy's",
     )
+    parser.add_argument(
+        "--algo",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="settings of [algo], such as kl.coef=0.1 kl.every=10",
+    )
+    parser.add_argument("--warm-start", type=int, default=0, metavar="EPOCHS", help="learn the given answer first")
     parser.add_argument("--sparse", action="store_true", help="a reward of 1 for two letters or more, else 0")
     parser.add_argument("--errors", action="store_true", help="means with standard errors, of two seeds or more")
     told = parser.parse_args()
+    algo = parse_sets(told.algo)
     with tempfile.TemporaryDirectory() as name:
         model = make_model(Path(name) / "model", head=8.0 if told.rank else 1.0)
         print("| `algo.name` | " + " | ".join(f"`max_lag` {lag}" for lag in told.lags) + " |")
@@ -233,10 +254,11 @@ def main() -> None:
                         turns=told.turns,
                         prompts=told.prompts,
                         gym=told.gym,
-                        experience=told.experience,
                         sparse=told.sparse,
                         rank=told.rank,
                         critic=told.critic,
+                        warm_start=told.warm_start,
+                        algo=algo,
                     )
                     for seed in told.seeds
                 ]
@@ -246,6 +268,14 @@ def main() -> None:
                     f"{fmean(run.explained[len(run.explained) // 2 :]):.2f}" for run in runs if run.explained
                 )
                 more = f"; explained by values in the second half {values}" if values else ""
+                if told.warm_start:
+                    losses = "; ".join(", ".join(f"{loss:.2f}" for loss in run.held_out) for run in runs)
+                    more += f"; held-out loss of the warm start {losses}"
+                if any(run.divergences[-1] for run in runs):
+                    apart = [[fmean(run.divergences[at : at + 10]) for at in range(0, told.steps, 10)] for run in runs]
+                    more += "; divergence of each ten steps " + "; ".join(
+                        ", ".join(f"{value:.4f}" for value in one) for one in apart
+                    )
                 print(
                     f"{recipe}, max_lag {lag}: {cells[-1]} (first {ENDS} steps {begun}{more})",
                     file=sys.stderr,

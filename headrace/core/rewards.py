@@ -35,6 +35,9 @@ def number_of(value: object) -> float | Unusable:
     given = value
     if hasattr(given, "item") and not isinstance(given, (int, float)):
         try:
+            # Of a masked array: below the mask is a number that nobody gave, 0 most often.
+            if getattr(given, "mask", False):
+                return Unusable("none", "is masked, which is no number")
             given = given.item()
         except Exception:
             return Unusable("wrong_type", f"is {shown(value)}, which is not one number")

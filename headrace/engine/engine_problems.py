@@ -22,10 +22,14 @@ ON_GPUS = (
 )
 
 
-def engine_problems(config: EngineConfig) -> Iterator[str]:
-    """Settings that have no meaning for an engine of this kind, and those that a server lacks."""
+def engine_problems(config: EngineConfig, meant: Collection[str] = ()) -> Iterator[str]:
+    """Settings that have no meaning for an engine of this kind, and those that a server lacks. `meant`: those that have one where the engines are."""
     usual = EngineConfig()
-    changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)]
+    changed = [
+        field.name
+        for field in fields(config)
+        if getattr(config, field.name) != getattr(usual, field.name) and field.name not in meant
+    ]
     yield from _fleet_problems(config, changed)
     if config.weights != "published":
         yield from _quantised_problems(config)

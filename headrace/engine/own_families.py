@@ -52,7 +52,17 @@ class Names:
     decay: str = "linear_attn.A_log"
     step_bias: str = "linear_attn.dt_bias"
     skip: str = ""
-    """What a state space gives of a value beside what it reads."""
+    """The part of a value that a state space gives beside what it reads."""
+    per_layer_gate: str = "per_layer_input_gate"
+    """Parts of a layer that has an embedding of its own (Gemma 3n): its gate, what it adds, and the norm of that."""
+    per_layer_out: str = "per_layer_projection"
+    behind_per_layer: str = "post_per_layer_input_norm"
+    per_layer_embed: str = "model.embed_tokens_per_layer"
+    """Embeddings of all layers' own; what is added to them of a token's embedding; and the norm of that for one layer."""
+    per_layer_into: str = "model.per_layer_model_projection"
+    per_layer_norm: str = "model.per_layer_projection_norm"
+    scale_behind: str = "layer_scalar"
+    """A buffer with the factor of the residual stream behind a layer."""
     norm: str = "model.norm"
     rotary: str = "rotary_emb"
     """The module of the inner model that knows the angles of positions."""
@@ -134,7 +144,7 @@ class DeltaRule(Recurrence):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of queries, keys and values; of gates; of what each head takes of a correction; of its steps. Or of the first two, and of the last two."""
+        """Parts of queries, keys and values; of gates; of what each head takes of a correction; of its steps. Or of the first two, and of the last two."""
         parts = self.convolved, self.values, self.value_heads, self.value_heads
         return (sum(parts[:2]), sum(parts[2:])) if self.by_key_head else parts
 
@@ -153,7 +163,7 @@ class StateSpace(Recurrence):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of gates, values, keys, queries and steps, which are one part."""
+        """The gates, values, keys, queries and steps, which are one part."""
         return (self.values + self.convolved + self.value_heads,)
 
     @property
@@ -183,6 +193,10 @@ def _always(of: Any, layer: int) -> bool:
 
 def _never(of: Any, layer: int) -> bool:
     return False
+
+
+def _nothing(of: Any) -> str:
+    return ""
 
 
 def _no_clamp(of: Any) -> Clamp | None:
@@ -234,6 +248,10 @@ class OwnFamily:
     gated: bool = False
     """Whether what attention gives is multiplied by the sigmoids of gates, which follow each head's queries in the rows of their product. Only the C++
     kernels do so."""
+    values_normed: bool = False
+    """Whether values are normed, each head by itself and without weights. Only the C++ kernels do so."""
+    lacks: Callable[[Any], str] = _nothing
+    """Empty, or what a config asks for and no decoder of ours has, a whole clause."""
     sure: bool = True
     """Whether a decoder of ours serves all models of the family wherever it runs."""
 
@@ -357,6 +375,12 @@ MAMBA = Names(
     step_bias="mamba.dt_bias",
     skip="mamba.D",
 )
+
+
+def _gemma4_lacks(of: Any) -> str:
+    return "it has experts beside a feed-forward part (enable_moe_block)" if of.enable_moe_block else ""
+
+
 QWEN3_5 = OwnFamily(norm_offset=1.0, recurrence=_qwen3_5_delta, gated=True, sure=False)
 
 FAMILIES: Mapping[str, OwnFamily] = {
@@ -366,6 +390,7 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "qwen3": LLAMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA2,
+    "gemma4_text": replace(GEMMA2, norm_offset=0.0, values_normed=True, lacks=_gemma4_lacks, sure=False),
     "vaultgemma": replace(GEMMA2, names=Names(before_mlp="pre_feedforward_layernorm")),
     "qwen3_moe": replace(LLAMA, routing=_qwen3_moe),
     "mixtral": replace(LLAMA, routing=_mixtral),

@@ -186,6 +186,18 @@ def comparable(evals: Sequence[Evaluated]) -> Sequence[Evaluated]:
     return [evaluation for evaluation in evals if not (last and evaluation.measure) or evaluation.measure == last]
 
 
+def stretches(evals: Sequence[Evaluated]) -> list[list[Evaluated]]:
+    """Returns the evaluations in stretches that measured the same, of which a line may be drawn: at each further one a resume has changed what the
+    reward means."""
+    found: list[list[Evaluated]] = []
+    for evaluation in evals:
+        before = found[-1][-1].measure if found else ""
+        if not found or (before and evaluation.measure and before != evaluation.measure):
+            found.append([])
+        found[-1].append(evaluation)
+    return found
+
+
 def gain_of(evals: Sequence[Evaluated]) -> str:
     """Returns what a set gave before training and gives now, with the error of the last: `0.120 → 0.410 ± 0.030`."""
     before, since = ends_of(evals)

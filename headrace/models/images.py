@@ -49,6 +49,8 @@ REFUSED = {
     "paligemma": "all tokens of its prompt see each other",
 }
 """Well-known types that are not served with images, and the reason."""
+_OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""Modes of Pillow that a PNG holds, without those of more than eight bits."""
 INDEX, ROWS = "index.json", "rows.safetensors"
 FOLDER = "images"
 """Its place in the directory of a model: the index, the table of features, and the images."""
@@ -90,13 +92,29 @@ def image_of(value: Any, folder: Path) -> ImageFile:
                 f"names {path}, which cannot be read ({error.strerror}); paths are relative to the file with the rows"
             ) from None
     if callable(getattr(value, "save", None)):
-        saved = io.BytesIO()
-        value.save(saved, format="PNG")
-        return ImageFile(saved.getvalue())
+        return _of_pillow(value)
     raise ConfigError(
         f"holds {'no image (null)' if value is None else f'a value of type {type(value).__name__}'}; give a path, bytes or a data: URL, or an "
         "empty list in a row without an image"
     )
+
+
+def _of_pillow(image: Any) -> ImageFile:
+    """Returns an image of Pillow as a PNG, upright: the side that is up is said beside the pixels of a photograph, and Pillow leaves it out of the
+    file that it writes."""
+    from PIL import ImageOps
+
+    if image.mode[0] in "IF":
+        raise ConfigError(
+            f"holds an image of Pillow with more than eight bits a channel ({image.mode}); convert it to RGB, scaled to eight bits"
+        )
+    saved = io.BytesIO()
+    try:
+        upright = ImageOps.exif_transpose(image)
+        (upright if image.mode in _OF_PNG else upright.convert("RGB")).save(saved, format="PNG")
+    except Exception as error:  # every format's reader raises its own kind
+        raise ConfigError(f"holds an image of Pillow that cannot be read ({error}); pass it in the mode RGB") from None
+    return ImageFile(saved.getvalue())
 
 
 def images_of(value: Any, folder: Path) -> list[ImageFile]:

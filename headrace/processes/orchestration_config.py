@@ -180,6 +180,14 @@ class OrchestrationConfig:
         return self.place.elsewhere and not self.bus
 
     @property
+    def means(self) -> tuple[str, ...]:
+        """Settings of `[engine]` that have a meaning for an engine of any kind because workers elsewhere have it: the deaths at a ticket, and the CPUs
+        that each reserves."""
+        if not self.elsewhere:
+            return ()
+        return ("ticket_deaths", *(["threads"] if self.place.reserves_cores else []))
+
+    @property
     def takes_workers(self) -> bool:
         """Whether workers of any kind that the run's process does not start have seats in it. Rollout hosts have none."""
         return self.place.elsewhere or bool(self.hosts)
@@ -264,16 +272,25 @@ def trainer_problems(config: OrchestrationConfig, cores: Collection[int], host: 
 
 
 def elsewhere_problems(
-    config: OrchestrationConfig, *, server: str, cores: Collection[int], reached_at: str
+    config: OrchestrationConfig,
+    *,
+    urls: Collection[str],
+    gpus: Collection[int],
+    cores: Collection[int],
+    reached_at: str,
 ) -> Iterator[str]:
-    """Yields a sentence for each setting that does not go with engines elsewhere. `server`: `engine.kind` if that is a server.
+    """Yields a sentence for each setting that does not go with engines elsewhere. `urls`, `gpus`, `cores`: those of `[engine]`.
     `reached_at`: the address at which engines fetch weights."""
     if not config.elsewhere:
         return
-    if server:
+    if urls:
         yield (
-            f'orchestration.kind = "{config.kind}" is for headrace\'s own engine, and engine.kind = "{server}" is a server, which runs reach by '
-            "engine.urls; remove one of them"
+            f'engine.urls name servers that are running, and with orchestration.kind = "{config.kind}" workers elsewhere start the engines; remove one '
+            "of the two"
+        )
+    if gpus:
+        yield (
+            f"engine.gpus are GPUs of this machine, and engines elsewhere have their own; remove it{config.place.instead_of_gpus}"
         )
     if cores:
         yield (
@@ -284,7 +301,7 @@ def elsewhere_problems(
             f'orchestration.listen = "{config.listen}" stands for every address of this machine, and {config.place.given_address} are given one to '
             "connect to; set it to the one that the nodes reach"
         )
-    elif not server and reached_at in WILDCARDS:
+    elif reached_at in WILDCARDS:
         yield (
             f'orchestration.listen = "{config.listen}" stands for every address of this machine; set weight_sync.host to the one at which '
             "engines fetch weights"

@@ -298,6 +298,8 @@ class WorkerEnd:
         """`silence`: seconds without a byte after which the controller counts as gone. The caller must then run `beat` in a thread. `door`:
         the socket at which a trainer's worker listens for other ranks, if it is elsewhere."""
         self._sock, self.door = sock, door
+        self.last_acts = list[Callable[[], object]]()
+        """Called before the process ends because its connection has, or because the run needs it no more."""
         sock.settimeout(silence)
         self._file = sock.makefile("rb")
         self._lock, self._numbers, self._arrived = threading.Lock(), itertools.count(), _Numbers("controller")

@@ -72,6 +72,8 @@ class WorkerPlace:
     """Whether each worker is given as many CPUs as it has threads."""
     instead_of_cores: ClassVar[str] = ""
     """The way in which its engines get cores, in words that follow a refusal of `engine.cores`."""
+    instead_of_gpus: ClassVar[str] = ""
+    """The way in which they get GPUs, in words that follow a refusal of `engine.gpus`."""
     given_address: ClassVar[str] = ""
     """The workers that are given the run's address to connect to, in words; empty if nobody gives it to them."""
     untried: ClassVar[str] = ""

@@ -93,7 +93,8 @@ def machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> N
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
         found.notes += gpu_notes(wanted, machine, config)
-    if config.engine.starts_server and not config.orchestration.bus:  # whose hosts look themselves
+    place = config.orchestration
+    if config.engine.starts_server and not (place.bus or place.elsewhere):  # else those who start it look themselves
         server = require(config.engine.kind, config.engine.python, not config.way.transport.writes_files)
         kind, opening = server_kind(config.engine.kind), plan.published == "cuda"
         if problem := kind.cannot_serve(server, shape.experts, sleeping=plan.shared, opening=opening):

@@ -252,7 +252,11 @@ class _JoinedLane:
             minutes=Minutes(
                 allowance_of(config.train, config.chosen), storage.keep_steps, telemetry.record, telemetry.clock
             ),
-            sentinels=(self.teaching.watch, partial(watch_use, telemetry.record, telemetry.clock)),
+            sentinels=(
+                self.teaching.watch,
+                partial(watch_use, telemetry.record, telemetry.clock),
+                *([pools.place] if pools.place else []),
+            ),
             elsewhere=pools.engine.groups(self.restored.buffer.in_flight)
             if isinstance(pools.engine, BusEngine)
             else None,

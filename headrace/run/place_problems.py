@@ -52,12 +52,7 @@ def bus_problems(bus: str, engine: EngineConfig, weights_host: str) -> Iterator[
         yield f"orchestration.bus = {bus} needs the package redis: {install('redis')}; jsonl:DIRECTORY needs none"
     if weights_host in WILDCARDS:
         yield f'weight_sync.host = "{weights_host}" stands for every address of this machine; name the one that rollout hosts reach'
-    if engine.is_server and server_kind(engine.kind).starts is None:
-        yield (
-            f'orchestration.bus is for engines that every rollout host starts, and engine.kind = "{engine.kind}" is a server that is running; '
-            "remove one of them"
-        )
-    elif engine.urls:
+    if engine.urls:
         yield (
             f'engine.urls name a server for the whole run, and with orchestration.bus every rollout host starts an engine.kind = "{engine.kind}" of its '
             "own; remove it (a server that runs beside a host: headrace rollouts --set engine.urls=[...])"

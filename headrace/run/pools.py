@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +59,8 @@ class Pools:
     """Whether engine and trainer compute one forward pass, bit for bit."""
     shadow: Shadowing | None
     """The publishing of the student's older self; None if it is no teacher."""
+    place: Callable[[], Awaitable[None]] | None = None
+    """The watch over the place that workers elsewhere come from; None if it needs none."""
     turns: DeviceShare = field(default_factory=DeviceShare)
     """The trainer's time, which all pipelines that share it take in turns."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -106,18 +108,15 @@ async def open_pools(
             transports.append(SharedMemory.open())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
-        bus = engine_on_bus(config, logs.parent, telemetry) if config.orchestration.bus else None
-        if (
-            bus
-        ):  # first: hosts stay as long as the run gives signs of life, and whoever takes its seats may be waited for
-            undo.push_async_callback(bus.close)
-            await bus.launch()
+        on_bus = engine_on_bus(config, model_dir, transports[0], logs.parent, telemetry)
+        if on_bus:
+            await _launch_first(on_bus.engine, undo)
         seats = await undo.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
         undo.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)
         started: list[Engine | Trainer] = []
         undo.push_async_exit(partial(_close, started, telemetry.waits))
-        starting = start_engine(
+        starting = on_bus or start_engine(
             config,
             model_dir=model_dir,
             launcher=seats.engines,
@@ -125,7 +124,6 @@ async def open_pools(
             transport=transports[0],
             logs=logs,
             telemetry=telemetry,
-            bus=bus,
         )
         engine = starting.engine
         started.append(engine)
@@ -147,9 +145,16 @@ async def open_pools(
             launcher=launcher,
             trainer_dtype=ready.dtype,
             same_arithmetic=check_parity(engine.capabilities, ready.arithmetic, config.train.parity),
+            place=seats.watch,
             shadow=Shadowing(ready.shadow, transports[1]) if ready.shadow else None,
             turns=DeviceShare(devices_of(config.orchestration, engine, trainer, telemetry)),
         )
+
+
+async def _launch_first(engine: BusEngine, undo: AsyncExitStack) -> None:
+    """Hosts stay as long as the run gives signs of life, and whoever takes its seats may be waited for."""
+    undo.push_async_callback(engine.close)
+    await engine.launch()
 
 
 async def _close(started: Collection[Engine | Trainer], waits: Waits, _: object, error: object, __: object) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,6 @@ from headrace.facts.facts import Evaluated, WarmStarted
 from headrace.facts.progress import Evaluation, Step
 from headrace.facts.records import MetricsFact, StepRow
 from headrace.facts.run_state import RunState
-from headrace.facts.waits import Lasting
-from headrace.processes.health.live_status import LiveStatus, parts_of, write_live
 from headrace.processes.health.watchdog import Watchdog
 from headrace.processes.process_end import Deaths
 from headrace.run.auto.measurer import Measurer
@@ -34,7 +31,7 @@ from headrace.run.open_parts import open_parts
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearse import rehearse
 from headrace.run.result import RunResult, result_of
-from headrace.run.run_directory import RunDirectory
+from headrace.run.run_directory import RunDirectory, shown_waiting
 from headrace.run.seats import local_cores
 from headrace.run.session import BuiltRun, Notices, report_unhandled, run_clock
 from headrace.run.warm_start import begins_with, warm_started, warmed
@@ -250,26 +247,9 @@ def _through_deaths(call: TrainCall) -> RunResult:
                     f"the run cannot go on yet: {error}. It is tried again every {AGAIN:g} s, for {most:g} s (watch.stop_after)"
                 )
             said = str(error)
-            with between_attempts(call.path, said, time.monotonic() - since):
+            what = f"its next attempt to go on (one every {AGAIN:g} s), since: {said}"
+            with shown_waiting(call.path, what, time.monotonic() - since):
                 time.sleep(AGAIN)
-
-
-@contextmanager
-def between_attempts(path: Path, refused: str, waited: float) -> Iterator[None]:
-    """Keeps the run's directory and shows the wait in `headrace status`, while there is no event loop whose watchdog could. `waited`: seconds since
-    the first attempt was refused."""
-    with ExitStack() as undo:
-        try:
-            undo.enter_context(RunDirectory.reopen(path))
-        except ConfigError:  # another process has the directory, or nobody can write it: that is what refuses
-            parts: Sequence[Path] = ()
-        else:
-            parts = parts_of(path)
-        wait = Lasting("run", f"its next attempt to go on (one every {AGAIN:g} s), since: {refused}", waited)
-        for part in parts:
-            with suppress(OSError, HeadraceError):  # a full disk
-                write_live(part, LiveStatus(pid=os.getpid(), written=time.time(), waits=(wait,)))
-        yield
 
 
 def _until_it_ends(call: TrainCall) -> RunResult:

@@ -17,13 +17,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.durable.atomic_files import full_disk_as_error, read_lines, remove_parts, replace_file, write_error
 from headrace.durable.journal import Journal, holds_records
 from headrace.durable.pass_log import PassLog
@@ -32,8 +32,10 @@ from headrace.facts.facts import Warned
 from headrace.facts.kept_settings import CONFIG, configs_until
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS
+from headrace.facts.waits import Lasting
 from headrace.loop.checkpoints import Checkpoints
 from headrace.loop.recovery import SavedRun, discard_superseded, open_journal
+from headrace.processes.health.live_status import LiveStatus, parts_of, write_live
 
 LOCK = ".lock"
 
@@ -130,6 +132,24 @@ class RunDirectory:
             refused = not isinstance(error, Exception) or isinstance(error, ConfigError)
             self._vanish(lambda log: names(error, log) or not refused)
         self.close()
+
+
+@contextmanager
+def shown_waiting(path: Path, what: str, waited: float) -> Iterator[None]:
+    """Keeps a run's directory and shows a wait in `headrace status`, while there is no event loop whose watchdog could. `what`: what the run has waited for
+    for so many seconds."""
+    with ExitStack() as undo:
+        try:
+            undo.enter_context(RunDirectory.reopen(path))
+        except ConfigError:  # another process has the directory, or nobody can write it: that is what refuses
+            parts: Sequence[Path] = ()
+        else:
+            parts = parts_of(path)
+        live = LiveStatus(pid=os.getpid(), written=time.time(), waits=(Lasting("run", what, waited),))
+        for part in parts:
+            with suppress(OSError, HeadraceError):  # a full disk
+                write_live(part, live)
+        yield
 
 
 def refuse_used(path: Path) -> None:

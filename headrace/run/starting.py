@@ -18,11 +18,8 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.outages import SILENT
-from headrace.engine.remote.remote_engine import RemoteEngine, check_state
-from headrace.engine.remote.server_kind import Described, Place, open_control, server_kind
-from headrace.engine.remote.sleeping_server import SleepingServer
-from headrace.engine.servers.installed import require
-from headrace.engine.servers.server_process import Command, ServerProcess, command
+from headrace.engine.remote.remote_engine import check_state
+from headrace.engine.remote.server_kind import open_control, server_kind
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.own_groups import Suspects
 from headrace.processes.joining.same_model import digests, terms_of
@@ -38,7 +35,8 @@ from headrace.run.hosts.bus_messages import GroupSizes, RunNotice
 from headrace.run.rehearsal.memory_needs import read_shape
 from headrace.run.resume_rules import contents_of, mark_of, meaning
 from headrace.run.seats import threads_elsewhere
-from headrace.run.worker.worker_messages import EngineStart
+from headrace.run.worker.own_server import Surroundings, engine_over, server_process
+from headrace.run.worker.worker_messages import EngineStart, ServerNeeds
 from headrace.settings.secrets import read_token
 from headrace.version import __version__
 from headrace.web.tls import TlsIdentity, first_certificate
@@ -82,18 +80,16 @@ def start_engine(
     logs: Path,
     telemetry: Telemetry,
     here: Launcher | None = None,
-    bus: BusEngine | None = None,
 ) -> Starting:
-    """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print.
-    `bus`: the engine of a run with a bus, which is launched."""
+    """The engines of a run without a bus. `launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory
+    for what processes print."""
     suspects, routing = Suspects(config.engine.ticket_deaths), config.rollout.keep_routing
 
     def start(engine_config: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
-        if config.orchestration.elsewhere:  # its machine has cores of its own
-            engine_config = dataclasses.replace(
-                engine_config, threads=threads_elsewhere(config.orchestration, engine_config, config.chosen)
-            )
-        if engine_config.is_server:
+        if elsewhere := config.orchestration.elsewhere:  # its machine has cores of its own, which members do not share
+            threads = threads_elsewhere(config.orchestration, config.engine, config.chosen)
+            engine_config = dataclasses.replace(engine_config, threads=threads)
+        if engine_config.is_server and not elsewhere:
             member = dataclasses.replace(config, engine=engine_config)
             return _server(
                 member, name, model_dir=model_dir, transport=transport, logs=logs, telemetry=member_telemetry
@@ -102,7 +98,14 @@ def start_engine(
         engine = functools.partial(ProcessEngine, launcher, telemetry=member_telemetry, suspects=suspects)
         asleep = config.orchestration.placement == "shared"
         return _process(
-            engine_config, who, engine, model_dir=model_dir, transport=transport, asleep=asleep, routing=routing
+            engine_config,
+            who,
+            engine,
+            model_dir=model_dir,
+            transport=transport,
+            asleep=asleep,
+            routing=routing,
+            server=needs_of_server(config, model_dir) if engine_config.is_server else None,
         )
 
     def start_lent(member_telemetry: Telemetry) -> Starting[MemberEngine]:
@@ -112,8 +115,6 @@ def start_engine(
             own, f"engine {LENT}", engine, model_dir=model_dir, transport=transport, asleep=True, routing=routing
         )
 
-    if bus:
-        return _on_bus(bus, config, model_dir, transport)
     lent = start_lent if config.orchestration.lend else None
     if not config.engine.is_fleet and not lent:
         return start(config.engine, "", telemetry)
@@ -124,8 +125,13 @@ SILENT_BUS = "the bus does not answer"
 """The key of the warning about it."""
 
 
-def engine_on_bus(config: RunConfig, run_dir: Path, telemetry: Telemetry) -> BusEngine:
+def engine_on_bus(
+    config: RunConfig, model_dir: Path, transport: TransportKind, run_dir: Path, telemetry: Telemetry
+) -> Starting[BusEngine] | None:
+    """None for a run without a bus."""
     place = config.orchestration
+    if not place.bus:
+        return None
 
     async def opened() -> tuple[Bus, str]:
         return await open_for_run(
@@ -138,12 +144,7 @@ def engine_on_bus(config: RunConfig, run_dir: Path, telemetry: Telemetry) -> Bus
         )
 
     sizes, suspects = GroupSizes(config.rollout.group_size, config.eval.samples), Suspects(config.engine.ticket_deaths)
-    return BusEngine(place.bus, opened, config.lora.served_name, telemetry, sizes=sizes, suspects=suspects)
-
-
-def _on_bus(engine: BusEngine, config: RunConfig, model_dir: Path, transport: TransportKind) -> Starting[BusEngine]:
-    async def launch() -> None:
-        """Does nothing: it is launched before anybody is waited for."""
+    engine = BusEngine(place.bus, opened, config.lora.served_name, telemetry, sizes=sizes, suspects=suspects)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         terms = terms_of(config.model.path, model_dir)
@@ -164,7 +165,7 @@ def _on_bus(engine: BusEngine, config: RunConfig, model_dir: Path, transport: Tr
         )
         await engine.open(notice)
 
-    return Starting(engine, launch, finish)
+    return Starting(engine, engine.launch, finish)
 
 
 def name_on_bus(run_dir: Path, name: str) -> str:
@@ -187,8 +188,9 @@ def _process(
     transport: TransportKind,
     asleep: bool,
     routing: bool,
+    server: ServerNeeds | None = None,
 ) -> Starting[MemberEngine]:
-    """`routing`: whether the run keeps the experts that the engine chose."""
+    """`routing`: whether the run keeps the experts that the engine chose. `server`: what the server needs that the worker starts, if it is one."""
     engine = make(Job("engine", who, config.cores, transport.inherited), config.max_deaths)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
@@ -197,64 +199,47 @@ def _process(
         settings = dataclasses.replace(config, routing=config.routing or routing, max_adapters=room)
         files = await asyncio.to_thread(digests, model_dir)
         own = dataclasses.asdict(settings)
-        await engine.open(EngineStart(str(model_dir), own, dict(manifests), transport, asleep=asleep, files=files))
+        start = EngineStart(str(model_dir), own, dict(manifests), transport, asleep=asleep, files=files, server=server)
+        await engine.open(start)
 
     return Starting(engine, engine.launch, finish)
 
 
-def _host(config: RunConfig, name: str, model_dir: Path, logs: Path, transport: TransportKind) -> ServerProcess:
-    """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
-    settings = config.engine
-    shared = config.orchestration.placement == "shared"
-    fetches, opening = not transport.writes_files, transport.device_of_buffers == "cuda"
-    found, kind = require(settings.kind, settings.python, fetches), server_kind(settings.kind)
-    if problem := kind.cannot_serve(found, read_shape(model_dir).experts, sleeping=shared, opening=opening):
-        raise ConfigError(problem)
+def needs_of_server(config: RunConfig, model_dir: Path) -> ServerNeeds:
     loras = [run.lora for run in config.runs]
-    serves = max(settings.max_adapters, config.adapters_served) > 0
+    serves = max(config.engine.max_adapters, config.adapters_served) > 0
     adapted = set().union(*map(read_shape(model_dir).adapted, loras)) if serves else ()
-
-    def make(port: int, token: str, token_file: Path) -> Command:
-        place = Place(
-            model=model_dir,
-            port=port,
-            token=token,
-            token_file=token_file,
-            adapters=config.adapters_served,
-            rank=max(lora.rank for lora in loras),
-            adapted=sorted(adapted),
-            fetches=fetches,
-            sleeps=shared,
-        )
-        return command(settings, found, place)
-
-    return ServerProcess(settings.kind, name, logs, make)
+    return ServerNeeds(
+        adapters=int(config.adapters_served),
+        rank=max(lora.rank for lora in loras),
+        adapted=tuple(sorted(adapted)),
+        check_every=config.watch.identity_every,
+    )
 
 
 def _server(
     config: RunConfig, name: str, *, model_dir: Path, transport: TransportKind, logs: Path, telemetry: Telemetry
 ) -> Starting[MemberEngine]:
     """`name`: that of a member of a fleet, which goes on without it for as long as others serve."""
-    settings = config.engine
-    host = _host(config, name, model_dir, logs, transport) if settings.starts_server else None
+    settings, needs = config.engine, needs_of_server(config, model_dir)
+    around = Surroundings(
+        model_dir=model_dir,
+        transport=transport,
+        logs=logs,
+        telemetry=telemetry,
+        sleeps=config.orchestration.placement == "shared",
+        keeps_base=config.ends.adapters,
+    )
+    host = server_process(settings, needs, around, name) if settings.starts_server else None
     waits_alone = bool(name) and host is None  # one of its own is started anew
     if host:
         url, token = host.url, host.token
     else:
         (url,) = settings.urls
         token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
-    dialect = server_kind(settings.kind).dialect(Described(model_dir, config.watch.identity_every, transport.access))
-    make: Callable[..., RemoteEngine] = RemoteEngine
-    if config.orchestration.placement == "shared":
-        make = functools.partial(SleepingServer, keeps_base=config.ends.adapters)
-    engine = make(
-        Connection(url, token),
-        dialect,
-        patience=math.inf if waits_alone else settings.patience,
-        max_deaths=settings.max_deaths,
-        telemetry=telemetry,
-        host=host,
-    )
+    patience = math.inf if waits_alone else settings.patience
+    served = engine_over(settings, needs, around, connection=Connection(url, token), host=host, patience=patience)
+    engine = served.engine
 
     async def launch() -> None:
         state = await come(engine.open(), url, settings.patience) if waits_alone else await engine.open()
@@ -262,7 +247,8 @@ def _server(
         await _warn_of_strangers(settings.kind, url, telemetry)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        """Does nothing: the layout is in the files, and the server has its own settings."""
+        """The layout is in files, and a server that fetches asks for it."""
+        served.prepare(manifests)
 
     return Starting(engine, launch, finish)
 

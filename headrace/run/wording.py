@@ -74,13 +74,14 @@ def _engine(engine: EngineConfig, place: OrchestrationConfig, path: str) -> str:
     if place.bus:
         own = f" with a {engine.kind} server each" if engine.is_server else ""
         return f"rollout hosts on {place.bus}{own}, {engine.serving_dtype}, {path}"
+    if place.elsewhere:
+        what = f"{engine.kind} server" if engine.is_server else "engine"
+        count = f"{engine.replicas} {what}s" if engine.is_fleet else f"a{'n' * (what == 'engine')} {what}"
+        return f"{count} {place.place.words(place, place.gpus)}, {engine.serving_dtype}, {path}"
     if engine.is_server:
         own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
         which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
-    if place.elsewhere:
-        count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
-        return f"{count} {place.place.words(place, place.gpus)}, {engine.serving_dtype}, {path}"
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"
     return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"

@@ -21,6 +21,8 @@ class Meaning(NamedTuple):
 _BY_TOKENS = "which counts tokens, bounds memory, and never changes the gradient"
 _STEPS = "which counts optimizer steps; prompts are drawn epoch after epoch until all steps are done"
 _LENGTH = "which holds prompt and completion together"
+_IN_LOSS = "of a divergence in the loss, by its mean over tokens"
+_BY_STEP = "the factor's relative change for each step, where a horizon counts steps"
 _GROUPS = "which counts prompts, each with rollout.group_size completions"
 
 MEANINGS: dict[str, Meaning] = {
@@ -67,6 +69,12 @@ MEANINGS: dict[str, Meaning] = {
     "kl_coef": Meaning("verl and others", "algo.kl.coef"),
     "kl_loss_coef": Meaning("verl", "algo.kl.coef"),
     "init_kl_coef": Meaning("OpenRLHF", "algo.kl.coef"),
+    "kl_target": Meaning("OpenRLHF", "algo.kl.target", _IN_LOSS),
+    "kl_ctrl.target_kl": Meaning("verl", "algo.kl.target", _IN_LOSS),
+    "kl_horizon": Meaning("OpenRLHF", "algo.kl.change", _BY_STEP),
+    "kl_ctrl.horizon": Meaning("verl", "algo.kl.change", _BY_STEP),
+    "ref_model_sync_steps": Meaning("TRL", "algo.kl.every", "after which the reference is the policy, and no mixture"),
+    "sync_ref_model": Meaning("TRL", "algo.kl.every", "after which the reference is the policy, and no mixture"),
     "kl_loss_type": Meaning("verl", "algo.kl.estimator"),
     "kl_estimator": Meaning("OpenRLHF", "algo.kl.estimator"),
     "use_kl_loss": Meaning("verl and OpenRLHF", 'algo.kl.coef with algo.kl.place = "loss"'),

@@ -92,8 +92,10 @@ class FakeBerth:
 class FakeCluster:
     """Protocol `Cluster`. `begin`: makes the `NodeHost` of a node."""
 
-    address, software = "fake", "fake"
+    address, software, head, survives = "fake", "fake", "10.0.0.1:6379", 60.0
     own = "10.0.0.1"
+    missing = ""
+    """The reason why its head does not answer; empty if it does."""
 
     def __init__(
         self, nodes: Sequence[NodeShare], begin: Callable[[FakeMachine], Any] = lambda machine: NodeHost()
@@ -101,8 +103,12 @@ class FakeCluster:
         self.begin = begin
         self.machines = {f"node {number}": FakeMachine(number, has) for number, has in enumerate(nodes, 1)}
         self._waiting: list[FakeBerth] = []
+        self.doubts: dict[str, float] = {}
 
     async def open(self) -> None: ...
+
+    async def head_problem(self) -> str:
+        return self.missing
 
     async def nodes(self) -> Sequence[ClusterNode]:
         return [machine.node for machine in self.machines.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -29,6 +30,18 @@ class MemoryServer:
         self.boxes: defaultdict[str, LetterBox] = defaultdict(lambda: LetterBox(self._lease))
         self.board: dict[str, Notice] = {}
         self.list: dict[str, bytes] = {}
+
+    def state(self) -> Callable[[], None]:
+        """Returns what gives the server its present content again, as one has it that loses its last writes, or whose replica takes over."""
+        boxes = {name: copy.deepcopy(box) for name, box in self.boxes.items()}
+        board, listed = dict(self.board), dict(self.list)
+
+        def again() -> None:
+            self.lose()
+            self.boxes.update({name: copy.deepcopy(box) for name, box in boxes.items()})
+            self.board, self.list = dict(board), dict(listed)
+
+        return again
 
 
 class MemoryBus:

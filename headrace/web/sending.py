@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -30,6 +31,9 @@ LONG = 1 << 20
 """Bytes of a body from which on each look at it takes milliseconds."""
 _PART = re.compile(rb'[{\[]|"[^"]*"?')
 _SIZE = "headrace.body_bytes"
+_DIGEST = "headrace.body_digest"
+_ATTEMPT = "x-stainless-retry-count"
+"""The header in which the clients openai and anthropic number their attempts at one request, from 0."""
 
 GONE = Response(status_code=499)
 """Never received: the client has disconnected."""
@@ -47,6 +51,12 @@ async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -
 def body_bytes(request: HttpRequest) -> int:
     """Returns the size of the body that `read_body` has read."""
     return int(request.scope.get(_SIZE, 0))
+
+
+def attempt_of(request: HttpRequest) -> tuple[bytes, bool]:
+    """Returns a digest of the request whose body was read, and whether its client has sent it before; an empty one where the client does not say
+    that."""
+    return request.scope.get(_DIGEST, b""), request.headers.get(_ATTEMPT, "0") != "0"
 
 
 def _has_many_parts(body: bytes) -> bool:
@@ -110,6 +120,9 @@ async def read_bytes(request: HttpRequest, media: str, limits: ServerLimits) -> 
         message = f"the body did not arrive within {limits.body_seconds:g} seconds"
         raise Refused(408, message, headers={"Connection": "close"}) from None
     request.scope[_SIZE] = len(body)
+    if _ATTEMPT in request.headers:
+        path = request.scope["path"].encode()
+        request.scope[_DIGEST] = blake2b(path + b"\0" + body, digest_size=16).digest()
     return bytes(body)
 
 

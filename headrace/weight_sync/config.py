@@ -64,16 +64,25 @@ class WeightEnds(NamedTuple):
     """Whether the engines are those of rollout hosts."""
 
     @property
+    def carried(self) -> bool:
+        """Whether the machines that start the servers fetch weights for them (`CarriedWeights`): others than the run start them, and they fetch none."""
+        return bool(self.server) and not self.fetches and bool(self.joined or self.bus)
+
+    @property
     def reach(self) -> Reach:
         """The kind of engines that weights must reach."""
-        if self.server:
+        if self.server and not self.carried:
             return "fetching server" if self.fetches else "server"
         return "joined" if self.joined else "rollout host" if self.bus else "child"
 
     @property
     def kinds(self) -> frozenset[Reach]:
         """All kinds that the engines are of."""
-        return frozenset({self.reach, "opening server"} if self.opens else {self.reach})
+        more: dict[Reach, bool] = {
+            "opening server": self.opens and not (self.joined or self.bus),
+            "server": self.carried,
+        }
+        return frozenset({self.reach, *(kind for kind, there in more.items() if there)})
 
 
 class Way(NamedTuple):
@@ -127,8 +136,8 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
 
 
 def _fitting(ends: WeightEnds, encrypts: bool = False) -> list[str]:
-    """Names of the transports that reach the engines. Any server will do where it is a server."""
-    reach = "server" if ends.server else ends.reach
+    """Names of the transports that reach the engines. Any server of this machine will do where it is a server."""
+    reach = "server" if ends.server and not (ends.joined or ends.bus) else ends.reach
     return [
         name for name, transport in TRANSPORTS.items() if reach in transport.reaches and transport.encrypts >= encrypts
     ]

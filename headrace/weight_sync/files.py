@@ -12,6 +12,7 @@ served. Torch is imported where it is used: the controller makes this value, and
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -25,10 +26,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from headrace.core.errors import IdentityError
-from headrace.core.protocols import WeightSender
+from headrace.core.protocols import WeightReceiver, WeightSender
 from headrace.core.types import Struct
 from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 from headrace.durable.atomic_files import open_regular, read_regular
+from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.kind import FULL, PLAIN, Encoding, Opening, TransportKind
 
@@ -295,6 +297,57 @@ class FilesReceiver:
             buffer = memoryview(bytearray(record.manifest.nbytes))
             read_into(path / tensors_file(update), record.manifest, buffer)
         return PackedBuffer(record.manifest, buffer).verified(update)
+
+
+# --- Files for a server that reads nothing else and fetches nothing
+# Whoever starts it on its machine (a rollout host, a worker elsewhere) fetches the weights by the run's transport, compares their fingerprint, and writes them
+# into a directory of its own there: the trainer need not see it.
+
+
+class CarriedWeights:
+    def __init__(self, transport: TransportKind, repeat_tied: bool = False) -> None:
+        """`transport`: by which they come here. `repeat_tied`: see `Opening`. Raises OSError if this machine has no directory for them."""
+        self._transport, self._repeat_tied = transport, repeat_tied
+        self._directory = OwnedDirectory("carried")
+        self._written: dict[str, list[WeightUpdate]] = {}
+        """Updates whose files are here, as a server reads them, by adapter; the newest last."""
+        self._turn = asyncio.Lock()
+        self._receiver: WeightReceiver | None = None
+        self._manifests: Mapping[str, Manifest] = {}
+
+    def open(self, manifests: Mapping[str, Manifest]) -> None:
+        """`manifests`: the layouts of all that will be published."""
+        self._manifests, self._receiver = manifests, self._transport.receiver(manifests)
+
+    async def bring(self, update: WeightUpdate) -> WeightUpdate:
+        """Returns the update as a server reads it from this machine's files. Raises IdentityError if its bytes cannot be had, or are not those that were
+        published, and OSError if they cannot be written."""
+        async with self._turn:
+            return await asyncio.to_thread(self._bring, update)
+
+    def _bring(self, update: WeightUpdate) -> WeightUpdate:
+        from headrace.weight_sync.packed import PackedBuffer, manifest_for
+
+        name = update.adapter.name if update.adapter else ""
+        written = self._written.setdefault(name, [])
+        for one in written:
+            if (one.version, one.fingerprint) == (update.version, update.fingerprint):
+                return one
+        assert self._receiver, "it is opened before the first update"
+        manifest, tensors = manifest_for(self._manifests, update), self._receiver.receive(update)
+        buffer = memoryview(bytearray(manifest.nbytes))
+        PackedBuffer(manifest, buffer).fill(tensors.items())
+        place = Path(self._directory.path) / (name or "model") / f"{update.version:06d}"
+        here = msgspec.structs.replace(update, where={"path": str(place)})
+        write_version(place, UpdateRecord(here, manifest), buffer, self._repeat_tied)
+        written.append(here)
+        for old in written[:-KEPT]:
+            shutil.rmtree(str(old.where["path"]), ignore_errors=True)
+        del written[:-KEPT]
+        return here
+
+    def close(self) -> None:
+        self._directory.remove()
 
 
 @contextmanager

@@ -136,6 +136,7 @@ def test_a_spec_knows_every_parameter_of_its_model(name):
         ("olmoe", {"clip_qkv": 8.0}),
         ("llama", {"hidden_act": "gelu"}),
         ("starcoder2", {}),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}),
     ],
 )
 def test_what_a_spec_cannot_say_is_not_served(name, changes, tmp_path):

@@ -82,6 +82,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_conv_bias": False,
         "attention_bias": True,
     },
+    "gemma4_text": {
+        "head_dim": 48,
+        "global_head_dim": 64,
+        "num_attention_heads": 4,
+        "hidden_size_per_layer_input": 48,
+    },
     "lfm2_moe": {
         "hidden_size": 96,
         "num_key_value_heads": 2,
@@ -131,7 +137,7 @@ def saved(name: str) -> Path:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     model = make(name, **{**ODD, **MODELS[name]})
     for buffer in saved_buffers(model).values():  # biases that decide which experts are chosen
-        buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
+        buffer.copy_(torch.linspace(0.3, -0.3, len(buffer)))
     model.to(BF16).float().save_pretrained(directory)
     return directory
 
@@ -254,7 +260,7 @@ def test_a_sequence_is_bit_equal_alone_and_in_any_batch(name, instructions):
 
 
 @pytest.mark.parametrize(
-    "name", few(["gpt_oss", "llama-tied-biased", "mistral-sliding", "gemma2", "qwen3", "olmoe"], keep=2)
+    "name", few(["gpt_oss", "llama-tied-biased", "gemma4_text", "mistral-sliding", "gemma2", "qwen3", "olmoe"], keep=2)
 )
 @pytest.mark.parametrize("siblings", [2, 20])
 def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, siblings):
@@ -276,7 +282,7 @@ def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, 
             assert torch.equal(row, whole[len(prompt) + step])
 
 
-@pytest.mark.parametrize("name", few(["lfm2", "qwen3"], keep=1))
+@pytest.mark.parametrize("name", few(["lfm2", "qwen3", "gemma4_text"], keep=1))
 @pytest.mark.parametrize("cut", [BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK])
 def test_a_sequence_goes_on_from_any_place_of_another_that_has_gone_further(name, cut):
     """The last block holds more than the fork has of it."""
@@ -293,7 +299,7 @@ def test_a_sequence_goes_on_from_any_place_of_another_that_has_gone_further(name
         assert torch.equal(ours.step([(fork, 1)]).logits[0].log_softmax(-1), expected[place])
 
 
-@pytest.mark.parametrize("name", ["lfm2"])
+@pytest.mark.parametrize("name", ["lfm2", "gemma4_text"])
 def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
     """What blocks hold of all kinds of layers, and as many bytes as are said."""
     text = prompts(90)[0]
@@ -324,6 +330,7 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
         ("gpt_oss", torch.float32),
         ("qwen3_next", torch.float32),
         ("granite4-hybrid", torch.float32),
+        ("gemma4_text", torch.float32),
         pytest.param("cohere2", BF16, marks=pytest.mark.slow),
     ],
 )
@@ -348,7 +355,7 @@ def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
 def _adapter(name: str, seed: int, rank: int) -> tuple[int, dict[str, torch.Tensor]]:
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for key, weight in parameters(name).items():
-        if re.search(r"_proj(_\w+)?\.weight$", key):
+        if re.search(r"(_proj(_\w+)?|per_layer\w*(gate|projection))\.weight$", key):
             module = f"{PREFIX}{key.removesuffix('.weight')}"
             tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator) * 0.1
             tensors[f"{module}.lora_B.weight"] = torch.randn(len(weight), rank, generator=generator) * 0.1

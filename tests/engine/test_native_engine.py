@@ -197,6 +197,7 @@ KERNELS = pytest.mark.skipif(binding.library() is None, reason="the kernels serv
         "gpt_oss",
         pytest.param("lfm2", marks=KERNELS),
         pytest.param("qwen3_5_text", marks=KERNELS),
+        pytest.param("gemma4_text", marks=KERNELS),
     ],
 )
 def test_tokens_after_a_swap_come_from_the_new_weights_over_the_kept_cache(name, saved):

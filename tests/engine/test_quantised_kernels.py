@@ -52,7 +52,9 @@ def quantised_reference(name: str):
     head = dequantised(model.lm_head.weight.detach())
     model.lm_head.weight = torch.nn.Parameter(head)  # the embedding keeps its own where both were one tensor
     for key, parameter in model.named_parameters():
-        if any(part in key for part in ("_proj", ".feed_forward.w", "put_linear")) and not key.endswith("bias"):
+        if parameter.ndim > 1 and any(
+            part in key for part in ("_proj", ".feed_forward.w", "put_linear", "per_layer_input_gate")
+        ):
             turned = name == "gpt_oss" and ".experts." in key  # stored as [in, out]
             parameter.data = dequantised(parameter.data.mT).mT if turned else dequantised(parameter.data)
     return model

@@ -313,6 +313,14 @@ def test_a_rehearsal_counts_what_the_engine_holds_of_a_sequence(name, saved):
 
 
 @native
+def test_a_rehearsal_counts_the_keys_of_layers_that_differ_and_none_of_those_that_read_others(saved):
+    layers = KernelRunner(skeleton("gemma4_text"), 96, dtype=torch.float32, device=torch.device("cpu")).spec.layers
+    own = [layer for layer in layers if layer.borrows is None]
+    assert [layer.borrows for layer in layers] == [None] * 4 + [2, 3] and len({layer.head_dim for layer in own}) == 2
+    assert read_shape(saved("gemma4_text")).cached == 2 * sum(layer.kv_heads * layer.head_dim for layer in own)
+
+
+@native
 @pytest.mark.parametrize("name", few(NAMES[::-1], keep=1))
 def test_what_is_issued_again_goes_on_from_its_prefix(name, saved):
     engine, model, text = make_engine(saved(name)), reference(saved(name)), texts(35)[0]

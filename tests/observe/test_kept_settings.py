@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from headrace.commands.publishing.model_card import CARD, write_card
 from headrace.commands.show.diff import compare_runs
 from headrace.facts.facts import Evaluated
 from headrace.facts.kept_settings import settings_by_step, settings_over
 from headrace.facts.records import StepRow, read_metrics
+from headrace.facts.run_state import RunState
+from headrace.facts.verdicts import stretches
 from headrace.run.config import dump_config, load_config
+from headrace.views.report import plots
 from headrace.views.report.data import load, sampled
-from headrace.views.report.side_by_side import settings_apart
+from headrace.views.report.side_by_side import ComparedRun, final_numbers, settings_apart
 from support.fact_stream import write_run
 
 DIGEST = "# contents of reward.function: {}\n"
@@ -93,3 +99,22 @@ def test_the_card_of_an_earlier_checkpoint_has_the_numbers_and_the_settings_of_t
         later = [one for one in read_metrics(run) if isinstance(one, Evaluated) and one.step > step]
         assert later, "the run was measured again"
         assert all(f"{one.reward_mean:.3f}" not in card or one.step <= step for one in later)
+
+
+def test_held_out_rewards_of_two_meanings_are_neither_listed_as_a_gain_nor_joined_by_a_line(tmp_path: Path) -> None:
+    """`headrace compare` and the card of a model gave the first under one reward, and the last under another that a resume had brought."""
+    run = write_run(tmp_path / "x")
+    facts = list(read_metrics(run))
+    (before,) = [fact for fact in facts if isinstance(fact, Evaluated) and fact.phase == "before"]
+    for step, reward, measure in ((10, 0.25, "a"), (20, 7.5, "b"), (25, 8.5, "b")):
+        facts.append(replace(before, phase="during", step=step, reward_mean=reward, reward_sem=0.5, measure=measure))
+    state, data = RunState(), load(run)
+    for fact in facts:
+        if not isinstance(fact, Evaluated) or fact.phase == "during":
+            state.fold(fact)
+    numbers = final_numbers(ComparedRun(dataclasses.replace(data, state=state), ""))
+    assert (numbers["held-out reward, first"], numbers["held-out reward, last"]) == ("7.500 ± 0.500", "8.500 ± 0.500")
+    assert [[one.step for one in alike] for alike in stretches(state.evals)] == [[10], [20, 25]]
+    page = plots.held_out(dataclasses.replace(data, state=state))
+    assert page.count('class="line c2"') == 1 and "means something else from step 20 on" in page
+    assert stretches([]) == [] and len(stretches([replace(one, measure="") for one in state.evals])) == 1

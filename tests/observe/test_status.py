@@ -26,8 +26,7 @@ from headrace.facts.run_state import RunState
 from headrace.facts.waits import Lasting
 from headrace.processes.health.live_status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
 from headrace.run.config import dump_config, load_config
-from headrace.run.run import between_attempts
-from headrace.run.run_directory import RunDirectory, held
+from headrace.run.run_directory import RunDirectory, held, shown_waiting
 from headrace.views.screen import status_view
 from headrace.views.screen.console import Console
 from support.runs import preloaded_python
@@ -105,18 +104,16 @@ def test_a_run_that_cannot_go_on_yet_after_its_trainer_s_death_is_alive_and_says
 ) -> None:
     (tmp_path / "config.toml").touch()
     (tmp_path / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in (STARTED, ended("the trainer died"))))
-    with between_attempts(tmp_path, "no node of the cluster has 2 GPUs", 34.0):
+    with shown_waiting(tmp_path, "its next attempt to go on, since: no node of the cluster has 2 GPUs", 34.0):
         assert report(tmp_path) == 0
     said = capsys.readouterr().out
     assert "going on after: the trainer died" in said
-    assert (
-        "34.0 s  run, for its next attempt to go on (one every 10 s), since: no node of the cluster has 2 GPUs" in said
-    )
+    assert "34.0 s  run, for its next attempt to go on, since: no node of the cluster has 2 GPUs" in said
     assert report(tmp_path) == 1, "nobody goes on"
-    with RunDirectory(tmp_path), between_attempts(tmp_path, "another process is training there", 40.0):
+    with RunDirectory(tmp_path), shown_waiting(tmp_path, "another process is training there", 40.0):
         live = read_live(tmp_path)
         assert live and live.waits[0].seconds == 34.0, "what that one writes is left alone"
-    with pytest.raises(ConfigError, match="as it was"), between_attempts(tmp_path, "", 0.0):
+    with pytest.raises(ConfigError, match="as it was"), shown_waiting(tmp_path, "", 0.0):
         raise ConfigError("as it was")
 
 

@@ -562,6 +562,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("start", "the base weights to be live"): of_adapter,
     ("start", "a worker to join at * as *"): of_joining,
     ("the user's code", "a worker that offers *"): of_user_code,
+    ("start", "the bus * to answer"): over_bus(hosts=0),
     ("start", "a rollout host on * (headrace rollouts)"): over_bus(),
     ("rollouts", "a rollout host"): over_bus(),
     ("evaluation", "a rollout host"): over_bus(),

@@ -30,7 +30,7 @@ SERVER = EngineConfig(kind="headrace", urls=(URL,))
         (EngineConfig(kind="vllm", prefill_chunk=64), "give vLLM's own options in engine.server_args"),
         (EngineConfig(kind="vllm", swap="recompute"), 'with engine.kind = "vllm" caches are always recomputed'),
         (replace(SERVER, kind="sglang", swap="recompute"), 'with engine.kind = "sglang" caches are always recomputed'),
-        (EngineConfig(kind="sglang"), "a run starts no SGLang server"),
+        (EngineConfig(kind="sglang", kv_gib=1.0), "give SGLang's own options in engine.server_args"),
         (replace(SERVER, kind="sglang", python="p"), "engine.urls names one that is running"),
         (replace(SERVER, urls=(URL, f"{URL}/")), "more than once; name each server once"),
         (replace(SERVER, urls=("127.0.0.1:8000",)), "is not the address of a server"),
@@ -52,6 +52,7 @@ def test_what_fits_is_taken_and_kinds_that_are_not_there_are_not() -> None:
     started = EngineConfig(kind="vllm", python="p", server_args=("--x",), kv_gib=1.0, max_running=3, cores=(1,))
     assert not list(engine_problems(started))
     assert not list(engine_problems(replace(started, kind="headrace", swap="recompute", path="hf")))
+    assert not list(engine_problems(EngineConfig(kind="sglang", python="p", max_running=3, max_adapters=1)))
     with pytest.raises(ValueError, match="not one of the engines there are: native, headrace, vllm, sglang"):
         EngineConfig(kind="nobody")
 

@@ -220,7 +220,8 @@ def test_the_doctor_says_which_interpreter_has_which_engine(tmp_path: Path, monk
     (tmp_path / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert found()["vllm"] == there, "beside the program vllm"
-    with pytest.raises(ConfigError, match="starts no server of engine.kind"):
+    assert found(python)["sglang"] == ("ok", f"0.5.19 in {python}", "name it in engine.python")
+    with pytest.raises(ConfigError, match="has no sglang: install it .*sglang/bin/pip install sglang"):
         require("sglang", "")
 
 

@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused_before_the_trainer_starts(tiny_llama: Path, t
             ({"engine": {"dtype": "bfloat16"}}, 'set engine.dtype = "float32"'),
             ({"rollout": {"stop": ["x"]}}, "remove rollout.stop"),
             ({"partial": {"mode": "stream"}}, 'set partial.mode = "inflight"'),
-            ({"engine": {"urls": []}}, "a run starts no SGLang server"),
+            ({"engine": {"urls": []}}, "has no sglang: install it"),
         ):
             with pytest.raises(ConfigError, match=re.escape(words)):
                 headrace.train(config_for(tmp_path, tiny_llama, server, **tables))

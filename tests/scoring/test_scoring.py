@@ -376,6 +376,9 @@ def test_no_episodes_no_call() -> None:
         (["1.0", 1.0], ["reward_wrong_type", 1.0]),
         ([[1.0], 1.0], ["reward_wrong_type", 1.0]),
         (np.ones((2, 2)), ["reward_wrong_type"] * 2),
+        (np.ma.array([1.5, 2.5], mask=[0, 1]), [1.5, "reward_none"]),
+        (list(np.ma.array([1.5, 2.5], mask=[0, 1])), [1.5, "reward_none"]),
+        ([np.ma.array([1.5], mask=[1]), np.ma.array([2.5])], ["reward_none", 2.5]),
     ],
 )
 def test_what_comes_back_is_a_number_or_a_named_failure(returned: Any, outcome: list[Any]) -> None:

@@ -3,7 +3,8 @@
     python fake_servers.py vllm serve MODEL --port 8000 --dtype float32 ... [--fault NAME]
     python fake_servers.py sglang MODEL PORT [FAULT ...]
 
-vLLM's reads the command line of `vllm serve`, as far as headrace uses it; `interpreter` makes a Python that has it installed as vLLM."""
+vLLM's reads the command line of `vllm serve`, as far as headrace uses it; `interpreter` makes a Python that has it installed as vLLM, and SGLang's, which then
+reads that of `sglang.launch_server`."""
 
 from __future__ import annotations
 
@@ -105,6 +106,47 @@ async def sglang(words: list[str]) -> None:
             await make_server(server.app()).serve(sockets=[sock])
 
 
+def read_key(config: str) -> str:
+    """`config`: the file of settings, which holds the key alone."""
+    assert config.endswith(".yaml"), "SGLang reads no other file"
+    name, _, key = Path(config).read_text().strip().partition(": ")
+    assert name == "api-key" and len(key) >= 16
+    return key
+
+
+async def launch_sglang(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("--model-path", "--host", "--config", "--dtype"):
+        parser.add_argument(name, required=True)
+    for name in ("--port", "--context-length"):
+        parser.add_argument(name, type=int, required=True)
+    for name in ("--max-running-requests", "--max-loras-per-batch", "--max-loaded-loras", "--max-lora-rank"):
+        parser.add_argument(name, type=int, default=0)
+    for name in ("--incremental-streaming-output", "--enable-metrics", "--enable-lora"):
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--lora-target-modules", choices=["all"])
+    parser.add_argument("--fault", action="append", default=[])
+    given = parser.parse_args(words)
+    key = read_key(given.config)
+    loras = given.max_loaded_loras if given.enable_lora else 0
+    engine = EngineConfig(
+        kv_gib=0.01, context_length=given.context_length - 6, dtype=given.dtype, max_adapters=loras, threads=1
+    )
+    reported = {
+        "dtype": given.dtype,
+        "incremental_streaming_output": given.incremental_streaming_output,
+        "enable_metrics": given.enable_metrics,
+        "enable_lora": given.enable_lora,
+        "max_loras_per_batch": given.max_loras_per_batch,
+        "max_loaded_loras": loras or None,
+    }
+    with tempfile.TemporaryDirectory() as logs:
+        config = ServeConfig(model=given.model_path, engine=engine)
+        async with opened(config, Path(given.model_path), Path(logs)) as serving:
+            server = FakeSglang(serving, faults=given.fault, **reported)
+            await make_server(server.app(key)).serve(sockets=[bind(given.host, given.port)])
+
+
 PIP = """
 import pathlib, shutil, sys, tomllib
 project = tomllib.loads((pathlib.Path(sys.argv[2]) / "pyproject.toml").read_text())["project"]
@@ -131,9 +173,15 @@ def interpreter(directory: Path, installs: str = headrace.__version__) -> Path:
     (package / "main.py").write_text(
         "import asyncio, sys\nfrom support import fake_servers\nasyncio.run(fake_servers.vllm(sys.argv[1:]))\n"
     )
-    metadata = site / "vllm-0.32.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (other := site / "sglang").mkdir()
+    (other / "__init__.py").touch()
+    (other / "launch_server.py").write_text(
+        "import asyncio, sys\nfrom support import fake_servers\nasyncio.run(fake_servers.launch_sglang(sys.argv[1:]))\n"
+    )
+    for name, version in (("vllm", "0.32.0"), ("sglang", "0.5.19")):
+        metadata = site / f"{name}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     # The environment behind it has headrace's entry points; the first of two distributions of one name is the one that counts.
     none = site / "headrace-0.dist-info"
     none.mkdir()

@@ -20,6 +20,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.runners.paged import require_exact
 from headrace.engine.native.runners.skeleton import Skeleton, read
+from headrace.models.saved_buffers import saved_buffers
 
 
 def skip_where_inexact(dtype: torch.dtype) -> None:
@@ -230,6 +231,22 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_layer_indices": [1],
         },
     ),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": 9,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         {**QWEN3_MOE, "head_dim": 16, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
@@ -266,11 +283,19 @@ def saved_with_tokenizer(name: str) -> Path:
 def make(name: str, seed: int = 0, **changes: Any) -> Any:
     model_type, extra = (MODELS | OTHERS | OWN_CACHE | DEEP | CONVOLUTIONS | HEADS).get(name, (name, {}))
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
+    values = {**SMALL, **extra, **changes}
+    if model_type == "gemma4_text":
+        values["vocab_size_per_layer_input"] = values["vocab_size"]
+    config = AutoConfig.for_model(model_type, **values)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():  # wide enough that greedy choices are clear, neighbours differ and experts are not tied
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
+        for key, parameter in model.named_parameters():
+            if model_type == "gemma4_text" and key.endswith("q_norm.weight"):
+                parameter.mul_(0.2)  # its scores have no factor, and would see one token alone
+        for buffer in saved_buffers(model).values():
+            buffer.add_(torch.randn_like(buffer) * 0.15)
     return model.eval()
 
 
@@ -290,7 +315,8 @@ def skeleton(name: str, dtype: torch.dtype = torch.float32) -> Skeleton:
 
 def parameters(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """As a trainer would publish them."""
-    return {key: value.detach().to(dtype) for key, value in _made(name).named_parameters()}
+    tensors = (*_made(name).named_parameters(), *saved_buffers(_made(name)).items())
+    return {key: value.detach().to(dtype) for key, value in tensors}
 
 
 @dataclass

@@ -30,6 +30,7 @@ from headrace.facts.recorder import Recorder
 from headrace.models.chat import ChatEncoder
 from headrace.models.images import REFUSED, TEXT_TOO, ImageFile, KnownImages, image_of, with_images
 from headrace.models.lora import LoraConfig
+from headrace.models.vision import _opened
 from headrace.run.config import load_config
 from headrace.run.rehearse import rehearse
 from headrace.run.resume_rules import check_resumable, contents_of, meaning
@@ -334,6 +335,30 @@ def saved_as(kind: str, *frames: Image.Image) -> ImageFile:
 def test_an_image_that_would_be_seen_as_white_or_black_is_refused(mode: str, kind: str):
     with pytest.raises(ConfigError, match=r"row 7 holds .* more than eight bits a channel .*; save it with eight bits"):
         made("llava", [saved_as(kind, Image.new(mode, (8, 8)))])
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+def test_a_photograph_is_upright_however_it_is_given(kind: str, tmp_path: Path):
+    """One that Pillow had opened lost the side that is up: the model saw it lie."""
+    saved, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # Orientation: turned by a quarter (EXIF 2.3, 4.6.4)
+    Image.open(io.BytesIO(PICTURES[0].data)).convert("RGB").crop((0, 0, 5, 9)).save(saved, kind, exif=exif)
+    given = [saved.getvalue(), Image.open(io.BytesIO(saved.getvalue()))]
+    seen = []
+    for number, value in enumerate(given):
+        (tmp_path / str(number)).write_bytes(image_of(value, tmp_path).data)
+        seen.append(_opened(tmp_path / str(number), "row 1"))
+    assert seen[0].size == seen[1].size == (9, 5) and seen[0].tobytes() == seen[1].tobytes()
+
+
+def test_an_image_of_pillow_is_seen_in_any_mode_of_eight_bits(tmp_path: Path):
+    drawn = Image.open(io.BytesIO(PICTURES[0].data)).convert("RGB")
+    for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV"):
+        image = drawn.convert(mode)
+        (tmp_path / mode).write_bytes(image_of(image, tmp_path).data)
+        assert _opened(tmp_path / mode, "").tobytes() == image.convert("RGB").tobytes(), mode
+    with pytest.raises(ConfigError, match=r"more than eight bits a channel \(F\)"):
+        image_of(drawn.convert("F"), tmp_path)
 
 
 def test_frames_that_the_model_does_not_see_are_said(capsys: pytest.CaptureFixture[str]):

@@ -20,7 +20,7 @@ from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.kept_settings import changes_before, config_at
 from headrace.facts.run_state import RunState
-from headrace.facts.verdicts import all_verdicts
+from headrace.facts.verdicts import all_verdicts, comparable
 from headrace.models.images import SERVED, type_of
 from headrace.models.resolve import KNOWN_MODELS, hub_model
 from headrace.run.config import RunConfig, read_config
@@ -149,7 +149,7 @@ def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
     line = [(point.x, point.mean(lambda row: row.reward_drawn)) for point in data.bins]
     held_out = [
         (float(evaluation.step), evaluation.reward_mean)
-        for evaluation in data.state.evals
+        for evaluation in comparable(data.state.evals)
         if math.isfinite(evaluation.reward_mean)
     ]
     (folder / PICTURE).write_bytes(curve_picture(line, held_out))

@@ -137,6 +137,12 @@ def add_worker(commands: Commands) -> None:
         "--model", default="", metavar="DIR", help="the run's model on this machine; weights need not be there"
     )
     parser.add_argument(
+        "--engine-python",
+        default="",
+        metavar="FILE",
+        help="the interpreter on this machine that has the engine's server (default: engine.python of the run)",
+    )
+    parser.add_argument(
         "--ca", default="", metavar="FILE", help="the certificate that the run's is checked with: use TLS"
     )
     parser.add_argument(
@@ -160,13 +166,24 @@ def add_worker(commands: Commands) -> None:
 def worker(arguments: argparse.Namespace) -> int:
     """Becomes the worker: the process keeps its id, unless it is to offer itself again. Raises ConfigError."""
     from headrace.processes.health import family
-    from headrace.processes.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN, USER_CODE
+    from headrace.processes.joining.greeting import (
+        ADDRESS,
+        AGAIN,
+        CA,
+        ENGINE_PYTHON,
+        MODEL,
+        PATIENCE,
+        TOKEN,
+        USER_CODE,
+    )
     from headrace.processes.launch.local import PROGRAM, environment
 
     if arguments.address and arguments.offers != "trainer":
         raise ConfigError("--address is where a rank of the trainer is reached, and nobody else is; leave it out")
     if arguments.model and arguments.offers in USER_CODE:
         raise ConfigError(f"--model: a worker that offers {arguments.offers} needs no model; leave it out")
+    if arguments.engine_python and arguments.offers != "engine":
+        raise ConfigError("--engine-python is where an engine's server is installed; leave it out")
     port = re.fullmatch(r"(?:\[[0-9a-fA-F:]+\]|[^\s:/]+):([0-9]{1,5})", arguments.connect)
     if not port or int(port[1]) > 65535:
         raise ConfigError(f"--connect {arguments.connect} is not HOST:PORT, such as 10.0.0.5:7400")
@@ -177,6 +194,7 @@ def worker(arguments: argparse.Namespace) -> int:
         PATIENCE: str(arguments.patience),
         ADDRESS: arguments.address,
         **({AGAIN: "1"} if arguments.again else {}),
+        **({ENGINE_PYTHON: arguments.engine_python} if arguments.engine_python else {}),
     }
     words = [sys.executable, "-m", PROGRAM, arguments.offers, "--join", arguments.connect]
     if not arguments.again:

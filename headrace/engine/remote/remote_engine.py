@@ -17,7 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -159,6 +159,15 @@ LOADING = 600.0
 """Seconds that an update may take."""
 
 
+class WeightCarrier(Protocol):
+    """Brings weights to the machine of a server that cannot fetch them (`CarriedWeights` in `weight_sync/files.py`)."""
+
+    async def bring(self, update: WeightUpdate) -> WeightUpdate:
+        """Returns the update as the server can read it. Raises IdentityError if its bytes are not those that were published, and OSError."""
+
+    def close(self) -> None: ...
+
+
 class RemoteEngine:
     def __init__(
         self,
@@ -169,9 +178,11 @@ class RemoteEngine:
         max_deaths: int,
         telemetry: Telemetry,
         host: OwnServer | None = None,
+        carrier: WeightCarrier | None = None,
     ) -> None:
-        """`host`: the process of a server that the run starts, and ends; None for one that it joins."""
-        self._connection, self._dialect, self._host = connection, dialect, host
+        """`host`: the process of a server that the run starts, and ends; None for one that it joins. `carrier`: None for a server that reads or fetches
+        weights where the trainer has them."""
+        self._connection, self._dialect, self._host, self._carrier = connection, dialect, host, carrier
         self._telemetry = telemetry
         self._presence = Presence(connection, dialect, self, patience=patience, max_deaths=max_deaths, host=host)
         self._book = RequestBook()
@@ -341,6 +352,8 @@ class RemoteEngine:
         self._published[name, update.version] = update.fingerprint
         self._wanted[name] = update
         try:
+            if self._carrier:  # while requests go on: what it has brought it has at hand afterwards
+                await self._carrier.bring(update)
             async with contextlib.nullcontext() if self._dialect.keeps_requests else self._standstill.of(name):
                 return await self._presence.retrying(lambda: self._load(update))
         except (HeadraceError, ValueError):
@@ -353,7 +366,8 @@ class RemoteEngine:
     async def _load(self, update: WeightUpdate) -> LoadReport:
         """Raises IdentityError where the log of the run's own server warns that some weights were not loaded, unless it has warned of the same at
         the first update. That one is proven by the trial: vLLM names tables, too, which are in no checkpoint."""
-        report = await self._dialect.load(self._connection, update, LOADING)
+        own = await self._carrier.bring(update) if self._carrier else update
+        report = await self._dialect.load(self._connection, own, LOADING)
         if self._host:
             found = self._host.not_loaded()
             if self._usual is None:
@@ -417,6 +431,8 @@ class RemoteEngine:
         await self._connection.close()
         if self._host:
             await self._host.end()
+        if self._carrier:
+            self._carrier.close()
 
     # -- for its presence (protocol `Dependent`) ----------------------------------------------------------------------------
 

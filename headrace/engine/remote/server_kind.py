@@ -84,6 +84,8 @@ class Startable:
     """Settings of `[engine]` that become its options, beside those of all servers; None: all."""
     needs_headrace: Literal["never", "to fetch", "always"] = "never"
     """Whether headrace, in this version, must be installed beside it."""
+    token_file: tuple[str, str] = ("", "{}")
+    """The end of the name of `Place.token_file`, and its text, with `{}` for the token."""
 
 
 @dataclass(frozen=True, kw_only=True)

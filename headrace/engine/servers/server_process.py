@@ -216,18 +216,27 @@ def free_port() -> int:
 class ServerProcess:
     """Protocol `Host`."""
 
-    def __init__(self, kind: str, name: str, logs: Path, make: Callable[[int, str, Path], Command]) -> None:
-        """`name`: its name in a fleet, or an empty string. `make`: the command, by port, token and the file that will hold the token."""
+    def __init__(
+        self, kind: str, name: str, logs: Path, make: Callable[[int, str, Path], Command], *, kept: str = ""
+    ) -> None:
+        """`name`: its name in a fleet, or an empty string. `make`: the command, by port, token and the file that will hold the token. `kept`: where people
+        find what it prints, in words; empty: in its log."""
         stem = f"engine-{name}" if name else "engine"
         self._title, self._log = f"{kind} server {name}".rstrip(), logs / f"{stem}.log"
+        self._kept = kept or str(self._log)
         self._port, self.token = free_port(), secrets.token_hex(32)
-        self._token_file = logs / f"{stem}.token"
+        starts = server_kind(kind).starts
+        assert starts, f"a run starts no server of {kind}"
+        end, self._token_text = starts.token_file
+        self._token_file = logs / f"{stem}.token{end}"
         self._command = make(self._port, self.token, self._token_file)
         self._process: subprocess.Popen[bytes] | None = None
         self._begins = 0
         """The size of its log when the present process was started: what is before was written by others."""
         self._heard = 0
         """The part of its log that was looked through for warnings about weights."""
+        self._shown = 0
+        """The part of it that was printed (`said_since`)."""
         self.url = f"http://{HOST}:{self._port}"
 
     def start(self) -> None:
@@ -248,7 +257,7 @@ class ServerProcess:
     def _write_token(self) -> None:
         self._token_file.unlink(missing_ok=True)
         with os.fdopen(os.open(self._token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(self.token)
+            file.write(self._token_text.format(self.token))
 
     def ended(self) -> str:
         """How the server's process ended; empty while it runs."""
@@ -256,11 +265,11 @@ class ServerProcess:
         if code is None:
             return ""
         if error := self.error():
-            return f"ended with exit code {code}: {error} (its output is in {self._log})"
+            return f"ended with exit code {code}: {error} (its output is in {self._kept})"
         signaled = code - server_guard.KILLED in list(signal.Signals)  # 255 is an exit code
         how = ending(server_guard.KILLED - code if signaled else code)
         message = last_line(self._said())
-        return f"{how} (its output is in {self._log}{f', which ends with: {message}' if message else ''})"
+        return f"{how} (its output is in {self._kept}{f', which ends with: {message}' if message else ''})"
 
     def error(self) -> str:
         """The exception that ended its process, or the complaint about its arguments; empty while it runs, and where it was killed or its
@@ -285,6 +294,15 @@ class ServerProcess:
                 return log.read().decode(errors="replace")
         except OSError:
             return ""
+
+    def said_since(self) -> str:
+        """Returns what it has printed since the last call."""
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(self._shown)
+            data = log.read()
+            self._shown += len(data)
+            return data.decode(errors="replace")
+        return ""
 
     def not_loaded(self) -> frozenset[str]:
         """Returns what it has warned of since the last call that it has not loaded."""

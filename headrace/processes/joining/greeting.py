@@ -43,6 +43,8 @@ TOKEN, SEAT = "HEADRACE_TOKEN", "HEADRACE_SEAT"
 
 CA, MODEL, PATIENCE, AGAIN, ADDRESS = (f"HEADRACE_{name}" for name in ("CA", "MODEL", "PATIENCE", "AGAIN", "ADDRESS"))
 """Environment variables of a worker that offers itself: the options of `headrace worker`."""
+ENGINE_PYTHON = "HEADRACE_ENGINE_PYTHON"
+"""The variable of the interpreter that has an engine's server on a worker's machine, in place of `engine.python`. A cluster's nodes may have it too."""
 
 LEAVE = "leave"
 """The method of the last push to a worker that offered itself: the run needs it no more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,8 @@ class Seats(NamedTuple):
     trainer: Launcher
     hosts: Launcher
     """The launcher of user hosts."""
+    watch: Callable[[], Awaitable[None]] | None = None
+    """Raises an error if the place can have no workers any more. None: it is asked nothing."""
 
 
 class Team(NamedTuple):
@@ -179,6 +181,7 @@ class JoinPlace(ElsewherePlace):
     own = ("token_file", "cert", "key", "reconnect", "listen", "trainer")
     joins = True
     instead_of_cores = ", and start headrace worker under taskset"
+    instead_of_gpus = ", and start headrace worker with CUDA_VISIBLE_DEVICES"
 
     def words(self, settings: PlaceSettings, gpus: int) -> str:
         return f"of other machines, joining at {settings.listen}"

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import secrets
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, StalledError
 from headrace.core.protocols import Heard, Job
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.texts import plural
@@ -109,9 +111,21 @@ class Cluster(Protocol):
     address: str
     software: str
     """The software that manages its nodes, in words."""
+    head: str
+    """The address of its head; empty before it is connected."""
+    survives: float
+    """Seconds that a connected process lives without the head."""
+
+    async def head_problem(self) -> str:
+        """Returns the reason why the head does not answer; empty if it does. Returns within seconds."""
 
     async def open(self) -> None:
         """Raises ConfigError if there is no such cluster."""
+
+    @property
+    def doubts(self) -> dict[str, float]:
+        """The times (of the event loop's clock) at which nodes fell silent, by their ids. They outlast launchers: a run that goes on after the death of
+        a rank has new ones at once, and the software notices a silent node only after a minute."""
 
     async def nodes(self) -> Sequence[ClusterNode]: ...
 
@@ -158,6 +172,53 @@ def refusal(
     )
 
 
+# --- The head of a cluster
+# Ray ends every process that is connected to a head which has been away for `RAY_gcs_rpc_server_reconnect_timeout_s` (60 s), without a word and wherever it is: its
+# nodes, the workers on them, and the run's own process (`src/ray/gcs_rpc_client` of Ray; seen with 2.60 after 63 s). A head comes back as what it was only if it keeps
+# its state in Redis (docs.ray.io, "GCS Fault Tolerance"). Calls of workers that are up do not need it.
+
+
+LOOK = 5.0
+"""Seconds between two looks at a head that answered."""
+
+AGAIN = 1.0
+"""Seconds between two looks at one that did not."""
+
+BEFORE = 20.0
+"""Seconds before the end of this process by which a run stops: it writes a checkpoint."""
+
+LOST_HEAD = "the head of the cluster does not answer"
+"""The key of the warning about it."""
+
+
+async def watch_head(cluster: Cluster, telemetry: Telemetry, run_dir: Path) -> NoReturn:
+    """Raises StalledError, with the commands that go on, if the head stays away. Its absence is a named wait."""
+    while True:
+        if problem := await cluster.head_problem():
+            await _until_back(cluster, telemetry, run_dir, problem)
+        await asyncio.sleep(LOOK)
+
+
+async def _until_back(cluster: Cluster, telemetry: Telemetry, run_dir: Path, problem: str) -> None:
+    since, patience = telemetry.clock(), max(0.0, cluster.survives - BEFORE)
+    what = f"the head of the {cluster.software} cluster at {cluster.head}"
+    telemetry.warn(
+        f"{what} does not answer ({problem}): engines and ranks that are up work on, and nobody is placed; the run stops in {patience:.0f} s if it is "
+        "not back",
+        key=LOST_HEAD,
+    )
+    async with telemetry.waits.named(cluster.software, what, endless=True):
+        while problem := await cluster.head_problem():
+            away = telemetry.clock() - since
+            if away >= patience:
+                raise StalledError(
+                    f"{what} has not answered for {away:.0f} s ({problem}), and {cluster.software} ends all processes of its cluster soon, this one too. Start the "
+                    f"head and its nodes again, and then: headrace train --resume {run_dir}"
+                )
+            await asyncio.sleep(AGAIN)
+    telemetry.withdraw(LOST_HEAD)
+
+
 # --- placed ------------------------------------------------------------
 
 
@@ -194,6 +255,10 @@ class ClusterPlace(ElsewherePlace):
         return f"; {self.software} gives each engine.threads CPUs"
 
     @property
+    def instead_of_gpus(self) -> str:  # type: ignore[override]
+        return f"; {self.software} gives each orchestration.gpus"
+
+    @property
     def given_address(self) -> str:  # type: ignore[override]
         return f"workers that {self.software} places"
 
@@ -223,7 +288,8 @@ class ClusterPlace(ElsewherePlace):
             ranks = launcher(rank_share(settings, wanted.threads["trainer"]), wanted.team)
             await ranks.open(wanted.seats.get("trainer", ()))  # they wait for each other, so that they are placed first
             await engines.open(wanted.seats.get("engine", ()))
-            yield Seats(engines, ranks, engines)
+            watch = partial(watch_head, cluster, wanted.telemetry, wanted.logs.parent)
+            yield Seats(engines, ranks, engines, watch if cluster.head else None)
 
 
 def rank_share(settings: PlaceSettings, threads: int) -> NodeShare:
@@ -255,8 +321,10 @@ class PlacedLauncher:
         self._berths: dict[str, Berth] = {}
         self._mates: dict[str, Sequence[str]] = {}
         """All seats of its team, by seat."""
-        self._doubts: dict[str, float] = {}
-        """The times at which nodes fell silent, by their ids."""
+        self._wary = set[Berth]()
+        """Bundles that avoid nodes, and may never be placed for it."""
+        self._placing = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        """Held while the first worker of a team waits for its node: the team's bundles are placed together."""
         self._taken: set[str] = set()
         """The seats that had a worker before."""
 
@@ -268,7 +336,7 @@ class PlacedLauncher:
         for first in range(0, len(seats), self._team.size):
             team = seats[first : first + self._team.size]
             self._mates |= dict.fromkeys(team, team)
-            await self._reserve(team[0])
+            await self._reserve(team[0], await self._doubted())
 
     def worker(self, job: Job, heard: Heard) -> PlacedWorker:
         if job.kind == "shared trainer" or job.inherited:
@@ -279,34 +347,35 @@ class PlacedLauncher:
 
     async def place(self, who: str) -> tuple[Berth, ClusterNode]:
         """Returns the bundle of that seat and its node, as soon as there is room for it."""
-        if who in self._berths:
-            return self._berths[who], await self._berths[who].placed()
-        if avoid := await self._doubted():
-            berth = await self._reserve(who, avoid)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DOUBTED):
-                    return berth, await berth.placed()
-            await self.leave(who)  # the other nodes are full: the doubted one has recovered, or is no node any more
-        berth = await self._reserve(who)
-        return berth, await berth.placed()
+        async with self._placing[self._mates.get(who, (who,))[0]]:
+            berth = self._berths.get(who) or await self._reserve(who, await self._doubted())
+            if berth in self._wary:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DOUBTED):
+                        return berth, await berth.placed()
+                await self.leave(who)  # the other nodes are full: the doubted one has recovered, or is no node any more
+                berth = await self._reserve(who)
+            return berth, await berth.placed()
 
     async def _reserve(self, who: str, avoid: Collection[str] = ()) -> Berth:
         team = self._mates.get(who, (who,))
         berths = await self.cluster.reserve(self.bundle, avoid, self._team._replace(size=len(team)))
         self._berths |= zip(team, berths, strict=True)
+        if avoid:
+            self._wary.update(berths)
         return self._berths[who]
 
     async def _doubted(self) -> set[str]:
         """Returns the nodes to avoid; none if no other node could hold a bundle."""
-        now = self.telemetry.clock()
-        found = {node for node, since in self._doubts.items() if now - since < DOUBTED}
+        now = asyncio.get_running_loop().time()
+        found = {node for node, since in self.cluster.doubts.items() if now - since < DOUBTED}
         others = [node for node in await self.cluster.nodes() if node.id not in found]
         return found if any(node.holds(self.bundle) for node in others) else set()
 
     async def leave(self, who: str, doubted: str = "") -> None:
         """Gives the bundle of that seat back, so that its next worker gets another one. `doubted`: the node that does not answer."""
         if doubted:
-            self._doubts[doubted] = self.telemetry.clock()
+            self.cluster.doubts[doubted] = asyncio.get_running_loop().time()
         for mate in self._mates.get(who, (who,)):
             if berth := self._berths.pop(mate, None):
                 await berth.release()

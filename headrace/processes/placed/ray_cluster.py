@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.facts.texts import clip
@@ -37,6 +37,11 @@ GUARDED = {
 }
 """The environment of a cluster of the run's own. Ray listens on all addresses of a machine, and who is let in may run anything: so nobody
 is let in without this token. It also reports to nobody how it is used."""
+
+RECONNECTS = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""The variable of the seconds after which Ray ends a process that does not reach its head; 60 without it."""
+ANSWERS = 3.0
+"""Seconds in which a head accepts a connection."""
 
 OF_RAY = ("CPU", "GPU", "memory", "object_store_memory")
 """The names of what Ray counts on every node."""
@@ -131,10 +136,13 @@ class RayCluster:
     """Protocol `Cluster`."""
 
     software = RayPlace.software
+    doubts: ClassVar[dict[str, float]] = {}
+    """The nodes of all clusters that this process has used: Ray's ids of nodes are unique."""
 
     def __init__(self, address: str) -> None:
         """`address`: `local`, `auto` (the cluster that this machine is a node of) or HOST:PORT."""
-        self.address = address
+        self.address, self.head = address, ""
+        self.survives = float(os.environ.get(RECONNECTS, "60"))
         self.berths: set[RayBerth] = set()
         self._thread = ThreadPoolExecutor(1, "headrace-ray")
         self._connected = False
@@ -161,6 +169,7 @@ class RayCluster:
         import ray
 
         if ray.is_initialized():
+            self.head = ray.get_runtime_context().gcs_address
             return
         own: dict[str, Any] = {"address": self.address}
         if self.address == OWN:
@@ -174,7 +183,18 @@ class RayCluster:
                 else "the run must be on a machine of the cluster (ray start --address=HOST:PORT)"
             )
             raise ConfigError(f"orchestration.address = {self.address}: {clip(str(error), 400)}; {remedy}") from error
-        self._connected = True
+        self._connected, self.head = True, ray.get_runtime_context().gcs_address
+
+    async def head_problem(self) -> str:
+        """Not through Ray, whose calls wait for the head."""
+        host, _, port = self.head.rpartition(":")
+        try:
+            async with asyncio.timeout(ANSWERS):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+        except OSError as error:  # a TimeoutError too
+            return os.strerror(error.errno) if error.errno else "it is silent"
+        return ""
 
     async def nodes(self) -> Sequence[ClusterNode]:
         return await self.do(all_nodes)
@@ -202,6 +222,10 @@ class RayCluster:
         return RayHosted(await self.do(lambda: _actor(there, NodeShare(0))), self)
 
     async def aclose(self) -> None:
+        """Gives nothing back to a cluster without a head: Ray ends the workers by itself."""
+        if self.head and await self.head_problem():
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            return
         for berth in list(self.berths):
             await berth.release()
         if self._connected:

@@ -18,12 +18,15 @@ from headrace.core.weights import WeightUpdate
 from headrace.engine.request_book import scoring
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.own_groups import Suspects
-from headrace.run.hosts.bus.bus_port import Bus
+from headrace.run.hosts.bus.bus_port import Bus, Notice
 from headrace.run.hosts.bus_messages import RUN, WEIGHTS, GroupSizes, RequestErrand, RunNotice, WeightsNotice
 from headrace.run.hosts.bus_run import BusDesk, BusGroups
 from headrace.version import __version__
 
 T = TypeVar("T")
+
+EARLIER = 100
+"""Processes of a run before this one that are remembered."""
 
 SOON = 5.0
 """Seconds for which a run waits for its first host before it says how one is started."""
@@ -33,6 +36,13 @@ AGAIN = 1.0
 
 GOODBYE = 10.0
 """Seconds in which a run that ends must have said so on the bus."""
+
+
+class _OfSession(msgspec.Struct):
+    """The fields by which a process of the run knows another one's notices."""
+
+    session: str
+    earlier: tuple[str, ...] = ()
 
 
 class BusEngine:
@@ -66,25 +76,41 @@ class BusEngine:
         """Whether the engine is closed because the trainer has died: the hosts wait for the run to go on."""
         self._requests, self._scorings = itertools.count(), itertools.count()
         self._announcing, self._counted = asyncio.Lock(), 1
+        self._pinned: dict[str, bytes] = {}
+        """The notices of this process, by name."""
         self._moved = asyncio.Event()
         """Set when a host has come or gone, or serves other weights."""
 
     async def launch(self) -> None:
-        """Opens the bus, as soon as it answers, and gives signs of life on it from then on. Raises ConfigError if it cannot be used, and
-        StalledError."""
+        """Opens the bus, as soon as it answers, and gives signs of life on it from then on. Does nothing the second time. Raises ConfigError if it
+        cannot be used, and StalledError."""
+        if self._bus:
+            return
         async with self._telemetry.waits.named("start", f"the bus {self._where} to answer"):
             self._bus, self._kept = await self._open()
+            self._notice = msgspec.structs.replace(self._notice, earlier=await self._earlier())
         self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed, self._suspects)
         await self._desk.begin()
         self._working = asyncio.ensure_future(self._desk.live())
 
+    async def _earlier(self) -> tuple[str, ...]:
+        """Returns the sessions of earlier processes of the run, the latest first."""
+        assert self._bus
+        if (found := await self._bus.newer(RUN)) is None:
+            return ()
+        try:
+            before = msgspec.msgpack.decode(found.body, type=_OfSession)
+        except ValueError:  # no process of ours has written it
+            return ()
+        return (before.session, *before.earlier)[:EARLIER]
+
     async def open(self, notice: RunNotice) -> None:
         """Announces the run, and returns when the first host is there. `notice`: without its session."""
         assert self._bus
-        self._notice = msgspec.structs.replace(notice, session=self._session)
+        self._notice = msgspec.structs.replace(notice, session=self._session, earlier=self._notice.earlier)
         self._desk.mark = notice.mark
         await self._announce()
-        await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
+        await self._pin(RUN, msgspec.msgpack.encode(self._notice))
         self._announced = True
         await self._stop()
         if self._working and not self._working.cancelled():
@@ -161,7 +187,14 @@ class BusEngine:
         await self._stop()
         if self._bus is None:
             return
-        over = RunNotice(self._session, __version__, over=True, begun=self._begun, died=self.trainer_died)
+        over = RunNotice(
+            self._session,
+            __version__,
+            earlier=self._notice.earlier,
+            over=True,
+            begun=self._begun,
+            died=self.trainer_died,
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
                 if self._announced:
@@ -185,18 +218,35 @@ class BusEngine:
         async with self._announcing:  # else an older notice could be the last one that is pinned
             self._counted = max(1, len(self._desk.hosts))
             weights = WeightsNotice(self._session, self._updates, self._counted)
-            await self._bus.pin(WEIGHTS, msgspec.msgpack.encode(weights))
+            await self._pin(WEIGHTS, msgspec.msgpack.encode(weights))
+
+    async def _pin(self, name: str, body: bytes) -> None:
+        assert self._bus
+        self._pinned[name] = body
+        await self._bus.pin(name, body)
 
     async def _hosts_changed(self) -> None:
         """Every host reads what is announced, so that nothing is announced that they know."""
         assert self._bus
         self._moved.set()
-        forgotten = await self._bus.newer(RUN) is None or await self._bus.newer(WEIGHTS) is None
+        async with self._announcing:  # what is being pinned is not there yet
+            there = {name: await self._bus.newer(name) for name in self._pinned}
+        forgotten = any(self._is_lost(name, found) for name, found in there.items())
         if forgotten or self._counted != max(1, len(self._desk.hosts)):
             await self._announce()
-        if forgotten:  # the bus has lost its memory, or a part of it
+        if forgotten:  # the bus has lost its memory, or the newest part of it
             await self._bus.register()
-            await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
+            await self._pin(RUN, msgspec.msgpack.encode(self._notice))
+
+    def _is_lost(self, name: str, found: Notice | None) -> bool:
+        """Whether the board has an earlier state again. The notice of a later process of the run, which nobody here can know, stays."""
+        if found is None or found.body == self._pinned[name]:
+            return found is None
+        try:
+            session = msgspec.msgpack.decode(found.body, type=_OfSession).session
+        except ValueError:  # no process of ours has written it
+            return True
+        return session in (self._session, *self._notice.earlier)
 
     def _first_capabilities(self) -> Capabilities | None:
         return next((host.entry.capabilities for host in self._desk.hosts.values() if host.entry.capabilities), None)

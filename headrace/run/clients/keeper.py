@@ -7,9 +7,13 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from headrace.core.errors import HeadraceError, WorkerDied
+import msgspec
+
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError, WorkerDied
 from headrace.core.protocols import Heard, Job, Launcher, Worker
 from headrace.processes.process_end import Deaths
+from headrace.processes.wire import unpack
+from headrace.run.worker.worker_messages import LAST_WORDS, LastWords
 
 T = TypeVar("T")
 
@@ -34,7 +38,9 @@ class WorkerOwner(Protocol):
 class Keeper:
     def __init__(self, launcher: Launcher, job: Job, max_deaths: int, ward: WorkerOwner, heard: Heard) -> None:
         self._launcher, self._job, self._ward, self._heard = launcher, job, ward, heard
-        self._worker = launcher.worker(job, heard)
+        self._worker = launcher.worker(job, self._hear)
+        self._said = ""
+        """The last words of the present process."""
         self._deaths = Deaths(max_deaths)
         self._lost: asyncio.Future[None] | None = None
         """Carries the error once the worker is given up."""
@@ -127,7 +133,8 @@ class Keeper:
         who = self._job.who
         try:
             while True:
-                how = self._how = await self._worker.watch()
+                how = await self._worker.watch()
+                how = self._how = f"{how}: {self._said}" if self._said else how
                 self._set_up(False)
                 if not self._worker.left:
                     self._deaths.add()
@@ -141,12 +148,21 @@ class Keeper:
 
     async def _replace(self) -> None:
         """Raises WorkerDied if no process can be started. One that dies while it starts counts as a death."""
-        self._worker = self._launcher.worker(self._job, self._heard)
+        self._worker, self._said = self._launcher.worker(self._job, self._hear), ""
         await self._worker.start()
         with contextlib.suppress(WorkerDied):  # it died while it started: `_keep` counts that
             await self._ward.begin(self._worker)
             await self._ward.resume_in(self._worker)
             self._set_up(True)
+
+    def _hear(self, method: str, payload: msgspec.Raw) -> None:
+        if method != LAST_WORDS:
+            self._heard(method, payload)
+            return
+        words = unpack(payload, LastWords)
+        self._said = words.why
+        if words.error:
+            self.give_up((IdentityError if words.error == "IdentityError" else ConfigError)(words.why))
 
     def _set_up(self, up: bool) -> None:
         now = asyncio.get_running_loop().time()

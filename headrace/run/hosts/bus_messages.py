@@ -118,6 +118,8 @@ class RunNotice(Struct, frozen=True):
     """One process of the run. Another one has another address for weights."""
     version: str
     """The version of headrace."""
+    earlier: tuple[str, ...] = ()
+    """The sessions before it. A board that has one of them again has lost its newest notices."""
     over: bool = False
     begun: bool = True
     """Whether a run that is over had begun. One that was refused at its start may be started again, with these hosts."""

@@ -410,8 +410,7 @@ class BusDesk:
                     asked.thrown = False
                     await self._post(key, asked.letter)
             await self._changed()
-            if await self._bus.newer(SUSPECTS) is None:
-                await self._say_suspects()
+            await self._say_suspects()
 
     async def _roll_call(self) -> None:
         while True:
@@ -464,9 +463,11 @@ class BusDesk:
 
     async def _say_suspects(self) -> None:
         suspects, given_up = tuple(self._suspects.suspects), tuple(self._suspects.given_up)
-        notice = SuspectsNotice(self._session, suspects, given_up)
-        if suspects or given_up:
-            await self._bus.pin(SUSPECTS, _encode(notice))
+        if not (suspects or given_up):
+            return
+        body, found = _encode(SuspectsNotice(self._session, suspects, given_up)), await self._bus.newer(SUSPECTS)
+        if found is None or found.body != body:
+            await self._bus.pin(SUSPECTS, body)
 
     def _farewell(self, who: str, host: KnownHost) -> str:
         left = f"{len(self.hosts)} left" if self.hosts else "none is left: start one with headrace rollouts"

@@ -333,7 +333,7 @@ class _Session:
 
     async def _load(self, notice: WeightsNotice, loaded: dict[str, int]) -> None:
         for name, update in sorted(notice.updates.items()):  # the base before the adapter
-            if loaded.get(name) == update.version:
+            if update.version <= loaded.get(name, -1):  # older: the bus has an earlier state again
                 continue
             if name == self.parts.adapter:
                 await self.parts.interrupts.deliver(update)

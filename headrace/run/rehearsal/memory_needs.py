@@ -108,11 +108,29 @@ def read_shape(directory: Path) -> ModelShape:
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
         experts=_number(text, "num_experts", "num_local_experts", "n_routed_experts"),
         chosen=_number(text, "num_experts_per_tok"),
-        cached=2 * (layers - convolving - recurrent) * kv_heads * head + convolving * hidden,
+        cached=_keys_and_values(text, layers - convolving - recurrent, kv_heads * head) + convolving * hidden,
         state=4 * recurrent * _recurrent_state(text),
         positions=_number(text, "max_position_embeddings", "n_positions"),
         steady=_steady(text),
         vocabulary=_number(text, "vocab_size"),
+    )
+
+
+def _keys_and_values(text: Mapping[str, Any], layers: int, usual: int) -> int:
+    """Returns the numbers of a token's keys and values in `layers` that attend. `usual`: those of the keys in one. Layers of Gemma 4 have others by their kind, or
+    read those of layers before."""
+    if text.get("model_type") != "gemma4_text":
+        return 2 * layers * usual
+    heads, width = _number(text, "num_key_value_heads"), _number(text, "head_dim")
+    wide = {"head_dim": _number(text, "global_head_dim") or width}
+    if text.get("attention_k_eq_v"):
+        wide["num_key_value_heads"] = _number(text, "num_global_key_value_heads") or heads
+    by_kind = {layer: wide for layer, kind in enumerate(text.get("layer_types") or ()) if kind == "full_attention"}
+    given = text.get("per_layer_config")  # how transformers writes the same
+    own = by_kind if given is None else {int(layer): more for layer, more in given.items()}
+    each = [{"num_key_value_heads": heads, "head_dim": width, **own.get(layer, {})} for layer in range(layers)]
+    return 2 * sum(
+        one["num_key_value_heads"] * one["head_dim"] for one in each[: layers - _number(text, "num_kv_shared_layers")]
     )
 
 

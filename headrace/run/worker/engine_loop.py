@@ -24,7 +24,8 @@ from headrace.core.steps import StepOutput, are_alike, merged
 from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.streaming import check_parts, mixtures
-from headrace.processes.wire import Frame, WorkerEnd, answer, fail, unpack, vital
+from headrace.processes.wire import Frame, WorkerEnd, answer, begun, fail, unpack, vital
+from headrace.run.worker.worker_messages import EngineStart
 
 T = TypeVar("T")
 
@@ -71,6 +72,33 @@ class Outputs:
 
     def _late(self, seconds: float) -> bool:
         return self._clock() + seconds - self._sent > HOLD
+
+
+def serve_engine(end: WorkerEnd, inbox: queue.Queue[Any]) -> None:
+    """Runs the loop of an engine in this process, or that of a server beside it (`server_loop.py`)."""
+    from headrace.run.worker.build import build_engine_core, preload
+    from headrace.run.worker.server_loop import serve_server
+
+    preload("engine")
+    start = inbox.get()
+    wanted = unpack(start.payload, EngineStart)
+    if wanted.server:
+        serve_server(end, inbox, start)
+        return
+    parts: dict[str, Any] = {}
+
+    def begin() -> Any:
+        core, receiver = build_engine_core(wanted)
+        parts.update(core=core, receiver=receiver)
+        return core.capabilities
+
+    answer(end, start, begin)
+    if not parts:
+        return
+    begun()
+    loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
+    while True:
+        loop.round()
 
 
 class EngineLoop:

@@ -36,9 +36,9 @@ from headrace.processes.launch.local import CORES
 from headrace.processes.placed.examined import answer as answer_doctor
 from headrace.processes.wire import Frame, WorkerEnd, answer, begun, fail, unpack
 from headrace.run.hosts.user_host import serve_user_code
-from headrace.run.worker.engine_loop import EngineLoop
+from headrace.run.worker.engine_loop import serve_engine
 from headrace.run.worker.step_messages import ROWS, ReceivedRows
-from headrace.run.worker.worker_messages import EngineStart, SharedStart, TrainerReady, TrainerStart
+from headrace.run.worker.worker_messages import SharedStart, TrainerReady, TrainerStart
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Publish, SharedLora, TrainingPass
 from headrace.weight_sync.files import UpdateRecord, write_version
 
@@ -163,13 +163,23 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame], leave: Callable[[], object]
     try:
         while (frame := end.receive()) is not None:
             if frame.method == LEAVE:
+                _act_last(end)
                 released()
             inbox.put(frame)
             if frame.method == ROWS:  # here, so that the next one travels while this one waits for a busy trainer
                 end.reply(frame, None)
     except BaseException:
         echo_traceback()
+    _act_last(end)
     leave()
+
+
+def _act_last(end: WorkerEnd) -> None:
+    for act in end.last_acts:
+        try:
+            act()
+        except Exception:
+            echo_traceback()
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------------
@@ -343,31 +353,6 @@ def _trainer_call(
             return getattr(core, frame.method)()
         case method:
             raise AssertionError(f"unknown call {method}")
-
-
-# -- the engine -------------------------------------------------------------------------------------------------------------
-
-
-def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    """Runs the engine's loop (see `engine_loop.py`)."""
-    from headrace.run.worker.build import build_engine_core, preload
-
-    preload("engine")
-    start = inbox.get()
-    parts: dict[str, Any] = {}
-
-    def begin() -> Any:
-        core, receiver = build_engine_core(unpack(start.payload, EngineStart))
-        parts.update(core=core, receiver=receiver)
-        return core.capabilities
-
-    answer(end, start, begin)
-    if not parts:
-        return
-    begun()
-    loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
-    while True:
-        loop.round()
 
 
 _SERVES: dict[str, Callable[[WorkerEnd, queue.Queue[Frame]], None]] = {

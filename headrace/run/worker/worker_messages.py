@@ -75,6 +75,31 @@ class TrainerReady(Struct, frozen=True):
     """Whether it forwards tokens that rows share once: the controller deals rows to ranks accordingly."""
 
 
+LAST_WORDS = "last words"
+"""The method of a worker's last push."""
+
+
+class LastWords(Struct, frozen=True):
+    """The reason why a worker's process is going to end."""
+
+    why: str
+    error: Literal["", "IdentityError", "ConfigError"] = ""
+    """Set if another process must not take its place: the class of the error with which the engine is given up."""
+
+
+class ServerNeeds(Struct, frozen=True, kw_only=True):
+    """The facts about a run that its server needs, beside the settings of the engine."""
+
+    adapters: int = 0
+    """Adapters that are served at once."""
+    rank: int = 1
+    """The largest rank among them."""
+    adapted: tuple[str, ...] = ()
+    """Names of the modules that adapters may adapt."""
+    check_every: int = 0
+    """`watch.identity_every`."""
+
+
 class EngineStart(Struct, frozen=True):
     model_dir: str
     engine: dict[str, Any]
@@ -85,6 +110,8 @@ class EngineStart(Struct, frozen=True):
     """The transport that delivers weights. None: the weights are those in `model_dir`, which never change."""
     asleep: bool = False
     """Whether it begins asleep: the trainer has the devices that both share."""
+    server: ServerNeeds | None = None
+    """Set if the engine is a server (`engine["kind"]`) that the worker has to start."""
     files: dict[str, str] = {}
     """The digests of the files beside the weights that it reads there (`same_model.digests`): one that takes the place of another must compute as that
     did. Empty: any."""

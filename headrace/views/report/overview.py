@@ -15,7 +15,7 @@ from headrace.facts.health import Figure, Health, HealthRow, ThenAndNow, health
 from headrace.facts.number_tables import MINUTES, STEP, TOKENS, StepColumns
 from headrace.facts.run_state import RunState
 from headrace.facts.texts import number, reward_text, with_error
-from headrace.facts.verdicts import measured_on
+from headrace.facts.verdicts import measured_on, stretches
 from headrace.views.report.data import ReportData
 from headrace.views.report.rollouts import held_out_samples, hits
 from headrace.views.report.svg import Chart, extent, figure
@@ -159,8 +159,10 @@ def _chart(state: RunState, columns: StepColumns, over: str, window: int) -> str
     if window > 1:
         chart.line(_points(raw.x, raw.y), "c1 raw")
     chart.line(_points(smooth.x, smooth.y), "c1")
-    means = [(x, evaluation.reward_mean) for x, evaluation in zip(at, evals, strict=True)]
-    chart.line(means, "c2 raw").dots(means, "c2", [evaluation.reward_sem for evaluation in evals])
+    places = iter(at)
+    for alike in stretches(evals):
+        means = [(next(places), evaluation.reward_mean) for evaluation in alike]
+        chart.line(means, "c2 raw").dots(means, "c2", [evaluation.reward_sem for evaluation in alike])
     _hovers(chart, raw.x, raw.y, over)
     half = 0.012 * (max(xs) - min(0.0, *xs))
     for x, evaluation in zip(at, evals, strict=True):

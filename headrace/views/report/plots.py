@@ -17,7 +17,7 @@ from headrace.facts.records import StepRow
 from headrace.facts.run_state import RunState, stride_of
 from headrace.facts.run_totals import EngineSpan, over_steps, trimmed
 from headrace.facts.texts import clip, number, percent, plural, reward_text, short_time, with_error
-from headrace.facts.verdicts import experience_words, measured_on
+from headrace.facts.verdicts import experience_words, measured_on, stretches
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.distributions import over_time
 from headrace.views.report.svg import Chart, extent, figure, table
@@ -316,8 +316,9 @@ def _evaluations(
     )
     sides = [evaluation.reward_mean + sign * evaluation.reward_sem for evaluation in evals for sign in (-1, 1)]
     chart = Chart(ends, extent([*sides, *(evaluation.reward_mean for evaluation in evals)], within=within))
-    points = [(float(evaluation.step), evaluation.reward_mean) for evaluation in evals]
-    chart.line(points, "c2").dots(points, "c2", [evaluation.reward_sem for evaluation in evals])
+    for alike in (parts := stretches(evals)):
+        points = [(float(evaluation.step), evaluation.reward_mean) for evaluation in alike]
+        chart.line(points, "c2").dots(points, "c2", [evaluation.reward_sem for evaluation in alike])
     for evaluation in evals:
         chart.hover(
             evaluation.step - 0.5,
@@ -326,6 +327,8 @@ def _evaluations(
         )
     failed = [f"step {evaluation.step} on {measured_on(evaluation)}" for evaluation in evals if evaluation.failures]
     note = f"mean ± standard error; {'; '.join(failed) if failed else 'no prompt failed'}"
+    if others := [f"{alike[0].step}" for alike in parts[1:]]:
+        note += f"; the reward means something else from step {' and '.join(others)} on, by a resume"
     return figure(title, chart.html(title), note=clip(note, MAX_NOTE))
 
 

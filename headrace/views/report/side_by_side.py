@@ -15,7 +15,7 @@ from headrace.facts import run_state
 from headrace.facts.kept_settings import CONTENTS, NOT_SET, settings_over
 from headrace.facts.records import StepRow
 from headrace.facts.texts import clip, dollars, duration, number, percent, reward_text
-from headrace.facts.verdicts import gain_of
+from headrace.facts.verdicts import comparable, gain_of
 from headrace.views.report.data import Bin, ReportData
 from headrace.views.report.page import THEME, document
 from headrace.views.report.svg import Chart, extent, figure, table
@@ -92,7 +92,9 @@ def final_numbers(run: ComparedRun) -> dict[str, str]:
     total = state.shares.total
     engine, trainer = run_state.idle_shares(state)
     measured = [
-        evaluation for evaluation in state.evals if evaluation.prompts and math.isfinite(evaluation.reward_mean)
+        evaluation
+        for evaluation in comparable(state.evals)
+        if evaluation.prompts and math.isfinite(evaluation.reward_mean)
     ]
     held_out = [
         f"{reward_text(evaluation.reward_mean)} ± {reward_text(evaluation.reward_sem)}" for evaluation in measured

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import anthropic
@@ -96,6 +99,73 @@ def test_parallel_requests_and_two_that_continue_one_reply_are_a_tree(tmp_path: 
     assert parents(found) == [(), (0,), (0,), (), (1,), ()] or parents(found) == [(), (0,), (0,), (), (2,), ()]
     check_rows(found, model)
     assert "I never said that" in model.encoder.written(model.asked[3].context)
+
+
+async def losing(url: str, lost: set[int]) -> str:
+    """The address of a proxy that loses the answers with these numbers, from 0, after it has read them."""
+    host, _, port = urlsplit(url).netloc.partition(":")
+    numbers = itertools.count()
+
+    async def message(reader: asyncio.StreamReader) -> bytes:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = next(line[15:] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        return head + await reader.readexactly(int(size))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+            while True:
+                asked = await message(reader)
+                there, away = await asyncio.open_connection(host, int(port))
+                with contextlib.closing(away):
+                    away.write(asked)
+                    answer = await message(there)
+                if next(numbers) in lost:
+                    return
+                writer.write(answer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return url.replace(f"{host}:{port}", "127.0.0.1:{1}".format(*server.sockets[0].getsockname()))
+
+
+def test_an_answer_that_was_lost_on_its_way_is_the_answer_to_the_next_attempt(tmp_path: Path) -> None:
+    """Clients send a request again by themselves. The turn that nobody had read was trained beside the one that was read, with its reward."""
+    says = [f"reply {number}<|im_end|>" for number in range(6)]
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), says)
+
+    async def case(asks: Asks) -> None:
+        url, key = await losing(asks.url, {0, 1, 3, 5}), asks.rollout.secret
+        chats = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=2).chat.completions
+        first = (await chats.create(model="m", messages=[user("a")])).choices[0].message
+        assert first.content == "reply 0"
+        talk: Any = [user("a"), first, user("b")]
+        assert (await chats.create(model="m", messages=talk)).choices[0].message.content == "reply 1"
+        messages = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=2).messages
+        said = await messages.create(model="m", max_tokens=20, messages=[user("c")])
+        assert said.content[0].text == "reply 2"  # type: ignore[union-attr]
+        assert (await chats.create(model="m", messages=talk)).choices[0].message.content == "reply 3", "asked anew"
+
+    found = played(model, case)
+    assert parents(found) == [(), (0,), (), (0,)]
+    check_rows(found, model)
+
+
+def test_which_of_several_equal_requests_has_lost_its_answer_is_not_guessed(tmp_path: Path) -> None:
+    """An agent that asks for the best of two gets two turns, though one of its requests was refused before, or came again."""
+    says = [f"reply {number}<|im_end|>" for number in range(6)]
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), says)
+
+    async def case(asks: Asks) -> None:
+        def ask(attempt: int) -> Any:
+            return asks.said(user("a"), extra_headers={"x-stainless-retry-count": str(attempt)})
+
+        both = await asyncio.gather(ask(0), ask(0))
+        again = await ask(1)
+        one = await ask(0)
+        last = await ask(0), await ask(1)
+        texts = [reply.content for reply in (*both, again, one, *last)]
+        assert len(set(texts[:5])) == 5 and texts[5] == texts[4], texts
+
+    assert parents(played(model, case)) == [()] * 5
 
 
 def test_messages_of_another_author_are_another_history(tmp_path: Path) -> None:

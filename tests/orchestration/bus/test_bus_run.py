@@ -242,6 +242,57 @@ def test_letters_that_the_bus_has_lost_are_posted_again():
     virtual_time.run(case())
 
 
+@pytest.mark.parametrize("since", ["before the run", "two versions ago"])
+def test_a_bus_that_has_an_earlier_state_again_costs_no_host(since: str):
+    """Its server lost its last writes, or a replica took over that did not have them. Hosts loaded the older weights that it named then, which
+    ended every one of them, or waited for an earlier process of the run."""
+
+    async def case() -> None:
+        server, loop = MemoryServer(), asyncio.get_running_loop()
+        fleet = Fleet(open_bus=in_memory(server), staleness=STALENESS, engine=lambda: FakeEngine(seconds_per_token=1.0))
+        if since == "before the run":
+            await fleet.open_bus().pin(RUN, msgspec.msgpack.encode(RunNotice("earlier", __version__)))
+            await fleet.open_bus().pin(WEIGHTS, msgspec.msgpack.encode(WeightsNotice("earlier")))
+            loop.call_later(20.0, server.state())
+        else:
+            loop.call_later(12.0, lambda: loop.call_later(24.0, server.state()))
+        async with asyncio.timeout(600.0):
+            world = await a_run(fleet, steps=12)
+        checked(world)
+        await asyncio.sleep(2.0)  # for their goodbye
+        assert list(fleet.ended.values()) == [None, None]
+        assert loop.time() > 40.0, "the run went on behind it"
+
+    virtual_time.run(case())
+
+
+def test_suspects_that_the_bus_has_forgotten_are_named_again():
+    """An earlier state of a board named fewer: a host took what others had died of."""
+
+    async def case() -> None:
+        server = MemoryServer()
+        suspects = Suspects(2)
+        clock = asyncio.get_running_loop().time
+        telemetry = Telemetry(lambda fact: None, clock, Waits(lambda fact: None, clock, 1e5, 1e6))
+        desk = BusDesk(MemoryBus(server), "now", telemetry, lambda: asyncio.sleep(0.0), suspects)
+        suspects.charge(["7"])
+        await desk._say_suspects()
+        again = server.state()
+        suspects.charge(["7", "8"])
+        await desk._say_suspects()
+        newest = server.board[SUSPECTS]
+        again()
+        working = asyncio.ensure_future(desk.run())
+        await asyncio.sleep(15.0)
+        assert server.board[SUSPECTS].body == newest.body
+        id = server.board[SUSPECTS].id
+        await asyncio.sleep(15.0)
+        assert server.board[SUSPECTS].id == id, "once"
+        working.cancel()
+
+    virtual_time.run(case())
+
+
 class FullBus(FaultyBus):
     """Takes nothing while its server is full."""
 
@@ -789,6 +840,7 @@ def test_a_letter_of_a_later_process_is_left_for_it():
         await fleet.open_bus().post(Posting(TICKETS, "900", msgspec.msgpack.encode(letter)))
         await asyncio.sleep(20.0)
         assert "900" in await fleet.open_bus().unsettled(TICKETS)
+        assert msgspec.msgpack.decode(server.board[RUN].body, type=RunNotice).session == "later", "nor is its notice"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await fleet.end()
@@ -812,6 +864,7 @@ SCHEDULES = st.fixed_dictionaries(
         "unsettled": st.sampled_from([0.0, 0.1]),
         "hosts": st.integers(1, 4),
         "deaths": st.lists(st.floats(0.0, 120.0), max_size=4),
+        "goes_back": st.lists(st.tuples(st.floats(0.0, 60.0), st.floats(0.0, 60.0)), max_size=3),
     }
 )
 
@@ -849,7 +902,10 @@ def _faults(s: dict[str, Any]) -> BusFaults:
 @given(schedule=SCHEDULES)
 def test_every_contract_holds_whatever_the_bus_does(schedule: dict[str, Any]):
     async def case() -> None:
-        await _survives(schedule, in_memory(MemoryServer(), _faults(schedule), schedule["seed"]))
+        server, loop = MemoryServer(), asyncio.get_running_loop()
+        for begun, later in schedule["goes_back"]:  # to an earlier state
+            loop.call_later(begun, lambda later=later: loop.call_later(later, server.state()))
+        await _survives(schedule, in_memory(server, _faults(schedule), schedule["seed"]))
 
     virtual_time.run(case())
 

@@ -142,14 +142,15 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["headrace", "vllm"])
+@pytest.mark.parametrize("kind", ["headrace", "vllm", "sglang"])
 def test_hosts_with_a_server_each_go_on_when_a_host_and_a_server_are_killed(
     kind: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """Each host starts its own, which fetches every version from the trainer. The server of a host that is killed ends with it."""
+    """Each host starts its own, which fetches every version from the trainer, or reads what its host has fetched. The server of a host that is killed
+    ends with it."""
     bus, run = f"jsonl:{tmp_path / 'bus'}", tmp_path / "runs" / "tiny"
     engine: dict[str, Any] = {"kind": kind, "dtype": "float32", "context_length": 64}
-    if kind == "vllm":
+    if kind != "headrace":
         python = fake_servers.interpreter(tmp_path)
         subprocess.run([python, "-m", "pip", "install", str(Path(headrace.__file__).parents[1])], check=True)
         engine |= {"python": str(python)}

@@ -17,7 +17,7 @@ from headrace.run.hosts.bus.open_bus import open_bus
 from headrace.run.hosts.bus_messages import RunNotice
 from headrace.run.resume_rules import contents_of
 from headrace.run.rollout_hosting import own_config
-from headrace.run.seats import seats_of
+from headrace.run.seats import seats_of, threads_elsewhere
 from headrace.run.starting import name_on_bus
 from headrace.run.wording import placement
 from headrace.settings.extras import install
@@ -60,9 +60,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}},
         'every rollout host starts an engine.kind = "vllm" of its own; remove it',
     ),
-    "a server that no run starts": (
+    "another server for all": (
         {"engine": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]}},
-        "is a server that is running; remove one of them",
+        'every rollout host starts an engine.kind = "sglang" of its own; remove it',
     ),
     "a fleet": ({"engine": {"replicas": 2}}, "start as many rollout hosts as you like"),
     "cores": ({"engine": {"cores": [0]}}, "give headrace rollouts its own"),
@@ -95,24 +95,64 @@ def test_it_is_refused_with_its_remedy(case: str, tmp_path: Path) -> None:
         load_config(config)
 
 
+PLACES: dict[str, dict[str, Any]] = {"join": {"kind": "join", "token_file": "x"}, "ray": {"kind": "ray"}, "bus": {}}
+
+
+def _on(kind: str, directory: Path) -> dict[str, Any]:
+    return {"bus": f"jsonl:{directory}"} if kind == "bus" else {}
+
+
 @pytest.mark.parametrize(
     ("kind", "server"),
-    [*itertools.product(["join", "ray"], ["headrace", "vllm", "sglang"]), ("bus", "sglang")],
+    itertools.product(["join", "ray", "bus"], ["headrace", "vllm", "sglang"]),
 )
-def test_a_server_beside_engines_elsewhere_is_refused_for_what_was_set(kind: str, server: str, tmp_path: Path) -> None:
-    """`weight_sync.kind` was left out, and is not blamed. Each remedy works."""
-    places: dict[str, dict[str, Any]] = {
-        "join": {"kind": "join", "token_file": "x"},
-        "ray": {"kind": "ray"},
-        "bus": {"bus": f"jsonl:{tmp_path}"},
-    }
+def test_a_running_server_beside_engines_elsewhere_is_refused_for_what_was_set(
+    kind: str, server: str, tmp_path: Path
+) -> None:
+    """`weight_sync.kind` was left out, and is not blamed. Each remedy works, and servers that workers start are taken."""
     engine = {"kind": server, "urls": ["http://127.0.0.1:1"]}
-    both = tiny_config(tmp_path, tmp_path, orchestration=places[kind]) | {"engine": engine}
-    with pytest.raises(ConfigError, match="is a server.*remove one of them") as refused:
+    both = tiny_config(tmp_path, tmp_path, orchestration=PLACES[kind] | _on(kind, tmp_path)) | {"engine": engine}
+    with pytest.raises(ConfigError, match="engine.urls name.*remove (it|one of the two)") as refused:
         load_config(both)
     assert "weight_sync" not in str(refused.value)
     load_config({name: table for name, table in both.items() if name != "orchestration"})
-    load_config({name: table for name, table in both.items() if name != "engine"})
+    assert load_config({**both, "engine": {"kind": server}}).way.kind == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "sync", "said"),
+    [
+        (
+            "join",
+            {"gpus": [0]},
+            {},
+            "engine.gpus are GPUs of this machine.*start headrace worker with CUDA_VISIBLE_DEVICES",
+        ),
+        ("ray", {"gpus": [0]}, {}, "engine.gpus are GPUs of this machine.*Ray gives each orchestration.gpus"),
+        ("join", {"threads": 2}, {}, "engine.threads is of headrace's own engine"),
+        ("join", {"cores": [0]}, {}, "engine.cores are cores of this machine"),
+        ("join", {}, {"kind": "shared_memory"}, 'does not reach engine.kind = "vllm".*use weight_sync.kind = "tcp"'),
+        ("bus", {"ticket_deaths": 2}, {}, 'engine.kind = "vllm" is a server; remove it'),
+    ],
+)
+def test_what_a_server_elsewhere_cannot_have_is_refused(
+    kind: str, engine: dict[str, Any], sync: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    place = PLACES[kind] | _on(kind, tmp_path)
+    tables = tiny_config(tmp_path, tmp_path, orchestration=place, weight_sync=sync) | {"engine": {"kind": "vllm"}}
+    load_config({**tables, "weight_sync": {}})
+    with pytest.raises(ConfigError, match=said):
+        load_config({**tables, "engine": {"kind": "vllm", **engine}})
+
+
+def test_what_workers_elsewhere_give_a_server_is_taken(tmp_path: Path) -> None:
+    """Ray gives each a number of CPUs, and the tickets that end a worker are known."""
+    engine = {"kind": "vllm", "threads": 2, "ticket_deaths": 2, "replicas": 3}
+    config = load_config(tiny_config(tmp_path, tmp_path, orchestration={"kind": "ray", "gpus": 2}) | {"engine": engine})
+    assert threads_elsewhere(config.orchestration, config.engine, config.chosen) == 2
+    assert placement(config, "")["engine"].startswith("3 vllm servers placed by Ray (local) with 2 GPUs each")
+    sglang = {"engine": {"kind": "sglang"}, "weight_sync": {"kind": "files"}}
+    assert load_config(tiny_config(tmp_path, tmp_path, orchestration=PLACES["join"]) | sglang).way.kind == "files"
 
 
 def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
@@ -150,7 +190,7 @@ def test_a_bus_brings_engines_and_the_ranks_of_the_trainer_come_from_elsewhere(
 
 
 def test_servers_that_rollout_hosts_start_are_taken(tmp_path: Path) -> None:
-    for kind in ("headrace", "vllm"):
+    for kind in ("headrace", "vllm", "sglang"):
         tables = {"engine": {"kind": kind}, "orchestration": {"bus": f"jsonl:{tmp_path}"}}
         config = load_config(tiny_config(tmp_path, tmp_path) | tables)
         assert config.way.kind == "tcp"

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 import headrace
-from headrace.facts.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
+from headrace.facts.facts import GroupEnded, IdentityChecked, RunEnded, Warned, WeightsLive, WorkerJoined, WorkerLost
+from support import fake_servers
 from support.bus.cutting import Cut, cutting
 from support.runs.beside import PATIENCE, Beside, until
 from support.runs.offered_workers import free_port, offering, token_file
+from support.server_processes import servers
 from support.tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, until_noted, weights_of
 
 
@@ -86,6 +88,45 @@ def test_a_joined_engine_is_ended_and_another_one_takes_its_seat(
     (lost,) = of(run, WorkerLost)
     how = "has left: it was asked to end there" if end == signal.SIGTERM else "is lost: its connection has ended"
     assert f"(process {seated[0]}) {how}" in lost.how and lost.deaths == (end == signal.SIGKILL)
+    (ended,) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["headrace", "vllm", "sglang"])
+def test_a_joined_server_is_killed_and_another_workers_takes_its_seat(
+    kind: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The server of vLLM or SGLang is a fake one. SGLang's, which fetches nothing, reads what its worker has fetched over TCP."""
+    run, port = tmp_path / "runs" / "tiny", free_port()
+    engine: dict[str, Any] = {"kind": kind, "dtype": "float32", "context_length": 64}
+    if kind != "headrace":
+        python = fake_servers.interpreter(tmp_path)
+        subprocess.run([python, "-m", "pip", "install", str(Path(headrace.__file__).parents[1])], check=True)
+    config = joining(tmp_path, tiny_llama, port, train={"steps": 6}) | {"engine": engine}
+    options = [] if kind == "headrace" else ["--engine-python", str(python)]
+    with offering(tmp_path, port, *options, count=2) as workers:
+        seated: list[int] = []
+
+        def kill() -> None:
+            seated.append(of(run, WorkerJoined)[0].pid)
+            ((server, *_),) = servers(seated[0]).values()
+            os.kill(server, signal.SIGKILL)
+            until_noted(run, WorkerLost)
+
+        thread = at_steps(config, {2: kill})
+        result = headrace.train(config)
+        thread.join()
+        (other,) = [worker for worker in workers if worker.pid != seated[0]]
+        (first,) = [worker for worker in workers if worker.pid == seated[0]]
+        assert (first.wait(PATIENCE), other.wait(PATIENCE)) == (1, 0)
+        assert not servers(seated[0]) and not servers(other.pid), "no server outlives the run"
+    assert result.step == 6
+    assert [worker.pid for worker in of(run, WorkerJoined)] == [seated[0], other.pid]
+    (lost,) = of(run, WorkerLost)
+    assert "its server was killed by SIGKILL" in lost.how and lost.requests_reissued
+    assert {update.where.get("port") for update in (live.update for live in of(run, WeightsLive))} != {None}, "over TCP"
+    assert of(run, IdentityChecked) and all(probe.ok for probe in of(run, IdentityChecked))
     (ended,) = of(run, RunEnded)
     assert ended.reason == "finished" and ended.accounting.balance() == 0
 

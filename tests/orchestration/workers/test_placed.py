@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from test_engine_process import PROMPT, opened
 from test_joining import RUN, Engine, telemetry_of
 
-from headrace.core.errors import ConfigError, WorkerDied
+from headrace.core.errors import ConfigError, StalledError, WorkerDied
 from headrace.core.protocols import Job
 from headrace.core.types import Request, Sampling
-from headrace.facts.facts import Warned, WorkerJoined, WorkerLost
+from headrace.facts.facts import Warned, Withdrawn, WorkerJoined, WorkerLost
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time
@@ -32,7 +32,16 @@ from headrace.processes.joining.greeting import Agreed, Terms
 from headrace.processes.joining.joined import ALONE, Team
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.same_model import terms_of
-from headrace.processes.placed.placed import ClusterNode, NodeShare, PlacedLauncher, PlacedWorker, refusal
+from headrace.processes.placed.placed import (
+    LOST_HEAD,
+    ClusterNode,
+    NodeShare,
+    PlacedLauncher,
+    PlacedWorker,
+    refusal,
+    watch_head,
+)
+from headrace.processes.placed.ray_cluster import RayCluster
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.config import load_config
 from headrace.run.seats import check_seats, threads_elsewhere
@@ -106,6 +115,63 @@ def in_virtual_time(case: Callable[[], Awaitable[Any]]) -> Any:
     return virtual_time.run(go())
 
 
+# --- the head of the cluster ---------------------------------------------------------------------------------------------------
+
+
+def test_a_head_that_comes_back_in_time_was_a_named_wait(tmp_path: Path) -> None:
+    """The engine works on meanwhile: nothing of it goes through the head."""
+
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(2)], lambda machine: OnNode(machine, life=1000))
+        await place.start()
+        watching = asyncio.ensure_future(watch_head(place.cluster, place.telemetry, tmp_path / "runs" / "one"))
+        place.cluster.missing = "Connection refused"
+        await asyncio.sleep(20)
+        (wait,) = place.telemetry.waits.lasting()
+        assert wait.owner == "fake" and wait.what == "the head of the fake cluster at 10.0.0.1:6379" and wait.endless
+        (warned,) = [fact for fact in place.facts.of(Warned) if fact.key == LOST_HEAD]
+        assert "does not answer (Connection refused)" in warned.message and "stops in 40 s" in warned.message
+        assert (await place.engine.generate(ASKED)).tokens
+        place.cluster.missing = ""
+        await asyncio.sleep(10)
+        assert not place.telemetry.waits.lasting() and warned.key in [fact.key for fact in place.facts.of(Withdrawn)]
+        await asyncio.sleep(100)
+        assert [fact.key for fact in place.facts.of(Warned)].count(LOST_HEAD) == 1 and not watching.done()
+        watching.cancel()
+        await place.engine.close()
+
+    in_virtual_time(case)
+
+
+def test_a_head_that_stays_away_ends_the_run_before_the_cluster_does(tmp_path: Path) -> None:
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(2)])
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        place.after(12, lambda: setattr(place.cluster, "missing", "it is silent"))
+        with pytest.raises(
+            StalledError, match="has not answered for 4. s .it is silent.*headrace train --resume .*runs/one"
+        ) as ended:
+            await watch_head(place.cluster, place.telemetry, tmp_path / "runs" / "one")
+        assert 12 + 40 <= loop.time() - began <= 12 + place.cluster.survives - 10
+        assert "Start the head and its nodes again" in str(ended.value)
+
+    in_virtual_time(case)
+
+
+def test_the_head_of_a_ray_cluster_is_asked_without_ray() -> None:
+    async def case() -> None:
+        cluster = RayCluster("auto")
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        cluster.head = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert not await cluster.head_problem()
+        server.close()
+        await server.wait_closed()
+        assert "refused" in (await cluster.head_problem()).lower()
+
+    asyncio.run(case())
+
+
 # --- nodes that fail ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +239,40 @@ def test_a_doubted_node_is_used_again_when_the_others_stay_full(tmp_path: Path) 
         assert (await place.engine.generate(ASKED)).tokens == ALL
         assert place.hosts == ["node 1", "node 1"] and place.telemetry.clock() - began > 100
         await place.engine.close()
+
+    in_virtual_time(case)
+
+
+def test_the_launcher_of_a_run_that_goes_on_knows_which_node_fell_silent(tmp_path: Path) -> None:
+    """Ray notices a silent node after a minute; until then it would place the next rank there, which is another death."""
+
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(8), NodeShare(2)])
+        await place.start()
+        place.cluster.freeze("node 1")
+        await asyncio.sleep(10.0)
+        assert len(place.how) == 1
+        await place.engine.close()
+        for berth in place.launcher._berths.values():
+            await berth.release()
+
+        def launcher(seats: int) -> PlacedLauncher:
+            team = Team(seats) if seats > 1 else ALONE
+            given = {"terms": Terms("m", {}), "logs": tmp_path, "telemetry": place.telemetry}
+            return PlacedLauncher(place.cluster, FakeArrivals(), bundle=NodeShare(2), team=team, **given)
+
+        (one,) = seats = ["trainer"]
+        again = launcher(1)
+        await again.open(seats)
+        assert (await again.place(one))[1].id == "node 2"
+        # A team for which the other node has no room: after some time the doubted one is tried.
+        team = ["trainer rank 0", "trainer rank 1"]
+        began, wide = asyncio.get_running_loop().time(), launcher(2)
+        await wide.open(team)
+        found = await asyncio.gather(*map(wide.place, team))
+        assert [node.id for _, node in found] == ["node 1", "node 1"] and len({id(berth) for berth, _ in found}) == 2
+        assert asyncio.get_running_loop().time() - began == pytest.approx(120.0)
+        assert len(place.cluster.machines["node 1"].bundles) == 2
 
     in_virtual_time(case)
 
@@ -472,7 +572,7 @@ ON_RAY: dict[str, Any] = {**RUN, "orchestration": {"kind": "ray"}}
         ({"engine": {"cores": (0,)}}, "remove it; Ray gives each engine.threads CPUs"),
         (
             {"engine": {"kind": "headrace", "urls": ("http://127.0.0.1:1",)}},
-            'kind = "ray" is for headrace.s own engine',
+            'kind = "ray" workers elsewhere start the engines',
         ),
     ],
 )

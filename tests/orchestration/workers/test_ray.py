@@ -316,3 +316,39 @@ def test_a_killed_run_leaves_nothing_on_the_cluster(
     child.kill()
     assert child.wait(PATIENCE) == -signal.SIGKILL
     assert all(gone(pid) for pid in (worker, host, *([raylet] if own else [])))
+
+
+def test_a_run_stops_in_time_when_its_head_is_gone_and_goes_on_in_a_new_cluster(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Ray would end its process after 60 seconds without a word. No ticket is lost."""
+    run = tmp_path / "runs" / "tiny"
+    with alone() as cluster:
+        config = placed(tmp_path, tiny_llama, cluster, train={"steps": 10_000}, checkpoint={"every": 2})
+        child = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)], stderr=subprocess.PIPE, text=True)
+        until(lambda: (run / "metrics.jsonl").exists() and '"StepTrained"' in (run / "metrics.jsonl").read_text())
+        os.kill(cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
+        until(lambda: "the head of the Ray cluster at" in str(read_live(run)))
+        _, said = child.communicate(timeout=PATIENCE)
+        assert child.returncode and f"headrace train --resume {run}" in said, said
+    before = of(run, RunEnded)[-1].step
+    with alone() as cluster:
+        sets = [f"orchestration.address={cluster.address}", f"train.steps={before + 2}"]
+        words = [word for one in sets for word in ("--set", one)]
+        subprocess.run([sys.executable, "-m", "headrace", "train", "--resume", str(run), *words], check=True)
+    (*_, ended) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0 and ended.step == before + 2
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Cluster]:
+    """A cluster of one node beside its head, for this test alone."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster()
+    try:
+        patient(lambda: made.add_node(num_cpus=0, include_dashboard=False))
+        patient(lambda: made.add_node(num_cpus=1))
+        yield made
+    finally:
+        made.shutdown()

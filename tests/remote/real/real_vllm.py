@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import time
@@ -17,14 +18,19 @@ from headrace.core.errors import ConfigError
 from headrace.core.protocols import Engine
 from headrace.core.types import Completion
 from headrace.core.weights import WeightUpdate
+from headrace.engine.remote.dialect import Dialect
+from headrace.engine.remote.dialects import vllm
+from headrace.engine.remote.server_kind import Described
 from headrace.engine.servers.installed import look
+from headrace.engine.servers.server_process import ServerProcess
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
 from headrace.run import starting
-from headrace.run.config import load_config
+from headrace.run.config import RunConfig, load_config
 from headrace.run.worker.build import open_launcher
-from headrace.weight_sync.shared_memory import SharedMemory
+from headrace.run.worker.own_server import Surroundings, server_process
+from headrace.weight_sync.transport import AnyTransport
 from support.tiny_run import tiny_config
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[3] / ".venv-bench/bin/python")
@@ -97,6 +103,16 @@ def save_model(directory: Path, tokenizer: Path, kind: str = "qwen2", head: int 
     return directory
 
 
+def server_of(
+    config: RunConfig, model: Path, logs: Path, transport: AnyTransport, sleeps: bool = False
+) -> ServerProcess:
+    """The server of a run, as the run makes it."""
+    facts, clock = FactList(), time.monotonic
+    telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1000.0, 2000.0))
+    around = Surroundings(model_dir=model, transport=transport, logs=logs, telemetry=telemetry, sleeps=sleeps)
+    return server_process(config.engine, starting.needs_of_server(config, model), around)
+
+
 def config_for(directory: Path, model: Path, **tables: Any) -> dict[str, Any]:
     engine = {
         "kind": "vllm",
@@ -119,12 +135,12 @@ def config_for(directory: Path, model: Path, **tables: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def started(config: dict[str, Any], model: Path, directory: Path, facts: FactList) -> AsyncIterator[Engine]:
     """The engine of a run, without the run."""
-    clock = asyncio.get_running_loop().time
+    clock, read = asyncio.get_running_loop().time, load_config(config)
     begun = starting.start_engine(
-        load_config(config),
+        read,
         model_dir=model,
         launcher=open_launcher(directory),
-        transport=SharedMemory.open(),
+        transport=starting.transport_of(read, directory),
         logs=directory,
         telemetry=Telemetry(facts.record, clock, Waits(facts.record, clock, 1000.0, 2000.0)),
     )
@@ -134,6 +150,11 @@ async def started(config: dict[str, Any], model: Path, directory: Path, facts: F
         yield begun.engine
     finally:
         await begun.engine.close()
+
+
+def speaks(monkeypatch: pytest.MonkeyPatch, make: Callable[[Described], Dialect]) -> None:
+    """Has runs talk to vLLM by this dialect."""
+    monkeypatch.setattr(vllm, "SERVER", dataclasses.replace(vllm.SERVER, dialect=make))
 
 
 def changed(model: Path, to: Path, seed: int = 1) -> Path:

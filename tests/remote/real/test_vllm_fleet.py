@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_vllm import MARKS, changed, config_for, reference, save_model, started, updates, when
+from real_vllm import MARKS, changed, config_for, reference, save_model, speaks, started, updates, when
 
 import headrace
 from headrace.core.steps import StepOutput
@@ -28,7 +28,6 @@ from headrace.facts.facts import FleetSample, GroupEnded, IdentityChecked, Membe
 from headrace.facts.records import StepRow
 from headrace.loop.world.world import FactList
 from headrace.models.tokenizer import end_tokens
-from headrace.run import starting
 from support.server_processes import servers
 from support.tiny_run import of
 
@@ -101,8 +100,7 @@ def of_stopped(moves: Sequence[MemberMoved], kind: type[_StandsStill]) -> list[M
 
 def fleet_of(directory: Path, model: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> tuple[dict, type[_StandsStill]]:
     kind = type("_StandsStill", (_StandsStill,), {"at": at})
-    made = lambda model_dir, check_every: kind(end_tokens(model_dir), check_every)  # noqa: E731
-    monkeypatch.setitem(starting.DIALECTS, "vllm", made)
+    speaks(monkeypatch, lambda server: kind(end_tokens(server.model_dir), server.check_every))
     monkeypatch.setattr(outages, "SILENT", 20.0)  # two servers on two busy cores may be silent for a while
     config = config_for(directory, model)
     cores = sorted(os.sched_getaffinity(0))[:2]

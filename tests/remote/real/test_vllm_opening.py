@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_vllm import MARKS, changed, config_for, reference, save_model
+from real_vllm import MARKS, changed, config_for, reference, save_model, server_of
 from test_vllm_transfer import with_headrace
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +20,6 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
 from headrace.models.tokenizer import end_tokens
-from headrace.run import starting
 from headrace.run.config import load_config
 from headrace.trainer.model.causal_lm import tied_names
 from headrace.weight_sync.cuda_ipc import CudaIpc
@@ -45,7 +44,7 @@ def test_versions_from_memory_that_is_opened(tiny_tokenizer: Path, tmp_path: Pat
     async def case() -> list[Completion]:
         facts, clock = FactList(), asyncio.get_running_loop().time
         way = CudaIpc("cpu")
-        host = starting._host(config, "", model, tmp_path, way)
+        host = server_of(config, model, tmp_path, way)
         sender = way.sender({"": manifest})
         engine = RemoteEngine(
             Connection(host.url, host.token),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from real_vllm import KINDS, MARKS, WIDE, changed, config_for, reference, save_model, started, updates, when
+from real_vllm import KINDS, MARKS, WIDE, changed, config_for, reference, save_model, speaks, started, updates, when
 
 import headrace
 from headrace.core.errors import ConfigError, IdentityError
@@ -23,11 +23,11 @@ from headrace.core.types import Completion, Request, Sampling
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
+from headrace.engine.remote.server_kind import Described
 from headrace.facts.facts import IdentityChecked, RunEnded, TrialChecked, WeightsLive, WorkerLost
 from headrace.facts.records import StepRow
 from headrace.loop.world.world import FactList
 from headrace.models.tokenizer import end_tokens
-from headrace.run import starting
 from support.runs.processes import alive
 from support.server_processes import servers
 from support.stale_kinds import check_named, findings
@@ -184,8 +184,8 @@ def test_models_as_people_have_them_are_served_as_they_are_trained(
 class _Forgetful(VllmDialect):
     """Has vLLM load the first adapter under the name of every later one."""
 
-    def __init__(self, model_dir: Path, kept: Path, check_every: int) -> None:
-        super().__init__(end_tokens(model_dir), check_every)
+    def __init__(self, server: Described, kept: Path) -> None:
+        super().__init__(end_tokens(server.model_dir), server.check_every)
         self._kept = kept
 
     async def _load_adapter(self, connection: Connection, update: WeightUpdate, adapter: str, seconds: float) -> None:
@@ -196,8 +196,7 @@ class _Forgetful(VllmDialect):
 
 
 def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(model: Path, tmp_path: Path, monkeypatch) -> None:
-    made = lambda model_dir, check_every: _Forgetful(model_dir, tmp_path / "first", check_every)  # noqa: E731
-    monkeypatch.setitem(starting.DIALECTS, "vllm", made)
+    speaks(monkeypatch, lambda server: _Forgetful(server, tmp_path / "first"))
     config = config_for(tmp_path, model, lora={"rank": 4})
     config["train"] = {**config["train"], "learning_rate": 0.1}
     with pytest.raises(
@@ -228,8 +227,7 @@ def test_an_adapter_and_a_server_that_is_killed_while_it_generates_and_while_it_
     rate the probe of each version tells them apart."""
     run = tmp_path / "runs" / "tiny"
     monkeypatch.setattr(_Killed, "killed", False)
-    made = lambda model_dir, check_every: _Killed(end_tokens(model_dir), check_every)  # noqa: E731
-    monkeypatch.setitem(starting.DIALECTS, "vllm", made)
+    speaks(monkeypatch, lambda server: _Killed(end_tokens(server.model_dir), server.check_every))
 
     def again() -> None:
         live = len(of(run, WeightsLive))
@@ -268,8 +266,7 @@ def test_the_checksums_stop_a_run_of_which_vllm_has_not_loaded_one_norm(
     model: Path, tmp_path: Path, monkeypatch
 ) -> None:
     """Its effect is below what the probe allows."""
-    made = lambda model_dir, check_every: _Careless(end_tokens(model_dir), check_every)  # noqa: E731
-    monkeypatch.setitem(starting.DIALECTS, "vllm", made)
+    speaks(monkeypatch, lambda server: _Careless(end_tokens(server.model_dir), server.check_every))
     config = config_for(tmp_path, model)
     config["train"] = {**config["train"], "learning_rate": 1e-5}
     config["watch"] = {**config["watch"], "trial": False}  # whose first norm would be kept

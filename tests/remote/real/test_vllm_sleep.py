@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from real_vllm import MARKS, changed, config_for, reference, save_model, updates
+from real_vllm import MARKS, changed, config_for, reference, save_model, server_of, updates
 
 from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Request, Sampling
@@ -43,7 +43,7 @@ def test_requests_go_on_through_turns(tiny_tokenizer: Path, tmp_path: Path) -> N
 
     async def case() -> list[Completion]:
         facts, clock = FactList(), asyncio.get_running_loop().time
-        host = starting._host(config, "", model, tmp_path, starting.transport_of(config, tmp_path))
+        host = server_of(config, model, tmp_path, starting.transport_of(config, tmp_path))
         connection = Connection(host.url, host.token)
         engine = SleepingServer(
             connection,
@@ -95,4 +95,4 @@ def test_a_build_for_cpus_is_refused(tiny_tokenizer: Path, tmp_path: Path) -> No
     model = save_model(tmp_path / "model", tiny_tokenizer)
     config = load_config(config_for(tmp_path, model, orchestration={"placement": "shared"}))
     with pytest.raises(ConfigError, match="vLLM for CPUs .* has no sleep mode"):
-        starting._host(config, "", model, tmp_path, starting.transport_of(config, tmp_path))
+        server_of(config, model, tmp_path, starting.transport_of(config, tmp_path), sleeps=True)

@@ -45,12 +45,23 @@ class LayerStruct(Structure):
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
         *(
             (name, c_void_p)
-            for name in ("input_norm", "after_attention", "mlp_norm", "after_mlp", "q_norm", "k_norm", "sinks")
+            for name in (
+                "input_norm",
+                "after_attention",
+                "mlp_norm",
+                "after_mlp",
+                "q_norm",
+                "k_norm",
+                "v_norm",
+                "sinks",
+            )
         ),
         ("window", c_int32),
         ("rotary", c_int32),
         *((name, c_float) for name in ("scale", "cap")),
-        *((name, c_int32) for name in ("whole_norm", "experts", "chosen", "normalise_chosen", "mixture")),
+        *((name, c_int32) for name in ("whole_norm", "kv_heads", "head_dim", "turned", "borrows")),
+        ("cached", c_int64),
+        *((name, c_int32) for name in ("experts", "chosen", "normalise_chosen", "mixture")),
         *((name, c_void_p) for name in ("router", "router_bias")),
         *((name, c_void_p) for name in ("convolution", "convolution_bias")),
         *((name, c_int32) for name in ("kernel", "place")),
@@ -62,6 +73,9 @@ class LayerStruct(Structure):
         *((name, c_void_p) for name in ("shared_gate", "choice_bias")),
         ("sigmoid", c_int32),
         ("chosen_scale", c_float),
+        *((name, Linear) for name in ("per_layer_gate", "per_layer_out")),
+        ("after_per_layer", c_void_p),
+        ("scale_behind", c_float),
     ]
 
 
@@ -71,8 +85,8 @@ class LowRank(Structure):
 
 class ModelStruct(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inter", "vocabulary")),
-        *((name, c_int32) for name in ("activation", "mixtures", "turned", "neighbours", "centred", "parallel")),
+        *((name, c_int32) for name in ("layers", "hidden", "heads", "inter", "vocabulary")),
+        *((name, c_int32) for name in ("activation", "mixtures", "neighbours", "centred", "parallel")),
         *(
             (name, c_float)
             for name in ("eps", "embed_scale", "residual_scale", "logit_cap", "clamp_alpha", "clamp_limit")
@@ -84,6 +98,10 @@ class ModelStruct(Structure):
         ("cos", c_void_p * 2),
         ("sin", c_void_p * 2),
         ("query_factors", c_void_p),
+        ("per_layer", c_int32),
+        ("per_layer_embed", c_void_p),
+        ("per_layer_into", Linear),
+        ("per_layer_norm", c_void_p),
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from headrace.engine.native.runners.families import (
     rotary_tables,
 )
 from headrace.engine.native.runners.families import refusal as family_refusal
-from headrace.engine.native.runners.layers import PARTS
+from headrace.engine.native.runners.layers import PARTS, Pair
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.sampler import score
 from headrace.engine.own_families import DeltaRule, Recurrence, StateSpace
@@ -96,7 +97,7 @@ class Packer:
     def linear(
         self, weights: tuple[torch.Tensor, torch.Tensor | None], order: np.ndarray | None = None
     ) -> binding.Linear:
-        """`order`: which row of the weight becomes which output; -1 leaves an output zero."""
+        """`order`: which row of the weight becomes which output, one of them perhaps several; -1 leaves an output zero."""
         weight, bias = weights
         return self.experts(weight[None], None if bias is None else bias[None], order)
 
@@ -112,6 +113,7 @@ class Packer:
     def _matrices(self, stack: torch.Tensor, order: np.ndarray | None) -> binding.Linear:
         stack, (count, outputs, inputs) = stack.contiguous(), stack.shape
         rows = np.arange(outputs, dtype=np.int32) if order is None else order
+        outputs = len(rows)
         size = count * padded(outputs) * padded(inputs)
         if self._levels:
             codes, scales = self._room(size, torch.int8).view(count, -1), torch.empty(count, padded(outputs))
@@ -145,6 +147,8 @@ class Packer:
 
 WIDEST_HEAD, MOST_EXPERTS, LONGEST_CONVOLUTION = 512, 1024, 16
 """Sizes of stack buffers of the C++ side."""
+PLACES = (*PARTS, "per_layer_gate", "per_layer_out")
+"""Products of a layer that adapters may change, in the order of the C++ side."""
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Weights and cache can be stored in, each by a library of its own."""
 
@@ -172,8 +176,11 @@ def refusal(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> str
                 else "linear_key_head_dim, linear_value_head_dim"
             )
             return f"its recurrence has heads that are {odd[0]} wide ({named}), and that must be a multiple of 16"
-    if spec.head_dim % 16 or spec.head_dim > WIDEST_HEAD:
-        return f"its heads are {spec.head_dim} wide (head_dim), and that must be a multiple of 16 up to {WIDEST_HEAD}"
+    for width in {layer.head_dim for layer in spec.layers if layer.attends}:
+        if width % 16 or width > WIDEST_HEAD:
+            return f"its heads are {width} wide (head_dim), and that must be a multiple of 16 up to {WIDEST_HEAD}"
+    if spec.per_layer % 16:
+        return f"its layers have embeddings of their own that are {spec.per_layer} wide (hidden_size_per_layer_input), and that must be a multiple of 16"
     if odd := [width for layer in spec.layers for width in (layer.inner, layer.shared) if width % 16]:
         return f"its feed-forward part is {odd[0]} wide (intermediate_size), and that must be a multiple of 16"
     if binding.library(dtype=DTYPES[dtype]) is None:
@@ -192,7 +199,7 @@ class Packed:
 @dataclass(frozen=True)
 class PackedAdapter:
     low_rank: Any
-    """[layers * 4] in the order of `PARTS`."""
+    """[(layers + 1) * 6] in the order of `PLACES`."""
     keep: Packer
 
 
@@ -233,7 +240,7 @@ class KernelRunner:
         self._query_factors = query_factors(spec, context_length, device)
         self._live: Packed | None = None
         self._adapters: list[PackedAdapter | None] = [None] * max_adapters
-        self._low_rank = (binding.LowRank * (max_adapters * len(spec.layers) * len(PARTS)))()
+        self._low_rank = (binding.LowRank * (max_adapters * (len(spec.layers) + 1) * len(PLACES)))()
         self._logits, self._logits_at = torch.zeros(0, 0), 0
         self._views: dict[int, torch.Tensor] = {}
         self._broken = np.zeros(0, np.int32)
@@ -242,18 +249,33 @@ class KernelRunner:
     @property
     def _parts(self) -> tuple[tuple[int, int], ...]:
         """(layers, elements of one block in one of them): keys and values of attention, and inputs of convolutions."""
-        attention = sum(layer.attends for layer in self.spec.layers)
-        keys_and_values = self.spec.kv_heads * 2 * padded(self.spec.head_dim) * BLOCK
-        return (attention, keys_and_values), (self._convolutions, padded(self.spec.hidden) * BLOCK)
+        own = [layer for layer in self.spec.layers if layer.attends and layer.borrows is None]
+        keys_and_values = Counter(_block_size(layer) for layer in own)
+        attention = [(layers, each) for each, layers in keys_and_values.items()]
+        return (*attention, (self._convolutions, padded(self.spec.hidden) * BLOCK))
+
+    def _cached(self, index: int) -> int:
+        """Numbers of a block in the layers whose keys and values lie before those that a layer reads: they lie by the sizes of their blocks."""
+        layers = self.spec.layers
+        borrowed = layers[index].borrows
+        owner = index if borrowed is None else borrowed
+        before = 0
+        for count, each in self._parts:
+            if each == _block_size(layers[owner]):
+                break
+            before += count * each
+        own = [layer for layer in layers[:owner] if layer.attends and layer.borrows is None]
+        return before + sum(_block_size(layer) for layer in own if _block_size(layer) == _block_size(layers[owner]))
 
     # -- the cache ----------------------------------------------------------------------------------------------------------
 
     def allocate(self, blocks: int, states: int = 0) -> None:
-        self._cache = [
-            zeros(layers * blocks * each, self.dtype).view(layers, blocks, each)
-            for layers, each in self._parts
-            if layers
-        ]
+        shapes = [(layers, blocks, each) for layers, each in self._parts if layers]
+        kinds = len(shapes) - bool(self._convolutions)  # keys and values of all sizes lie in one piece
+        sizes = [math.prod(shape) for shape in shapes]
+        pieces = [*zeros(sum(sizes[:kinds]), self.dtype).split(sizes[:kinds])]
+        pieces += [zeros(size, self.dtype) for size in sizes[kinds:]]
+        self._cache = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         inputs = self._cache[-1] if self._convolutions else None
         self._states = zeros(states * self._state, torch.float32).view(-1, self._state) if self._state else None
         cache = binding.Cache(
@@ -319,26 +341,26 @@ class KernelRunner:
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
             _fill(into, layer, part, packer, _order(spec, layer))
             into.place = sum(_kind(before) == _kind(layer) for before in spec.layers[:index])
-            into.gated = spec.gated
+            into.gated, into.turned = spec.gated, 2 * self._tables[layer.rotary][0].shape[1]
             into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
+            into.cached = self._cached(index) if layer.attends else 0
+            if spec.values_normed and layer.borrows is None:
+                into.v_norm = packer.wide(torch.ones(layer.head_dim))
             if isinstance(part.mlp, Experts):
                 assert spec.routing is not None
                 routing = spec.routing
                 into.experts, into.chosen, into.normalise_chosen = routing.experts, routing.chosen, routing.normalise
                 into.sigmoid, into.chosen_scale = routing.sigmoid, routing.scale
                 into.mixture = sum(before.experts for before in spec.layers[:index])
-        embed = packer.copy(weights.embed)
+        embed, own = packer.copy(weights.embed), weights.per_layer
         model = binding.ModelStruct(
             layers=len(layers),
             hidden=spec.hidden,
             heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
             inter=max(layer.dense for layer in spec.layers),
             vocabulary=spec.vocabulary,
             activation=ACTIVATIONS.index("clamped" if spec.clamp else spec.activation),
             mixtures=self.experts[0],
-            turned=2 * next(iter(self._tables.values()))[0].shape[1],
             neighbours=int(spec.neighbours),
             centred=int(spec.centred),
             parallel=int(spec.parallel),
@@ -353,7 +375,11 @@ class KernelRunner:
             norm=packer.wide(weights.norm),
             head=packer.linear((weights.head, None)),
             query_factors=address(self._query_factors),
+            per_layer=spec.per_layer,
         )
+        if own is not None:
+            model.per_layer_embed = address(packer.copy(own.embed))
+            model.per_layer_into, model.per_layer_norm = packer.linear(own.into), packer.wide(own.norm)
         for i, (_, (cos, sin)) in enumerate(sorted(self._tables.items())):
             model.cos[i], model.sin[i] = address(cos), address(sin)
         return Packed(model, [layers, packer])
@@ -373,19 +399,24 @@ class KernelRunner:
                 'engine.path = "fused" where that serves the model, or publish it merged (lora.publish = "merged")'
             )
         packer = Packer(self._library, self.dtype)
-        low_rank = (binding.LowRank * (len(adapter.layers) * len(PARTS)))()
+        low_rank = (binding.LowRank * ((len(adapter.layers) + 1) * len(PLACES)))()
+
+        def put(place: int, pair: Pair, order: np.ndarray | None = None) -> None:
+            a, b = packer.linear((pair.a, None)), packer.linear((pair.b, None), order)
+            low_rank[place] = binding.LowRank(a.packed, b.packed, len(pair.a))
+
         for index, (layer, shape) in enumerate(zip(adapter.layers, self.spec.layers, strict=True)):
-            for place, name in enumerate(PARTS):
+            orders = {"qkv": _order(self.spec, shape), "gate_up": gate_up_order(shape.dense)}
+            for place, name in enumerate(PLACES):
                 if pair := layer.linears.get(name):
-                    a = packer.linear((pair.a, None))
-                    orders = {"qkv": _order(self.spec, shape), "gate_up": gate_up_order(shape.dense)}
-                    b = packer.linear((pair.b, None), orders.get(name))
-                    low_rank[index * len(PARTS) + place] = binding.LowRank(a.packed, b.packed, len(pair.a))
+                    put(index * len(PLACES) + place, pair, orders.get(name))
+        if adapter.per_layer is not None:
+            put(len(adapter.layers) * len(PLACES), adapter.per_layer)
         return PackedAdapter(low_rank, packer)
 
     def use_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
         self._adapters[slot] = adapter
-        size = len(self.spec.layers) * len(PARTS)
+        size = (len(self.spec.layers) + 1) * len(PLACES)
         for i in range(size):
             self._low_rank[slot * size + i] = adapter.low_rank[i] if adapter else binding.LowRank()
 
@@ -454,7 +485,6 @@ def _rotary(model: Skeleton, length: int) -> dict[str, tuple[torch.Tensor, torch
     """cos and sin [length, D / 2]: the other half is the same."""
     tables = rotary_tables(model, length, torch.device("cpu"))
     assert len(tables) <= 2, "local and global, or with positions and without"
-    assert len({cos.shape for cos, _ in tables.values()}) == 1, "all turn as much of a head"
 
     def half(table: torch.Tensor) -> torch.Tensor:
         return table[:, : table.shape[1] // 2].contiguous()
@@ -492,7 +522,15 @@ def _order(spec: Spec, layer: LayerSpec) -> np.ndarray | None:
         return state_space_order(layer.recurrence)
     if isinstance(layer.recurrence, DeltaRule):
         return delta_order(layer.recurrence) if layer.recurrence.by_key_head else None
+    if layer.same:  # the rows of keys are those of values, too
+        rows = np.arange((spec.heads + layer.kv_heads) * layer.head_dim, dtype=np.int32)
+        return np.concatenate([rows, rows[spec.heads * layer.head_dim :]])
     return attention_order(spec) if spec.gated and layer.attends else None
+
+
+def _block_size(layer: LayerSpec) -> int:
+    """Numbers of a block of keys and values in one layer."""
+    return layer.kv_heads * 2 * padded(layer.head_dim) * BLOCK
 
 
 def _kind(layer: LayerSpec) -> tuple[bool, bool]:
@@ -520,6 +558,12 @@ def _fill(
     into.after_attention, into.after_mlp = packer.wide(weights.attention_out_norm), packer.wide(weights.mlp_out_norm)
     into.q_norm, into.k_norm = packer.wide(weights.q_norm), packer.wide(weights.k_norm)
     into.sinks = packer.wide(weights.sinks)
+    into.kv_heads, into.head_dim, into.borrows = spec.kv_heads, spec.head_dim, spec.borrows is not None
+    into.scale_behind = weights.scale_behind
+    if weights.per_layer is not None:
+        into.per_layer_gate = packer.linear(weights.per_layer.gate)
+        into.per_layer_out = packer.linear(weights.per_layer.out)
+        into.after_per_layer = packer.wide(weights.per_layer.norm)
     into.window, into.scale, into.cap, into.kernel = spec.window or 0, spec.scale, spec.cap, spec.kernel
     if weights.convolution is not None:
         into.convolution, into.convolution_bias = (

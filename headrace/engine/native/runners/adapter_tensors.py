@@ -58,7 +58,9 @@ def read_adapter(
         }
         return AdapterLayer(linears, experts)
 
-    return Adapter([layer(index, of) for index, of in enumerate(base.layers)])
+    own = found.get(base.names.per_layer_into)
+    per_layer = None if own is None else _fused([((own.b.shape[1], own.a.shape[2]), own)], dtype, device)
+    return Adapter([layer(index, of) for index, of in enumerate(base.layers)], per_layer)
 
 
 def matrices_of(
@@ -82,6 +84,8 @@ def _module_shapes(base: Spec) -> dict[str, tuple[int, int, int]]:
         plain = {name: (1, *shape) for name, shape in linear_shapes(base, layer).items()}
         for name, shape in (plain | expert_shapes(base, layer)).items():
             shapes[f"model.layers.{index}.{name}"] = shape
+    if base.per_layer:
+        shapes[base.names.per_layer_into] = 1, len(base.layers) * base.per_layer, base.hidden
     return shapes
 
 

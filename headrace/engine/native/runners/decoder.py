@@ -97,6 +97,10 @@ def refusal(skeleton: Skeleton) -> str:
     if reason := family_refusal(skeleton):
         return reason
     spec = read_spec(skeleton)
+    if len({(layer.kv_heads, layer.head_dim) for layer in spec.layers}) > 1:
+        return "heads of several sizes are served by the C++ kernels alone"
+    if spec.values_normed or spec.per_layer or any(layer.borrows is not None for layer in spec.layers):
+        return "norms of values, shared keys and embeddings of single layers are computed by the C++ kernels alone"
     if any(layer.recurrence for layer in spec.layers):
         return "its recurrence is computed by the C++ kernels alone"
     if spec.gated:

@@ -22,7 +22,7 @@ Linear = tuple[torch.Tensor, torch.Tensor | None]
 """Weight [out, in] and bias [out]."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROPE = ("default", "linear", "llama3", "yarn")
+_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Angles that depend on the position alone. `dynamic` and `longrope` look at the longest sequence of the batch: they are fixed up to a length."""
 
 
@@ -45,6 +45,12 @@ class LayerSpec:
     """Width of the expert of a mixture that serves every token; 0: there is none."""
     kernel: int = 0
     """Tokens of a gated short convolution, which the layer has in the place of attention; 0 for others."""
+    kv_heads: int = 1
+    head_dim: int = 0
+    borrows: int | None = None
+    """The layer whose keys and values it reads, where it has none."""
+    same: bool = False
+    """Whether values are what keys are before their norm and their positions."""
     recurrence: Recurrence | None = None
     """The recurrence that the layer has in the place of attention."""
 
@@ -83,6 +89,11 @@ class Spec:
     """Whether experts are chosen with a bias beside their weights."""
     shared_gate: bool
     """Whether the expert that serves every token has a factor of its own for each."""
+    per_layer: int
+    """Width of the embedding that each layer has of its own; 0: there is none."""
+    scaled_behind: bool
+    """Whether the residual stream has a factor behind each layer."""
+    values_normed: bool
     tied: bool
     """The head is the embedding."""
     qk_norm: Literal["", "head", "projection"]
@@ -161,6 +172,26 @@ class RecurrenceWeights:
     """[value heads]"""
 
 
+@dataclass(frozen=True)
+class PerLayer:
+    """The vector that a layer makes of the embedding of its own."""
+
+    gate: Linear
+    out: Linear
+    norm: torch.Tensor
+    """[H] float32: of what is added."""
+
+
+@dataclass(frozen=True)
+class PerLayerEmbeddings:
+    embed: torch.Tensor
+    """[V, layers * width]"""
+    into: Linear
+    """The part of a token's embedding that is added to them."""
+    norm: torch.Tensor
+    """[width] float32"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """Weights of norms are float32 with the offset added; the others are views into the update where that is possible."""
@@ -180,6 +211,8 @@ class LayerWeights:
     mlp_norm: torch.Tensor | None
     mlp: Dense | Experts
     mlp_out_norm: torch.Tensor | None
+    per_layer: PerLayer | None
+    scale_behind: float
 
 
 @dataclass(frozen=True)
@@ -189,6 +222,7 @@ class Weights:
     norm: torch.Tensor
     """The scale of the logits is in it."""
     head: torch.Tensor
+    per_layer: PerLayerEmbeddings | None
 
 
 # --- what the model is -------------------------------------------------------------------------------------------------
@@ -207,6 +241,8 @@ def refusal(skeleton: Skeleton) -> str:
     ]
     if skeleton.attention is None or list(skeleton.attention.layers) != layers:
         return skeleton.objection
+    if reason := family.lacks(config):
+        return reason
     if _activation(config) not in _ACTIVATIONS:
         return f"its activation is {_activation(config)}, and ours are {' and '.join(_ACTIVATIONS)}"
     if getattr(config, "clip_qkv", None):
@@ -268,6 +304,9 @@ def read_spec(skeleton: Skeleton) -> Spec:
         expert_bias=any(name.endswith(f".{names.router}.bias") for name in shapes),
         choice_bias=any(name.endswith(f".{names.choice_bias}") for name in shapes),
         shared_gate=any(name.endswith(f".{names.shared_gate}.weight") for name in shapes),
+        per_layer=shapes.get(f"{names.per_layer_norm}.weight", (0,))[0],
+        scaled_behind=f"model.layers.0.{names.scale_behind}" in shapes,
+        values_normed=family.values_normed,
         tied="lm_head.weight" not in shapes,
         qk_norm="" if norm is None else "head" if norm == (geometry.head_dim,) else "projection",
         norms=frozenset(which for which in NORMS if f"{first}{getattr(names, which)}.weight" in shapes),
@@ -299,6 +338,7 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         experts = experts[0], experts[2], experts[1]
     down = experts or shapes.get(f"{prefix}{family.names.down}.weight", (0,))
     kind = config.layer_types[index] if _by_kind(config) else ""
+    kv_heads, head_dim = skeleton.heads[index]
     return LayerSpec(
         window=skeleton.windows[index],
         scale=skeleton.scales[index],
@@ -309,8 +349,27 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         experts=experts is not None,
         shared=shapes.get(f"{prefix}{family.names.shared_down}.weight", (0,))[-1] if experts else 0,
         kernel=shapes.get(f"{prefix}{family.names.convolution}.weight", (0,))[-1],
+        kv_heads=kv_heads or skeleton.geometry.kv_heads,
+        head_dim=head_dim or skeleton.geometry.head_dim,
+        borrows=_borrows(skeleton, index) if kv_heads else None,
+        same=kv_heads > 0 and _lacks(skeleton, index, -1) and not _lacks(skeleton, index, 1),
         recurrence=family.recurrence(config, index),
     )
+
+
+def _lacks(skeleton: Skeleton, layer: int, part: int) -> bool:
+    """Whether a layer has no module for its queries (0), keys (1) or values (-1)."""
+    names = FAMILIES[skeleton.model_type].names.qkv
+    return len(names) > 1 and f"model.layers.{layer}.{names[part]}.weight" not in skeleton.shapes
+
+
+def _borrows(skeleton: Skeleton, index: int) -> int | None:
+    """The last layer before of the same kind that has keys, for one that has none (Gemma 3n)."""
+    kinds = getattr(skeleton.config, "layer_types", None)
+    if kinds is None or not _lacks(skeleton, index, 1):
+        return None
+    owners = (layer for layer in range(index) if kinds[layer] == kinds[index] and not _lacks(skeleton, layer, 1))
+    return max(owners, default=None)
 
 
 def _activation(config: Any) -> str:
@@ -374,6 +433,11 @@ def expected_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (spec.vocabulary, spec.hidden),
         f"{spec.names.norm}.weight": (spec.hidden,),
     }
+    if spec.per_layer:
+        all_of_them = len(spec.layers) * spec.per_layer
+        shapes[f"{spec.names.per_layer_embed}.weight"] = (spec.vocabulary, all_of_them)
+        shapes[f"{spec.names.per_layer_into}.weight"] = (all_of_them, spec.hidden)
+        shapes[f"{spec.names.per_layer_norm}.weight"] = (spec.per_layer,)
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocabulary, spec.hidden)
     for index, layer in enumerate(spec.layers):
@@ -384,27 +448,36 @@ def expected_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
     """The layer's products, experts aside, by the modules that each contains."""
     names = spec.names
-    attention = {"qkv": names.qkv, "out": (names.out,)}
+    attention = {"qkv": names.qkv[: _parts(layer)], "out": (names.out,)}
     if layer.kernel:
         attention = {"qkv": (names.into_convolution,), "out": (names.out_of_convolution,)}
     if layer.recurrence:
         attention = {"qkv": names.into_recurrence, "out": (names.out_of_recurrence,)}
+    if spec.per_layer:
+        attention |= {"per_layer_gate": (names.per_layer_gate,), "per_layer_out": (names.per_layer_out,)}
     if layer.experts:
         shared = {"gate_up": names.shared_gate_up, "down": (names.shared_down,)}
         return attention | shared if layer.shared else attention
     return attention | {"gate_up": names.gate_up, "down": (names.down,)}
 
 
+def _parts(layer: LayerSpec) -> int:
+    """How many of queries, keys and values have rows of their own."""
+    return 1 if layer.borrows is not None else 2 if layer.same else 3
+
+
 def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """The layer's linear modules, experts aside: (out, in) by the name within the layer."""
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    first: tuple[int, ...] = (2 * q if spec.gated else q, kv, kv)
+    q, kv = spec.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    first: tuple[int, ...] = (2 * q if spec.gated else q, kv, kv)[: _parts(layer)]
     if layer.kernel:
         q, first = spec.hidden, (spec.hidden,) * 3
     if layer.recurrence:
         q, first = layer.recurrence.values, layer.recurrence.rows
     outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.dense, layer.dense), "down": (spec.hidden,)}
+    outputs |= {"per_layer_gate": (spec.per_layer,), "per_layer_out": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.dense}
+    inputs |= {"per_layer_gate": spec.hidden, "per_layer_out": spec.per_layer}
     shapes: dict[str, tuple[int, int]] = {}
     for product, modules in products(spec, layer).items():
         rows = outputs[product] if len(modules) > 1 else (sum(outputs[product]),)
@@ -449,6 +522,10 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     if layer.sinks:
         shapes[spec.names.sinks] = (spec.heads,)
     shapes |= {f"{getattr(spec.names, which)}.weight": (spec.hidden,) for which in spec.norms}
+    if spec.per_layer:
+        shapes[f"{spec.names.behind_per_layer}.weight"] = (spec.hidden,)
+    if spec.scaled_behind:
+        shapes[spec.names.scale_behind] = (1,)
     if layer.kernel:
         shapes[f"{spec.names.convolution}.weight"] = (spec.hidden, 1, layer.kernel)
         if spec.conv_bias:
@@ -457,8 +534,9 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
         shapes |= _recurrence_shapes(spec, layer.recurrence)
     elif spec.qk_norm:
         whole = spec.qk_norm == "projection"
-        for name, heads in ((spec.names.q_norm, spec.heads), (spec.names.k_norm, spec.kv_heads)):
-            shapes[f"{name}.weight"] = (spec.head_dim * heads if whole else spec.head_dim,)
+        normed = ((spec.names.q_norm, spec.heads), (spec.names.k_norm, layer.kv_heads))
+        for name, heads in normed[: 1 if layer.borrows is not None else 2]:
+            shapes[f"{name}.weight"] = (layer.head_dim * heads if whole else layer.head_dim,)
     return shapes
 
 
@@ -478,6 +556,8 @@ def _has_bias(spec: Spec, name: str) -> bool:
         return spec.conv_bias
     if name in (*spec.names.into_recurrence, spec.names.out_of_recurrence):
         return spec.recurrence_bias
+    if name in (spec.names.per_layer_gate, spec.names.per_layer_out):
+        return False
     if name in spec.names.qkv:
         return spec.qkv_bias
     return spec.out_bias if name == spec.names.out else spec.mlp_bias
@@ -488,7 +568,17 @@ def read_weights(spec: Spec, tensors: Tensors) -> Weights:
     embed = tensors["model.embed_tokens.weight"]
     layers = [_layer_weights(spec, layer, _Layer(tensors, index)) for index, layer in enumerate(spec.layers)]
     norm = (tensors[f"{spec.names.norm}.weight"].float() + spec.norm_offset) * spec.logit_scale
-    return Weights(embed, layers, norm, embed if spec.tied else tensors["lm_head.weight"])
+    return Weights(embed, layers, norm, embed if spec.tied else tensors["lm_head.weight"], _per_layer(spec, tensors))
+
+
+def _per_layer(spec: Spec, tensors: Tensors) -> PerLayerEmbeddings | None:
+    if not spec.per_layer:
+        return None
+    names = spec.names
+    embed, into, norm = (
+        tensors[f"{name}.weight"] for name in (names.per_layer_embed, names.per_layer_into, names.per_layer_norm)
+    )
+    return PerLayerEmbeddings(embed, (into, None), norm.float() + spec.norm_offset)
 
 
 @dataclass(frozen=True)
@@ -521,13 +611,21 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
         convolution=_convolution(spec, tensors, spec.names.convolution) if layer.kernel else None,
         recurrence=_recurrence(spec, tensors) if layer.recurrence else None,
         q_norm=norm(spec.names.q_norm) if normed else None,
-        k_norm=norm(spec.names.k_norm) if normed else None,
+        k_norm=norm(spec.names.k_norm) if normed and layer.borrows is None else None,
         sinks=tensors[spec.names.sinks].float() if layer.sinks else None,
         out=tensors.linear(inside["out"], _has_bias(spec, inside["out"][0])),
         attention_out_norm=of("behind_attention"),
         mlp_norm=of("before_mlp"),
         mlp=_mlp(spec, layer, tensors),
         mlp_out_norm=of("behind_mlp"),
+        per_layer=PerLayer(
+            tensors.linear(inside["per_layer_gate"], False),
+            tensors.linear(inside["per_layer_out"], False),
+            norm(spec.names.behind_per_layer),
+        )
+        if spec.per_layer
+        else None,
+        scale_behind=float(tensors[spec.names.scale_behind]) if spec.scaled_behind else 1.0,
     )
 
 

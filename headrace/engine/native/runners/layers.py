@@ -255,6 +255,8 @@ class AdapterLayer:
 @dataclass(frozen=True)
 class Adapter:
     layers: list[AdapterLayer]
+    per_layer: Pair | None = None
+    """The pair of the product that is added to the embeddings of single layers."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class PagedAttention:
     geometry: Geometry
     layers: tuple[int, ...]
     """Numbers of the layers that have attention."""
+    heads: tuple[tuple[int, int], ...]
+    """Heads of keys and values of each of all layers, and the width of one; (0, 0) where it has no attention."""
     windows: tuple[int | None, ...]
     """Sliding window of each of all layers."""
     scales: tuple[float, ...]
@@ -101,6 +103,10 @@ class Skeleton:
     @property
     def windows(self) -> tuple[int | None, ...]:
         return self._paged.windows
+
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        return self._paged.heads
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -198,6 +204,7 @@ def _paged_attention(model: Any) -> tuple[PagedAttention | None, str]:
             plain=all(note.options.get(name) is None for note in notes for name in ("softcap", "s_aux")),
         ),
         layers=tuple(of),
+        heads=tuple((of[layer].k[1], of[layer].k[3]) if layer in of else (0, 0) for layer in range(layers)),
         windows=tuple(of[layer].options.get("sliding_window") if layer in of else None for layer in range(layers)),
         scales=tuple(of[layer].scale if layer in of else 0.0 for layer in range(layers)),
         caps=tuple(of[layer].options.get("softcap") or 0.0 if layer in of else 0.0 for layer in range(layers)),
@@ -350,13 +357,15 @@ def _objection(notes: list[_Note], layers: int, model: Any) -> str:
         return "its class does not support attention functions of others (_supports_attention_backend)"
     if [note.layer for note in notes] != list(range(layers)):
         return f"{len(notes)} attention calls in {layers} layers (recurrent, linear or shared layers are not supported)"
+    if any(note.k != notes[0].k for note in notes):
+        return "its layers differ in key and value heads"
     return _objection_of_calls(notes)
 
 
 def _objection_of_calls(notes: list[_Note]) -> str:
     for note in notes:
-        if note.k != notes[0].k or note.v != note.k or note.q[3] != note.k[3]:
-            return "its layers differ in key and value heads, or keys and values in size"
+        if note.v != note.k or note.q[3] != note.k[3]:
+            return "its keys and values differ in size"
         if note.masked or not note.causal:
             return "its attention is not causal, or brings a mask of its own"
         if note.options.get("position_bias") is not None or note.options.get("alibi") is not None:

@@ -16,7 +16,7 @@ import math
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.reports import Capabilities, EngineStats
@@ -25,8 +25,12 @@ from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection, Unreachable
 from headrace.engine.remote.dialect import ENDS, Heard, LabelledDialect, ServerFacts, ServerState, TokenSpan, sums_of
-from headrace.engine.remote.server_kind import Control, ServerKind
+from headrace.engine.remote.server_kind import HOST, Control, Place, ServerKind, Startable
 from headrace.models.tokenizer import end_tokens
+from headrace.settings.extras import Found
+
+if TYPE_CHECKING:
+    from headrace.engine.config import EngineConfig
 
 # --- Facts about an SGLang server
 # Its arguments, which it reports in full, and its statistics.
@@ -265,11 +269,37 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
+RESERVED = 6
+"""Tokens of its context that SGLang lets no prompt have (`managers/scheduler.py` and `managers/tp_worker.py`, `max_req_input_len`)."""
+
+
+def _command(config: EngineConfig, found: Found, place: Place) -> tuple[list[str], dict[str, str]]:
+    words = [found.python, "-m", "sglang.launch_server", "--model-path", str(place.model)]
+    words += ["--host", HOST, "--port", str(place.port), "--config", str(place.token_file)]
+    words += ["--dtype", config.serving_dtype, "--context-length", str(config.context_length + RESERVED)]
+    words += ["--incremental-streaming-output", "--enable-metrics"]
+    if (rows := config.open_sizes.max_running) is not None:
+        words += ["--max-running-requests", str(rows)]
+    if adapters := max(config.max_adapters, place.adapters):
+        # One more: during an update the version before is still loaded.
+        words += ["--enable-lora", "--max-loras-per-batch", str(adapters + 1), "--max-loaded-loras", str(adapters + 2)]
+        words += ["--max-lora-rank", str(place.rank), "--lora-target-modules", "all"]
+    return words, {}
+
+
 SERVER = ServerKind(
     words="SGLang",
-    about="an SGLang server that is running",
+    about="an SGLang server, which the run starts, unless `urls` names one",
     untried="a real SGLang server, only a fake that refuses what its documentation does not have",
     dialect=lambda server: SglangDialect(end_tokens(server.model_dir)),
+    starts=Startable(
+        modules=[["sglang", "sglang"]],
+        install="python -m venv ~/sglang && ~/sglang/bin/pip install sglang",
+        command=_command,
+        settings=("max_running", "max_adapters"),
+        # A file of settings, because others on its machine can read the words of a command.
+        token_file=(".yaml", "api-key: {}\n"),
+    ),
     control=Control(
         "/get_server_info",
         "/pause_generation, /update_weights_from_disk, /load_lora_adapter",

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.episodes.environments.gateway import format_routes
-from headrace.episodes.environments.gateway.history_trees import GatewayRollout, Talks
+from headrace.episodes.environments.gateway.history_trees import NUMBER, GatewayRollout, Talks
 from headrace.episodes.environments.gateway.turn_request import AnswerEncoder, GatewayRules
 from headrace.web.application import make_application
 from headrace.web.errors import Refused
@@ -123,6 +123,7 @@ class Gateway:
         if secret in self.doors:
             return await self.doors[secret](request, path)
         rollout = self._rollout(secret, request)
+        request.scope[NUMBER] = rollout.next_number()
         try:
             route = MODEL_ROUTE if path.startswith(MODEL_ROUTE) else path
             if route not in ROUTES:

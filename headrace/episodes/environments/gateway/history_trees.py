@@ -5,6 +5,7 @@ sampled before.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -303,6 +304,20 @@ SECRET_BYTES = 24
 MOST_SPEAKERS = 256
 """Agents of one rollout."""
 
+NUMBER = "headrace.number"
+"""The key under which a request's scope has its number in its rollout."""
+
+
+class LastAnswer(NamedTuple):
+    """The answer to a request beside which no other one was under way."""
+
+    number: int
+    to: Speaker
+    digest: bytes
+    """The digest of the request (`web.sending.attempt_of`)."""
+    answer: TreeReply
+
+
 Talks = Callable[[str], tuple[ChatTree, TextTree]]
 """Makes the conversations and the texts of an agent, by its name."""
 
@@ -331,6 +346,8 @@ class GatewayRollout:
         self.responses = StoredResponses()
         self.answered = 0
         """Requests for a turn that were answered."""
+        self.said_last: LastAnswer | None = None
+        self._numbers = itertools.count()
         self.error = ""
         """The last refusal, in words; empty if every request was served."""
         self.over = asyncio.Event()
@@ -370,6 +387,20 @@ class GatewayRollout:
     def speaker_in(self, session: str) -> Speaker | None:
         """Returns the agent whose requests named this session."""
         return next((speaker for (_, named), speaker in self._speakers.items() if named == session), None)
+
+    def next_number(self) -> int:
+        """Returns the number of the request that has come."""
+        return next(self._numbers)
+
+    def said_before(self, number: int, to: Speaker, digest: bytes) -> TreeReply | None:
+        """Returns the answer to the request before this one if it asked for the same: its client has lost the answer and asks again, and a turn that
+        nobody has read would be trained with the rollout's reward. None where other requests came between: an agent may ask several times at once
+        for the same, and which answer was lost is not known."""
+        last = self.said_last
+        if last is None or (last.number, last.to, last.digest) != (number - 1, to, digest):
+            return None
+        self.said_last = last._replace(number=number)
+        return last.answer
 
     def refused(self, refusal: Refused) -> Refused:
         """Notes why a request was refused."""

@@ -21,7 +21,14 @@ from headrace.core.errors import ConfigError, RolloutOver
 from headrace.core.types import Constraint
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.conversation import TurnEncoder, TurnStream
-from headrace.episodes.environments.gateway.history_trees import GatewayRollout, Speaker, TextEncoder, TreeReply
+from headrace.episodes.environments.gateway.history_trees import (
+    NUMBER,
+    GatewayRollout,
+    Said,
+    Speaker,
+    TextEncoder,
+    TreeReply,
+)
 from headrace.models.chat import LONG, off_loop
 from headrace.models.grammars import check_constraint
 from headrace.web.bodies import Chat, Drawing
@@ -30,7 +37,7 @@ from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
 from headrace.web.limits import ServerLimits
 from headrace.web.request_fields import continues_last, refuse_unserved, stops
-from headrace.web.sending import while_there
+from headrace.web.sending import attempt_of, while_there
 
 Ask = Callable[[TurnStream | None], Coroutine[Any, Any, TreeReply]]
 """Samples the turn. It is followed through the stream, if there is one."""
@@ -226,7 +233,15 @@ class TurnRequest:
 
     async def whole(self, request: HttpRequest) -> TreeReply | None:
         """Returns the turn; None if the client has left. Raises Refused."""
-        return await while_there(request, self.sampled())
+        speaker, number = self._speaker, request.scope[NUMBER]
+        rollout, alone = speaker.rollout, not speaker.rollout.asking
+        digest, again = attempt_of(request)
+        if again and (lost := rollout.said_before(number, speaker, digest)):
+            return lost
+        answer = await while_there(request, self.sampled())
+        if answer and digest and alone:
+            rollout.said_last = Said(number, speaker, digest, answer)
+        return answer
 
     async def pieces(self) -> AsyncGenerator[TurnPiece, None]:
         """Yields the turn while it is sampled. Raises Refused, before the first piece if nothing was sampled."""

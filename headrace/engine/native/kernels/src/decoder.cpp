@@ -15,12 +15,15 @@ namespace {
 
 struct Decoder : Mixture {
     using Mixture::Mixture;
+    Blocks<float> per_layer, narrow;  // [N, layers * per_layer], [N, per_layer]
+    Blocks<taken> bent;               // [N, per_layer]
     std::vector<std::vector<int32_t>> kept;  // tokens of each row of the last draws, where some were cut
 
     void forward(const Pass& p) {
         arrange(p);
         plan.phases.clear();
         embed(p);
+        if (m.per_layer) embed_per_layer(p);
         note(p, 0);
         for (int i = 0; i < m.layers; i++) {
             layer(p, i, m.layer[i]);
@@ -36,6 +39,37 @@ struct Decoder : Mixture {
             p.broken[row] = -1;
             for (int c = 0; c < up(m.hidden) * SIDE; c++) *x.at(row, c) = c < m.hidden ? read1(from + c) * m.embed_scale : 0;
         });
+    }
+
+    // The embeddings of each layer's own: of the token, and of its embedding under a norm.
+    void embed_per_layer(const Pass& p) {
+        const int n = p.tokens_count, wide = m.layers * m.per_layer;
+        per_layer.size(n, wide), narrow.size(n, m.per_layer), bent.size(n, m.per_layer);
+        normalise(n, nullptr, nullptr, p.broken, 0);
+        product<false>(p, m.layers, 0, m.per_layer_into, h, per_layer);
+        plan.each(n, [=, &p](int row) {
+            const stored* token = m.per_layer_embed + p.tokens[row] * wide;
+            const float by_root = 1 / std::sqrt((float)m.hidden), own = std::sqrt((float)m.per_layer);
+            for (int first = 0; first < wide; first += m.per_layer) {
+                f16x squares = {};
+                for (int c = first; c < first + m.per_layer; c += 16) squares += load(per_layer.at(row, c)) * by_root * (load(per_layer.at(row, c)) * by_root);
+                const float by = ::inverse_rms(squares, m.per_layer, m.eps) * by_root;
+                for (int c = first; c < first + m.per_layer; c += 16)
+                    store(per_layer.at(row, c), (load(per_layer.at(row, c)) * by * load(m.per_layer_norm + c - first) + read(token + c) * own) * 0.70710678118f);
+            }
+        });
+    }
+
+    // What a layer's own embedding adds, through a gate that the residual stream opens.
+    void add_per_layer(const Pass& p, int index, const Layer& l) {
+        const int n = p.tokens_count;
+        normalise(n, nullptr, nullptr, p.broken, index);
+        product<false>(p, index, 4, l.per_layer_gate, h, narrow);
+        plan.each(n, [=](int row) {
+            for (int c = 0; c < m.per_layer; c += 16)
+                write(bent.at(row, c), activated(load(narrow.at(row, c)), m.activation == GELU_TANH) * load(per_layer.at(row, index * m.per_layer + c)));
+        });
+        add(p, index, 5, l.per_layer_out, bent, l.after_per_layer, l.scale_behind);
     }
 
     void note(const Pass& p, int index) {
@@ -59,7 +93,8 @@ struct Decoder : Mixture {
         if (l.experts && l.shared_down.n) share(p, index, l);
         if (l.experts) return;
         gate(p, index, l.gate_up);
-        add(p, index, 3, l.down, act, l.after_mlp);
+        add(p, index, 3, l.down, act, l.after_mlp, l.per_layer_gate.n ? 1 : l.scale_behind);
+        if (l.per_layer_gate.n) add_per_layer(p, index, l);
     }
 
     void head(const Pass& p) {

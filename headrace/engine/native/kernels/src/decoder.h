@@ -23,12 +23,15 @@ struct Linear {
 struct Layer {
     Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' are consecutive
     const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32] or null
-    const float *q_norm, *k_norm;                                      // [head_dim] (or all heads') or null
+    const float *q_norm, *k_norm, *v_norm;                             // [head_dim] (or all heads') or null
     const float* sinks;                                                // [heads]: a score that each query sees beside its keys, and that has no value; or null
     int32_t window;                                                    // 0: none
     int32_t rotary;                                                    // index of the rotary table
     float scale, cap;                                                  // factor of the attention scores, and their bound (0: none)
     int32_t whole_norm;                                                // q_norm and k_norm normalise all heads together
+    int32_t kv_heads, head_dim, turned;                                // turned: numbers of a head that have positions
+    int32_t borrows;                                                   // whether its keys and values are those of a layer before: qkv is of queries alone
+    int64_t cached;                                                    // numbers of a block of the cache in the layers whose keys and values lie before its own
     int32_t experts, chosen, normalise_chosen, mixture;                // 0 experts: dense; mixture: number of mixture layers before this one
     const float *router, *router_bias;                                 // [experts, hidden up to 32]; [experts] or null
     // A gated short convolution over `kernel` tokens (0: attention), with qkv and out for what is before and behind it: [kernel, hidden up to 32], the
@@ -48,15 +51,19 @@ struct Layer {
     const float* choice_bias;            // [experts]: added to sigmoids where experts are chosen by them, or null
     int32_t sigmoid;                     // whether an expert's weight is the sigmoid of its score, and not a part of a softmax
     float chosen_scale;                  // factor of these weights
+    Linear per_layer_gate, per_layer_out;  // products around the embedding of the layer's own; no outputs: there is none
+    const float* after_per_layer;          // the norm of what that adds: [hidden up to 32]
+    float scale_behind;                    // factor of the residual stream behind the layer
 };
 struct LowRank {
     const stored *a, *b;  // A [rank, k] and B [n, rank] scale included, packed as the linear's weights; null: no adapter
     int64_t rank;
 };
+constexpr int PLACES = 6;
 enum Activation : int32_t { SILU, GELU_TANH, CLAMPED };
 struct Model {
-    int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, activation, mixtures;  // inter: the widest dense layer's
-    int32_t turned, neighbours;  // numbers of a head that have positions, and whether neighbours are turned or those of the two halves
+    int32_t layers, hidden, heads, inter, vocabulary, activation, mixtures;  // inter: the widest dense layer's
+    int32_t neighbours;          // whether positions turn neighbours in a head, and not those of its two halves
     int32_t centred, parallel;   // whether norms take the mean off first, and whether the feed-forward part reads what attention does
     float eps, embed_scale, residual_scale, logit_cap;  // logit_cap: bound of the logits; 0: none
     Clamped clamped;  // of that activation
@@ -64,12 +71,18 @@ struct Model {
     const Layer* layer;
     const float* norm;
     Linear head;
-    const float* cos[2];  // [context, turned / 2]
+    const float* cos[2];  // [context, turned / 2 of the layers that use it]
     const float* sin[2];
     const float* query_factors;  // [context]: of the queries at each position, or null
+    // Embeddings of each layer's own (Gemma 3n): numbers of one (0: none), those of a token [vocabulary, layers * per_layer], not packed, and what is added to
+    // them of the token's embedding, with a norm [per_layer].
+    int32_t per_layer;
+    const stored* per_layer_embed;
+    Linear per_layer_into;
+    const float* per_layer_norm;
 };
 struct Cache {
-    stored* data;    // [layers with attention][blocks][kv_heads][2][dim up to 32, 32]
+    stored* data;    // of each layer with keys and values: [blocks][kv_heads][2][dim up to 32, 32]
     stored* inputs;  // [layers with convolutions][blocks][32][hidden up to 32]: what each token of a block brings to them
     int64_t blocks;
     float* states;       // [slots, state_size]: of a sequence each, for all layers with a recurrence one after the other
@@ -83,7 +96,7 @@ struct Pass {
     const int32_t* tables;    // [S, width]
     const int64_t* rows;      // [R]
     const int32_t* adapters;  // [S]
-    const LowRank* low_rank;  // [slots][layers][4], in the order qkv, out, gate_up, down
+    const LowRank* low_rank;  // [slots][layers + 1][PLACES], in the order qkv, out, gate_up, down, per_layer_gate, per_layer_out; behind all layers per_layer_into
     float* logits;            // [R up to 32, vocabulary up to 32]
     uint16_t* routing;        // [N, mixtures, chosen] out, or null
     int32_t* broken;          // [N] out: first layer after which a hidden state was not finite, -1 if none

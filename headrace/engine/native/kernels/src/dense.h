@@ -5,14 +5,14 @@
 struct Dense : State {
     using State::State;
 
-    // x += scale w(from), normalised first if there is a norm.
-    void add(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, const float* norm) {
-        if (!norm && m.residual_scale == 1) return product<true>(p, index, which, w, from, x);
+    // x += scale w(from), normalised first if there is a norm; and all of it times `then`.
+    void add(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, const float* norm, float then = 1) {
+        if (!norm && m.residual_scale == 1 && then == 1) return product<true>(p, index, which, w, from, x);
         product<false>(p, index, which, w, from, side);
         plan.each(p.tokens_count, [=](int row) {
             const float by = m.residual_scale * (norm ? inverse_rms(side, row) : 1);
             for (int c = 0; c < m.hidden; c += 16)
-                store(x.at(row, c), plus_normed(load(x.at(row, c)), load(side.at(row, c)), by, norm ? load(norm + c) : splat(1)));
+                store(x.at(row, c), plus_normed(load(x.at(row, c)), load(side.at(row, c)), by, norm ? load(norm + c) : splat(1)) * then);
         });
     }
 
@@ -92,7 +92,7 @@ struct Dense : State {
 
     template <bool ADD>
     void product(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, Blocks<float>& into) {
-        shrink(p, index, which, from);
+        shrink(p, index, which, w, from);
         each_panel(p.tokens_count, w.k, up(w.n), [=, &p, &w, &from, &into](int panel, int next, int block, int rows) {
             times<ADD>(w, panel, next, up(w.n), rows, blocks_of(from, block), [&](int b) { return into.block(block + b, panel); });
             for (int b = block; b < block + up(rows); b++) finish(p, index, which, w, panel, b, into.block(b, panel));
@@ -102,7 +102,7 @@ struct Dense : State {
     // Adds adapters and then the bias to a product, as the trainer does (`linear.h`).
     void finish(const Pass& p, int index, int which, const Linear& w, int panel, int b, float* c) {
         for (int slot = 0; slot < p.slots; slot++) {
-            const LowRank& l = p.low_rank[((size_t)slot * m.layers + index) * 4 + which];
+            const LowRank& l = low_rank(p, slot, index, which);
             if (!l.a || !present[(size_t)slot * up(p.tokens_count) + b]) continue;
             multiply<true>(Inputs<taken>{thin.block(b, slot * (thin.panels / p.slots))}, Panel<stored>{l.b + (size_t)panel * up(l.rank) * AREA}, up(l.rank), c, SIDE,
                            std::min(SIDE, p.tokens_count - b * SIDE));
@@ -111,16 +111,17 @@ struct Dense : State {
             for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) + load(w.bias + panel * SIDE + j));
     }
 
-    // Inputs of the second product of the feed-forward part that serves every token.
-    static int dense_inputs(const Layer& l) { return l.shared_down.n ? l.shared_down.k : l.down.k; }
+    const LowRank& low_rank(const Pass& p, int slot, int index, int which) const {
+        return p.low_rank[((size_t)slot * (m.layers + 1) + index) * PLACES + which];
+    }
 
-    // thin = A x for the rows of each adapter, zero for the others.
-    void shrink(const Pass& p, int index, int which, Blocks<taken>& from) {
+    // thin = A x for the rows of each adapter of the product `w`, zero for the others.
+    void shrink(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from) {
         if (!p.slots) return;
-        int blocks = up(p.tokens_count), steps = up(which == 0 || which == 2 ? m.hidden : which == 1 ? m.layer[index].out.k : dense_inputs(m.layer[index]));
+        const int blocks = up(p.tokens_count), steps = up(w.k);
         plan.each(p.slots * blocks, [=, &p, &from](int item) {
             int slot = item / blocks, b = item % blocks;
-            const LowRank& l = p.low_rank[((size_t)slot * m.layers + index) * 4 + which];
+            const LowRank& l = low_rank(p, slot, index, which);
             if (!l.a || !present[item]) return;
             alignas(64) float c[AREA];
             for (int panel = 0; panel < up(l.rank); panel++) {
@@ -137,7 +138,7 @@ struct Dense : State {
 
     // act(gate) * up: a panel holds sixteen of each.
     void gate(const Pass& p, int index, const Linear& w) {
-        shrink(p, index, 2, h);
+        shrink(p, index, 2, w, h);
         each_panel(p.tokens_count, w.k, up(w.n), [=, &p, &w](int panel, int next, int block, int rows) {
             float* sums = sums_of(rows);
             times<false>(w, panel, next, up(w.n), rows, blocks_of(h, block), [&](int b) { return sums + b * AREA; });

@@ -27,11 +27,12 @@ struct State {
     const Cache cache;
     Team<Ready> team;
     Plan plan;  // of the pass
-    int dim = 0, group = 0;       // head size in the cache; query heads of a key-value head
+    int group = 0;                // query heads of a key-value head, at most
+    int ready_width = 0;          // numbers of all heads of a row, at most
     int before = 0, between = 0;  // widths of the results of the first product and of the inputs of the second, at most
     Blocks<float> x, qkv, side;
     Blocks<taken> h, mixed, act, thin;
-    Arena rotated;  // [N, heads and then keys and values, dim]
+    Arena rotated;  // [N, ready_width]: heads and then keys and values, dim of each
     std::vector<int> segment, position, order;
     std::vector<Item> items;
     std::vector<char> present;  // [slots][row blocks]: whether an adapter has rows there
@@ -39,12 +40,19 @@ struct State {
     State(const Cache& cache, int threads) : cache(cache), team(threads) {}
 
     void use(const Model& model) {
-        m = model, dim = up(m.head_dim) * SIDE, group = m.heads / m.kv_heads, before = between = 0;
-        for (int i = 0; i < m.layers; i++) before = std::max(before, m.layer[i].qkv.n), between = std::max(between, m.layer[i].out.k);
+        m = model, group = 1, ready_width = before = between = 0;
+        for (int i = 0; i < m.layers; i++) {
+            const Layer& l = m.layer[i];
+            before = std::max(before, l.qkv.n), between = std::max(between, l.out.k);
+            group = std::max(group, m.heads / l.kv_heads), ready_width = std::max(ready_width, (m.heads + 2 * l.kv_heads) * dim_of(l));
+        }
     }
 
+    static int dim_of(const Layer& l) { return up(l.head_dim) * SIDE; }  // head size in the cache
+
     stored* keys(int layer, int block, int head) const {
-        return cache.data + (((size_t)m.layer[layer].place * cache.blocks + block) * m.kv_heads + head) * 2 * dim * SIDE;
+        const Layer& l = m.layer[layer];
+        return cache.data + l.cached * cache.blocks + ((size_t)block * l.kv_heads + head) * 2 * dim_of(l) * SIDE;
     }
 
     // What the token at a position of the sequence brings to the convolution of a layer.
@@ -53,13 +61,13 @@ struct State {
         return cache.inputs + (((size_t)m.layer[layer].place * cache.blocks + block) * SIDE + at % SIDE) * up(m.hidden) * SIDE;
     }
 
-    taken* ready(int row, int head) const { return (taken*)rotated.data + ((size_t)row * (m.heads + 2 * m.kv_heads) + head) * dim; }
+    taken* ready(const Layer& l, int row, int head) const { return (taken*)rotated.data + (size_t)row * ready_width + (size_t)head * dim_of(l); }
 
     void arrange(const Pass& p) {
         int n = p.tokens_count;
         x.size(n, m.hidden), side.size(n, m.hidden), h.size(n, m.hidden), qkv.size(n, before);
         mixed.size(n, between), act.size(n, m.inter);
-        rotated.grow((size_t)n * (m.heads + 2 * m.kv_heads) * dim * sizeof(taken)), segment.resize(n), position.resize(n);
+        rotated.grow((size_t)n * ready_width * sizeof(taken)), segment.resize(n), position.resize(n);
         items.clear(), order.clear();
         for (int s = 0; s < p.segments; s++) {
             int length = p.starts[s + 1] - p.starts[s];
@@ -96,7 +104,7 @@ struct State {
     // Tokens of a prompt that read keys and values together: TOGETHER rows of queries, or fewer if threads would have nothing to do.
     int tokens_of_item(const Pass& p) const {
         constexpr int EACH = 4;  // jobs for each thread
-        const int fair = (int)((size_t)p.tokens_count * m.kv_heads / ((size_t)EACH * team.size));
+        const int fair = (int)((size_t)p.tokens_count * (m.heads / group) / ((size_t)EACH * team.size));
         return std::max({1, ROWS / group, std::min(TOGETHER / group, fair)});
     }
 
@@ -113,7 +121,7 @@ struct State {
         for (int row = 0; p.slots && row < p.tokens_count; row++)
             if (int slot = p.adapters[segment[row]]; slot >= 0) present[(size_t)slot * up(p.tokens_count) + row / SIDE] = 1;
         int widest = 0;
-        for (int i = 0; i < p.slots * m.layers * 4; i++) widest = std::max(widest, up(p.low_rank[i].rank));
+        for (int i = 0; i < p.slots * (m.layers + 1) * PLACES; i++) widest = std::max(widest, up(p.low_rank[i].rank));
         if (widest) thin.size(p.tokens_count, p.slots * widest * SIDE);
     }
 };
