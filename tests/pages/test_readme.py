@@ -32,6 +32,14 @@ def test_the_number_of_recipes_is_told_as_it_is() -> None:
     )
 
 
+def test_the_page_of_what_works_has_the_counts_of_the_page_of_models():
+    models, status = ((ROOT / "docs" / name).read_text() for name in ("models.md", "status.md"))
+    served, of = re.search(r"^(\d+) of (\d+) are served", models, re.MULTILINE).groups()
+    kernels, refused = re.search(r"(\d+) by `kernels`.* (\d+) are refused", models).groups()
+    assert f"[{served} of the {of} architectures" in status and f"({refused} are refused by name" in status
+    assert f"{kernels} in C++ on a CPU" in status
+
+
 def test_the_site_shows_no_backslash_before_a_pipe_in_the_code_of_a_table() -> None:
     html = markdown.markdown(
         plain_pipes("| a | b |\n|---|---|\n| `int \\| None` | the largest \\|r\\| |"), extensions=["tables"]
