@@ -169,7 +169,7 @@ def expected(case: Case) -> dict[str, Tensor]:
             ref = plain_trainer.logprobs(plain_trainer.logits(model, base, rows) / TEMPERATURE, rows)
         loss = loss + KL * (torch.exp(ref - logprob) - (ref - logprob) - 1)
     if case.distill == "forward":
-        loss = loss + TEACHER * plain_trainer.forward_kl(scaled, rows)
+        loss = loss + TEACHER * plain_trainer.forward_kl(scaled * TEMPERATURE, rows)  # at temperature 1
     counted = sum(any(row.mask) for row in rows)
     gradients = torch.autograd.grad(loss.sum() / counted, list(leaves.values()), allow_unused=True)
     return {

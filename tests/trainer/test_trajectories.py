@@ -49,7 +49,9 @@ class Unigram:
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits, self.states = torch.nn.Parameter(logits.clone()), torch.nn.Parameter(STATES.clone())
 
-    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Any = None) -> TokenScores:
+    def logprobs(
+        self, pack: Pack, temperature: float, dtype: torch.dtype, critic: Any = None, lesson: Any = None
+    ) -> TokenScores:
         log_p = self.logits.log_softmax(0)
         entropy = -(log_p.exp() * log_p).sum().expand(len(pack.target))
         top = None if pack.top_ids is None else log_p[pack.top_ids]

@@ -207,7 +207,7 @@ async def _until_back(cluster: Cluster, telemetry: Telemetry, run_dir: Path, pro
         "not back",
         key=LOST_HEAD,
     )
-    async with telemetry.waits.named(cluster.software, what, endless=True):
+    async with telemetry.waits.named("cluster", f"its head at {cluster.head}", endless=True):
         while problem := await cluster.head_problem():
             away = telemetry.clock() - since
             if away >= patience:

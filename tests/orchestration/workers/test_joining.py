@@ -348,7 +348,7 @@ RUN: dict[str, Any] = {
         ({"engine": {"cores": (0,)}}, "engine.cores are cores of this machine"),
         (
             {"engine": {"kind": "headrace", "urls": ("http://127.0.0.1:1",)}},
-            "is a server, which runs reach by engine.urls",
+            "engine.urls name servers that are running.*workers elsewhere start the engines; remove one of the two",
         ),
     ],
 )

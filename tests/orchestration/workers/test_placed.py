@@ -128,7 +128,7 @@ def test_a_head_that_comes_back_in_time_was_a_named_wait(tmp_path: Path) -> None
         place.cluster.missing = "Connection refused"
         await asyncio.sleep(20)
         (wait,) = place.telemetry.waits.lasting()
-        assert wait.owner == "fake" and wait.what == "the head of the fake cluster at 10.0.0.1:6379" and wait.endless
+        assert wait.owner == "cluster" and wait.what == "its head at 10.0.0.1:6379" and wait.endless
         (warned,) = [fact for fact in place.facts.of(Warned) if fact.key == LOST_HEAD]
         assert "does not answer (Connection refused)" in warned.message and "stops in 40 s" in warned.message
         assert (await place.engine.generate(ASKED)).tokens
