@@ -100,7 +100,6 @@ async def load_files(config: RunConfig, encoder: ChatEncoder, rows: Sequence[Row
 def check_models_beside(algo: AlgoConfig, encoder: ChatEncoder, context: int) -> None:
     """Raises ConfigError for a critic's own model, or a teacher of the trainer's, that does not read the policy's tokens, or not as many. `encoder`: the
     policy's; `context`: of the engine."""
-    context = min(context, read_shape(encoder.directory).positions or context)
     _check_reader("algo.critic.model", algo.recipe.critic.model if algo.has_critic else "", encoder, context)
     other = '. For a teacher with another tokenizer make [[teachers]] with mode = "text"'
     _check_reader("algo.distill.model", algo.recipe.distill.model, encoder, context, other)
@@ -114,7 +113,7 @@ def _check_reader(setting: str, path: str, encoder: ChatEncoder, context: int, o
         raise ConfigError(
             f"{given} has another vocabulary than the policy, whose tokens it reads: {problem}. Use a model with the policy's tokenizer, or remove it{other}"
         )
-    own = read_shape(directory)
+    own, context = read_shape(directory), min(context, read_shape(encoder.directory).positions or context)
     if own.positions and own.positions < context:
         raise ConfigError(
             f"{given} was made for {own.positions} tokens, and rollouts may have {context}; lower engine.context_length, or use another model"
