@@ -308,7 +308,7 @@ def test_a_checkpoint_knows_the_teacher_s_weights_and_goes_on_bit_for_bit(tmp_pa
 
 def test_a_checkpoint_sees_that_one_kind_of_matrices_has_changed(tmp_path: Path) -> None:
     """As where an adapter of the attention was merged: an eighth of a layer, far from the file's ends and its middle."""
-    layers, layer = 10, 1 << 16
+    layers, layer = 10, 1 << 20
     values = bytearray(layers * layer)
     (tmp_path / "model.safetensors").write_bytes(values)
     before = _marks("t", tmp_path)
