@@ -353,7 +353,8 @@ def _kl(of: Float[Tensor, "M k"], to: Float[Tensor, "M k"], counted: Bool[Tensor
 def _jsd(
     teacher: Float[Tensor, "M k"], student: Float[Tensor, "M k"], counted: Bool[Tensor, "M k"], beta: float
 ) -> Float[Tensor, " M"]:
-    mixture = torch.log(beta * teacher.exp() + (1 - beta) * student.exp())
+    share = torch.tensor(beta, dtype=student.dtype, device=student.device)
+    mixture = torch.logaddexp(teacher + share.log(), student + torch.log1p(-share))  # exp of both may be 0
     return beta * _kl(teacher, mixture, counted) + (1 - beta) * _kl(student, mixture, counted)
 
 

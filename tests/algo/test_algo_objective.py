@@ -441,6 +441,14 @@ def test_the_whole_vocabulary_leaves_an_empty_tail(kind):
     assert same.item() == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_tokens_of_no_probability_under_both_stay_finite(kind):
+    """In float32, in which exp(-120) is 0: among the most probable tokens of a sure student, or at a low temperature."""
+    student = torch.tensor([[-1e-3, -120.0]], requires_grad=True)
+    value = top_divergence(TopTokens(student, torch.tensor([[-2e-3, -130.0]])), Distill(kind))
+    assert value.isfinite().all() and np.isfinite(gradient(value, student)).all()
+
+
 @pytest.mark.parametrize("rest", [1e-3, 1e-6, 1e-8, 1e-10])
 def test_the_bucket_for_the_rest_keeps_its_digits_in_float32(rest):
     """1 - Σp in float32 has none left below 1e-6; the log-probs themselves do."""

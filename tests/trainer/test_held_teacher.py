@@ -30,6 +30,7 @@ from headrace.trainer.forward.divergence import HeadOf, divergence, most_probabl
 from headrace.trainer.forward.head import BLOCK_ELEMENTS, Scale
 from headrace.trainer.packing import Kept
 from headrace.trainer.step.learner import Assignment
+from headrace.trainer.step.teacher import _marks
 from headrace.trainer.step.trainer import TorchTrainer
 from support import plain_trainer, tiny_models
 from support.few import few
@@ -41,9 +42,9 @@ _made = TemporaryDirectory(prefix="headrace-teachers-")
 
 
 @cache
-def teacher() -> tuple[Any, Path]:
+def teacher(rows: int = MORE_ROWS) -> tuple[Any, Path]:
     """Another family, with more rows of logits, which are not of zero probability."""
-    model, directory = tiny_models.make("qwen3", seed=3, vocab_size=MORE_ROWS, hidden_size=16), Path(_made.name) / "t"
+    model, directory = tiny_models.make("qwen3", seed=3, vocab_size=rows, hidden_size=16), Path(_made.name) / f"{rows}"
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
     return plain_trainer.plain(model), directory
@@ -172,6 +173,35 @@ def test_the_sampled_token_has_the_temperature_and_the_mask_of_sampling_under_bo
     near(found, dict(zip(wanted.weights, slopes, strict=True)))
 
 
+@pytest.mark.parametrize("masks", [False, True])
+def test_ids_that_the_teacher_has_no_row_for_are_read_as_its_last_and_get_no_word_of_it(masks: bool) -> None:
+    """Rows behind the tokenizer's last id, of which a larger student may have more, and may sample one."""
+    given, fewer = rows(masks), 60
+    other, directory = teacher(fewer)
+    read = [replace(row, prompt=below(row.prompt, fewer), tokens=below(row.tokens, fewer)) for row in given]
+    at = [(b, len(row.prompt) + t - 1) for b, row in enumerate(given) for t, own in enumerate(row.mask) if own]
+    logits = plain_trainer.logits(other, {}, read).detach() / 0.7
+    ids = [row.tokens[t] for row in given for t, own in enumerate(row.mask) if own]
+    wanted = [
+        logits[b, t].log_softmax(0)[id_] if id_ < fewer else math.nan for (b, t), id_ in zip(at, ids, strict=True)
+    ]
+    trainer = made(AlgoConfig("opd", distill={"model": str(directory)}), 1000)
+    (plan,) = trainer._plans(Batch(0, (Group(0, Prompt("p", "", (1,)), (), tuple(given)),), temperature=0.7))
+    found = torch.cat([trainer._gradient(0.7)._scores(pack, taught=True).taught.teacher for pack in plan.packs])
+    assert found.isnan().sum() == sum(id_ >= fewer for id_ in ids) > 3
+    if not masks:
+        assert sorted(found[found.isfinite()].tolist()) == pytest.approx(
+            sorted(x for x in map(float, wanted) if x == x), rel=1e-4
+        )
+    sums, slopes, _ = gradient(trainer, given, 0.7)
+    assert sums.taught == found.isfinite().sum() and math.isfinite(sums.loss)
+    assert all(one.isfinite().all() for one in slopes.values())
+
+
+def below(ids: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    return tuple(min(one, rows - 1) for one in ids)
+
+
 def padded(given: list[Row], at: Tensor) -> Tensor:
     """[B, T, V] with the logits [M, V] of the loss tokens at their places."""
     places, _ = plain_trainer.places(given)
@@ -274,6 +304,18 @@ def test_a_checkpoint_knows_the_teacher_s_weights_and_goes_on_bit_for_bit(tmp_pa
     with pytest.raises(CheckpointError, match=r"the weights of algo.distill.model = .* have changed since"):
         made(algo, 14).restore(tmp_path / "saved")
     made(CASES[0].algo(), 14).restore(tmp_path / "saved")  # another name is another teacher
+
+
+def test_a_checkpoint_sees_that_one_kind_of_matrices_has_changed(tmp_path: Path) -> None:
+    """As where an adapter of the attention was merged: an eighth of a layer, far from the file's ends and its middle."""
+    layers, layer = 10, 1 << 20
+    values = bytearray(layers * layer)
+    (tmp_path / "model.safetensors").write_bytes(values)
+    before = _marks("t", tmp_path)
+    for start in range(layer // 8, len(values), layer):
+        values[start : start + layer // 8] = b"x" * (layer // 8)
+    (tmp_path / "model.safetensors").write_bytes(values)
+    assert (_marks("t", tmp_path) != before).tolist() == [False, True]
 
 
 def test_rollouts_that_no_engine_scored_are_trained() -> None:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 MARK = "teacher/mark"
 """Its tensor in a checkpoint."""
-SAMPLE = 1 << 16
-"""Bytes of each sample of a file."""
+SAMPLES, SAMPLE = 64, 1 << 12
+"""Samples of a file of weights, and the bytes of each."""
 
 
 class HeldTeacher(torch.nn.Module):
@@ -96,8 +96,10 @@ class HeldTeacher(torch.nn.Module):
 
     @torch.no_grad()
     def lesson(self, pack: Pack) -> Lesson:
-        """Forwards the pack; the caller opens the autocast context."""
-        return partial(self._compared, self._way.hidden(pack))
+        """Forwards the pack; the caller opens the autocast context. Ids that stand for nothing, of which the policy may have more than the teacher, are read as
+        the teacher's last one."""
+        tokens = pack.tokens.clamp(max=self.trunk.get_input_embeddings().weight.shape[0] - 1)
+        return partial(self._compared, self._way.hidden(replace(pack, tokens=tokens)))
 
     def _compared(self, hidden: Float[Tensor, "N H"], policy: HeadOf, asked: AskedLogprobs) -> LessonNumbers:
         """Compares at the places of the loss tokens, which lie among the hidden states. What was sampled has the temperature and the mask of sampling;
@@ -105,9 +107,11 @@ class HeldTeacher(torch.nn.Module):
         rule = self._rule
         own = HeadOf(hidden, self.weight, self.bias, self._scale, self._dtype, packed=self._packed)
         if not rule.compares:
-            kept = asked.kept and asked.kept.below(len(self.weight))
+            rows, kept = len(self.weight), asked.kept and asked.kept.below(len(self.weight))
+            known = asked._replace(target=asked.target.clamp(max=rows - 1), kept=kept)
             with torch.no_grad():
-                return LessonNumbers(teacher=own.logprobs(asked._replace(kept=kept)).logprob)
+                found = own.logprobs(known).logprob
+            return LessonNumbers(teacher=torch.where(asked.target < rows, found, torch.nan))
         places, which = torch.unique(asked.predictor, return_inverse=True)  # sums of gradients have an order then (C8)
         policy, own = policy.at(places, rule.temperature), own.at(places, rule.temperature)
         found = divergence(policy, own, rule) if rule.over == "vocabulary" else _over_top(policy, own, rule)
@@ -174,13 +178,13 @@ def _whole(model: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _marks(name: str, directory: Path) -> Tensor:
-    """[2] int64: of the name, and of samples of the files of weights, which differ everywhere in a model that was trained further."""
+    """[2] int64: of the name, and of samples from all over the files of weights: a model that was trained further may differ in some kinds of its matrices alone."""
     found = blake2b(digest_size=7)
     for path in weight_files(directory):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            for place in (0, size // 2, max(size - SAMPLE, 0)):
-                file.seek(place)
+            for number in range(SAMPLES):
+                file.seek(size * number // SAMPLES)
                 found.update(file.read(SAMPLE))
     digests = blake2b(name.encode(), digest_size=7).digest(), found.digest()
     return torch.tensor([int.from_bytes(digest) for digest in digests])
