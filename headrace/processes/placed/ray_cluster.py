@@ -186,14 +186,16 @@ class RayCluster:
         self._connected, self.head = True, ray.get_runtime_context().gcs_address
 
     async def head_problem(self) -> str:
-        """Not through Ray, whose calls wait for the head."""
+        """Connects to the head's port itself: calls of Ray wait for the head."""
         host, _, port = self.head.rpartition(":")
         try:
             async with asyncio.timeout(ANSWERS):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             writer.close()
         except OSError as error:  # a TimeoutError too
-            return os.strerror(error.errno) if error.errno else "it is silent"
+            if (error.errno or 0) > 0:
+                return os.strerror(error.errno or 0)
+            return error.strerror or "it is silent"  # of a name that cannot be resolved the number is negative
         return ""
 
     async def nodes(self) -> Sequence[ClusterNode]:

@@ -172,6 +172,16 @@ def test_the_head_of_a_ray_cluster_is_asked_without_ray() -> None:
     asyncio.run(case())
 
 
+def test_a_head_whose_name_is_not_known_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unknown(host: str, port: int) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(asyncio, "open_connection", unknown)
+    cluster = RayCluster("auto")
+    cluster.head = "nowhere:6379"
+    assert asyncio.run(cluster.head_problem()) == "Name or service not known"
+
+
 # --- nodes that fail ---------------------------------------------------------------------------------------------------------
 
 
