@@ -128,7 +128,7 @@ SILENT_BUS = "the bus does not answer"
 def engine_on_bus(
     config: RunConfig, model_dir: Path, transport: TransportKind, run_dir: Path, telemetry: Telemetry
 ) -> Starting[BusEngine] | None:
-    """None for a run without a bus."""
+    """Returns the engine that a run has behind its bus, which is not launched yet; None for a run without a bus."""
     place = config.orchestration
     if not place.bus:
         return None

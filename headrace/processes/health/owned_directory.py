@@ -115,7 +115,7 @@ def _empty(top: int) -> None:
 
 
 def _is_open_directory(name: str, within: int) -> bool:
-    """Whether the descriptor is a directory, which may be read and written from now on."""
+    """Whether the entry is a directory, which may be read and written from now on."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=within, follow_symlinks=False).st_mode):
         return False
     os.chmod(name, 0o700, dir_fd=within)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 MARK = "teacher/mark"
-"""Its tensor in a checkpoint."""
+"""The name of the tensor of a checkpoint by which its teacher is known."""
 SAMPLES, SAMPLE = 64, 1 << 12
 """Samples of a file of weights, and the bytes of each."""
 

@@ -256,7 +256,7 @@ class AdapterLayer:
 class Adapter:
     layers: list[AdapterLayer]
     per_layer: Pair | None = None
-    """The pair of the product that is added to the embeddings of single layers."""
+    """The adapter of the product that is added to the embeddings of single layers."""
 
 
 @dataclass(frozen=True)
